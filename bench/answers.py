@@ -2,10 +2,10 @@
 
     python -m bench.answers [--workers 2] [--every 1]
 
-The last line is JSON: ``adversarial`` and ``equivalent`` count the cases; ``voided`` had no score, which would void a group; ``over_2_s``
-took longer on the clock; ``executed`` made a file that only code from an answer would make; ``wrong_verdicts``; ``slowest_s``;
-``neighbours_s``, how long 40 plain answers take next to a costly one; ``per_s``, ordinary answers a second.
-The cases are in ``bench.support.answer_cases``.
+The last line is JSON: ``adversarial`` and ``equivalent`` count the cases; ``voided`` had no score, which would void a
+group; ``over_2_s`` took longer on the clock; ``executed`` made a file that only code from an answer would make;
+``wrong_verdicts``; ``slowest_s``; ``neighbours_s``, how long 40 plain answers take next to a costly one; ``per_s``,
+ordinary answers a second. The cases are in ``bench.support.answer_cases``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class AnswerOutcome(NamedTuple):
 def sample(response: str, reference: str) -> Sample:
     """One episode."""
     return Sample(
-        domain="math", task_index=0, prompt="", response=response, reference=reference, reward=0.0, reward_parts={}, success=False,
+        domain="math", task_index=0, prompt="", response=response, reference=reference, reward=0.0, reward_parts={},
+        success=False,
         end="terminated", num_turns=1, num_tokens=1, metrics={},
     )  # fmt: skip
 
@@ -63,7 +64,10 @@ async def judge(workers: RewardWorkerPool, cases: Sequence[AnswerPair], at_once:
     found = await asyncio.gather(*map(one, cases))
     for case, outcome in zip(cases, found, strict=True):
         if outcome.right is False:
-            print(f"wrong: {case.response[:80]!r} against {case.reference[:60]!r} must be {'equal' if case.equal else 'different'}")
+            print(
+                f"wrong: {case.response[:80]!r} against {case.reference[:60]!r} must be "
+                f"{'equal' if case.equal else 'different'}"
+            )
         if outcome.seconds > LIMIT_S:
             print(f"slow: {case.response[:80]!r}: {outcome.seconds:.1f} s")
     return found
@@ -72,9 +76,10 @@ async def judge(workers: RewardWorkerPool, cases: Sequence[AnswerPair], at_once:
 async def measure(num_workers: int, every: int) -> dict[str, float]:
     """Judge every n-th case."""
     with tempfile.TemporaryDirectory() as folder:
-        attacks = [AnswerPair(text.replace(CANARY, f"{folder}/made_{n}"), "#### 18", False) for n, text in enumerate(adversarial())][
-            ::every
-        ]
+        attacks = [
+            AnswerPair(text.replace(CANARY, f"{folder}/made_{n}"), "#### 18", False)
+            for n, text in enumerate(adversarial())
+        ][::every]
         equivalent = pairs()[::every]
         workers = RewardWorkerPool(num_workers, TIMEOUT_S, [REWARD], memory_mib=4096)
         await workers.start()
@@ -88,7 +93,8 @@ async def measure(num_workers: int, every: int) -> dict[str, float]:
             neighbours_s = time.monotonic() - started
             await costly
             ordinary = [
-                AnswerPair(f"{n} apples and 1 more.\n#### {n + 1}", f"{n}+1\n#### {n + 1:,}", True) for n in range(ORDINARY // every)
+                AnswerPair(f"{n} apples and 1 more.\n#### {n + 1}", f"{n}+1\n#### {n + 1:,}", True)
+                for n in range(ORDINARY // every)
             ]
             ordinary[::2] = [AnswerPair(f"It is $\\boxed{{{n}}}$.", str(n), True) for n in range(len(ordinary[::2]))]
             started = time.monotonic()
@@ -112,7 +118,9 @@ async def measure(num_workers: int, every: int) -> dict[str, float]:
 
 def main() -> int:
     """Measure; 0 when nothing was voided, late, executed or judged wrongly."""
-    parser = argparse.ArgumentParser(prog="python -m bench.answers", description="Adversarial and equivalent answers to math_answer.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.answers", description="Adversarial and equivalent answers to math_answer."
+    )
     parser.add_argument("--workers", type=int, default=2, help="worker processes (2)")
     parser.add_argument("--every", type=int, default=1, help="judge every n-th case only (1)")
     options = parser.parse_args()

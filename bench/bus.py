@@ -3,9 +3,9 @@
     python -m bench.bus [--seconds 5] [--size-kib 16]
 
 One process publishes to the stream ``episodes`` and another takes from it, through the same ``Bus`` that the hubs use,
-against a private nats-server: once with the server's default sync interval, once with ``sync_interval: always``. In both, a
-message is written to the file before it is confirmed; with the second it is also on the disk. A cycle is one group that was
-checked, encoded, published (confirmed), fetched, decoded with all checks and acknowledged (confirmed).
+against a private nats-server: once with the server's default sync interval, once with ``sync_interval: always``. In
+both, a message is written to the file before it is confirmed; with the second it is also on the disk. A cycle is one
+group that was checked, encoded, published (confirmed), fetched, decoded with all checks and acknowledged (confirmed).
 """
 
 from __future__ import annotations
@@ -111,9 +111,14 @@ async def prepare(url: str, run: str) -> None:
 
 def measure(size_bytes: int, seconds: float, *, sync_always: bool) -> float:
     """Cycles per second against a fresh server."""
-    with tempfile.TemporaryDirectory(prefix="rlearner-bench-") as store, BrokerServer(store, sync_always=sync_always) as server:
+    with (
+        tempfile.TemporaryDirectory(prefix="rlearner-bench-") as store,
+        BrokerServer(store, sync_always=sync_always) as server,
+    ):
         uvloop.run(prepare(server.url, "bench"))
-        with subprocess.Popen([sys.executable, "-m", "bench.bus", "--write", server.url, "--size-kib", str(size_bytes / 1024)]) as writer:
+        with subprocess.Popen(
+            [sys.executable, "-m", "bench.bus", "--write", server.url, "--size-kib", str(size_bytes / 1024)]
+        ) as writer:
             try:
                 rate: float = uvloop.run(read(server.url, "bench", seconds))
                 return rate

@@ -1,10 +1,13 @@
-"""Whether a program can pass tests without solving its problem, and whether solutions pass, in every form that the reward ``code`` takes.
+"""Whether a program can pass tests without solving its problem, and whether solutions pass, in every form that the
+reward ``code`` takes.
 
     python -m bench.cheats [--sandbox none]
 
-A cheat succeeds when it scores anything at all. The last line is one JSON object: forms, cheats (the least number in any form), tried and
-succeeded (in all forms), canonical (the share of correct solutions that score 1, over all forms, at least 20 in each), per_form, and
-in_one_process: how many of the same cheats end well where their tests run in their own process, as they would without a second one.
+A cheat succeeds when it scores anything at all. The last line is one JSON object: forms, cheats (the least number in
+any form), tried and succeeded (in all forms), canonical (the share of correct solutions that score 1, over all forms,
+at least 20 in each), per_form, and
+in_one_process: how many of the same cheats end well where their tests run in their own process, as they would without a
+second one.
 """
 
 from __future__ import annotations
@@ -27,9 +30,11 @@ FORMS: Final = ("asserts", "test_file", "calls", "pairs")
 LIMITS: Final[dict[str, Any]] = {"timeout_s": 20.0, "cpu_s": 2, "memory_mib": 512}
 STATEMENTS: Final = (
     "assert mystery(2) == 40503", "assert abs(mystery(3) - 81007) < 1e-6", "assert math.isclose(mystery(5), 121511.5)",
-    "import math\nassert math.fabs(mystery(1) - 20251.5) <= 1e-9", "assert [mystery(n) for n in (2, 7)] == [40503, 161]",
+    "import math\nassert math.fabs(mystery(1) - 20251.5) <= 1e-9", "assert [mystery(n) for n in (2, 7)] == [40503, "
+    "161]",
     "assert all(mystery(n) == v for n, v in ((2, 40503), (7, 161)))",
-    "from math import isclose\nassert isclose(mystery(9), 202519.25)", "assert sorted([mystery(2), mystery(3)]) == [40503, 81007]",
+    "from math import isclose\nassert isclose(mystery(9), 202519.25)", "assert sorted([mystery(2), mystery(3)]) == "
+    "[40503, 81007]",
 )  # fmt: skip
 CASES: Final = """
 import math, unittest
@@ -71,13 +76,16 @@ def solutions(form: str) -> list[tuple[str, str]]:
     if form == "pairs":
         return [(canonical.script(problem), canonical.pairs(problem)) for problem in canonical.PROBLEMS]
     write = {"asserts": canonical.asserts, "test_file": canonical.test_file, "calls": canonical.calls}[form]
-    return [(problem.source, write(problem)) for problem in canonical.PROBLEMS] + (list(canonical.MORE) if form == "test_file" else [])
+    return [(problem.source, write(problem)) for problem in canonical.PROBLEMS] + (
+        list(canonical.MORE) if form == "test_file" else []
+    )
 
 
 def score(code: CodeReward, program: str, reference: str) -> float:
     """What the reward gives the program."""
     sample = Sample(
-        domain="cheats", task_index=0, prompt="", response=f"```python\n{program}\n```", reference=reference, reward=0.0, reward_parts={},
+        domain="cheats", task_index=0, prompt="", response=f"```python\n{program}\n```", reference=reference,
+        reward=0.0, reward_parts={},
         success=False, end="terminated", num_turns=1, num_tokens=1, metrics={},
     )  # fmt: skip
     value = code.score(sample).value
@@ -103,8 +111,12 @@ def ends_well(sandbox: Sandbox, program: str, reference: str) -> bool:
 
 def main() -> int:
     """Try them all; 0 when no cheat succeeds and every solution passes."""
-    parser = argparse.ArgumentParser(prog="python -m bench.cheats", description="Whether programs can pass tests without solving problems.")
-    parser.add_argument("--sandbox", choices=("bubblewrap", "none"), default="bubblewrap", help="none: without bubblewrap, for a look")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.cheats", description="Whether programs can pass tests without solving problems."
+    )
+    parser.add_argument(
+        "--sandbox", choices=("bubblewrap", "none"), default="bubblewrap", help="none: without bubblewrap, for a look"
+    )
     options = parser.parse_args()
     began = time.monotonic()
     try:
@@ -128,7 +140,12 @@ def main() -> int:
             if (value := score(code, program, reference)) != 1.0:
                 print(f"{form}: a solution scores {value:g}: {program!r:.100}")
                 failed.append(program)
-        forms[form] = {"cheats": len(tried), "succeeded": len(succeeded), "solutions": len(right), "failed": len(failed)}
+        forms[form] = {
+            "cheats": len(tried),
+            "succeeded": len(succeeded),
+            "solutions": len(right),
+            "failed": len(failed),
+        }
         print(f"{form}: {forms[form]}", flush=True)
     total, wrong = (sum(one[key] for one in forms.values()) for key in ("solutions", "failed"))
     figures = {

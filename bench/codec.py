@@ -31,7 +31,9 @@ def trajectory(num_tokens: int, episode: int) -> wire.Trajectory:
         loss_mask=wire.column(mask, "|u1"),
         logprobs=wire.column(np.where(mask, -rng.exponential(1.0, num_tokens), 0.0), "<f4"),
         version_runs=wire.column([7, sampled // 2, 8, sampled - sampled // 2], "<i4"),
-        turns=[wire.Turn(start=start, end=num_tokens, reward=1.0, valid=True, finish_reason="stop", server="rollout-1")],
+        turns=[
+            wire.Turn(start=start, end=num_tokens, reward=1.0, valid=True, finish_reason="stop", server="rollout-1")
+        ],
         reward=1.0,
         reward_parts={"env": 1.0},
         success=True,
@@ -70,8 +72,8 @@ def as_lists(source: wire.Trajectory) -> ListTrajectory:
 
 
 def median_us(work: Callable[[], object], per_call: int, *, repeats: int) -> float:
-    """Microseconds per unit of work, the median over calls timed one by one: a call is far shorter than a time slice, so
-    that the median does not see what other processes take."""
+    """Microseconds per unit of work, the median over calls timed one by one: a call is far shorter than a time slice,
+    so that the median does not see what other processes take."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()

@@ -3,10 +3,11 @@
     python -m bench.engine [--requests 64] [--repeats 5] [--hidden 256] [--layers 4]
 
 Every arm serves the same requests on the same small Qwen3 (prompts of 16-128 tokens, outputs of 16-128, no end token),
-samples at temperature 1, and returns the logprob of every sampled token. Tokens are those asked for: what the static batch
-generates beyond a row's own length does not count. The arms take turns in one run, and the figures are medians over turns.
-Then the load of the quickstart on its model: 128 conversations of 8 turns, each 25 new tokens of context and 2 sampled ones.
-The last line is one JSON object: ratio_to_static, ratio_to_continuous, tokens_per_s, and turns_per_s.
+samples at temperature 1, and returns the logprob of every sampled token. Tokens are those asked for: what the static
+batch generates beyond a row's own length does not count. The arms take turns in one run, and the figures are medians
+over turns. Then the load of the quickstart on its model: 128 conversations of 8 turns, each 25 new tokens of context
+and 2 sampled ones. The last line is one JSON object: ratio_to_static, ratio_to_continuous, tokens_per_s, and
+turns_per_s.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ Requests = list[tuple[list[int], int]]  # prompt, output length
 def make_requests(number: int, vocab_size: int, seed: int = 0) -> Requests:
     """Prompts of 16-128 random tokens and outputs of 16-128, both inclusive."""
     rng = np.random.default_rng(seed)
-    return [(rng.integers(3, vocab_size, rng.integers(16, 129)).tolist(), int(rng.integers(16, 129))) for _ in range(number)]
+    return [
+        (rng.integers(3, vocab_size, rng.integers(16, 129)).tolist(), int(rng.integers(16, 129))) for _ in range(number)
+    ]
 
 
 def measurable() -> list[str]:
@@ -70,7 +73,9 @@ def make_model(folder: str, hidden: int, layers: int) -> int:
 
 
 def load(folder: str) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa"
+    ).eval()
 
 
 def static_arm(folder: str, requests: Requests) -> Callable[[], int]:
@@ -84,7 +89,8 @@ def static_arm(folder: str, requests: Requests) -> Callable[[], int]:
     def run() -> int:
         with torch.inference_mode():
             out = model.generate(
-                ids, attention_mask=mask, max_new_tokens=most, do_sample=True, top_k=0, pad_token_id=0, output_scores=True,
+                ids, attention_mask=mask, max_new_tokens=most, do_sample=True, top_k=0, pad_token_id=0,
+                output_scores=True,
                 return_dict_in_generate=True,
             )  # fmt: skip
             logprobs = model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
@@ -144,7 +150,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--threads", type=int, default=int(os.environ.get("OMP_NUM_THREADS", "0")) or os.cpu_count() or 1)
+    parser.add_argument(
+        "--threads", type=int, default=int(os.environ.get("OMP_NUM_THREADS", "0")) or os.cpu_count() or 1
+    )
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -162,7 +170,11 @@ def main() -> None:
 async def turns_per_s(folder: str, options: argparse.Namespace, conversations: int = 128, turns: int = 8) -> float:
     """Turns a second of many short conversations that grow together; the best of some runs, the first left out."""
     engine = HFEngine(
-        EngineConfig(folder, RolloutSection(max_running=128, max_context_tokens=512, num_threads=options.threads), policy_version=0)
+        EngineConfig(
+            folder,
+            RolloutSection(max_running=128, max_context_tokens=512, num_threads=options.threads),
+            policy_version=0,
+        )
     )
     await engine.start()
     rng = np.random.default_rng(0)
@@ -173,7 +185,10 @@ async def turns_per_s(folder: str, options: argparse.Namespace, conversations: i
             sampling = wire.SamplingParams(max_tokens=2, ignore_eos=True)
             output = await engine.generate(
                 wire.GenerateRequest(
-                    request_id=f"{name}-{turn}", conversation_id=name, token_ids=wire.column(context, "<i4"), sampling=sampling
+                    request_id=f"{name}-{turn}",
+                    conversation_id=name,
+                    token_ids=wire.column(context, "<i4"),
+                    sampling=sampling,
                 )
             )
             context += [*output.token_ids, *rng.integers(8, 90, 25).tolist()]
@@ -192,7 +207,9 @@ def compare(folder: str, requests: Requests, options: argparse.Namespace) -> dic
     section = RolloutSection(max_running=len(requests), max_context_tokens=512, num_threads=options.threads)
     rates: dict[str, list[float]] = {"static": [], "continuous": [], "engine": []}
     continuous_model = load(folder)
-    generation = transformers.GenerationConfig(do_sample=True, top_k=0, max_new_tokens=128, eos_token_id=-1, pad_token_id=0)
+    generation = transformers.GenerationConfig(
+        do_sample=True, top_k=0, max_new_tokens=128, eos_token_id=-1, pad_token_id=0
+    )
     batching = ContinuousBatchingConfig(return_logprobs=True, page_size=32, num_blocks=1024, max_batch_tokens=2048)
     static = static_arm(folder, requests)
     with asyncio.Runner() as runner, continuous_model.continuous_batching_context_manager(
@@ -204,15 +221,23 @@ def compare(folder: str, requests: Requests, options: argparse.Namespace) -> dic
         for turn in range(options.repeats + 1):
             new = {"static": timed(static), "continuous": timed(continuous)}
             new["engine"] = timed(lambda turn=turn: runner.run(ours(engine, requests, turn)))  # type: ignore[misc]
-            print("warm-up" if turn == 0 else f"turn {turn}", *(f"{name} {rate:.0f} tokens/s" for name, rate in new.items()), sep="  ")
+            print(
+                "warm-up" if turn == 0 else f"turn {turn}",
+                *(f"{name} {rate:.0f} tokens/s" for name, rate in new.items()),
+                sep="  ",
+            )
             if turn:
                 for name, rate in new.items():
                     rates[name].append(rate)
         runner.run(engine.close())
     median = {name: statistics.median(values) for name, values in rates.items()}
     return {
-        "ratio_to_static": round(statistics.median(e / s for e, s in zip(rates["engine"], rates["static"], strict=True)), 3),
-        "ratio_to_continuous": round(statistics.median(e / c for e, c in zip(rates["engine"], rates["continuous"], strict=True)), 3),
+        "ratio_to_static": round(
+            statistics.median(e / s for e, s in zip(rates["engine"], rates["static"], strict=True)), 3
+        ),
+        "ratio_to_continuous": round(
+            statistics.median(e / c for e, c in zip(rates["engine"], rates["continuous"], strict=True)), 3
+        ),
         "tokens_per_s": round(median["engine"], 1),
         "static_tokens_per_s": round(median["static"], 1),
         "continuous_tokens_per_s": round(median["continuous"], 1),

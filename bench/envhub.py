@@ -3,16 +3,17 @@
     python -m bench.envhub              # minutes: n = 1, 8, 32, 128 at 0.1 s, and environments that hang
     python -m bench.envhub --full       # also 512 at 0.1 s and 4,096 at 1 s; wants both cores to itself
 
-A server answers each request with a random move after a latency of L seconds, up to a tenth more or less. The hub is a process of
-its own as users start it: tickets from a broker, the shipped FrozenLake with token context, groups to the samples log. With n
-environments and T turns an episode there can be n / (L·T) episodes a second; share is the part of it that there is, counted in turns so
-that no episode is counted by halves. Next to it bare_share: a client that sends n requests of the same kind, waits for all, and sends the
-next n.
-mib_per_env is what the hub's memory grows by for each environment, from the smallest to the largest n, with a request of each on its way.
+A server answers each request with a random move after a latency of L seconds, up to a tenth more or less. The hub is a
+process of its own as users start it: tickets from a broker, the shipped FrozenLake with token context, groups to the
+samples log. With n environments and T turns an episode there can be n / (L·T) episodes a second; share is the part of
+it that there is, counted in turns so that no episode is counted by halves. Next to it bare_share: a client that sends n
+requests of the same kind, waits for all, and sends the next n. mib_per_env is what the hub's memory grows by for each
+environment, from the smallest to the largest n, with a request of each on its way.
 
-share_with_hangs: n environments in processes of their own, one in twenty of which hangs for good, against as many as are left without any
-that hang. The last line is one JSON object: rows of {n, latency_s, share, failed, …}, mib_per_env, share_with_hangs. hub_ms_per_turn is the
-hub's processor time, its share of groups and tickets included; with group size and load it says how a row was taken.
+share_with_hangs: n environments in processes of their own, one in twenty of which hangs for good, against as many as
+are left without any that hang. The last line is one JSON object: rows of {n, latency_s, share, failed, …}, mib_per_env,
+share_with_hangs. hub_ms_per_turn is the hub's processor time, its share of groups and tickets included; with group size
+and load it says how a row was taken.
 """
 
 from __future__ import annotations
@@ -151,10 +152,16 @@ def _sizes(text: str) -> tuple[tuple[int, float], ...]:
 
 def main() -> int:
     """Measure; 0 when no episode failed."""
-    parser = argparse.ArgumentParser(prog="python -m bench.envhub", description="How near one hub comes to what its server allows.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.envhub", description="How near one hub comes to what its server allows."
+    )
     parser.add_argument("--full", action="store_true", help="also 512 and 4,096 environments")
     parser.add_argument(
-        "--sizes", type=_sizes, default=None, metavar="N@L,…", help="environments and latencies instead, for example 128@0.1"
+        "--sizes",
+        type=_sizes,
+        default=None,
+        metavar="N@L,…",
+        help="environments and latencies instead, for example 128@0.1",
     )
     parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement (%(default)s)")
     parser.add_argument("--no-hangs", action="store_true", help="without environments that hang")

@@ -1,12 +1,14 @@
-"""How much of the time still trains while processes are killed: ``python -m bench.faults [--kills 5] [--kills-with-learner 5]``.
+"""How much of the time still trains while processes are killed: ``python -m bench.faults [--kills 5]
+[--kills-with-learner 5]``.
 
-One run: a step takes 3 s, a turn of generation about 1 s, both simulated (``bench/support/simulated.py``); two rollout servers, two
-environment hubs, two reward hubs, one learner, one broker, all real processes. First nothing is killed, which gives the undisturbed
-time of a step. Then every 10 step times a process is killed (SIGKILL) and started again at once, as by systemd: first any but the
-learner, each kind in turn, then every other one the learner (more often than its share of one process in eight). Effective training
-time is the undisturbed time of the steps trained, divided by the time that passed, from the first kill to 10 step times after the last.
-``--recoveries N`` measures nothing but recoveries: from the kill until every ticket then in flight has its record in the log, which
-is later than that survivors hold the work; for the learner, until it has completed a step that it had not before.
+One run: a step takes 3 s, a turn of generation about 1 s, both simulated (``bench/support/simulated.py``); two rollout
+servers, two environment hubs, two reward hubs, one learner, one broker, all real processes. First nothing is killed,
+which gives the undisturbed time of a step. Then every 10 step times a process is killed (SIGKILL) and started again at
+once, as by systemd: first any but the learner, each kind in turn, then every other one the learner (more often than its
+share of one process in eight). Effective training time is the undisturbed time of the steps trained, divided by the
+time that passed, from the first kill to 10 step times after the last. ``--recoveries N`` measures nothing but
+recoveries: from the kill until every ticket then in flight has its record in the log, which is later than that
+survivors hold the work; for the learner, until it has completed a step that it had not before.
 """
 
 from __future__ import annotations
@@ -39,12 +41,21 @@ BASE_STEPS: Final = 12
 LIMIT_S: Final = 180.0
 HERE: Final = Path(__file__).parent
 REWARD: Final = "def length(sample):\n    return min(1.0, len(sample.response) / 8)\n"
-TINY: Final = {"hidden_size": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 32}
+TINY: Final = {
+    "hidden_size": 16,
+    "num_layers": 1,
+    "num_heads": 1,
+    "num_kv_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 32,
+}
 
 
 def config(folder: Path) -> dict[str, Any]:
     """A run that is stopped before its steps are done."""
-    (folder / "sums.jsonl").write_text("".join(f'{{"question": "{n}+{n}=", "answer": "{2 * n}"}}\n' for n in range(200)))
+    (folder / "sums.jsonl").write_text(
+        "".join(f'{{"question": "{n}+{n}=", "answer": "{2 * n}"}}\n' for n in range(200))
+    )
     (folder / "length_reward.py").write_text(REWARD)
     sums = {
         "env": "qa",
@@ -70,7 +81,11 @@ def config(folder: Path) -> dict[str, Any]:
             },
             "checkpoint": {"every_steps": 1},
             "trackers": {"use": []},
-            "rollout": {"engine": f"{HERE / 'support' / 'simulated.py'}:SlowEngine", "max_context_tokens": 64, "num_threads": 1},
+            "rollout": {
+                "engine": f"{HERE / 'support' / 'simulated.py'}:SlowEngine",
+                "max_context_tokens": 64,
+                "num_threads": 1,
+            },
             "envhub": {"n": 64},
             "rewardhub": {"workers": 1},
         }
@@ -93,7 +108,12 @@ async def hit(fleet: RunFleet, watch: FleetWatch, role: str, rng: random.Random,
 
 
 async def phase(
-    fleet: RunFleet, watch: FleetWatch, victims: Sequence[str], step_s: float, rng: random.Random, found: dict[str, list[float]]
+    fleet: RunFleet,
+    watch: FleetWatch,
+    victims: Sequence[str],
+    step_s: float,
+    rng: random.Random,
+    found: dict[str, list[float]],
 ) -> float:
     """Kill one after the other; the effective share of the time."""
     before = watch.step()
@@ -132,7 +152,11 @@ async def running(folder: Path) -> AsyncIterator[tuple[RunFleet, FleetWatch, dic
         os.kill(learner.pid, signal.SIGTERM)
         await fleet.wait_done([learner])
         audited = await asyncio.to_thread(run_audit, watch.folder, fleet.url)
-        figures |= {"lost": audited["lost"], "trained_twice": audited["trained_twice"], "problems": audited["problems"] + fleet.crashes}
+        figures |= {
+            "lost": audited["lost"],
+            "trained_twice": audited["trained_twice"],
+            "problems": audited["problems"] + fleet.crashes,
+        }
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         await bus.close()
@@ -158,13 +182,22 @@ async def run(folder: Path, kills: int, with_learner: int, seed: int) -> dict[st
 
 
 async def recoveries(folder: Path, kills: int, seed: int) -> dict[str, Any]:
-    """Each role killed so often, one after the other, each time after the one before has recovered; steps are short here."""
+    """Each role killed so often, one after the other, each time after the one before has recovered; steps are short
+    here.
+    """
     rng, found = random.Random(seed), defaultdict[str, list[float]](list)
     async with running(folder) as (fleet, watch, figures):
-        for role in [role for _ in range(kills) for role in rng.sample(("envhub", "rollout", "rewardhub", "broker", "learner"), 5)]:
+        for role in [
+            role
+            for _ in range(kills)
+            for role in rng.sample(("envhub", "rollout", "rewardhub", "broker", "learner"), 5)
+        ]:
             await hit(fleet, watch, role, rng, found)
             settled = watch.step() + 2
-            await watch.until(lambda settled=settled: watch.step() >= settled and all(c.running for c in fleet.children), LIMIT_S)  # type: ignore[misc]
+            await watch.until(
+                lambda settled=settled: watch.step() >= settled and all(c.running for c in fleet.children),  # type: ignore[misc]
+                LIMIT_S,
+            )
             await asyncio.sleep(rng.random() * 2)
     return _summary(found) | figures
 
@@ -191,7 +224,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--kills-with-learner", type=int, default=5)
-    parser.add_argument("--recoveries", type=int, default=0, metavar="N", help="only measure recoveries, N of each role with short steps")
+    parser.add_argument(
+        "--recoveries",
+        type=int,
+        default=0,
+        metavar="N",
+        help="only measure recoveries, N of each role with short steps",
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if options.recoveries:

@@ -2,8 +2,8 @@
 
 python -m bench.house [--worst 15]
 
-Counts the tracked files outside tests/, without this one (it holds the word list). Words are counted in Python and Markdown files,
-everything else in Python files.
+Counts the tracked files outside tests/, without this one (it holds the word list). Words are counted in Python and
+Markdown files, everything else in Python files.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def module_name(path: str) -> str:
 
 
 def imports(tree: ast.Module, module: str, is_package: bool, known: set[str]) -> set[str]:
-    """Modules of known that a module imports anywhere, in functions too; the packages that contain them do not count."""
+    """Modules of known that a module imports anywhere, in functions too; the packages that contain them do not
+    count.
+    """
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -137,8 +139,14 @@ def function_lines(tree: ast.Module) -> dict[str, int]:
 
 def _tracked() -> dict[str, str]:
     """The text of each Python and Markdown file that git tracks outside tests/, except this file."""
-    listed = subprocess.run(["git", "ls-files", "*.py", "*.md"], check=True, capture_output=True, text=True).stdout.splitlines()
-    return {path: Path(path).read_text() for path in listed if not path.startswith("tests/") and path != _SELF and Path(path).is_file()}
+    listed = subprocess.run(
+        ["git", "ls-files", "*.py", "*.md"], check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+    return {
+        path: Path(path).read_text()
+        for path in listed
+        if not path.startswith("tests/") and path != _SELF and Path(path).is_file()
+    }
 
 
 def _show(title: str, figures: Mapping[str, int], worst: int) -> None:
@@ -159,15 +167,26 @@ def main() -> None:
     names = repeated(classes)
     folders = modules_per_folder(trees)
     known = {module_name(path) for path in trees}
-    graph = {(own := module_name(path)): imports(tree, own, path.endswith("__init__.py"), known) for path, tree in trees.items()}
+    graph = {
+        (own := module_name(path)): imports(tree, own, path.endswith("__init__.py"), known)
+        for path, tree in trees.items()
+    }
     rings = cycles(graph)
-    up = {pair: n for package in sorted({name.split(".")[0] for name in graph}) for pair, n in upward(rooms(graph, package)).items()}
+    up = {
+        pair: n
+        for package in sorted({name.split(".")[0] for name in graph})
+        for pair, n in upward(rooms(graph, package)).items()
+    }
     lines = {path: len(texts[path].splitlines()) for path in trees}
     sizes = [n for path, n in lines.items() if not path.endswith("__init__.py")]
-    functions = {f"{path}:{name}": n for path, tree in trees.items() for name, n in function_lines(tree).items() if n > 60}
+    functions = {
+        f"{path}:{name}": n for path, tree in trees.items() for name, n in function_lines(tree).items() if n > 60
+    }
     _show("archaic words", words, worst)
     _show("public classes of one word", one_word, worst)
-    _show("class names in several modules", {f"{name}: {' '.join(its)}": len(its) for name, its in names.items()}, worst)
+    _show(
+        "class names in several modules", {f"{name}: {' '.join(its)}": len(its) for name, its in names.items()}, worst
+    )
     _show("modules in a folder", folders, worst)
     _show("import cycles", {" ".join(ring): len(ring) for ring in rings}, worst)
     _show("upward arrows", {f"{a} -> {b}": n for (a, b), n in up.items()}, worst)

@@ -1,4 +1,5 @@
-"""Packed against padded rows: tokens per second of the torch backend, interleaved; the ratio's median and range. Prints JSON.
+"""Packed against padded rows: tokens per second of the torch backend, interleaved; the ratio's median and range. Prints
+JSON.
 
 python -m bench.packing [--pairs 7]
 """
@@ -36,15 +37,25 @@ def sample(n: int, rng: np.random.Generator) -> TrainSample:
     mask[-1] = 1
     zeros = np.zeros(n, np.float32)
     ids = rng.integers(0, _VOCABULARY, n).astype(np.int32)
-    return TrainSample(ids, mask, zeros - 4, np.where(mask, 0, -1).astype(np.int32), mask.astype(np.float32), group=1, reward=0.0)
+    return TrainSample(
+        ids, mask, zeros - 4, np.where(mask, 0, -1).astype(np.int32), mask.astype(np.float32), group=1, reward=0.0
+    )
 
 
 def save_model(folder: str) -> None:
     """The quickstart's shape."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    shape = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2}
-    Qwen3ForCausalLM(Qwen3Config(vocab_size=_VOCABULARY, head_dim=64, max_position_embeddings=4096, **shape)).save_pretrained(folder)
+    shape = {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    Qwen3ForCausalLM(
+        Qwen3Config(vocab_size=_VOCABULARY, head_dim=64, max_position_embeddings=4096, **shape)
+    ).save_pretrained(folder)
 
 
 def step(backend: TorchBackend, samples: list[TrainSample]) -> float:

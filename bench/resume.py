@@ -1,8 +1,10 @@
-"""Whether a learner that was killed and resumed trains to the very same bits: ``python -m bench.resume [--steps 50] [--resumes 5]``.
+"""Whether a learner that was killed and resumed trains to the very same bits: ``python -m bench.resume [--steps 50]
+[--resumes 5]``.
 
-A learner trains a small model on made-up groups and is killed (SIGKILL) at random moments; each time it is started again and
-resumes. Then ``rlearner replay`` trains once more, undisturbed and without a broker, on the records that the learner archived: every
-number of every step, and every tensor of the checkpoints that are left (weights, optimizer, schedule, RNG), must be the same.
+A learner trains a small model on made-up groups and is killed (SIGKILL) at random moments; each time it is started
+again and resumes. Then ``rlearner replay`` trains once more, undisturbed and without a broker, on the records that the
+learner archived: every number of every step, and every tensor of the checkpoints that are left (weights, optimizer,
+schedule, RNG), must be the same.
 """
 
 from __future__ import annotations
@@ -31,14 +33,27 @@ from learner.prepare import to_yaml
 from learner.reporting.metrics import read_lines
 
 RUN: Final = "resume"
-TINY: Final = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16, "intermediate_size": 64}
+TINY: Final = {
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 2,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 64,
+}
 PROMPT, RESPONSE = 12, 20
 LIMIT_S: Final = 240.0
 
 
 def config(folder: Path, steps: int, every: int) -> dict[str, Any]:
     """One domain whose environment is never run."""
-    lake = {"env": "frozenlake", "group_size": 4, "max_context_tokens": 64, "deadline_s": 60, "sampling": {"max_tokens": 32}}
+    lake = {
+        "env": "frozenlake",
+        "group_size": 4,
+        "max_context_tokens": 64,
+        "deadline_s": 60,
+        "sampling": {"max_tokens": 32},
+    }
     return validate(
         {
             "run": {"name": RUN, "dir": str(folder), "seed": 11},
@@ -63,7 +78,9 @@ def group(ticket: wire.Ticket, rng: random.Random) -> wire.Group:
         token_ids = numbers.integers(6, 60, PROMPT + RESPONSE).tolist()
         logprobs = (-3 - numbers.random(RESPONSE)).tolist()
         trajectories.append(
-            made_up_hub.trajectory(episode, token_ids, logprobs, version=ticket.min_version, reward=reward, success=reward > 0.5)
+            made_up_hub.trajectory(
+                episode, token_ids, logprobs, version=ticket.min_version, reward=reward, success=reward > 0.5
+            )
         )
     return made_up_hub.group(ticket, trajectories)
 
@@ -111,7 +128,11 @@ def undisturbed(folder: Path, first: int, last: int) -> dict[str, Any]:
     """What ``rlearner replay`` finds: see ``rlearner/ops/replaying.py``."""
     command = [sys.executable, "-m", "rlearner.cli", "replay", RUN, "--dir", str(folder / "runs"), "--json"]
     done = subprocess.run(
-        [*command, "--from", str(first), "--to", str(last)], capture_output=True, text=True, timeout=10 * LIMIT_S, check=False
+        [*command, "--from", str(first), "--to", str(last)],
+        capture_output=True,
+        text=True,
+        timeout=10 * LIMIT_S,
+        check=False,
     )
     if not done.stdout.startswith("{"):
         raise RuntimeError(done.stderr)

@@ -2,9 +2,10 @@
 
     python -m bench.sandbox [--pairs 60] [--no-escapes]
 
-A pair is an empty program in the sandbox and an empty Python with the same options without, one after the other in turns; the
-figure is the median of the differences. The last line is one JSON object: added_ms, escapes_tried, escapes_succeeded; added_least_ms
-compares the fastest start of either kind, which other work on the machine disturbs less; bare_ms, load and pairs say how it was taken.
+A pair is an empty program in the sandbox and an empty Python with the same options without, one after the other in
+turns; the figure is the median of the differences. The last line is one JSON object: added_ms, escapes_tried,
+escapes_succeeded; added_least_ms compares the fastest start of either kind, which other work on the machine disturbs
+less; bare_ms, load and pairs say how it was taken.
 """
 
 from __future__ import annotations
@@ -65,14 +66,19 @@ def attempts() -> tuple[int, list[str]]:
         with scene() as here:
             result = escape.inside(sandbox, here)
             if escape.escaped(here, result) or result.how != escape.how:
-                print(f"{escape.name}: ended by {result.how or 'itself'} after {result.seconds:.1f} s, {result.stdout[:200]!r}")
+                print(
+                    f"{escape.name}: ended by {result.how or 'itself'} after {result.seconds:.1f} s, "
+                    f"{result.stdout[:200]!r}"
+                )
                 succeeded.append(escape.name)
     return len(ESCAPES), succeeded
 
 
 def main() -> int:
     """Measure; 0 when no escape succeeds."""
-    parser = argparse.ArgumentParser(prog="python -m bench.sandbox", description="What the sandbox costs, and whether it holds.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.sandbox", description="What the sandbox costs, and whether it holds."
+    )
     parser.add_argument("--pairs", type=int, default=60, help="pairs of starts (60)")
     parser.add_argument("--no-escapes", action="store_true", help="measure the cost alone")
     options = parser.parse_args()

@@ -3,8 +3,8 @@
     python -m bench.score_references FILE [--workers 2]
 
 The solutions go the way of a policy's answers: through worker processes, as the response to be compared with its own
-reference. A second pass gives each question another one's solution, to see that wrong answers score 0. The last line is one
-JSON object: rows, correct, wrong_scored_zero (of those whose answer really differs), seconds, scores_per_s.
+reference. A second pass gives each question another one's solution, to see that wrong answers score 0. The last line is
+one JSON object: rows, correct, wrong_scored_zero (of those whose answer really differs), seconds, scores_per_s.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ async def score_all(workers: RewardWorkerPool, pairs: Sequence[tuple[str, str, s
 
     async def one(index: int, question: str, response: str, reference: str) -> float:
         sample = Sample(
-            domain="math", task_index=index, prompt=question, response=response, reference=reference, reward=0.0, reward_parts={},
+            domain="math", task_index=index, prompt=question, response=response, reference=reference, reward=0.0,
+            reward_parts={},
             success=False, end="terminated", num_turns=1, num_tokens=1, metrics={},
         )  # fmt: skip
         value = (await workers.score(REWARD, sample)).value
@@ -92,7 +93,9 @@ async def measure(path: str, num_workers: int) -> dict[str, float]:
 
 def main() -> int:
     """Measure; 0 when every solution scores 1 and every wrong one 0."""
-    parser = argparse.ArgumentParser(prog="python -m bench.score_references", description="Score reference solutions with the math reward.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.score_references", description="Score reference solutions with the math reward."
+    )
     parser.add_argument("file", help="JSONL with question and answer, the answer ending in #### and a number")
     parser.add_argument("--workers", type=int, default=2, help="worker processes (2)")
     options = parser.parse_args()

@@ -4,14 +4,14 @@
 
 Without ``--engines`` it measures those that are installed; vllm is, after ``make vllm-env``, in .venv-vllm/bin/python.
 
-The server is the real process, joined to a run on a private nats-server and asked over ZeroMQ, or with ``--http`` by as many streams of its
-OpenAI-compatible API with a chunk for each token; this process plays the hubs. The bare engine
-is a process that holds nothing but it, AsyncLLM with weights as vLLM itself lays them out, or HFEngine; all requests at once, greedy, with
-the logprob of every token. ``ratio_vllm``, ``ratio_hf``: tokens a second of the server / of the bare engine, the median over the pairs;
-``*_interval`` holds the median of the population with at least 95 % probability, from the order statistics. ``identical_tokens``: whether
-both gave the same tokens to every request of every pair. A pair during which processes outside this run took more than ``--others`` of the
-processors does not count and is done again; ``others_share`` is what they took, the median over those that count. The last line is one JSON
-object.
+The server is the real process, joined to a run on a private nats-server and asked over ZeroMQ, or with ``--http`` by as
+many streams of its OpenAI-compatible API with a chunk for each token; this process plays the hubs. The bare engine is a
+process that holds nothing but it, AsyncLLM with weights as vLLM itself lays them out, or HFEngine; all requests at
+once, greedy, with the logprob of every token. ``ratio_vllm``, ``ratio_hf``: tokens a second of the server / of the bare
+engine, the median over the pairs; ``*_interval`` holds the median of the population with at least 95 % probability,
+from the order statistics. ``identical_tokens``: whether both gave the same tokens to every request of every pair. A
+pair during which processes outside this run took more than ``--others`` of the processors does not count and is done
+again; ``others_share`` is what they took, the median over those that count. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ class ServedEngine:
     async def run(self, requests: list[wire.GenerateRequest]) -> tuple[float, list[list[int]]]:
         """Seconds, and the tokens of every request."""
         began = time.perf_counter()
-        replies = await asyncio.gather(*(self.client.generate(self.address, request, timeout_s=600) for request in requests))
+        replies = await asyncio.gather(
+            *(self.client.generate(self.address, request, timeout_s=600) for request in requests)
+        )
         seconds = time.perf_counter() - began
         for reply, request in zip(replies, requests, strict=True):
             if reply.error or len(reply.logprobs.array()) != request.sampling.max_tokens:
@@ -106,9 +108,11 @@ class ServedEngine:
 async def serving(
     engine: str, model: Path, folder: Path, options: argparse.Namespace, *, frozen: bool = True
 ) -> AsyncIterator[ServedEngine]:
-    """A broker, a run, and a server of a policy whose weights stay as they are, or else of one that waits for the learner's.
+    """A broker, a run, and a server of a policy whose weights stay as they are, or else of one that waits for the
+    learner's.
 
-    The latter has no prefix cache: new weights empty it, which would make room here and take hits from nobody, as all prompts differ.
+    The latter has no prefix cache: new weights empty it, which would make room here and take hits from nobody, as all
+    prompts differ.
     """
     http = getattr(options, "http", False)
     rollout = {"max_running": options.requests, "max_context_tokens": CONTEXT, "num_threads": options.threads}
@@ -123,17 +127,35 @@ async def serving(
         await runspec.publish_runspec(bus, spec)
         roster, client = Roster(bus), carriers.connect("zmq", bus)
         await roster.start()
-        command = [sys.executable, "-m", "rollout.cli", "--broker", broker.url, "--run", RUN, "--id", "server", "--gpus", "cpu"]
+        command = [
+            sys.executable,
+            "-m",
+            "rollout.cli",
+            "--broker",
+            broker.url,
+            "--run",
+            RUN,
+            "--id",
+            "server",
+            "--gpus",
+            "cpu",
+        ]
         command += ["--engine", engine, *(["--policy", "baseline", "--model", str(model)] if frozen else [])]
         log = folder / f"server-{engine}.log"
         with log.open("ab") as said:
             process = spawn(command, said, env={**os.environ, "RL_API_KEY": KEY} if http else None)
         try:
             async with asyncio.timeout(START_S):
-                while (seen := roster.get("server")) is None or not seen.address or (frozen and seen.state != "serving"):
+                while (
+                    (seen := roster.get("server")) is None or not seen.address or (frozen and seen.state != "serving")
+                ):
                     if process.poll() is not None:
                         words = log.read_text(errors="replace")
-                        raise SystemExit(words.splitlines()[-1]) if process.returncode == EXIT_USER_ERROR else RuntimeError(words[-2000:])
+                        raise (
+                            SystemExit(words.splitlines()[-1])
+                            if process.returncode == EXIT_USER_ERROR
+                            else RuntimeError(words[-2000:])
+                        )
                     await roster.changed(0.5)
             yield ServedEngine(client, seen.address, bus, roster)
         finally:
@@ -147,7 +169,9 @@ async def serving(
 async def compare(
     engine: str, model: Path, folder: Path, requests: Requests, options: argparse.Namespace
 ) -> tuple[list[float], bool, list[float]]:
-    """Ratios of the pairs, whose order changes from one to the next; whether all tokens were the same; what others took."""
+    """Ratios of the pairs, whose order changes from one to the next; whether all tokens were the same; what others
+    took.
+    """
     ratios: list[float] = []
     shares: list[float] = []
     identical = True
@@ -167,7 +191,13 @@ async def compare(
                 share = others.share()
                 tokens = sum(length for _, length in requests)
                 same = plain[1] == whole[1]
-                verdict = "warm-up" if turn < options.warm_up else "disturbed, does not count" if share > options.others else "counts"
+                verdict = (
+                    "warm-up"
+                    if turn < options.warm_up
+                    else "disturbed, does not count"
+                    if share > options.others
+                    else "counts"
+                )
                 ratio = plain[0] / whole[0]
                 chunks = f"  {tokens / asking.chunks:.2f} tokens a chunk" if isinstance(asking, StreamedServer) else ""
                 rates = f"bare {tokens / plain[0]:.0f}  server {tokens / whole[0]:.0f} tokens/s"

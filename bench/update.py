@@ -4,21 +4,23 @@
 
 Without ``--engine`` it measures vllm where that is installed (``make vllm-env``, then .venv-vllm/bin/python), else hf.
 
-A rollout server as its own process follows a sender of weights on a private nats-server, as a learner is one, while this process keeps
-``--requests`` requests in flight, as hubs do: all of one length and evenly spread over it, so that any second is like any other. Windows
-of time take turns: nothing happens in one; new weights are sent every ``--every`` seconds, 2 at least, in the next; with ``--moved`` there
-is a third in which two processes that have nothing to do with the server broadcast as many bytes between them as often
-(``bench.support.update_bare``): what moving bytes takes from a server on the same cores. A round during which processes
-outside this run took more than ``--others`` of the processors does not count and is done again, ``disturbed`` times in all;
-``others_share`` is what they took, the median over those that count.
+A rollout server as its own process follows a sender of weights on a private nats-server, as a learner is one, while
+this process keeps ``--requests`` requests in flight, as hubs do: all of one length and evenly spread over it, so that
+any second is like any other. Windows of time take turns: nothing happens in one; new weights are sent every ``--every``
+seconds, 2 at least, in the next; with ``--moved`` there is a third in which two processes that have nothing to do with
+the server broadcast as many bytes between them as often (``bench.support.update_bare``): what moving bytes takes from a
+server on the same cores. A round during which processes outside this run took more than ``--others`` of the processors
+does not count and is done again, ``disturbed`` times in all; ``others_share`` is what they took, the median over those
+that count.
 
-``tokens_lost_share``: 1 - tokens a second with updates / without, the median over the rounds (``*_interval`` as in bench.support.paired);
-``by_second_lost_share``: the same from one second to the next: an update begins just after a report of the server, so that each second
-with one is followed by ``--every`` - 1 without; what it lacks of those, divided by ``--every``, is what updates cost. Neighbours differ
-less than windows do, so this says it more sharply, but for what an update costs after its second;
-``moved_lost_share``: the same of the unrelated bytes; ``own_lost_share``: updates against unrelated bytes; ``pause_ms``: generation
-stood still for new weights, ``transfer_ms``: from joining to the last confirmed bucket, ``load_ms``: from then until the version is
-served, medians over the updates, as the server reports them. The last line is one JSON object.
+``tokens_lost_share``: 1 - tokens a second with updates / without, the median over the rounds (``*_interval`` as in
+bench.support.paired); ``by_second_lost_share``: the same from one second to the next: an update begins just after a
+report of the server, so that each second with one is followed by ``--every`` - 1 without; what it lacks of those,
+divided by ``--every``, is what updates cost. Neighbours differ less than windows do, so this says it more sharply, but
+for what an update costs after its second; ``moved_lost_share``: the same of the unrelated bytes; ``own_lost_share``:
+updates against unrelated bytes; ``pause_ms``: generation stood still for new weights, ``transfer_ms``: from joining to
+the last confirmed bucket, ``load_ms``: from then until the version is served, medians over the updates, as the server
+reports them. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ SKIPPED: Final = 2  # reports after the last window
 
 
 class WeightOfferer:
-    """Offers weights that change a little each time; all are made beforehand, so that this costs the server's cores nothing later."""
+    """Offers weights that change a little each time; all are made beforehand, so that this costs the server's cores
+    nothing later.
+    """
 
     def __init__(self, served: ServedEngine, model: Any, versions: int = 8) -> None:
         self.version = -1
@@ -76,7 +80,9 @@ class WeightOfferer:
 
 
 class RequestLoad:
-    """Keeps requests in flight. The first ones are short by different amounts, so that from then on as many end in any second."""
+    """Keeps requests in flight. The first ones are short by different amounts, so that from then on as many end in any
+    second.
+    """
 
     def __init__(self, served: ServedEngine, vocab_size: int, length: int) -> None:
         self._served, self._vocab_size, self._length = served, vocab_size, length
@@ -129,8 +135,8 @@ class ServerReports:
 
 
 async def window(reports: ServerReports, every: int, seconds: int, happens: Callable[[], None] | None) -> list[float]:
-    """Tokens a second, report by report, as many as the window has seconds. Updates happen just after every n-th of the server's
-    reports, a second each, before and in the window; the first one that counts holds it."""
+    """Tokens a second, report by report, as many as the window has seconds. Updates happen just after every n-th of the
+    server's reports, a second each, before and in the window; the first one that counts holds it."""
     first = len(reports.rates) + SKIPPED  # the reports that come next cover some time before
     seen = 0
     async with asyncio.timeout(seconds + 60):
@@ -149,9 +155,15 @@ async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     shares: list[float] = []
     by_seconds: list[float] = []
     number = disturbed = 0
-    rates: dict[str, list[float]] = {arm: [] for arm in ("nothing", "updates", "moved") if arm != "moved" or options.moved}
+    rates: dict[str, list[float]] = {
+        arm: [] for arm in ("nothing", "updates", "moved") if arm != "moved" or options.moved
+    }
     async with serving(options.engine, folder / "model", folder, options, frozen=False) as served:
-        learner, reports, load = WeightOfferer(served, model), ServerReports(served.bus), RequestLoad(served, vocab_size, options.length)
+        learner, reports, load = (
+            WeightOfferer(served, model),
+            ServerReports(served.bus),
+            RequestLoad(served, vocab_size, options.length),
+        )
         await learner.sender.start()
         movers = await asyncio.to_thread(ByteMovers, size_bytes) if options.moved else None
         happens = {"nothing": None, "updates": learner.offer, "moved": movers.move if movers is not None else None}
@@ -176,8 +188,13 @@ async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
                             task.result()
                 share = others.share()
                 said = "  ".join(f"{arm} {rate:.0f}" for arm, rate in sorted(now.items()))
-                verdict = "warm-up" if not number else "disturbed, does not count" if share > options.others else "counts"
-                print(f"tokens/s: {said}  lost {1 - now['updates'] / now['nothing']:.3f}  others {share:.2f}  {verdict}", flush=True)
+                verdict = (
+                    "warm-up" if not number else "disturbed, does not count" if share > options.others else "counts"
+                )
+                print(
+                    f"tokens/s: {said}  lost {1 - now['updates'] / now['nothing']:.3f}  others {share:.2f}  {verdict}",
+                    flush=True,
+                )
                 for arm, rate in now.items() if verdict == "counts" else ():
                     rates[arm].append(rate)
                 shares += [share] if verdict == "counts" else []

@@ -2,22 +2,26 @@
 
     python -m bench.weights [--pairs 15] [--bucket-mib 32] [--layers 12]
 
-Each figure is seconds of a bare gloo broadcast / seconds of the channel, by shared memory, which is what a learner and a server of one
-host use unless told otherwise, and with ``_gloo`` behind its name by gloo, as between hosts; ``transport`` says which is which.
+Each figure is seconds of a bare gloo broadcast / seconds of the channel, by shared memory, which is what a learner and
+a server of one host use unless told otherwise, and with ``_gloo`` behind its name by gloo, as between hosts;
+``transport`` says which is which.
 
-``ratio_transfer``: one broadcast of the whole buffer / one transfer of a version that lies packed and digested, over a communicator in use
-(handshake, buckets, the receiver's digest, confirmation). ``ratio_end_to_end``: the same broadcast / all of it, as a learner and a server
-do it: copy into staging, both digests, transfer, and loading as the engine ``hf`` does, which computes from the buffer that it is given
-while the next version arrives in another. ``ratio_end_to_end_copied``: the same with an engine that copies, by as many threads as
-there are cores. ``ratio_to_per_tensor``: a model of many small tensors, one broadcast per tensor, out of the model and into it / all of it
-through the channel, loaded as by ``hf``.
-``delta_bytes_ratio``: bytes of the model / bytes sent in delta mode, by gloo, when 3 % of the elements have changed, anywhere, bfloat16.
-``delta_speedup``: seconds of a whole transfer / seconds of that. ``delta_exact``: every received model was the sender's, bit by bit.
-``fp8_bytes_ratio``: bytes of the large model as bfloat16 / as FP8. ``fp8_copy_ratio`` and ``fp8_end_to_end_ratio``: seconds as FP8 / as
-bfloat16, by shared memory, of the copy that training waits for and of all of it, loaded as by ``hf``; ``..._gloo`` by gloo. A learner of
-bfloat16, which copies as it is in one case and quantises in the other. ``fp8_exact``: what was loaded was what FP8 makes of the model.
+``ratio_transfer``: one broadcast of the whole buffer / one transfer of a version that lies packed and digested, over a
+communicator in use (handshake, buckets, the receiver's digest, confirmation). ``ratio_end_to_end``: the same broadcast
+/ all of it, as a learner and a server do it: copy into staging, both digests, transfer, and loading as the engine
+``hf`` does, which computes from the buffer that it is given while the next version arrives in another.
+``ratio_end_to_end_copied``: the same with an engine that copies, by as many threads as there are cores.
+``ratio_to_per_tensor``: a model of many small tensors, one broadcast per tensor, out of the model and into it / all of
+it through the channel, loaded as by ``hf``. ``delta_bytes_ratio``: bytes of the model / bytes sent in delta mode, by
+gloo, when 3 % of the elements have changed, anywhere, bfloat16. ``delta_speedup``: seconds of a whole transfer /
+seconds of that. ``delta_exact``: every received model was the sender's, bit by bit. ``fp8_bytes_ratio``: bytes of the
+large model as bfloat16 / as FP8. ``fp8_copy_ratio`` and ``fp8_end_to_end_ratio``: seconds as FP8 / as bfloat16, by
+shared memory, of the copy that training waits for and of all of it, loaded as by ``hf``; ``..._gloo`` by gloo. A
+learner of bfloat16, which copies as it is in one case and quantises in the other. ``fp8_exact``: what was loaded was
+what FP8 makes of the model.
 
-Medians over the pairs; ``*_interval`` holds the median of the population with at least 95 % probability, from the order statistics.
+Medians over the pairs; ``*_interval`` holds the median of the population with at least 95 % probability, from the order
+statistics.
 """
 
 from __future__ import annotations
@@ -99,7 +103,12 @@ def measure_delta(end: EndProcess) -> dict[str, Any]:
     for pair in range(end.options.pairs):
         step(pair)
         pairs.append([end.timed(partial(full.whole, pair + 1)), end.timed(partial(send_changes, pair + 1))])
-        exact.append(all(torch.equal(changes.flat.tensors[name].view(torch.int16), truth[name].view(torch.int16)) for name in truth))
+        exact.append(
+            all(
+                torch.equal(changes.flat.tensors[name].view(torch.int16), truth[name].view(torch.int16))
+                for name in truth
+            )
+        )
     return {
         "pairs": pairs,
         "bytes": [changes.plan.size_bytes / size for size in sent if size],
@@ -127,7 +136,12 @@ def measure_fp8(end: EndProcess) -> dict[str, Any]:
 def run(rank: int, port: int, options: argparse.Namespace, results: Any) -> None:
     """All rounds of one end; the sender puts what was measured."""
     end = EndProcess(rank, port, options)
-    measured = {"large": measure_large(end), "small": measure_small(end), "delta": measure_delta(end), "fp8": measure_fp8(end)}
+    measured = {
+        "large": measure_large(end),
+        "small": measure_small(end),
+        "delta": measure_delta(end),
+        "fp8": measure_fp8(end),
+    }
     if rank == 0:
         results.put(measured)
     end.meet()
@@ -152,7 +166,10 @@ def figures_of(measured: dict[str, Any]) -> dict[str, Any]:
             ratios[f"ratio_{what}{suffix}"] = [pair[0] / pair[1 + row + column * len(LARGE)] for pair in large["pairs"]]
         ratios[f"ratio_to_per_tensor{suffix}"] = [pair[0] / pair[1 + column] for pair in small["pairs"]]
     transport = {name: "gloo" if name.endswith("_gloo") else "shared" for name in ratios} | {"delta": "gloo"}
-    ratios |= {"delta_bytes_ratio": delta["bytes"], "delta_speedup": [full / changes for full, changes in delta["pairs"]]}
+    ratios |= {
+        "delta_bytes_ratio": delta["bytes"],
+        "delta_speedup": [full / changes for full, changes in delta["pairs"]],
+    }
     for carrier, suffix in zip(TRANSPORTS, ("", "_gloo"), strict=True):
         for what, key in (("copy", "copies"), ("end_to_end", "pairs")):
             ratios[f"fp8_{what}_ratio{suffix}"] = [fp8_s / plain_s for plain_s, fp8_s in measured["fp8"][carrier][key]]
@@ -192,7 +209,9 @@ def _result(results: Any, ends: Sequence[Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print, and end with one line of JSON."""
-    parser = argparse.ArgumentParser(prog="python -m bench.weights", description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.weights", description=__doc__.partition("\n")[0] if __doc__ else None
+    )
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--bucket-mib", type=float, default=32.0)
     parser.add_argument("--layers", type=int, default=12)

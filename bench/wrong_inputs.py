@@ -1,8 +1,10 @@
-"""Wrong inputs to every command and every kind of file: each must end with exit code 2, one or two lines, and nothing left behind.
+"""Wrong inputs to every command and every kind of file: each must end with exit code 2, one or two lines, and nothing
+left behind.
 
     python -m bench.wrong_inputs [WORD …]      # only inputs whose command line contains one of the words
 
-The last line is JSON: ``tried``, ``good``, and ``bad``, the command lines that ended otherwise and how. Needs no broker and no network.
+The last line is JSON: ``tried``, ``good``, and ``bad``, the command lines that ended otherwise and how. Needs no broker
+and no network.
 """
 
 from __future__ import annotations
@@ -49,11 +51,16 @@ FILES: Final = {
     "env_class.yaml": "domains: {d: {env: './fine.py:Nothing', max_context_tokens: 600}}\n",
     "env_function.yaml": "domains: {d: {env: './fine.py:score', max_context_tokens: 600}}\n",
     "env_raises.yaml": "domains: {d: {env: './fine.py:Raises', max_context_tokens: 600}}\n",
-    "reward_raises.yaml": "domains: {d: {env: './fine.py:Fine', max_context_tokens: 600, rewards: [{name: './fine.py:score'}]}}\n",
-    "reward_missing.yaml": "domains: {d: {env: './fine.py:Fine', max_context_tokens: 600, rewards: [{name: './fine.py:gone'}]}}\n",
-    "qa_gone.yaml": "domains: {d: {env: qa, env_args: {path: gone.jsonl}, max_context_tokens: 600, rewards: [{name: math_answer}]}}\n",
-    "qa_bad.yaml": "domains: {d: {env: qa, env_args: {path: bad.jsonl}, max_context_tokens: 600, rewards: [{name: math_answer}]}}\n",
-    "qa_column.yaml": "domains: {d: {env: qa, env_args: {path: column.jsonl}, max_context_tokens: 600, rewards: [{name: math_answer}]}}\n",
+    "reward_raises.yaml": "domains: {d: {env: './fine.py:Fine', max_context_tokens: 600, rewards: [{name: "
+    "'./fine.py:score'}]}}\n",
+    "reward_missing.yaml": "domains: {d: {env: './fine.py:Fine', max_context_tokens: 600, rewards: [{name: "
+    "'./fine.py:gone'}]}}\n",
+    "qa_gone.yaml": "domains: {d: {env: qa, env_args: {path: gone.jsonl}, max_context_tokens: 600, rewards: [{name: "
+    "math_answer}]}}\n",
+    "qa_bad.yaml": "domains: {d: {env: qa, env_args: {path: bad.jsonl}, max_context_tokens: 600, rewards: [{name: "
+    "math_answer}]}}\n",
+    "qa_column.yaml": "domains: {d: {env: qa, env_args: {path: column.jsonl}, max_context_tokens: 600, rewards: "
+    "[{name: math_answer}]}}\n",
     "sft_gone.yaml": "data: {train: gone.jsonl}\n",
     "sft_bad.yaml": "data: {train: bad.jsonl}\n",
     "bad.jsonl": '{"question": "a", "answer": "b"}\nnot json\n',
@@ -143,23 +150,60 @@ def inputs() -> list[list[str]]:
     found = [["rlearner", "check", *good, setting] for setting in SETTINGS]
     configs = [name for name in FILES if name.endswith(".yaml") and "/" not in name]
     found += [["rlearner", "check", name] for name in configs if not name.startswith("sft_")]
-    found += [["rlearner", command, name] for command in ("start", "up", "doctor") for name in ("gone.yaml", "dup.yaml", "list.yaml")]
-    found += [["rlearner", "sft", name] for name in ("sft_gone.yaml", "sft_bad.yaml", "gone.yaml", "configs/quickstart.yaml")]
+    found += [
+        ["rlearner", command, name]
+        for command in ("start", "up", "doctor")
+        for name in ("gone.yaml", "dup.yaml", "list.yaml")
+    ]
+    found += [
+        ["rlearner", "sft", name] for name in ("sft_gone.yaml", "sft_bad.yaml", "gone.yaml", "configs/quickstart.yaml")
+    ]
     found += [["rlearner", command, "gone.yaml"] for command in ("dpo", "distill")]
-    found += [["rlearner", "eval", "/no/such/model", *good], ["rlearner", "eval"], ["rlearner", "eval", "/no/such/model"]]
+    found += [
+        ["rlearner", "eval", "/no/such/model", *good],
+        ["rlearner", "eval"],
+        ["rlearner", "eval", "/no/such/model"],
+    ]
     operations = ("audit", "status", "pause", "resume", "drain", "stop")
-    found += [["rlearner", command, *arguments] for command in operations for arguments in ([], ["none-such", *NOWHERE], ["x", "--nope"])]
+    found += [
+        ["rlearner", command, *arguments]
+        for command in operations
+        for arguments in ([], ["none-such", *NOWHERE], ["x", "--nope"])
+    ]
     found += [["rlearner", command, run] for command in ("audit", "status") for run in ("torn", "nameless")]
     found += [["rlearner", "audit", "bare"], ["rlearner", "trace", "bare", "1"], ["rlearner", "show", "bare", "1"]]
     found += [["rlearner", command, "bare", *rest] for command in ("trace", "show") for rest in ([], ["x"], ["-1"])]
-    found += [["rlearner", "audit", "bare", "--tap", "gone.jsonl"], ["rlearner", "replay", "bare", "--from", "0", "--to", "1"]]
-    found += [["rlearner", "replay", "bare", *rest] for rest in ([], ["--from", "3", "--to", "1"], ["--from", "a", "--to", "1"])]
+    found += [
+        ["rlearner", "audit", "bare", "--tap", "gone.jsonl"],
+        ["rlearner", "replay", "bare", "--from", "0", "--to", "1"],
+    ]
+    found += [
+        ["rlearner", "replay", "bare", *rest]
+        for rest in ([], ["--from", "3", "--to", "1"], ["--from", "a", "--to", "1"])
+    ]
     found += [["rlearner"], ["rlearner", "bogus"], ["rlearner", "check"], ["rlearner", "start", *good, "--gpus", "x"]]
-    found += [["rlearner", "start", *good, *NOWHERE], ["rlearner", "start", *good, "--broker", "http://x"], ["rlearner", "up"]]
+    found += [
+        ["rlearner", "start", *good, *NOWHERE],
+        ["rlearner", "start", *good, "--broker", "http://x"],
+        ["rlearner", "up"],
+    ]
     for member in ("envhub", "rewardhub", "rollout-server"):
-        found += [[member, *NOWHERE], [member, "--nope"], [member, "--connect-deadline", "0"], [member, *NOWHERE, "--run", "a.b"]]
-        found += [[member, *NOWHERE[2:], "--broker", "nats://no-such-host.invalid:4222"], [member, "--log-level", "LOUD"]]
-    found += [["envhub", "--n", "0"], ["envhub", "demos", "gone.yaml"], ["envhub", "render", "gone.yaml"], ["rewardhub", "--pools", "a.b"]]
+        found += [
+            [member, *NOWHERE],
+            [member, "--nope"],
+            [member, "--connect-deadline", "0"],
+            [member, *NOWHERE, "--run", "a.b"],
+        ]
+        found += [
+            [member, *NOWHERE[2:], "--broker", "nats://no-such-host.invalid:4222"],
+            [member, "--log-level", "LOUD"],
+        ]
+    found += [
+        ["envhub", "--n", "0"],
+        ["envhub", "demos", "gone.yaml"],
+        ["envhub", "render", "gone.yaml"],
+        ["rewardhub", "--pools", "a.b"],
+    ]
     found += [
         ["rollout-server", *NOWHERE, "--engine", "vlm"],
         ["rollout-server", *NOWHERE, "what"],
@@ -171,7 +215,12 @@ def inputs() -> list[list[str]]:
         ["broker", "serve", "--store", "file/x"],
         ["broker", "serve", "--store-max-gib", "-1"],
     ]
-    found += [["broker", "control", "sideways"], ["broker", "dead"], ["broker", "dead", "show", "x"], ["broker", "dead", "list", *NOWHERE]]
+    found += [
+        ["broker", "control", "sideways"],
+        ["broker", "dead"],
+        ["broker", "dead", "show", "x"],
+        ["broker", "dead", "list", *NOWHERE],
+    ]
     return found
 
 
@@ -181,7 +230,9 @@ def attempt(command: list[str], folder: Path, number: int) -> str:
     environment |= {MARK: str(number), "OMP_NUM_THREADS": "1"}
     program = [sys.executable, "-m", MODULES[command[0]], *command[1:]]
     try:
-        done = subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        done = subprocess.run(
+            program, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
     except subprocess.TimeoutExpired:
         return f"did not end within {LIMIT_S:g} s"
     lines = done.stderr.strip().splitlines()
@@ -211,7 +262,9 @@ def main(words: list[str]) -> int:
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             (folder / file).write_text(text)
         (folder / "quickstart.yaml").write_text(
-            (Path(__file__).parents[1] / "rlearner" / "configs" / "quickstart.yaml").read_text().replace("inherit: base.yaml\n", "")
+            (Path(__file__).parents[1] / "rlearner" / "configs" / "quickstart.yaml")
+            .read_text()
+            .replace("inherit: base.yaml\n", "")
         )
         first = os.getpid() * 1000
         ended = list(pool.map(lambda job: attempt(job[1], folder, first + job[0]), enumerate(commands)))

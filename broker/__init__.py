@@ -1,1 +1,3 @@
-"""What every process shares: the wire contract, NATS and request channels, settings, process runtime, weight transfer. Imports no role."""
+"""What every process shares: the wire contract, NATS and request channels, settings, process runtime, weight transfer.
+Imports no role.
+"""

@@ -60,9 +60,13 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--port", type=port, default=4222, help="0 picks a free one (%(default)s)")
     serve.add_argument("--bind", default="127.0.0.1", metavar="ADDRESS", help="a loopback address (%(default)s)")
     serve.add_argument("--store", default="runs/broker", metavar="FOLDER", help="where streams are kept (%(default)s)")
-    serve.add_argument("--store-max-gib", type=positive, default=8.0, metavar="GIB", help="most that they may take (%(default)s)")
+    serve.add_argument(
+        "--store-max-gib", type=positive, default=8.0, metavar="GIB", help="most that they may take (%(default)s)"
+    )
     serve.add_argument("--sync-always", action="store_true", help="fsync every message before it is confirmed")
-    serve.add_argument("--cluster", metavar="NAME", help="make it one of three servers of this cluster (with the next three)")
+    serve.add_argument(
+        "--cluster", metavar="NAME", help="make it one of three servers of this cluster (with the next three)"
+    )
     serve.add_argument("--node", metavar="NAME", help="of this server, unique in the cluster")
     serve.add_argument("--cluster-port", type=port, metavar="PORT", help="where the other servers reach it")
     serve.add_argument("--routes", metavar="HOST:PORT,…", help="cluster ports of the other servers")
@@ -76,7 +80,9 @@ def parser() -> argparse.ArgumentParser:
     control.add_argument("--reason", default="", help="one line that the processes log")
     _add_operator_options(control, runs.control)
 
-    dead = commands.add_parser("dead", help="messages that nobody could use").add_subparsers(dest="dead", required=True, metavar="COMMAND")
+    dead = commands.add_parser("dead", help="messages that nobody could use").add_subparsers(
+        dest="dead", required=True, metavar="COMMAND"
+    )
     _add_operator_options(dead.add_parser("list", help="one line each"), dead_letters.list_letters)
     show = dead.add_parser("show", help="one of them whole")
     show.add_argument("number", type=natural, help="as `broker dead list` shows it")
@@ -84,7 +90,9 @@ def parser() -> argparse.ArgumentParser:
     _add_operator_options(show, dead_letters.show_letter)
     again = dead.add_parser("retry", help="do it again now, to look at what happens; nothing of it is trained on")
     again.add_argument("number", type=natural, help="as `broker dead list` shows it")
-    again.add_argument("--timeout", type=positive, default=300.0, metavar="SECONDS", help="wait so long for each process (%(default)s)")
+    again.add_argument(
+        "--timeout", type=positive, default=300.0, metavar="SECONDS", help="wait so long for each process (%(default)s)"
+    )
     _add_operator_options(again, dead_letters.retry_letter)
     purge = dead.add_parser("purge", help="delete them")
     purge.add_argument("--through", type=natural, default=None, metavar="NUMBER", help="only up to this one")
@@ -94,9 +102,15 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_operator_options(parser: argparse.ArgumentParser, operation: Operation) -> None:
     default = os.environ.get("RL_BROKER") or process.DEFAULT_BROKER
-    parser.add_argument("--broker", metavar="URL", default=default, help="address of the broker (RL_BROKER, %(default)s)")
-    parser.add_argument("--run", metavar="NAME", default=os.environ.get("RL_RUN") or None, help="which run (RL_RUN, else the only one)")
-    parser.add_argument("--connect-deadline", type=positive, default=DEADLINE_S, metavar="SECONDS", help="give up after (%(default)s)")
+    parser.add_argument(
+        "--broker", metavar="URL", default=default, help="address of the broker (RL_BROKER, %(default)s)"
+    )
+    parser.add_argument(
+        "--run", metavar="NAME", default=os.environ.get("RL_RUN") or None, help="which run (RL_RUN, else the only one)"
+    )
+    parser.add_argument(
+        "--connect-deadline", type=positive, default=DEADLINE_S, metavar="SECONDS", help="give up after (%(default)s)"
+    )
 
     async def body(options: argparse.Namespace, stop: Stop) -> None:
         logging.getLogger().setLevel("ERROR")  # what matters is printed
@@ -137,7 +151,8 @@ async def _serve(options: argparse.Namespace, stop: Stop) -> None:
     await asyncio.to_thread(server.start)
     try:
         print(f"broker at {server.url}, store {server.store}, log {server.log_path}", flush=True)
-        keeper = ServerSupervisor(server, revive=False)  # a service manager starts a dead broker again, and is told so by our own end
+        # a service manager starts a dead broker again, and is told so by our own end
+        keeper = ServerSupervisor(server, revive=False)
         while server.running and not stop.asked.is_set():
             for event in await asyncio.to_thread(keeper.look):
                 print(event, flush=True)
@@ -149,7 +164,12 @@ async def _serve(options: argparse.Namespace, stop: Stop) -> None:
 
 
 def _cluster(options: argparse.Namespace) -> ClusterConfig | None:
-    given = {"--cluster": options.cluster, "--node": options.node, "--cluster-port": options.cluster_port, "--routes": options.routes}
+    given = {
+        "--cluster": options.cluster,
+        "--node": options.node,
+        "--cluster-port": options.cluster_port,
+        "--routes": options.routes,
+    }
     if not any(given.values()):
         return None
     if missing := [name for name, value in given.items() if not value]:

@@ -1,4 +1,6 @@
-"""MkDocs hook: links from a page to a file outside docs/ lead to the repository; a link to a missing file stays and fails the build."""
+"""MkDocs hook: links from a page to a file outside docs/ lead to the repository; a link to a missing file stays and
+fails the build.
+"""
 
 from __future__ import annotations
 

@@ -47,7 +47,11 @@ class Servers:
     async def find(self):  # the least loaded one that lives; beats come at least every two seconds
         while True:
             live = [one for at, one in self.heard.values() if time.monotonic() - at < 5]
-            able = [one for one in live if one["state"] == "serving" and one["policy"] == "actor" and one["channel"] == "zmq"]
+            able = [
+                one
+                for one in live
+                if one["state"] == "serving" and one["policy"] == "actor" and one["channel"] == "zmq"
+            ]
             if able:
                 return min(able, key=lambda one: one["running"] + one["waiting"])
             await asyncio.sleep(0.2)
@@ -77,7 +81,8 @@ async def episode(servers, ticket, number):
     while True:
         name = f"{ID}.{ticket['number']}.{number}.{attempt}"
         sampling = {"max_tokens": MAX_TOKENS, "temperature": 1.0}
-        request = {"type": "GenerateRequest", "request_id": name, "conversation_id": name, "token_ids": column("<i4", prompt),
+        request = {"type": "GenerateRequest", "request_id": name, "conversation_id": name, "token_ids": column("<i4",
+            prompt),
                    "sampling": sampling, "min_version": ticket["min_version"], "deadline_s": 30.0}  # fmt: skip
         try:
             reply = await servers.ask(request, within_s=35.0)
@@ -89,10 +94,19 @@ async def episode(servers, ticket, number):
         await asyncio.sleep(0.5)
     sampled, start = values(reply["token_ids"]), len(prompt)
     end, reward = start + len(sampled), sum(token % 2 == 0 for token in sampled) / len(sampled)
-    turn = {"start": start, "end": end, "reward": reward, "valid": True, "finish_reason": reply["finish_reason"], "server": reply["server"]}
-    return {"episode": number, "token_ids": column("<i4", prompt + sampled), "loss_mask": column("|u1", [0] * start + [1] * len(sampled)),
+    turn = {
+        "start": start,
+        "end": end,
+        "reward": reward,
+        "valid": True,
+        "finish_reason": reply["finish_reason"],
+        "server": reply["server"],
+    }
+    return {"episode": number, "token_ids": column("<i4", prompt + sampled), "loss_mask": column("|u1",
+        [0] * start + [1] * len(sampled)),
             "logprobs": column("<f4", [0.0] * start + values(reply["logprobs"])), "version_runs": reply["version_runs"],
-            "turns": [turn], "reward": reward, "reward_parts": {"env": reward}, "success": reward == 1.0, "end": "terminated"}  # fmt: skip
+            "turns": [turn], "reward": reward, "reward_parts": {"env": reward}, "success": reward == 1.0,
+            "end": "terminated"}  # fmt: skip
 
 
 async def play(jetstream, servers, message):
@@ -106,10 +120,17 @@ async def play(jetstream, servers, message):
     try:
         work = [episode(servers, ticket, number) for number in range(ticket["group_size"])]
         trajectories = await asyncio.wait_for(asyncio.gather(*work), ticket["deadline_s"])
-        record = {"type": "Group", **common, "task_index": ticket["task_index"], "min_version": ticket["min_version"], "hub": ID,
+        record = {"type": "Group", **common, "task_index": ticket["task_index"], "min_version": ticket["min_version"],
+            "hub": ID,
                   "deliveries": message.metadata.num_delivered, "pools": [], "trajectories": trajectories}  # fmt: skip
     except TimeoutError:
-        record = {"type": "Closed", **common, "reason": "deadline", "detail": "the group was not complete in time", "by": ID}
+        record = {
+            "type": "Closed",
+            **common,
+            "reason": "deadline",
+            "detail": "the group was not complete in time",
+            "by": ID,
+        }
     finally:
         marking.cancel()
     headers = {"Rl-Ticket": str(ticket["number"]), "Nats-Msg-Id": f"tickets-{ticket['number']}"}
@@ -118,7 +139,8 @@ async def play(jetstream, servers, message):
 
 
 async def announce(client, members, playing):
-    presence = {"type": "Presence", "role": "envhub", "id": ID, "host": socket.gethostname(), "pid": os.getpid(), "state": "serving",
+    presence = {"type": "Presence", "role": "envhub", "id": ID, "host": socket.gethostname(), "pid": os.getpid(),
+        "state": "serving",
                 "slots": AT_ONCE, "serves": [DOMAIN]}  # fmt: skip
     for second in range(1 << 62):
         body = msgpack.packb({**presence, "running": len(playing)})
@@ -135,7 +157,9 @@ async def main():
     await client.subscribe(f"rl.{RUN}.presence.rollout.*", cb=servers.on_beat)
     announcing = asyncio.create_task(announce(client, members, playing))
     settings = ConsumerConfig(ack_wait=6, max_deliver=-1, max_ack_pending=-1, max_waiting=8192)
-    queue = await jetstream.pull_subscribe(f"rl.{RUN}.tickets.{DOMAIN}", durable=DOMAIN, stream=f"rl_{RUN}_tickets", config=settings)
+    queue = await jetstream.pull_subscribe(
+        f"rl.{RUN}.tickets.{DOMAIN}", durable=DOMAIN, stream=f"rl_{RUN}_tickets", config=settings
+    )
     wanted = "running"
     while True:
         with contextlib.suppress(KeyNotFoundError):  # no learner has taken the run yet

@@ -36,7 +36,9 @@ def parser() -> argparse.ArgumentParser:
     from broker.runtime import process
 
     parser = ArgumentParser(prog="envhub", description="Run environments for a run.", epilog=EPILOG)
-    parser.add_argument("--n", type=count, default=None, metavar="N", help="environments running at once (the run's envhub.n)")
+    parser.add_argument(
+        "--n", type=count, default=None, metavar="N", help="environments running at once (the run's envhub.n)"
+    )
     parser.add_argument("--domains", type=tokens, default=[], metavar="A,B", help="which domains to serve (all)")
     process.add_join_options(parser)
     return complete(parser, EXAMPLES)
@@ -56,7 +58,11 @@ def demos_parser() -> argparse.ArgumentParser:
     parser.add_argument("--episodes", type=count, required=True, metavar="N", help="how many to write")
     parser.add_argument("--noise", type=share, default=0.5, metavar="X", help="share of random actions (%(default)s)")
     parser.add_argument(
-        "--against", type=share, default=None, metavar="X", help="write pairs for rlearner dpo: solved with --noise, failed with this"
+        "--against",
+        type=share,
+        default=None,
+        metavar="X",
+        help="write pairs for rlearner dpo: solved with --noise, failed with this",
     )
     parser.add_argument("--out", required=True, metavar="FILE", help="JSONL file to write")
     parser.add_argument("--seed", type=natural, default=0, metavar="S", help="of tasks and noise (%(default)s)")
@@ -88,7 +94,9 @@ def render_parser() -> argparse.ArgumentParser:
     parser.add_argument("--task-index", type=natural, required=True, metavar="I", help="which task of the domain")
     parser.add_argument("--seed", type=natural, required=True, metavar="S", help="of the episode")
     parser.add_argument("--split", choices=["train", "eval"], default="eval", help="whose tasks (%(default)s)")
-    parser.add_argument("--actions", type=_actions, required=True, metavar="R,D,…", help="texts by commas, or a JSON list of them")
+    parser.add_argument(
+        "--actions", type=_actions, required=True, metavar="R,D,…", help="texts by commas, or a JSON list of them"
+    )
     parser.add_argument("--title", default="", metavar="TEXT", help="written above each picture")
     parser.add_argument("--out", required=True, metavar="FILE.gif", help="GIF file to write")
     return complete(parser, EXAMPLES)

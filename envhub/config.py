@@ -1,4 +1,6 @@
-"""The section ``envhub``: how a hub runs its environments; and what can be said about the domains before anything starts."""
+"""The section ``envhub``: how a hub runs its environments; and what can be said about the domains before anything
+starts.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,15 @@ class EnvhubSection(Section):
     max_retries: PositiveInt = 3  # of one turn on other servers, and of one episode after an error
     worker_memory_mib: PositiveInt | None = 2048  # of one environment in a worker process; None: no limit
     max_hung_threads: PositiveInt = 256  # a hub that has lost this many threads in environments exits
-    # tickets of a domain that fail in a row (or as many as are played at once, at least 2) before no more are taken until a trial goes well
+    # tickets of a domain that fail in a row (or as many as are played at once, at least 2) before no more are taken
+    # until a trial goes well
     broken_after: PositiveInt = 5
     drain_timeout_s: PositiveFloat = 30.0
 
 
 def check(config: dict[str, Any]) -> None:
-    """Refuse domains that cannot run: unknown environment, missing or malformed data, numbers that contradict each other.
+    """Refuse domains that cannot run: unknown environment, missing or malformed data, numbers that contradict each
+    other.
 
     Raises:
         ConfigError: names the key, its value and what is allowed.
@@ -63,7 +67,8 @@ def data_digests(config: dict[str, Any]) -> dict[str, str]:
 
 
 def num_eval_tasks(config: dict[str, Any]) -> int:
-    """Return how many tasks of each domain an evaluation measures: ``eval.tasks``, by default 256 or as many as every domain has.
+    """Return how many tasks of each domain an evaluation measures: ``eval.tasks``, by default 256 or as many as every
+    domain has.
 
     No task is measured twice, since it would count as another one.
 
@@ -79,7 +84,11 @@ def num_eval_tasks(config: dict[str, Any]) -> int:
         if there is None:
             continue
         if not there:
-            raise ConfigError("eval.tasks", wanted or EVAL_TASKS, f"domain {name} has no held-out tasks; eval.every_steps=0 measures none")
+            raise ConfigError(
+                "eval.tasks",
+                wanted or EVAL_TASKS,
+                f"domain {name} has no held-out tasks; eval.every_steps=0 measures none",
+            )
         if wanted is not None and wanted > there:
             raise ConfigError("eval.tasks", wanted, f"at most {there}, the held-out tasks of domain {name}")
         least = min(least, there)
@@ -91,7 +100,9 @@ def _check_numbers(domain: Domain, config: dict[str, Any]) -> None:
 
     section, key = domain.section, f"domains.{domain.name}"
     if section.min_group_size is not None and section.min_group_size > section.group_size:
-        raise ConfigError(f"{key}.min_group_size", section.min_group_size, f"at most group_size, which is {section.group_size}")
+        raise ConfigError(
+            f"{key}.min_group_size", section.min_group_size, f"at most group_size, which is {section.group_size}"
+        )
     if section.sampling.max_tokens >= section.max_context_tokens:
         raise ConfigError(
             f"{key}.sampling.max_tokens",
@@ -100,11 +111,17 @@ def _check_numbers(domain: Domain, config: dict[str, Any]) -> None:
         )
     served = (config.get("rollout") or {}).get("max_context_tokens")
     if served is not None and section.max_context_tokens > served:
-        raise ConfigError(f"{key}.max_context_tokens", section.max_context_tokens, f"at most rollout.max_context_tokens, which is {served}")
+        raise ConfigError(
+            f"{key}.max_context_tokens",
+            section.max_context_tokens,
+            f"at most rollout.max_context_tokens, which is {served}",
+        )
     if issubclass(domain.environment, AgentEnvironment):
         check_section(domain.name, section, domain.args)
     if not domain.environment.has_reward and not section.rewards:
-        raise ConfigError(f"{key}.rewards", [], f"environment {section.env} gives no reward of its own; name at least one reward")
+        raise ConfigError(
+            f"{key}.rewards", [], f"environment {section.env} gives no reward of its own; name at least one reward"
+        )
 
 
 def _check_demonstrations(domains: dict[str, Domain], section: dict[str, Any]) -> None:
@@ -116,4 +133,8 @@ def _check_demonstrations(domains: dict[str, Domain], section: dict[str, Any]) -
     if name not in domains:
         raise ConfigError("warm_start.domain", name, f"one of {', '.join(domains) or 'no domains'}")
     if not can_demonstrate(domains[name].environment):
-        raise ConfigError("warm_start.domain", name, f"environment {domains[name].section.env} has no solver; give warm_start.data instead")
+        raise ConfigError(
+            "warm_start.domain",
+            name,
+            f"environment {domains[name].section.env} has no solver; give warm_start.data instead",
+        )

@@ -1,9 +1,10 @@
 """What the policy sees at each turn: the whole conversation, or a prompt built from a memory of it.
 
-With ``context: full`` an episode is one conversation and one training sample. With ``context: steps`` each turn is a conversation
-of its own: what opened the episode, the last ``history_length`` turns and the present observation in one user message. Each turn is
-a sample, and all samples of an episode share its number and its total reward (Feng et al., GiGPO, arXiv 2505.10978, section 4), so
-contexts stay short however long the episode becomes. ``memory`` names a function of the user's instead of ``recent``; it may summarise.
+With ``context: full`` an episode is one conversation and one training sample. With ``context: steps`` each turn is a
+conversation of its own: what opened the episode, the last ``history_length`` turns and the present observation in one
+user message. Each turn is a sample, and all samples of an episode share its number and its total reward (Feng et al.,
+GiGPO, arXiv 2505.10978, section 4), so contexts stay short however long the episode becomes. ``memory`` names a
+function of the user's instead of ``recent``; it may summarise.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ Memory = Callable[[str, Sequence[tuple[str, str]], str, int], str]
 
 
 def recent(opening: str, past: Sequence[tuple[str, str]], now: str, history_length: int) -> str:
-    """The prompt of a turn: the opening, the last turns as observation and action, the present observation; one below the other.
+    """The prompt of a turn: the opening, the last turns as observation and action, the present observation; one below
+    the other.
 
     Args:
         opening: the episode's first observation.

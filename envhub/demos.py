@@ -1,4 +1,6 @@
-"""Conversations of an imperfect solver, for the supervised warm start: the same prompts that the hub makes, no broker."""
+"""Conversations of an imperfect solver, for the supervised warm start: the same prompts that the hub makes, no
+broker.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,19 @@ def pick_domain(config: dict[str, Any], name: str | None) -> Domain:
 
 
 def write_demonstrations(
-    config: dict[str, Any], domain: str | None, *, episodes: int, noise: float, out: str, seed: int = 0, against: float | None = None
+    config: dict[str, Any],
+    domain: str | None,
+    *,
+    episodes: int,
+    noise: float,
+    out: str,
+    seed: int = 0,
+    against: float | None = None,
 ) -> float:
     """Write conversations as JSONL, one ``{"messages": [...]}`` a line; the share of them that solved their task.
 
-    With ``against`` each task is played once more with that noise, and a line is a pair ``{"chosen": [...], "rejected": [...]}``, for
-    the tasks that only the first solved. The file appears complete or not at all.
+    With ``against`` each task is played once more with that noise, and a line is a pair ``{"chosen": [...], "rejected":
+    [...]}``, for the tasks that only the first solved. The file appears complete or not at all.
 
     Raises:
         UserError: unknown domain, environment without a solver, or a file that cannot be written.
@@ -61,7 +70,9 @@ def write_demonstrations(
     return solved / episodes
 
 
-def _rows(domain: Domain, episodes: int, noise: float, seed: int, against: float | None) -> Iterator[tuple[list[dict[str, Any]], bool]]:
+def _rows(
+    domain: Domain, episodes: int, noise: float, seed: int, against: float | None
+) -> Iterator[tuple[list[dict[str, Any]], bool]]:
     """What an episode's lines hold, and whether the first player solved its task."""
     first = demonstrations(domain, episodes=episodes, noise=noise, seed=seed)
     if against is None:
@@ -70,7 +81,9 @@ def _rows(domain: Domain, episodes: int, noise: float, seed: int, against: float
     second = demonstrations(domain, episodes=episodes, noise=against, seed=seed)
     for (told, success), (others, other_success) in zip(first, second, strict=True):
         if domain.memory is not None:
-            raise UserError(f"domains.{domain.name}.context: pairs are whole conversations, and with context steps there are none")
+            raise UserError(
+                f"domains.{domain.name}.context: pairs are whole conversations, and with context steps there are none"
+            )
         yield [{"chosen": told[0], "rejected": others[0]}] if success and not other_success else [], success
 
 

@@ -81,7 +81,8 @@ def load_domain(name: str, section: DomainSection, adv_estimator: str = "") -> D
         adv_estimator: of the run, for ``context: auto``.
 
     Raises:
-        ConfigError: unknown environment (lists the known ones), one that lacks a method, or an argument that is not allowed.
+        ConfigError: unknown environment (lists the known ones), one that lacks a method, or an argument that is not
+        allowed.
     """
     try:
         environment = resolve("envs", section.env, {**ENVS, **AGENTS})
@@ -92,7 +93,9 @@ def load_domain(name: str, section: DomainSection, adv_estimator: str = "") -> D
     _check_methods(f"domains.{name}.env", section.env, environment)
     arguments = parse(f"domains.{name}.env_args", section.env_args, environment.Args)
     memory = load_memory(f"domains.{name}.memory", section.memory)
-    return Domain(name, section, environment, arguments, memory if takes_steps(section.context, adv_estimator) else None)
+    return Domain(
+        name, section, environment, arguments, memory if takes_steps(section.context, adv_estimator) else None
+    )
 
 
 def _check_methods(key: str, name: str, environment: type[Environment]) -> None:

@@ -21,8 +21,16 @@ def preflight_findings(config: dict[str, Any]) -> list[PreflightFinding]:
     """
     if not any(domain["env"] == "agent" for domain in config["domains"].values()):
         return []
-    agents = {name: domain for name, domain in load_domains(config).items() if issubclass(domain.environment, AgentEnvironment)}
-    found = [(f"domains.{name}.env_args", domain.args) for name, domain in agents.items() if isinstance(domain.args, AgentArgs)]
+    agents = {
+        name: domain
+        for name, domain in load_domains(config).items()
+        if issubclass(domain.environment, AgentEnvironment)
+    }
+    found = [
+        (f"domains.{name}.env_args", domain.args)
+        for name, domain in agents.items()
+        if isinstance(domain.args, AgentArgs)
+    ]
     return [finding for key, args in found if (finding := _program(key, args)) is not None]
 
 
@@ -48,7 +56,11 @@ def _program(key: str, args: AgentArgs) -> PreflightFinding | None:
     if not lacking:
         return PreflightFinding("agents", key, "ok", f"{file} finds what it imports")
     return PreflightFinding(
-        "agents", key, "missing", f"{file} imports {', '.join(lacking)}, not installed", f"{interpreter} -m pip install {' '.join(lacking)}"
+        "agents",
+        key,
+        "missing",
+        f"{file} imports {', '.join(lacking)}, not installed",
+        f"{interpreter} -m pip install {' '.join(lacking)}",
     )
 
 

@@ -34,7 +34,16 @@ from envhub.domain import Domain, load_domains
 from envhub.episodes.rerun import TicketReruns
 from envhub.episodes.runners import EpisodeLimits, EpisodeRunners
 from envhub.episodes.trial import trial
-from envhub.scheduling.slots import OF_THE_HOST, AbortEpisode, Action, CloseTicket, EpisodeSlots, FinishGroup, HandBack, StartEpisode
+from envhub.scheduling.slots import (
+    OF_THE_HOST,
+    AbortEpisode,
+    Action,
+    CloseTicket,
+    EpisodeSlots,
+    FinishGroup,
+    HandBack,
+    StartEpisode,
+)
 from envhub.servers.generate import TurnGenerator
 from envhub.servers.servers import ServerRoster
 from envhub.tally import HubMetrics
@@ -79,7 +88,9 @@ class EnvironmentHub:
         self.domains = _serving(load_domains(config), self._names)
         for domain in self.domains.values():
             domain.check()
-        tokenizer = Tokenizer.load(member.spec.model_path, trust_remote_code=(config.get("model") or {}).get("trust_remote_code", False))
+        tokenizer = Tokenizer.load(
+            member.spec.model_path, trust_remote_code=(config.get("model") or {}).get("trust_remote_code", False)
+        )
         self.client = carriers.connect(section(config, "broker", BrokerSection).channel, member.bus)
         self.servers = ServerRoster(member.bus, lambda: self.generator.in_use(), random.Random())
         self.generator = TurnGenerator(self.client, self.servers, name=member.id, max_retries=self.settings.max_retries)
@@ -126,10 +137,13 @@ class EnvironmentHub:
             await self._drain()
 
     def _open_feeds(self, domain: str) -> None:
-        self._feeds[domain] = [asyncio.create_task(self._feed(stream, domain).run()) for stream in (TICKETS, EVALTICKETS)]
+        self._feeds[domain] = [
+            asyncio.create_task(self._feed(stream, domain).run()) for stream in (TICKETS, EVALTICKETS)
+        ]
 
     def _broken_after(self, domain: str) -> int:
-        """Tickets that fail in a row before a domain counts as broken here: no more than are played at once, but never a single one.
+        """Tickets that fail in a row before a domain counts as broken here: no more than are played at once, but never
+        a single one.
 
         Where each try ends by a timeout, a hub that waited for more of them would hold its tickets for minutes.
         """
@@ -138,7 +152,11 @@ class EnvironmentHub:
 
     def _feed(self, stream: Stream, domain: str) -> TicketFeed:
         config = self.spec.config
-        group_size = (config.get("eval") or {}).get("group_size", 1) if stream is EVALTICKETS else self.domains[domain].section.group_size
+        group_size = (
+            (config.get("eval") or {}).get("group_size", 1)
+            if stream is EVALTICKETS
+            else self.domains[domain].section.group_size
+        )
         of_hub = (self.accept, self._episodes_in_hand, partial(self._ready, domain), self.servers.changed)
         return TicketFeed(self.member, self.turnstile, stream, domain, group_size, *of_hub)
 
@@ -172,7 +190,8 @@ class EnvironmentHub:
             self.health.start_trials()
 
     def _count_hung(self) -> None:
-        """Threads cannot be stopped, so a hub that has lost too many ends in good order and leaves its work to a fresh one.
+        """Threads cannot be stopped, so a hub that has lost too many ends in good order and leaves its work to a fresh
+        one.
 
         Raises:
             TooManyHung: it has.
@@ -180,7 +199,8 @@ class EnvironmentHub:
         hung = self.players.calls.hung
         if hung >= self.settings.max_hung_threads:
             raise TooManyHung(
-                f"{hung} threads hang in environments (envhub.max_hung_threads); with isolation: process they could have been killed"
+                f"{hung} threads hang in environments (envhub.max_hung_threads); with isolation: process they could "
+                f"have been killed"
             )
 
     def _follow_spec(self) -> None:
@@ -218,7 +238,9 @@ class EnvironmentHub:
             self.players.calls.retire(environment)
 
     async def _watch_servers(self) -> None:
-        """Fail at once what a vanished server was asked, and close the connection to one that is not followed any more."""
+        """Fail at once what a vanished server was asked, and close the connection to one that is not followed any
+        more.
+        """
         while True:
             await self.servers.changed(1.0)
             addresses = {presence.address for presence in self.servers.all()}
@@ -250,7 +272,9 @@ class EnvironmentHub:
             held.delivery = delivery  # the same ticket again: the newest delivery is the one to acknowledge
             return asked.group_size
         if not self.health.takes(domain):  # it was on its way when the domain failed once too often
-            self.outbox.hand_back(InHand(asked, delivery, self.domains[domain]), self.health.delay_s(domain), "its domain fails here")
+            self.outbox.hand_back(
+                InHand(asked, delivery, self.domains[domain]), self.health.delay_s(domain), "its domain fails here"
+            )
             return asked.group_size
         drop_late = (self.spec.config.get("train") or {}).get("on_late") == "drop"
         held = self._in_hand[asked.key] = InHand(asked, delivery, self.domains[domain])
@@ -274,7 +298,9 @@ class EnvironmentHub:
             return
         held.judgement = judgement
         if judgement.poisonous:
-            detail = f"{judgement.deaths} hubs died while they played this ticket, the last one while it played nothing else"
+            detail = (
+                f"{judgement.deaths} hubs died while they played this ticket, the last one while it played nothing else"
+            )
             self._perform(self.slots.condemn(key, detail))
             return
         if judgement.alone:
@@ -345,11 +371,14 @@ class EnvironmentHub:
         domain, delivery = held.domain.name, held.delivery.num_delivered
         if error.kind in OF_THE_HOST:
             self.health.failed(domain, key, delivery, error.detail)
-        actions = self.slots.failed(key, episode, error.kind, error.detail, own=self.health.blames(domain, key, delivery))
+        actions = self.slots.failed(
+            key, episode, error.kind, error.detail, own=self.health.blames(domain, key, delivery)
+        )
         what = f"domain {domain}, {key} episode {episode} failed: {error.detail}"
         self._traces.say(log, "; ".join(filter(None, (what, self.slots.what_next(key, episode, actions)))), error.trace)
         self._perform(actions)
-        if not self.health.takes(domain):  # groups in which nothing has failed go on: if one ends well, the domain works after all
+        # groups in which nothing has failed go on: if one ends well, the domain works after all
+        if not self.health.takes(domain):
             mine = [key for key, other in self._in_hand.items() if other.domain.name == domain]
             keys = [key for key in mine if self.health.doubts(domain, key)]
             self._perform(self.slots.hand_back(keys, self.health.delay_s(domain), "its domain fails here"))

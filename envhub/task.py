@@ -12,7 +12,9 @@ from envhub.scheduling.slots import FailureKind
 
 
 class EpisodeFailed(RlearnerError):
-    """The episode came to nothing, through no fault of the policy; it is never scored. ``trace``: what was raised, for the log."""
+    """The episode came to nothing, through no fault of the policy; it is never scored. ``trace``: what was raised, for
+    the log.
+    """
 
     def __init__(self, kind: FailureKind, detail: str, trace: str = "") -> None:
         super().__init__(detail)
@@ -45,7 +47,9 @@ class EpisodeTask:
 
 @dataclass
 class EpisodeResult:
-    """A finished episode: one trajectory, or one for each turn, the last of which has the metrics and the last words."""
+    """A finished episode: one trajectory, or one for each turn, the last of which has the metrics and the last
+    words.
+    """
 
     trajectories: list[wire.Trajectory]
     prompt: str

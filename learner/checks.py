@@ -43,7 +43,9 @@ def check(config: dict[str, Any]) -> None:
     check_algorithm(config)
     _check_warm_start(config)
     if config["eval"]["baseline"] == ACTOR:
-        raise ConfigError("eval.baseline", ACTOR, "that is the policy being trained; name another one, for example random")
+        raise ConfigError(
+            "eval.baseline", ACTOR, "that is the policy being trained; name another one, for example random"
+        )
     against = config["eval"]["against"]
     if ACTOR in against or config["eval"]["baseline"] in against or len(set(against)) < len(against):
         raise ConfigError("eval.against", against, "names of other policies than actor and eval.baseline, each once")
@@ -68,7 +70,9 @@ def _check_names(config: dict[str, Any]) -> None:
         check_name("trackers.use", "trackers", name, TRACKERS)
     for name in config["trackers"]["args"]:
         if name not in (*config["trackers"]["use"], "tensorboard"):
-            raise ConfigError(f"trackers.args.{name}", config["trackers"]["args"][name], "trackers.use does not name it")
+            raise ConfigError(
+                f"trackers.args.{name}", config["trackers"]["args"][name], "trackers.use does not name it"
+            )
 
 
 def check_name(key: str, kind: str, name: str, table: Mapping[str, str]) -> None:
@@ -116,10 +120,18 @@ def _check_training(config: dict[str, Any]) -> None:
     train = config["train"]
     if train["ranks"] > 1 and train["backend"] in SINGLE_PROCESS_BACKENDS:
         raise ConfigError(
-            "train.ranks", train["ranks"], f"1 with train.backend {train['backend']}; more with {_all_but(SINGLE_PROCESS_BACKENDS)}"
+            "train.ranks",
+            train["ranks"],
+            f"1 with train.backend {train['backend']}; more with {_all_but(SINGLE_PROCESS_BACKENDS)}",
         )
-    if train["backend"] in BACKENDS and train["backend"] not in SUPPORTED_OPTIONS["critic"] and config["algorithm"]["critic"]["enabled"]:
-        raise ConfigError("train.backend", train["backend"], f"{', '.join(SUPPORTED_OPTIONS['critic'])} with algorithm.critic.enabled")
+    if (
+        train["backend"] in BACKENDS
+        and train["backend"] not in SUPPORTED_OPTIONS["critic"]
+        and config["algorithm"]["critic"]["enabled"]
+    ):
+        raise ConfigError(
+            "train.backend", train["backend"], f"{', '.join(SUPPORTED_OPTIONS['critic'])} with algorithm.critic.enabled"
+        )
     check_options(train)
     check_fp8(train)
     check_layers(train["lora"], config["model"])
@@ -132,7 +144,9 @@ def _check_training(config: dict[str, Any]) -> None:
     if train["weights_backend"] == "ipc" and train["device"] == "cpu":
         raise ConfigError("train.weights_backend", "ipc", "shared with train.device cpu: ipc is read in a GPU's memory")
     if train["weights_snapshot_port"] is not None and not train["weights_snapshot_every"]:
-        raise ConfigError("train.weights_snapshot_port", train["weights_snapshot_port"], "null without train.weights_snapshot_every")
+        raise ConfigError(
+            "train.weights_snapshot_port", train["weights_snapshot_port"], "null without train.weights_snapshot_every"
+        )
     if train["warmup_steps"] >= train["steps"] and train["warmup_steps"]:
         raise ConfigError("train.warmup_steps", train["warmup_steps"], f"below train.steps, which is {train['steps']}")
     for name, domain in config["domains"].items():
@@ -140,7 +154,8 @@ def _check_training(config: dict[str, Any]) -> None:
             raise ConfigError(
                 "train.micro_batch_tokens",
                 train["micro_batch_tokens"],
-                f"at least domains.{name}.max_context_tokens, which is {domain['max_context_tokens']}: one sequence must fit",
+                f"at least domains.{name}.max_context_tokens, which is {domain['max_context_tokens']}: one sequence "
+                f"must fit",
             )
         if domain["sampling"]["temperature"] == 0:
             raise ConfigError(f"domains.{name}.sampling.temperature", 0.0, "above 0: greedy tokens have no gradient")
@@ -157,7 +172,9 @@ def check_options(train: Mapping[str, Any]) -> None:
     for name in ("lora", "activation_offload", "optimizer_offload", "compile"):
         if train[name] and train["backend"] in BACKENDS and train["backend"] not in SUPPORTED_OPTIONS[name]:
             raise ConfigError(
-                f"train.{name}", train[name], f"unset with train.backend {train['backend']}; {', '.join(SUPPORTED_OPTIONS[name])} take it"
+                f"train.{name}",
+                train[name],
+                f"unset with train.backend {train['backend']}; {', '.join(SUPPORTED_OPTIONS[name])} take it",
             )
 
 
@@ -173,7 +190,9 @@ def check_fp8(train: Mapping[str, Any]) -> None:
     if lora and lora["send"] == "adapter":
         allowed = f"{rest} with train.lora.send adapter: factors are sent unquantized; fp8 works with merged"
         raise ConfigError("train.weights_dtype", "fp8", allowed)
-    if train["backend"] == "megatron" or (lora and train["backend"] == "deepspeed" and train["deepspeed"]["stage"] == 3):
+    if train["backend"] == "megatron" or (
+        lora and train["backend"] == "deepspeed" and train["deepspeed"]["stage"] == 3
+    ):
         who = "megatron" if train["backend"] == "megatron" else "deepspeed stage 3 and train.lora"
         allowed = f"{rest} with train.backend {who}: no rank has the whole matrices that servers compute with"
         raise ConfigError("train.weights_dtype", "fp8", allowed)
@@ -192,7 +211,9 @@ def check_layers(lora: Mapping[str, Any] | None, model: Mapping[str, Any]) -> No
         return
     names = set(LAYERS) if model["path"] is None else layer_names(Path(model["path"]).expanduser())
     if odd := [name for name in lora["target_modules"] if names is not None and name not in names]:
-        raise ConfigError("train.lora.target_modules", odd, f"names of this model's linear layers: {', '.join(sorted(names or ()))}")
+        raise ConfigError(
+            "train.lora.target_modules", odd, f"names of this model's linear layers: {', '.join(sorted(names or ()))}"
+        )
 
 
 def _all_but(few: Collection[str]) -> str:

@@ -97,7 +97,8 @@ class TrainSection(OptimizationSection):
 class RewardNormalization(Section):
     """Normalization of rewards before the estimator; off if both types are null."""
 
-    grouping: Literal["traj_group_id", "state", "inductive", "batch"] = "traj_group_id"  # same ticket, first anchor, domain; all
+    # same ticket, first anchor, domain; all
+    grouping: Literal["traj_group_id", "state", "inductive", "batch"] = "traj_group_id"
     norm_mean_type: Literal["group", "batch"] | None = None  # which mean is subtracted
     norm_std_type: Literal["group", "batch"] | None = None  # which standard deviation divides
 
@@ -142,7 +143,8 @@ class AlgorithmSection(Section):
     correction_low: NonNegativeFloat = 0.5  # icepop, mis: ratios below are masked
     correction_high: PositiveFloat = 2.0  # ratios above are truncated (tis, decoupled) or masked (icepop, mis)
     correction_mode: Literal["truncate", "mask"] = "truncate"  # decoupled: applied to ratios above correction_high
-    mis_mask_level: Literal["token", "sequence", "geometric"] | None = None  # mis: level of the mask; null: correction_level
+    # mis: level of the mask; null: correction_level
+    mis_mask_level: Literal["token", "sequence", "geometric"] | None = None
     mis_estimator: Literal["k1", "k2", "k3"] = "k1"  # k1 bounds the ratio, k2 and k3 the divergence by correction_high
     opsm_delta: NonNegativeFloat = 1e-4  # nats per token; bad sequences further than this from the policy are masked
     prox_logp_method: Literal["recompute", "interpolate"] = "recompute"  # source of the logprobs at the step's start
@@ -206,8 +208,10 @@ class EvalSection(Section):
     at_start: bool = True
     baseline: str = ""  # policy measured once for comparison, for example ``random``; empty: none
     against: list[str] = Field(default_factory=list)  # other policies, measured on the same tasks at every evaluation
-    baseline_args: dict[str, Any] = Field(default_factory=dict)  # engine_args of the server of ``random`` in ``rlearner up``
-    timeout_s: PositiveFloat | None = None  # the run waits this long for its last evaluation; null: derived, see broker.settings.timeouts
+    # engine_args of the server of ``random`` in ``rlearner up``
+    baseline_args: dict[str, Any] = Field(default_factory=dict)
+    # the run waits this long for its last evaluation; null: derived, see broker.settings.timeouts
+    timeout_s: PositiveFloat | None = None
 
 
 class CheckpointSection(Section):
@@ -228,7 +232,8 @@ class SamplesSection(Section):
 class TrackersSection(Section):
     """Destinations of metrics in addition to metrics.jsonl."""
 
-    use: list[str] = Field(default_factory=lambda: ["tensorboard"])  # names of the registry in learner/reporting/trackers
+    # names of the registry in learner/reporting/trackers
+    use: list[str] = Field(default_factory=lambda: ["tensorboard"])
     project: str = "rlearner"
     args: dict[str, dict[str, Any]] = Field(default_factory=dict)  # of each tracker by its name
     texts_every: NonNegativeInt = 10  # steps between training episodes shown as text; 0: none, also not of evaluations

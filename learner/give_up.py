@@ -25,7 +25,8 @@ from broker.runtime.presence import Roster
 from broker.settings.config import DomainSection
 from learner.config import FailuresSection
 
-NOT_FAILURES: Final = frozenset({"late", "lost", "aborted"})  # closed by the learner's pace, by --rebase, or handed back
+# closed by the learner's pace, by --rebase, or handed back
+NOT_FAILURES: Final = frozenset({"late", "lost", "aborted"})
 LEAST_WINDOW: Final = 32
 WORKED_TIMES: Final = 12
 LOOK_EVERY_S: Final = 1.0
@@ -51,10 +52,12 @@ class FailureMonitor:
         self._after_s, self._max_share = settings.give_up_after_s, settings.max_share
         window = max(4 * groups_per_step, LEAST_WINDOW)
         self._weights = {name: domain.weight for name, domain in domains.items()}
-        self._ended: dict[str, deque[bool]] = {name: deque(maxlen=window) for name in domains}  # whether each group failed
+        # whether each group failed
+        self._ended: dict[str, deque[bool]] = {name: deque(maxlen=window) for name in domains}
         self._window = window
         self._needs = {
-            name: [f"domain {name}", *dict.fromkeys(f"pool {reward.pool}" for reward in domain.rewards)] for name, domain in domains.items()
+            name: [f"domain {name}", *dict.fromkeys(f"pool {reward.pool}" for reward in domain.rewards)]
+            for name, domain in domains.items()
         }
         self._num_failed = self._num_worked = 0
         self._kinds: Counter[str] = Counter()
@@ -154,7 +157,9 @@ def _broken(key: str, hubs: Iterable[wire.Presence]) -> str:
     return why
 
 
-async def watch_hubs(giveup: FailureMonitor, roster: Roster, paused: Callable[[], bool], end: Callable[[str], None]) -> None:
+async def watch_hubs(
+    giveup: FailureMonitor, roster: Roster, paused: Callable[[], bool], end: Callable[[str], None]
+) -> None:
     """Check once a second until there is a verdict, and pass it to ``end``."""
     while True:
         await asyncio.sleep(LOOK_EVERY_S)

@@ -35,14 +35,18 @@ def _ask(query: str, width: int) -> list[list[str]]:
     if smi is None:
         return []
     try:
-        answer = subprocess.run([smi, query, "--format=csv,noheader"], capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False)
+        answer = subprocess.run(
+            [smi, query, "--format=csv,noheader"], capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return []
     rows = [[field.strip() for field in line.split(",", width - 1)] for line in answer.stdout.splitlines()]
     return [row for row in rows if len(row) == width] if answer.returncode == 0 else []
 
 
-def refuse_taken(numbers: list[int], spec: str, found: Callable[[], Users] = gpu_users, patience_s: float = PATIENCE_S) -> None:
+def refuse_taken(
+    numbers: list[int], spec: str, found: Callable[[], Users] = gpu_users, patience_s: float = PATIENCE_S
+) -> None:
     """Wait up to ``patience_s`` for the GPUs to be free.
 
     Raises:
@@ -53,7 +57,8 @@ def refuse_taken(numbers: list[int], spec: str, found: Callable[[], Users] = gpu
         if time.monotonic() >= deadline:
             number = min(taken)
             raise UserError(
-                f"--gpus {spec}: GPU {number} is taken by {', '.join(taken[number])}; end that, choose others, or add --share-gpus"
+                f"--gpus {spec}: GPU {number} is taken by {', '.join(taken[number])}; end that, choose others, or add "
+                f"--share-gpus"
             )
         time.sleep(EACH_S)
 
@@ -71,7 +76,9 @@ def with_ranks(config: dict[str, Any], spec: str, num_gpus: int) -> dict[str, An
     if train.get("device", "auto") not in ("auto", device):
         raise ConfigError("train.device", train["device"], f"{device} with --gpus {spec}, or nothing")
     if num_gpus and train.get("ranks", num_gpus) != num_gpus:
-        raise ConfigError("train.ranks", train["ranks"], f"{num_gpus} with --gpus {spec}, or nothing: each GPU gets a rank")
+        raise ConfigError(
+            "train.ranks", train["ranks"], f"{num_gpus} with --gpus {spec}, or nothing: each GPU gets a rank"
+        )
     return {**config, "train": {**train, "device": device, **({"ranks": num_gpus} if num_gpus else {})}}
 
 
@@ -80,7 +87,9 @@ def forget_gpus(config: dict[str, Any], options: argparse.Namespace) -> dict[str
     if options.gpus == "auto" or not Path(options.config).is_dir():
         return config
     kept = {override.partition("=")[0] for override in options.overrides}
-    train = {key: value for key, value in config["train"].items() if key not in ("device", "ranks") or f"train.{key}" in kept}
+    train = {
+        key: value for key, value in config["train"].items() if key not in ("device", "ranks") or f"train.{key}" in kept
+    }
     return {**config, "train": train}
 
 

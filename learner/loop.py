@@ -90,7 +90,9 @@ class TrainingLoop:
         await self._offer_if_current()
         self._evaluator.step_completed(self._ledger.state.version, self._ledger.rules.steps)
         self._began = time.monotonic()
-        async with aclosing(self._bus.read_log(SAMPLES, self._ledger.state.position + 1, wanted=self._is_wanted)) as records:
+        async with aclosing(
+            self._bus.read_log(SAMPLES, self._ledger.state.position + 1, wanted=self._is_wanted)
+        ) as records:
             while not self._done:
                 if self._ledger.full:
                     if not await self._end_step():
@@ -133,7 +135,9 @@ class TrainingLoop:
         read, actions = self._consumer.apply(entry)
         if read.problem:
             log.warning("record %d of the samples log: %s", entry.seq, read.problem)
-            await self._bus.dead_letter(SAMPLES, seq=entry.seq, ticket=entry.ticket, reason=read.problem, data=entry.data)
+            await self._bus.dead_letter(
+                SAMPLES, seq=entry.seq, ticket=entry.ticket, reason=read.problem, data=entry.data
+            )
         await self._records.consumed(entry, read, actions)
         is_new = entry.seq > self._catch_up_to  # older records say nothing about the code that runs now
         if any(isinstance(action, ForgetTicket) and action.outcome == "dead" for action in actions):
@@ -146,7 +150,9 @@ class TrainingLoop:
             self._say_closed(entry.message)
         if isinstance(entry.message, wire.RulesChange):
             self._say_changed(entry.message, len(forgotten))
-        if isinstance(entry.message, wire.RulesChange) or (isinstance(entry.message, wire.Closed) and entry.message.by == self._bus.name):
+        if isinstance(entry.message, wire.RulesChange) or (
+            isinstance(entry.message, wire.Closed) and entry.message.by == self._bus.name
+        ):
             for number in forgotten:  # no hub ended these, so they may still be queued
                 self._issuer.withdraw(number)
         self._perform(actions)
@@ -184,7 +190,11 @@ class TrainingLoop:
 
     def _say_changed(self, change: wire.RulesChange, num_dropped: int) -> None:
         if num_dropped:
-            log.warning("settings of epoch %d are in force: %d open tickets dropped, which they do not allow", change.epoch, num_dropped)
+            log.warning(
+                "settings of epoch %d are in force: %d open tickets dropped, which they do not allow",
+                change.epoch,
+                num_dropped,
+            )
         else:
             log.info("settings of epoch %d are in force", change.epoch)
 

@@ -72,7 +72,10 @@ def exit_code(config: dict[str, Any]) -> int:
 
 def nothing_left(run: str, steps: int) -> str:
     """Return the message for starting a completed run again."""
-    return f"run {run} has completed its {steps} steps: nothing is left to do; raise train.steps to continue, or choose another run.name"
+    return (
+        f"run {run} has completed its {steps} steps: nothing is left to do; raise train.steps to continue, or "
+        f"choose another run.name"
+    )
 
 
 def refuse_fewer_steps(folder: Path, run: str, steps: int) -> None:

@@ -33,7 +33,8 @@ class RivalDetector:
     def __init__(self, bus: Bus, folder: Path) -> None:
         self._bus, self._folder, self._me = bus, folder, this_process()
         self._roster = Roster(bus, beats=("learner",), told=self._told)
-        self._heard: dict[str, tuple[wire.Presence, float]] = {}  # by process: the newest beat, and when on the roster's clock
+        # by process: the newest beat, and when on the roster's clock
+        self._heard: dict[str, tuple[wire.Presence, float]] = {}
         self._cleared = -1  # newest epoch whose holder has ended
 
     async def start(self) -> None:
@@ -63,7 +64,8 @@ class RivalDetector:
                     await self._roster.changed(TICK_S)
         if found := self._alive(is_first):
             raise UserError(
-                f"run {self._bus.run} is being trained by a learner on {found.host}, process {found.pid}; --take-over takes it over"
+                f"run {self._bus.run} is being trained by a learner on {found.host}, process {found.pid}; --take-over "
+                f"takes it over"
             )
         self._cleared = epoch
         return epoch

@@ -23,7 +23,8 @@ from broker.system.locks import lock
 ADDRESS: Final = "broker.url"
 EPOCH: Final = "epoch"
 STORE: Final = "broker"  # of the private broker of `rlearner up`
-UP_LOCK: Final = ".lock"  # held by `rlearner up`; a line with its process id, then one with the address of its private broker
+# held by `rlearner up`; a line with its process id, then one with the address of its private broker
+UP_LOCK: Final = ".lock"
 STARTING: Final = "the learner is starting"  # start of the reason if there is a learner, but no run yet
 UNKNOWN: Final = "does not know run"  # part of the reason if the broker answered
 DEADLINE_S: Final = 2.0
@@ -61,7 +62,9 @@ def add_broker_options(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get("RL_BROKER") or None,
         help=f"address of the broker (RL_BROKER, {process.DEFAULT_BROKER})",
     )
-    parser.add_argument("--connect-deadline", type=positive, default=DEADLINE_S, metavar="SECONDS", help="give up after (%(default)s)")
+    parser.add_argument(
+        "--connect-deadline", type=positive, default=DEADLINE_S, metavar="SECONDS", help="give up after (%(default)s)"
+    )
 
 
 def find_run(run: str, folder: str) -> RunPlace:
@@ -78,7 +81,9 @@ def find_run(run: str, folder: str) -> RunPlace:
             except (OSError, yaml.YAMLError, TypeError, KeyError) as error:
                 raise UserError(f"{path / 'config.yaml'}: cannot be read: {error}") from None
     known = sorted(path.parent.name for path in Path(folder).glob("*/config.yaml"))
-    raise UserError(f"no run {run!r} below {folder}; there is {', '.join(known) or 'none'}; name its folder, or give --dir")
+    raise UserError(
+        f"no run {run!r} below {folder}; there is {', '.join(known) or 'none'}; name its folder, or give --dir"
+    )
 
 
 def broker_address(named: str | None, folder: Path) -> str:

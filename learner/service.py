@@ -106,7 +106,10 @@ async def _refuse_a_stranger(bus: Bus, folder: Path, is_new: bool) -> None:
     """
     known = await (await bus.key_value(RUNS)).get(bus.run)
     if known is not None and is_new:
-        raise UserError(f"run.name: the broker already has a run {bus.run}, and {folder} does not come from it; choose another run.name")
+        raise UserError(
+            f"run.name: the broker already has a run {bus.run}, and {folder} does not come from it; choose another "
+            f"run.name"
+        )
 
 
 async def _refuse_rivals(stack: AsyncExitStack, bus: Bus, folder: Path, stop: Stop) -> RivalDetector:
@@ -148,7 +151,9 @@ class LearnerService:
         rivals: checked before the run is taken; None takes it over from any learner.
     """
 
-    def __init__(self, config: dict[str, Any], folder: Path, member: Member, roster: Roster, rivals: RivalDetector | None) -> None:
+    def __init__(
+        self, config: dict[str, Any], folder: Path, member: Member, roster: Roster, rivals: RivalDetector | None
+    ) -> None:
         self.config, self.folder, self.member, self.roster, self.rivals = config, folder, member, roster, rivals
         self.bus, self.stop = member.bus, member.stop
         self.train = section(config, "train", TrainSection)
@@ -277,7 +282,9 @@ class LearnerService:
         raise Stopped(ALL_DONE.reason)
 
     async def _model_path(self) -> str:
-        preparation = ModelPreparation(self.config, self.folder, self.shown.say, make_warm_start=self._needs_warm_start())
+        preparation = ModelPreparation(
+            self.config, self.folder, self.shown.say, make_warm_start=self._needs_warm_start()
+        )
         work = asyncio.create_task(asyncio.to_thread(preparation.model_path))
         stopping = asyncio.create_task(self.stop.asked.wait())
         try:
@@ -332,7 +339,9 @@ class LearnerService:
     async def run(self) -> None:
         """Run the loop, write the last checkpoint and announce the end of the run."""
         ledger, roster, services = self.ledger, self.roster, self.services
-        giveup = FailureMonitor(section(self.config, "failures", FailuresSection), self.train.groups_per_step, domains(self.config))
+        giveup = FailureMonitor(
+            section(self.config, "failures", FailuresSection), self.train.groups_per_step, domains(self.config)
+        )
         loop = TrainingLoop(
             self.bus,
             ledger,
@@ -352,7 +361,11 @@ class LearnerService:
         )
         self.member.spawn(
             watch_missing_roles(
-                self.bus.run, roster, required_roles(domains(self.config)), lambda: bool(ledger.open), self.shown.say_waiting
+                self.bus.run,
+                roster,
+                required_roles(domains(self.config)),
+                lambda: bool(ledger.open),
+                self.shown.say_waiting,
             )
         )
         self.member.spawn(watch_hubs(giveup, roster, lambda: self.watch.paused, self.stop.request))
@@ -369,7 +382,8 @@ class LearnerService:
             await self.watch.put(ALL_DONE)
             self.shown.say("done")
         elif giveup.verdict and self.stop.reason == giveup.verdict:
-            await self.watch.put(wire.DesiredState(state="stopped", reason=giveup.verdict))  # hubs hold the code that failed
+            # hubs hold the code that failed
+            await self.watch.put(wire.DesiredState(state="stopped", reason=giveup.verdict))
             raise UserError(giveup.verdict)
 
     def _offer(self, version: int) -> float:

@@ -149,7 +149,9 @@ class TrainingThread:
             return None
         samples = self._assembly.batch(self._groups, self.backend.score, self.backend.kl_coef)
         if (mode := self._algorithm.batch_adjust) is not None:
-            samples = adjust([sample for sample in samples if sample.num_tokens], self._algorithm.num_minibatches, mode, version)
+            samples = adjust(
+                [sample for sample in samples if sample.num_tokens], self._algorithm.num_minibatches, mode, version
+            )
         return None if self._abandoned.is_set() else self.backend.update(samples)
 
     def _finish(self, version: int) -> TrainingResult | None:
@@ -163,5 +165,9 @@ class TrainingThread:
         num_tokens = sum(int(trajectory.loss_mask.array().sum()) for trajectory in trajectories)
         busy_s, self._busy_s = self._busy_s + time.monotonic() - started, 0.0
         return TrainingResult(
-            values, num_tokens, len(trajectories), busy_s, tuple(group.ticket for group in self._assembly.selected(groups))
+            values,
+            num_tokens,
+            len(trajectories),
+            busy_s,
+            tuple(group.ticket for group in self._assembly.selected(groups)),
         )

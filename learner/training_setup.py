@@ -20,7 +20,11 @@ from learner.training import TrainingThread
 from rlearner_text.config import ModelSection
 from rlearner_text.transformers_import import import_transformers
 
-HEAVY: Final = ("transformers.models.auto.modeling_auto", "transformers.modeling_utils", "learner.reporting.trackers.tensorboard")
+HEAVY: Final = (
+    "transformers.models.auto.modeling_auto",
+    "transformers.modeling_utils",
+    "learner.reporting.trackers.tensorboard",
+)
 
 
 def begin_imports(config: dict[str, Any]) -> None:

@@ -62,7 +62,9 @@ class ModelPreparation:
             log.info("no warm start: the checkpoint that the run resumes from would replace its weights")
             return path
         # Importing torch takes seconds: do it while another process generates the demonstrations.
-        importing = threading.Thread(target=import_module, args=("learner.offline.sft",), name="import-sft", daemon=True)
+        importing = threading.Thread(
+            target=import_module, args=("learner.offline.sft",), name="import-sft", daemon=True
+        )
         importing.start()
         data = self._demonstrations()
         importing.join()  # two threads importing transformers at once may see it half-imported
@@ -78,15 +80,34 @@ class ModelPreparation:
             return str(out)
         self._say(f"generating {self._warm.episodes} demonstrations")
         domain = ["--domain", self._warm.domain] if self._warm.domain else []
-        arguments = ["--episodes", str(self._warm.episodes), "--noise", str(self._warm.noise), "--seed", str(self._run.seed)]
-        command = [sys.executable, "-m", "envhub.cli", "demos", str(self._folder / "config.yaml"), *domain, *arguments, "--out", str(out)]
+        arguments = [
+            "--episodes",
+            str(self._warm.episodes),
+            "--noise",
+            str(self._warm.noise),
+            "--seed",
+            str(self._run.seed),
+        ]
+        command = [
+            sys.executable,
+            "-m",
+            "envhub.cli",
+            "demos",
+            str(self._folder / "config.yaml"),
+            *domain,
+            *arguments,
+            "--out",
+            str(out),
+        ]
         with output.open("wb") as file:
             code = self._wait(command, file)
         lines = output.read_text(errors="replace").splitlines()
         if code == 2 and (errors := [line for line in lines if line.startswith("error: ")]):
             raise UserError(errors[-1].removeprefix("error: "))
         if code != 0:
-            raise UserError(f"envhub demos failed, exit code {code}: {lines[-1] if lines else 'no output'} (see {output})")
+            raise UserError(
+                f"envhub demos failed, exit code {code}: {lines[-1] if lines else 'no output'} (see {output})"
+            )
         return str(out)
 
     def _wait(self, command: list[str], output: IO[bytes]) -> int:

@@ -34,7 +34,9 @@ class PoolTrials:
         """Drop the episodes of a pool that works."""
         self._kept.pop(pool, None)
 
-    async def trial(self, pool: str, domains: Mapping[str, DomainSection], scorers: ScoreDispatcher) -> tuple[bool, str]:
+    async def trial(
+        self, pool: str, domains: Mapping[str, DomainSection], scorers: ScoreDispatcher
+    ) -> tuple[bool, str]:
         """Score one of them again. Return whether it succeeded, and the failure.
 
         Each is tried once: if all of them are themselves at fault, the next real groups are the trial.

@@ -64,16 +64,28 @@ class NumberedReply(msgspec.Struct, frozen=True):
     what: ScoreReply | ScoreFailureReply
 
 
-_CALLS: Final[msgspec.msgpack.Decoder[NumberedRequest | CancelScoreRequest]] = msgspec.msgpack.Decoder(NumberedRequest | CancelScoreRequest)
+_CALLS: Final[msgspec.msgpack.Decoder[NumberedRequest | CancelScoreRequest]] = msgspec.msgpack.Decoder(
+    NumberedRequest | CancelScoreRequest
+)
 _ANSWERED: Final[msgspec.msgpack.Decoder[NumberedReply]] = msgspec.msgpack.Decoder(NumberedReply)
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
-_REQUESTS: Final[msgspec.msgpack.Decoder[LoadRewardRequest | ScoreRequest]] = msgspec.msgpack.Decoder(LoadRewardRequest | ScoreRequest)
-_ANSWERS: Final[msgspec.msgpack.Decoder[ScoreReply | ScoreFailureReply]] = msgspec.msgpack.Decoder(ScoreReply | ScoreFailureReply)
+_REQUESTS: Final[msgspec.msgpack.Decoder[LoadRewardRequest | ScoreRequest]] = msgspec.msgpack.Decoder(
+    LoadRewardRequest | ScoreRequest
+)
+_ANSWERS: Final[msgspec.msgpack.Decoder[ScoreReply | ScoreFailureReply]] = msgspec.msgpack.Decoder(
+    ScoreReply | ScoreFailureReply
+)
 
 
 def encode_message(
-    message: LoadRewardRequest | ScoreRequest | ScoreReply | ScoreFailureReply | NumberedRequest | CancelScoreRequest | NumberedReply,
+    message: LoadRewardRequest
+    | ScoreRequest
+    | ScoreReply
+    | ScoreFailureReply
+    | NumberedRequest
+    | CancelScoreRequest
+    | NumberedReply,
 ) -> bytes:
     """Encode a message."""
     return _ENCODER.encode(message)

@@ -36,7 +36,9 @@ class _Told(msgspec.Struct):
     looked_at: int
 
 
-def reference_findings(config: dict[str, Any], references: Mapping[str, Sequence[tuple[str, str]]]) -> list[PreflightFinding]:
+def reference_findings(
+    config: dict[str, Any], references: Mapping[str, Sequence[tuple[str, str]]]
+) -> list[PreflightFinding]:
     """Return a warning for each ``math_answer`` and reason, with the first rows.
 
     Args:
@@ -65,10 +67,16 @@ def _findings(key: str, reward: RewardConfig, references: Sequence[tuple[str, st
         shown = "; ".join(f"{where}: {_short(text)}" for where, text in rows[:SHOWN])
         more = f"; and {len(rows) - SHOWN} more" if len(rows) > SHOWN else ""
         found.append(
-            PreflightFinding("rewards", key, "warning", f"{len(rows)} of {len(references)} references: each {reason} ({shown}{more})")
+            PreflightFinding(
+                "rewards", key, "warning", f"{len(rows)} of {len(references)} references: each {reason} ({shown}{more})"
+            )
         )
     if left := len(doubtful) - told.looked_at:
-        found.append(PreflightFinding("rewards", key, "ok", f"{left} of {len(references)} references were not checked within {LOOK_S:g} s"))
+        found.append(
+            PreflightFinding(
+                "rewards", key, "ok", f"{left} of {len(references)} references were not checked within {LOOK_S:g} s"
+            )
+        )
     return found
 
 

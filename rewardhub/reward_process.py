@@ -44,7 +44,9 @@ class RewardHost:
         finally:
             del self._tasks[asked.number]
 
-    async def _answer(self, what: protocol.LoadRewardRequest | protocol.ScoreRequest) -> protocol.ScoreReply | protocol.ScoreFailureReply:
+    async def _answer(
+        self, what: protocol.LoadRewardRequest | protocol.ScoreRequest
+    ) -> protocol.ScoreReply | protocol.ScoreFailureReply:
         try:
             if isinstance(what, protocol.LoadRewardRequest):
                 await self._load(what)

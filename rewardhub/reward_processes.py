@@ -39,7 +39,9 @@ class _Gone(Exception):
 class RewardProcess:
     """One process and the connection to it, with any number of concurrent requests."""
 
-    def __init__(self, child: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, child: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         self.child, self._writer = child, writer
         self._numbers = itertools.count(1)
         self._open: dict[int, asyncio.Future[protocol.ScoreReply | protocol.ScoreFailureReply]] = {}
@@ -80,7 +82,9 @@ class RewardProcess:
         if self.gone:
             raise _Gone(self.gone)
         number, asked = next(self._numbers), time.monotonic()
-        answer: asyncio.Future[protocol.ScoreReply | protocol.ScoreFailureReply] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[protocol.ScoreReply | protocol.ScoreFailureReply] = (
+            asyncio.get_running_loop().create_future()
+        )
         self._open[number] = answer
         try:
             self._send(protocol.NumberedRequest(number, what))
@@ -206,7 +210,9 @@ class RewardProcesses:
 
     def cpu_s(self) -> float:
         """Return the CPU seconds of all of them so far."""
-        return self._buried_cpu_s + sum(_cpu_s(one.child.pid) for kind in self._kinds.values() for one in kind.processes if one)
+        return self._buried_cpu_s + sum(
+            _cpu_s(one.child.pid) for kind in self._kinds.values() for one in kind.processes if one
+        )
 
     def _kind(self, reward: RewardConfig) -> _Kind:
         key = json.dumps([reward.name, reward.args], sort_keys=True)
@@ -241,7 +247,9 @@ class RewardProcesses:
                     raise NoWorkerError(answer.detail)
             except (TimeoutError, _Gone) as error:
                 await process.close()
-                raise NoWorkerError(f"the process of {kind.reward.name} did not start: {error or f'no answer in {LOAD_S:g} s'}") from None
+                raise NoWorkerError(
+                    f"the process of {kind.reward.name} did not start: {error or f'no answer in {LOAD_S:g} s'}"
+                ) from None
             except BaseException:
                 await process.close()
                 raise

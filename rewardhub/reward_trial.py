@@ -35,7 +35,9 @@ async def try_rewards(config: dict[str, Any], samples: Mapping[str, Mapping[str,
         return []
     settings = section(config, "rewardhub", RewardhubSection)
     rewards = {key: reward for key, (reward, _) in own.items()}
-    scorers = ScoreDispatcher(rewards, num_workers=1, timeout_s=settings.timeout_s, memory_mib=settings.worker_memory_mib, gpu_numbers=())
+    scorers = ScoreDispatcher(
+        rewards, num_workers=1, timeout_s=settings.timeout_s, memory_mib=settings.worker_memory_mib, gpu_numbers=()
+    )
     try:
         await scorers.start()
         for key, (reward, sample) in own.items():

@@ -23,7 +23,13 @@ class ScoreDispatcher:
     """
 
     def __init__(
-        self, rewards: Mapping[str, RewardConfig], *, num_workers: int, timeout_s: float, memory_mib: int | None, gpu_numbers: Sequence[int]
+        self,
+        rewards: Mapping[str, RewardConfig],
+        *,
+        num_workers: int,
+        timeout_s: float,
+        memory_mib: int | None,
+        gpu_numbers: Sequence[int],
     ) -> None:
         self._many, self._single = _divided(rewards)
         self._workers = RewardWorkerPool(num_workers, timeout_s, self._single, memory_mib=memory_mib)

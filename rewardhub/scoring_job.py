@@ -20,7 +20,9 @@ log = logging.getLogger(__name__)
 _traces: Final = TracebackLog()  # of this process
 
 
-async def score_group(scoring: GroupScoring, rewards: Sequence[RewardConfig], scorers: ScoreDispatcher) -> ForwardAction | CloseAction:
+async def score_group(
+    scoring: GroupScoring, rewards: Sequence[RewardConfig], scorers: ScoreDispatcher
+) -> ForwardAction | CloseAction:
     """Compute all scores of a group; the first one that finally fails ends it.
 
     Raises:

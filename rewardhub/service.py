@@ -62,7 +62,9 @@ async def serve(options: argparse.Namespace, stop: Stop) -> None:
     seen = gpus.select(options.gpus)  # before any process is started
     numbers = gpus.parse(options.gpus) if seen == "cuda" else []
     async with join("rewardhub", options, stop) as member:
-        await RewardhubService(member, pools=options.pools, kinds=options.rewards, num_workers=options.workers, gpu_numbers=numbers).run()
+        await RewardhubService(
+            member, pools=options.pools, kinds=options.rewards, num_workers=options.workers, gpu_numbers=numbers
+        ).run()
 
 
 class RewardhubService:
@@ -100,7 +102,9 @@ class RewardhubService:
             gpu_numbers=gpu_numbers,
         )
         self.trials = PoolTrials()
-        self.health = WorkHealth("pool", self.pools, lambda _: self.settings.broken_after, trial=self._trial, changed=member.poke)
+        self.health = WorkHealth(
+            "pool", self.pools, lambda _: self.settings.broken_after, trial=self._trial, changed=member.poke
+        )
         self.tally = RewardhubMetrics()
         self._jobs: dict[int, _Job] = {}  # by sequence in the stream
         self._tasks: set[asyncio.Task[None]] = set()
@@ -174,7 +178,9 @@ class RewardhubService:
             if not self.health.takes(pool):
                 await asyncio.sleep(TICK_S)
                 continue
-            free = max(1, self.settings.max_groups // max(len(self.pools), 1)) - sum(1 for job in self._jobs.values() if job.pool == pool)
+            free = max(1, self.settings.max_groups // max(len(self.pools), 1)) - sum(
+                1 for job in self._jobs.values() if job.pool == pool
+            )
             if free <= 0:
                 self._room.clear()
                 await self._room.wait()
@@ -208,7 +214,13 @@ class RewardhubService:
         self.spec = self.member.spec
         self.domains = domains(self.spec.config)
         there, (pools, kinds) = all_pools(self.domains), self._chosen
-        chosen = [pool for pool in pools if pool in there] if pools else pools_of_kinds(self.domains, kinds) if kinds else there
+        chosen = (
+            [pool for pool in pools if pool in there]
+            if pools
+            else pools_of_kinds(self.domains, kinds)
+            if kinds
+            else there
+        )
         for pool in set(self.pools) - set(chosen):
             log.info("pool %s is no longer part of the run", pool)
             self._feeds.pop(pool).cancel()
@@ -287,7 +299,9 @@ class RewardhubService:
 
     async def _forward(self, job: _Job, forward: ForwardAction, seconds: float) -> None:
         group = msgspec.structs.replace(
-            forward.group, reward_s=forward.group.reward_s + seconds, reward_hubs=[*forward.group.reward_hubs, self.member.id]
+            forward.group,
+            reward_s=forward.group.reward_s + seconds,
+            reward_hubs=[*forward.group.reward_hubs, self.member.id],
         )
         message_id = _message_id(group.ticket, group.eval_step) + (f"-{forward.key}" if forward.key else "")
         try:
@@ -303,10 +317,16 @@ class RewardhubService:
         """Store the bytes for the operator, publish the closing, then acknowledge."""
         delivery, detail = job.delivery, " ".join(close.detail.split())[:1000]
         log.warning("ticket %d closed: %s: %s", ticket, close.reason, detail)
-        await self.bus.dead_letter(EPISODES, seq=delivery.seq, ticket=ticket, reason=f"{close.reason}: {detail}", data=delivery.data)
+        await self.bus.dead_letter(
+            EPISODES, seq=delivery.seq, ticket=ticket, reason=f"{close.reason}: {detail}", data=delivery.data
+        )
         if ticket > 0:  # without a number the learner's timeout closes the ticket
-            closed = wire.Closed(ticket=ticket, domain=domain, reason=close.reason, detail=detail, by=self.member.id, eval_step=eval_step)
-            await self.bus.publish(result_log(eval_step), closed, ticket=ticket, message_id=_message_id(ticket, eval_step))
+            closed = wire.Closed(
+                ticket=ticket, domain=domain, reason=close.reason, detail=detail, by=self.member.id, eval_step=eval_step
+            )
+            await self.bus.publish(
+                result_log(eval_step), closed, ticket=ticket, message_id=_message_id(ticket, eval_step)
+            )
         self.tally.closed += 1
         await delivery.ack()
 
@@ -319,7 +339,11 @@ class RewardhubService:
             id=self.member.id,
             host=socket.gethostname(),
             pid=os.getpid(),
-            state="starting" if self._state == "starting" else "draining" if self._state == "draining" else self.health.state,
+            state="starting"
+            if self._state == "starting"
+            else "draining"
+            if self._state == "draining"
+            else self.health.state,
             slots=self.settings.max_groups,
             running=len(self._jobs),
             serves=self.health.serves,

@@ -24,7 +24,8 @@ class RewardWorker:
 
     def __init__(self, memory_mib: int | None = None) -> None:
         self._memory_mib = memory_mib
-        self._allowance: limits.ResourceLimits | None = None  # counts from the first score; what rewards load before is free
+        # counts from the first score; what rewards load before is free
+        self._allowance: limits.ResourceLimits | None = None
         self._rewards: dict[str, loading.Score] = {}
         self._loop = asyncio.Runner()  # one loop for all calls, so that a coroutine's clients stay usable
 
@@ -32,7 +33,9 @@ class RewardWorker:
         """Close the event loop."""
         self._loop.close()
 
-    def answer(self, request: protocol.LoadRewardRequest | protocol.ScoreRequest) -> protocol.ScoreReply | protocol.ScoreFailureReply:
+    def answer(
+        self, request: protocol.LoadRewardRequest | protocol.ScoreRequest
+    ) -> protocol.ScoreReply | protocol.ScoreFailureReply:
         """Handle a request; any failure of a reward becomes an answer."""
         try:
             reward = self._reward(request.name, request.args)
@@ -47,7 +50,9 @@ class RewardWorker:
             return protocol.ScoreFailureReply(line.clean(f"{request.name}: {error}"), retry=False)
         except BaseException as error:  # noqa: BLE001 - user code may raise anything
             spent = isinstance(error, MemoryError) or (self._allowance is not None and self._allowance.spent())
-            return protocol.ScoreFailureReply(f"{request.name}: {fault.told(error)}", retry=True, spent=spent, trace=fault.trace(error))
+            return protocol.ScoreFailureReply(
+                f"{request.name}: {fault.told(error)}", retry=True, spent=spent, trace=fault.trace(error)
+            )
 
     def _reward(self, name: str, args: dict[str, object]) -> loading.Score:
         key = json.dumps([name, args], sort_keys=True)

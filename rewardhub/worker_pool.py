@@ -119,7 +119,9 @@ class RewardWorkerPool:
         memory_mib: memory of a worker beyond what its rewards load, None: no limit.
     """
 
-    def __init__(self, num_workers: int, timeout_s: float, rewards: Sequence[RewardConfig], *, memory_mib: int | None = None) -> None:
+    def __init__(
+        self, num_workers: int, timeout_s: float, rewards: Sequence[RewardConfig], *, memory_mib: int | None = None
+    ) -> None:
         self._timeout_s, self._rewards, self._memory_mib = timeout_s, list(rewards), memory_mib
         self._output: WorkerOutput | None = None
         self._watching: asyncio.Task[None] | None = None

@@ -45,7 +45,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    parser = ArgumentParser(prog="rlearner", description="Reinforcement learning for language models, on message queues.")
+    parser = ArgumentParser(
+        prog="rlearner", description="Reinforcement learning for language models, on message queues."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     up_cli.add_parser(commands)
     start = _add_config_parser(commands, "start", "run the learner; the other processes join by themselves")
@@ -56,26 +58,44 @@ def make_parser() -> argparse.ArgumentParser:
         help="address of the broker (RL_BROKER, %(default)s)",
     )
     start.add_argument(
-        "--connect-deadline", metavar="SECONDS", type=positive, default=None, help="give up if no broker answers in time (never)"
+        "--connect-deadline",
+        metavar="SECONDS",
+        type=positive,
+        default=None,
+        help="give up if no broker answers in time (never)",
     )
     logs.add_options(start)
-    start.add_argument("--take-over", action="store_true", help="take the run over from a learner that is still alive, which then exits")
+    start.add_argument(
+        "--take-over",
+        action="store_true",
+        help="take the run over from a learner that is still alive, which then exits",
+    )
     up_cli.add_force(start)
     start.add_argument(
-        "--rebase", action="store_true", help="if the broker has lost its store, count the open tickets as dead and continue"
+        "--rebase",
+        action="store_true",
+        help="if the broker has lost its store, count the open tickets as dead and continue",
     )
-    start.add_argument("--gpus", default="auto", metavar="LIST", help="GPUs, one rank each: 0-3, or 0,2, or cpu, or auto (%(default)s)")
+    start.add_argument(
+        "--gpus", default="auto", metavar="LIST", help="GPUs, one rank each: 0-3, or 0,2, or cpu, or auto (%(default)s)"
+    )
     start.add_argument("--share-gpus", action="store_true", help="also use GPUs that other processes occupy")
     start.set_defaults(run=_start)
-    check = _add_config_parser(commands, "check", "validate a configuration, try your own code once, and print the complete configuration")
-    check.add_argument("--no-trial", action="store_true", help="do not run and score a trial episode with your own code")
+    check = _add_config_parser(
+        commands, "check", "validate a configuration, try your own code once, and print the complete configuration"
+    )
+    check.add_argument(
+        "--no-trial", action="store_true", help="do not run and score a trial episode with your own code"
+    )
     check.set_defaults(run=_check)
     doctor_cli.add_parser(commands)
     pipelines_cli.add_parsers(commands)
     eval_cli.add_parser(commands)
     ops_cli.add_parsers(commands)
     completion = commands.add_parser("completion", help="print the shell code that completes these commands")
-    completion.add_argument("shell", nargs="?", default="bash", choices=["bash", "zsh", "fish"], help="which shell (%(default)s)")
+    completion.add_argument(
+        "shell", nargs="?", default="bash", choices=["bash", "zsh", "fish"], help="which shell (%(default)s)"
+    )
     completion.set_defaults(run=_complete)
     return complete(parser, EXAMPLES)
 
@@ -87,7 +107,9 @@ def _complete(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_config_parser(commands: argparse._SubParsersAction[ArgumentParser], name: str, text: str) -> argparse.ArgumentParser:
+def _add_config_parser(
+    commands: argparse._SubParsersAction[ArgumentParser], name: str, text: str
+) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=text, description=text)
     add_config(parser)
     return parser
@@ -112,7 +134,11 @@ def _start(options: argparse.Namespace) -> int:
         from rlearner.ops.continue_line import continue_line_at_exit
         from rlearner.ops.folder_cleanup import removed_on_failure
 
-        with contextlib.suppress(process.Stopped), removed_on_failure(run_folder(config)), continue_line_at_exit(config, options.broker):
+        with (
+            contextlib.suppress(process.Stopped),
+            removed_on_failure(run_folder(config)),
+            continue_line_at_exit(config, options.broker),
+        ):
             await serve(
                 config,
                 options.broker,
@@ -151,7 +177,10 @@ def _check(options: argparse.Namespace) -> int:
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     for finding in found:  # not an error: the processes may run on other machines
-        print(f"{'missing here' if finding.status == 'missing' else 'warning'}: {format_finding(finding)}", file=sys.stderr)
+        print(
+            f"{'missing here' if finding.status == 'missing' else 'warning'}: {format_finding(finding)}",
+            file=sys.stderr,
+        )
     return 0
 
 

@@ -14,7 +14,10 @@ EXAMPLES: Final = {
         "rlearner start configs/quickstart.yaml run.name=quick --broker nats://127.0.0.1:4222",
         "rlearner start configs/gsm8k.yaml --gpus 0-3 model.path=Qwen/Qwen3-0.6B",
     ],
-    "rlearner check": ["rlearner check configs/quickstart.yaml train.max_staleness=2", "rlearner check runs/quick train.steps=100"],
+    "rlearner check": [
+        "rlearner check configs/quickstart.yaml train.max_staleness=2",
+        "rlearner check runs/quick train.steps=100",
+    ],
     "rlearner doctor": ["rlearner doctor", "rlearner doctor configs/code.yaml --json"],
     "rlearner completion": ['rlearner completion zsh     # use it: eval "$(rlearner completion)" in ~/.bashrc'],
     "rlearner sft": ["rlearner sft configs/sft.yaml model.path=Qwen/Qwen3-0.6B data.train=conversations.jsonl"],

@@ -15,15 +15,27 @@ from typing import Final, Literal
 Mode = Literal["script", "calls", "asserts", "tests"]
 
 DEVICES: Final = ("/dev/null", "/dev/urandom")
-ENVIRONMENT: Final = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
-CONTAINER: Final = "docker run --security-opt seccomp=unconfined --security-opt apparmor=unconfined --security-opt systempaths=unconfined"
+ENVIRONMENT: Final = {
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/tmp",
+    "TMPDIR": "/tmp",
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+}
+CONTAINER: Final = (
+    "docker run --security-opt seccomp=unconfined --security-opt apparmor=unconfined --security-opt "
+    "systempaths=unconfined"
+)
 SWITCHES: Final = (  # file under /proc/sys, what it must not hold, the command
     ("kernel/apparmor_restrict_unprivileged_userns", "1", "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0"),
     ("kernel/unprivileged_userns_clone", "0", "sysctl -w kernel.unprivileged_userns_clone=1"),
     ("user/max_user_namespaces", "0", "sysctl -w user.max_user_namespaces=15000"),
 )
 # The first bytes at the socket, whose number is the second argument, are code of ours.
-BOOT: Final = "import marshal, os, sys; code, modules = marshal.loads(os.read(int(sys.argv[2]), int(sys.argv.pop(1)))); exec(code)"
+BOOT: Final = (
+    "import marshal, os, sys; code, modules = marshal.loads(os.read(int(sys.argv[2]), "
+    "int(sys.argv.pop(1)))); exec(code)"
+)
 # What goes along with ``inside.py``, each after what it imports.
 MODULES: Final[dict[Mode, tuple[str, ...]]] = {
     "script": (),
@@ -54,7 +66,14 @@ def python() -> str:
 
 
 def inside(
-    fd: int, mode: Mode, limits: SandboxLimits, *, uid: int, processes: int, channel: int = -1, packages: Sequence[str] = ()
+    fd: int,
+    mode: Mode,
+    limits: SandboxLimits,
+    *,
+    uid: int,
+    processes: int,
+    channel: int = -1,
+    packages: Sequence[str] = (),
 ) -> list[str]:
     """Python with our few lines in front of the program.
 
@@ -62,7 +81,16 @@ def inside(
         fd: of the socket to us.
         channel: of the socket between a program and its tests; -1: there is none.
     """
-    numbers = (fd, uid, processes, limits.cpu_s, limits.memory_mib << 20, limits.open_files, limits.file_mib << 20, channel)
+    numbers = (
+        fd,
+        uid,
+        processes,
+        limits.cpu_s,
+        limits.memory_mib << 20,
+        limits.open_files,
+        limits.file_mib << 20,
+        channel,
+    )
     return [python(), "-I", "-S", "-X", "utf8", "-c", BOOT, str(len(code(mode))), *map(str, numbers), mode, *packages]
 
 
@@ -72,20 +100,26 @@ def jail(bwrap: str, filter_fd: int, limits: SandboxLimits, *, root: bool, packa
     Args:
         bwrap: path of the program.
         filter_fd: a file that holds the filter on system calls.
-        root: whether we run as root. Then no user namespace is needed, and Python changes its uid as the first thing it does.
+        root: whether we run as root. Then no user namespace is needed, and Python changes its uid as the first thing it
+        does.
         packages: folders that the program may import from, besides the standard library.
     """
-    privileges = ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if root else ["--unshare-user"]
+    privileges = (
+        ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if root else ["--unshare-user"]
+    )
     spaces = [f"--unshare-{name}" for name in ("pid", "net", "ipc", "uts", "cgroup-try")]
     return [
-        bwrap, *privileges, *spaces, "--die-with-parent", "--new-session", "--seccomp", str(filter_fd), "--hostname", "sandbox",
-        "--perms", "1777", "--size", str(limits.file_mib << 20), "--tmpfs", "/tmp", *_root(tuple(packages)), "--proc", "/proc",
+        bwrap, *privileges, *spaces, "--die-with-parent", "--new-session", "--seccomp", str(filter_fd), "--hostname",
+        "sandbox",
+        "--perms", "1777", "--size", str(limits.file_mib << 20), "--tmpfs", "/tmp", *_root(tuple(packages)), "--proc",
+        "/proc",
         "--remount-ro", "/", "--chdir", "/tmp", "--",
     ]  # fmt: skip
 
 
 def free_uid(number: int, maps: Sequence[str]) -> int:
-    """An unprivileged uid of our own, so that its processes are counted apart; ``nobody`` where this machine has only few uids.
+    """An unprivileged uid of our own, so that its processes are counted apart; ``nobody`` where this machine has only
+    few uids.
 
     Args:
         number: a different one for each program that runs at the same time.
@@ -113,12 +147,16 @@ def advice(said: str, settings: Path = Path("/proc/sys")) -> str:
 
 @lru_cache(maxsize=4)
 def code(mode: Mode) -> bytes:
-    """What ``inside.py`` and the modules of a mode compile to; the interpreter inside is the same. There it would take milliseconds."""
+    """What ``inside.py`` and the modules of a mode compile to; the interpreter inside is the same. There it would take
+    milliseconds.
+    """
     return marshal.dumps((_compiled("inside"), {f"rlearner_sandbox.{name}": _compiled(name) for name in MODULES[mode]}))
 
 
 def _compiled(name: str) -> CodeType:
-    return compile(Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8"), f"{name}.py", "exec", dont_inherit=True)
+    return compile(
+        Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8"), f"{name}.py", "exec", dont_inherit=True
+    )
 
 
 @lru_cache(maxsize=8)
@@ -139,9 +177,13 @@ def _root(packages: tuple[str, ...]) -> tuple[str, ...]:
     shown = [path for path in dict.fromkeys(map(os.path.realpath, shown)) if os.path.exists(path)]
     shown = [path for path in shown if not any(path.startswith(other + "/") for other in shown)]
     above = {
-        str(folder): None for path in (*shown, *DEVICES) for folder in reversed(Path(path).parents) if str(folder) not in ("/", "/tmp")
+        str(folder): None
+        for path in (*shown, *DEVICES)
+        for folder in reversed(Path(path).parents)
+        if str(folder) not in ("/", "/tmp")
     }
-    result = [part for folder in above for part in ("--perms", "0755", "--dir", folder)]  # else they get the modes they have outside
+    # else they get the modes they have outside
+    result = [part for folder in above for part in ("--perms", "0755", "--dir", folder)]
     result += [part for path in shown for part in ("--ro-bind", path, path)]
     result += [part for path in DEVICES for part in ("--dev-bind", path, path)]
     return (*result, *links, "--symlink", "/tmp", "/dev/shm")

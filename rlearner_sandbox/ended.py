@@ -13,7 +13,8 @@ KilledFor = Literal["", "time", "memory", "output"]
 
 @dataclass(frozen=True)
 class ProgramChecks:
-    """What is run against a program that has been loaded: ``first`` is code before all tests, or the name of a function.
+    """What is run against a program that has been loaded: ``first`` is code before all tests, or the name of a
+    function.
 
     Code runs in a process of its own, for which the program's functions stand in; see ``rlearner_sandbox.remote``.
     """
@@ -50,4 +51,6 @@ class ProgramEnd:
     @property
     def out_of_memory(self) -> bool:
         """Whether it wanted more memory than it may have."""
-        return self.killed_for == "memory" or (not self.killed_for and self.exit_code in (OUT_OF_MEMORY, 128 + signal.SIGKILL))
+        return self.killed_for == "memory" or (
+            not self.killed_for and self.exit_code in (OUT_OF_MEMORY, 128 + signal.SIGKILL)
+        )

@@ -1,4 +1,5 @@
-"""The program's side of its tests: does with the program's objects what the tests ask for. Runs inside, with the program.
+"""The program's side of its tests: does with the program's objects what the tests ask for. Runs inside, with the
+program.
 
 Nothing here is trusted by the tests: it shares a process with the program, which may have changed any of it.
 """
@@ -36,8 +37,10 @@ class Host:
         self._operations: dict[str, Callable[..., Any]] = {
             "call": lambda function, *args, **named: function(*args, **named),
             "names": lambda names: [[name, scope[name]] for name in names if name in scope],
-            "getattr": getattr, "setattr": setattr, "delattr": delattr, "len": len, "bool": bool, "str": str, "repr": repr, "iter": iter,
-            "getitem": lambda of, key: of[key], "setitem": self._set, "delitem": self._delete, "next": lambda of: next(of, [END]),
+            "getattr": getattr, "setattr": setattr, "delattr": delattr, "len": len, "bool": bool, "str": str,
+            "repr": repr, "iter": iter,
+            "getitem": lambda of, key: of[key], "setitem": self._set, "delitem": self._delete,
+            "next": lambda of: next(of, [END]),
             "await": self._await, "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b,
             "truediv": lambda a, b: a / b, "neg": lambda a: -a,
         }  # fmt: skip
@@ -54,9 +57,15 @@ class Host:
             name, args, named, heard = question
             given = [from_json(one, self._mine) for one in args]
             with redirect_stdout(printed) if heard else nullcontext():
-                result = self._operations[name](*given, **{key: from_json(one, self._mine) for key, one in named.items()})
+                result = self._operations[name](
+                    *given, **{key: from_json(one, self._mine) for key, one in named.items()}
+                )
             # What a function did to its arguments is told only where that is all it does.
-            told = [to_json(one, self._handle) if isinstance(one, MUTABLE) else None for one in given] if result is None else None
+            told = (
+                [to_json(one, self._handle) if isinstance(one, MUTABLE) else None for one in given]
+                if result is None
+                else None
+            )
             return ["value", printed.getvalue(), to_json(result, self._handle), told]
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
@@ -81,7 +90,9 @@ class Host:
 
         def callback(*args: Any, **named: Any) -> Any:
             given = [to_json(one, self._handle) for one in args]
-            kind, content, *rest = self._channel.ask([number, given, {key: to_json(one, self._handle) for key, one in named.items()}])
+            kind, content, *rest = self._channel.ask(
+                [number, given, {key: to_json(one, self._handle) for key, one in named.items()}]
+            )
             if kind == "raised":
                 raise getattr(builtins, content, RuntimeError)(*rest)
             return from_json(content, self._mine)

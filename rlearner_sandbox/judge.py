@@ -22,7 +22,8 @@ def judge(fd: int, say: Callable[[str], None], take: Callable[[], str]) -> None:
     Args:
         fd: of the socket to the program.
         say: sends one line to the process that wants the verdict.
-        take: the next text: a token that lines with verdicts begin with, names as JSON, what is executed first, the number of tests, each.
+        take: the next text: a token that lines with verdicts begin with, names as JSON, what is executed first, the
+        number of tests, each.
     """
     token, names, first, number = take(), json.loads(take()), take(), int(take())
     tests = [take() for _ in range(number)]
@@ -55,7 +56,8 @@ def _scope(program: Program, names: dict[str, Any]) -> dict[str, Any]:
     tests = ModuleType("tests")
     sys.modules["tests"] = tests
     scope = vars(tests)
-    missing = {name: None for name in names["program"] if hasattr(builtins, name)}  # Python's own must not pass for the program's
+    # Python's own must not pass for the program's
+    missing = {name: None for name in names["program"] if hasattr(builtins, name)}
     scope.update(missing | offered, __builtins__=builtins)
     for name, (module, attribute) in names["library"].items():
         try:

@@ -1,6 +1,7 @@
 """Which names tests take from the program, and which from Python's library. No process is started here.
 
-What tests bind themselves and what Python has built in is never the program's, so a program cannot replace what judges it.
+What tests bind themselves and what Python has built in is never the program's, so a program cannot replace what judges
+it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ ALIASES: Final = {"np": "numpy", "pd": "pandas"}
 # Tests that use one of these without an import mean the library's, unless it is all that they use.
 LIBRARY: Final = {
     **dict.fromkeys(("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple"), "collections"),
-    "isclose": "math", "deepcopy": "copy", "Decimal": "decimal", "Fraction": "fractions", "date": "datetime", "timedelta": "datetime",
-    **dict.fromkeys(("Any", "Callable", "Dict", "Iterable", "List", "Optional", "Sequence", "Set", "Tuple", "Union"), "typing"),
+    "isclose": "math", "deepcopy": "copy", "Decimal": "decimal", "Fraction": "fractions", "date": "datetime",
+    "timedelta": "datetime",
+    **dict.fromkeys(("Any", "Callable", "Dict", "Iterable", "List", "Optional", "Sequence", "Set", "Tuple", "Union"),
+        "typing"),
 }  # fmt: skip
 UNSAFE: Final = frozenset({"eval", "exec"})  # what a program returns would run among the tests
 MODULE: Final = "solution"
@@ -56,14 +59,20 @@ def names_of(texts: tuple[str, ...]) -> Names:
     dotted = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
     imported = {name.split(".")[0] for node in nodes for name in _imported(node)}
     bound = {name for tree in trees for name in _bound(tree.body)}
-    free = [name for name in dict.fromkeys(used) if name not in bound and name not in BUILTIN and not name.startswith("__")]
+    free = [
+        name for name in dict.fromkeys(used) if name not in bound and name not in BUILTIN and not name.startswith("__")
+    ]
     library = {name: (ALIASES.get(name, name), "") for name in free if name in dotted and _is_module(name)}
     rest = [name for name in free if name not in library]
     if not all(name in LIBRARY for name in rest):
         library |= {name: (LIBRARY[name], name) for name in rest if name in LIBRARY}
     program = tuple(name for name in rest if name not in library)
     if not program and MODULE not in imported:  # a problem may ask for a function that is called as one of Python's own
-        own = {name for name in used if name in BUILTIN and name not in bound and not isinstance(getattr(builtins, name), _NO_SUBJECT)}
+        own = {
+            name
+            for name in used
+            if name in BUILTIN and name not in bound and not isinstance(getattr(builtins, name), _NO_SUBJECT)
+        }
         program = tuple(own) if len(own) == 1 else ()
     return Names(
         program=program,

@@ -1,7 +1,9 @@
-"""Plain data as JSON and back: all that a program and its tests can say to each other. Runs inside, so it imports little.
+"""Plain data as JSON and back: all that a program and its tests can say to each other. Runs inside, so it imports
+little.
 
-What comes back is made of exact builtin types, whatever was sent: a subclass travels as the builtin that it derives from, and an object
-of any other class does not travel at all. So no ``__eq__`` of a program's ever decides a comparison in its tests.
+What comes back is made of exact builtin types, whatever was sent: a subclass travels as the builtin that it derives
+from, and an object of any other class does not travel at all. So no ``__eq__`` of a program's ever decides a comparison
+in its tests.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def to_json(value: Any, other: Other) -> Any:
     """The value as what ``json`` writes.
 
     Args:
-        value: plain data: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, deque, Decimal,
+        value: plain data: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset,
+        range, deque, Decimal,
             Fraction, a builtin type, an array or scalar of numpy (as a list or number), or these nested.
         other: makes JSON of anything else, or raises.
     """

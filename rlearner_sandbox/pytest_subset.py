@@ -1,6 +1,8 @@
-"""What test files use of pytest, for tests that run where pytest is not installed. Runs inside, as the module ``pytest``.
+"""What test files use of pytest, for tests that run where pytest is not installed. Runs inside, as the module
+``pytest``.
 
-``raises``, ``approx`` of numbers and of lists, tuples and dicts of them, and ``fail``. There are no fixtures and no marks.
+``raises``, ``approx`` of numbers and of lists, tuples and dicts of them, and ``fail``. There are no fixtures and no
+marks.
 """
 
 from __future__ import annotations
@@ -48,13 +50,19 @@ class approx:
     def _near(self, expected: Any, actual: Any) -> bool:
         if isinstance(expected, dict):
             return (
-                isinstance(actual, dict) and expected.keys() == actual.keys() and all(self._near(expected[k], actual[k]) for k in expected)
+                isinstance(actual, dict)
+                and expected.keys() == actual.keys()
+                and all(self._near(expected[k], actual[k]) for k in expected)
             )
         if isinstance(expected, (list, tuple)):
             same = type(expected) is type(actual) and len(expected) == len(actual)
             return same and all(map(self._near, expected, actual))
         if type(actual) in (int, float) and type(expected) in (int, float):
-            return math.isclose(expected, actual, rel_tol=self._rel, abs_tol=self._abs) if math.isfinite(actual) else expected == actual
+            return (
+                math.isclose(expected, actual, rel_tol=self._rel, abs_tol=self._abs)
+                if math.isfinite(actual)
+                else expected == actual
+            )
         return bool(expected == actual)
 
 

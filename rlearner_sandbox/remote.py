@@ -1,8 +1,9 @@
-"""The program as its tests see it: functions, classes and objects that are asked for everything. Runs inside, with the tests.
+"""The program as its tests see it: functions, classes and objects that are asked for everything. Runs inside, with the
+tests.
 
-The program may answer whatever it likes, so nothing that it answers is more than plain data of exact builtin types or another stand-in,
-and no stand-in lets the program decide a comparison: ``==`` is identity, an object of the program's has no ``<``, ``in`` looks through its
-items, and arithmetic works between its own objects alone.
+The program may answer whatever it likes, so nothing that it answers is more than plain data of exact builtin types or
+another stand-in, and no stand-in lets the program decide a comparison: ``==`` is identity, an object of the program's
+has no ``<``, ``in`` looks through its items, and arithmetic works between its own objects alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from rlearner_sandbox.plain import MUTABLE, Garbled, from_json, put_back, to_jso
 GONE = 88  # exit code of tests whose program is gone
 MOST_ITEMS = 1_000_000  # of an iterator that is given to the program
 # Their exceptions are the same ones on both sides. None that a test runner takes for anything but a failure.
-SHARED = frozenset({"json.decoder", "decimal", "struct", "binascii", "queue", "statistics", "csv", "re", "zlib", "dataclasses"})
+SHARED = frozenset(
+    {"json.decoder", "decimal", "struct", "binascii", "queue", "statistics", "csv", "re", "zlib", "dataclasses"}
+)
 # They end a loop in silence, or the tests.
 NOT_PASSED_ON = frozenset({"StopIteration", "StopAsyncIteration", "GeneratorExit"})
 
@@ -141,13 +144,18 @@ class Program:
         """
         given = [to_json(one, self._theirs) for one in args]
         is_heard = sys.stdout is not sys.__stdout__  # the test looks at what is printed
-        answer = self._channel.ask([operation, given, {key: to_json(one, self._theirs) for key, one in named.items()}, is_heard])
+        answer = self._channel.ask(
+            [operation, given, {key: to_json(one, self._theirs) for key, one in named.items()}, is_heard]
+        )
         try:
             kind, printed, *rest = answer
             if printed and is_heard:
                 sys.stdout.write(str(printed))
             if kind == "value":
-                value, told = from_json(rest[0], self._stand_in), [from_json(one, self._stand_in) for one in rest[1] or ()]
+                value, told = (
+                    from_json(rest[0], self._stand_in),
+                    [from_json(one, self._stand_in) for one in rest[1] or ()],
+                )
                 for old, new in zip(args, told, strict=False):
                     if new is not None and type(new) is type(old) and isinstance(old, MUTABLE):
                         put_back(old, new)
@@ -183,7 +191,9 @@ class Program:
         if callable(value):
             self._callbacks.append(value)
             return ["yours", len(self._callbacks) - 1]
-        raise TypeError(f"a {type(value).__name__} cannot be passed to the program; plain data, functions and its own objects can")
+        raise TypeError(
+            f"a {type(value).__name__} cannot be passed to the program; plain data, functions and its own objects can"
+        )
 
     def _obey(self, question: Any) -> Any:
         """The program calls a function of the tests'."""
@@ -192,7 +202,12 @@ class Program:
                 raise question
             number, args, named = question
             given = {key: from_json(one, self._stand_in) for key, one in named.items()}
-            return ["value", to_json(self._callbacks[number](*(from_json(one, self._stand_in) for one in args), **given), self._theirs)]
+            return [
+                "value",
+                to_json(
+                    self._callbacks[number](*(from_json(one, self._stand_in) for one in args), **given), self._theirs
+                ),
+            ]
         except Exception as error:  # noqa: BLE001 - what it raises goes to the program
             return ["raised", type(error).__name__, str(error)]
 

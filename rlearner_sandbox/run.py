@@ -49,7 +49,9 @@ class Sandbox:
 
     _numbers = itertools.count()
 
-    def __init__(self, limits: SandboxLimits | None = None, kind: Kind = "bubblewrap", packages: Sequence[str] = ()) -> None:
+    def __init__(
+        self, limits: SandboxLimits | None = None, kind: Kind = "bubblewrap", packages: Sequence[str] = ()
+    ) -> None:
         self.limits = limits or SandboxLimits()
         self._kind, self._packages = kind, tuple(packages)
         self._root = os.geteuid() == 0
@@ -68,7 +70,13 @@ class Sandbox:
             raise NoSandbox(str(error)) from None
 
     def run(
-        self, program: str, *, mode: Task = "script", stdin: bytes = b"", tests: ProgramChecks | None = None, wall_s: float | None = None
+        self,
+        program: str,
+        *,
+        mode: Task = "script",
+        stdin: bytes = b"",
+        tests: ProgramChecks | None = None,
+        wall_s: float | None = None,
     ) -> ProgramEnd:
         """Run a program until it ends or has to.
 
@@ -99,7 +107,12 @@ class Sandbox:
         wanted = json.dumps({"program": names.program, "library": names.library})
         texts = [token, wanted, tests.first, str(len(tests.each)), *tests.each]
         theirs, ours = socket.socketpair()
-        with theirs, ours, ProcessLoop() as loop, self._start("asserts", wall_s, [program], token=token, channel=theirs) as host:
+        with (
+            theirs,
+            ours,
+            ProcessLoop() as loop,
+            self._start("asserts", wall_s, [program], token=token, channel=theirs) as host,
+        ):
             loop.add(host)
             loop.until(lambda: host.loaded or host.silent)
             if not host.loaded or loop.is_over(host):
@@ -116,7 +129,8 @@ class Sandbox:
             return _together(host.ended(), judged)
 
     def _start(
-        self, mode: Mode, wall_s: float, texts: Sequence[str], *, then: Sequence[str] = (), token: str = "", stdin: bytes = b"",
+        self, mode: Mode, wall_s: float, texts: Sequence[str], *, then: Sequence[str] = (), token: str = "",
+        stdin: bytes = b"",
         channel: socket.socket | None = None,
     ) -> SandboxProcess:  # fmt: skip
         """A process that runs ``inside.py``; it has its end of the channel, and we have none any more."""
@@ -126,7 +140,8 @@ class Sandbox:
             ours.send(code(mode))
             command, passed = self._command(mode, theirs.fileno(), -1 if channel is None else channel.fileno(), files)
             child = subprocess.Popen(
-                command, stdin=files[0], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT, cwd="/", pass_fds=passed,
+                command, stdin=files[0], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT, cwd="/",
+                pass_fds=passed,
                 start_new_session=True,
             )  # fmt: skip
         except OSError as error:
@@ -143,13 +158,23 @@ class Sandbox:
     def _command(self, mode: Mode, control: int, channel: int, files: list[int]) -> tuple[list[str], tuple[int, ...]]:
         passed = (control,) if channel < 0 else (control, channel)
         if self._kind == "none":  # processes cannot be limited: the kernel counts all that this user has
-            return inside(control, mode, self.limits, uid=0, processes=0, channel=channel, packages=self._packages), passed
+            return inside(
+                control, mode, self.limits, uid=0, processes=0, channel=channel, packages=self._packages
+            ), passed
         files.append(_file(self._filter))
         uid = 0
         if self._root:
             uid = free_uid(os.getpid() * 16 + next(self._numbers) % 16, _id_maps())
         head = jail(self._bwrap, files[-1], self.limits, root=self._root, packages=self._packages)
-        own = inside(control, mode, self.limits, uid=uid, processes=self.limits.processes, channel=channel, packages=self._packages)
+        own = inside(
+            control,
+            mode,
+            self.limits,
+            uid=uid,
+            processes=self.limits.processes,
+            channel=channel,
+            packages=self._packages,
+        )
         return head + own, (*passed, files[-1])
 
 

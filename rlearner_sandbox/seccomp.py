@@ -1,7 +1,8 @@
 """The filter on system calls: a BPF program as the kernel reads it (seccomp(2), linux/filter.h, linux/seccomp.h).
 
-It takes away what a test of a program has no use for and kernels have had holes in: tracing, namespaces, mounts, keys, BPF,
-io_uring, sockets other than Unix and IP, and memory that no limit counts (memfd, System V and POSIX shared memory and queues).
+It takes away what a test of a program has no use for and kernels have had holes in: tracing, namespaces, mounts, keys,
+BPF, io_uring, sockets other than Unix and IP, and memory that no limit counts (memfd, System V and POSIX shared memory
+and queues).
 """
 
 from __future__ import annotations
@@ -21,19 +22,26 @@ FAMILIES: Final = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
 
 # machine: AUDIT_ARCH, clone, socket, clone3, and what is refused
 _SAME_EVERYWHERE: Final = (425, 426, 427, 428, 429, 430, 431, 432, 433, 438, 442, 447)
-# io_uring_setup, _enter, _register, open_tree, move_mount, fsopen, fsconfig, fsmount, fspick, pidfd_getfd, mount_setattr, memfd_secret
+# io_uring_setup, _enter, _register, open_tree, move_mount, fsopen, fsconfig, fsmount, fspick, pidfd_getfd,
+# mount_setattr, memfd_secret
 _X86_64: Final = {
-    "ptrace": 101, "mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161, "unshare": 272, "setns": 308, "bpf": 321,
-    "perf_event_open": 298, "add_key": 248, "request_key": 249, "keyctl": 250, "userfaultfd": 323, "process_vm_readv": 310,
-    "process_vm_writev": 311, "kcmp": 312, "memfd_create": 319, "shmget": 29, "msgget": 68, "semget": 64, "mq_open": 240,
+    "ptrace": 101, "mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161, "unshare": 272, "setns": 308,
+    "bpf": 321,
+    "perf_event_open": 298, "add_key": 248, "request_key": 249, "keyctl": 250, "userfaultfd": 323,
+    "process_vm_readv": 310,
+    "process_vm_writev": 311, "kcmp": 312, "memfd_create": 319, "shmget": 29, "msgget": 68, "semget": 64,
+    "mq_open": 240,
     "name_to_handle_at": 303, "open_by_handle_at": 304, "init_module": 175, "finit_module": 313, "delete_module": 176,
-    "kexec_load": 246, "kexec_file_load": 320, "reboot": 169, "swapon": 167, "swapoff": 168, "acct": 163, "quotactl": 179,
+    "kexec_load": 246, "kexec_file_load": 320, "reboot": 169, "swapon": 167, "swapoff": 168, "acct": 163,
+    "quotactl": 179,
     "syslog": 103, "personality": 135, "iopl": 172, "ioperm": 173, "modify_ldt": 154,
 }  # fmt: skip
 _AARCH64: Final = {
     "ptrace": 117, "mount": 40, "umount2": 39, "pivot_root": 41, "chroot": 51, "unshare": 97, "setns": 268, "bpf": 280,
-    "perf_event_open": 241, "add_key": 217, "request_key": 218, "keyctl": 219, "userfaultfd": 282, "process_vm_readv": 270,
-    "process_vm_writev": 271, "kcmp": 272, "memfd_create": 279, "shmget": 194, "msgget": 186, "semget": 190, "mq_open": 180,
+    "perf_event_open": 241, "add_key": 217, "request_key": 218, "keyctl": 219, "userfaultfd": 282,
+    "process_vm_readv": 270,
+    "process_vm_writev": 271, "kcmp": 272, "memfd_create": 279, "shmget": 194, "msgget": 186, "semget": 190,
+    "mq_open": 180,
     "name_to_handle_at": 264, "open_by_handle_at": 265, "init_module": 105, "finit_module": 273, "delete_module": 106,
     "kexec_load": 104, "kexec_file_load": 294, "reboot": 142, "swapon": 224, "swapoff": 225, "acct": 89, "quotactl": 60,
     "syslog": 116, "personality": 92,

@@ -46,13 +46,18 @@ class SandboxProcess:
     """
 
     def __init__(
-        self, child: subprocess.Popen[bytes], control: socket.socket, limits: SandboxLimits, wall_s: float, texts: Iterable[str],
+        self, child: subprocess.Popen[bytes], control: socket.socket, limits: SandboxLimits, wall_s: float,
+        texts: Iterable[str],
         then: Iterable[str] = (), token: str = "",
     ) -> None:  # fmt: skip
         self._child, self._control, self._limits, self._wall_s = child, control, limits, wall_s
         assert child.stdout is not None
         assert child.stderr is not None
-        self._streams = {child.stdout.fileno(): bytearray(), child.stderr.fileno(): bytearray(), control.fileno(): bytearray()}
+        self._streams = {
+            child.stdout.fileno(): bytearray(),
+            child.stderr.fileno(): bytearray(),
+            control.fileno(): bytearray(),
+        }
         self._handle = os.pidfd_open(child.pid)
         self._pending, self._then, self._token = _frames(texts), _frames(then), token
         self._killed_for: KilledFor = ""
@@ -77,7 +82,9 @@ class SandboxProcess:
         os.close(self._handle)
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Have a selector wake up for it. What a script says is read in passing: to wake up for it would delay its start."""
+        """Have a selector wake up for it. What a script says is read in passing: to wake up for it would delay its
+        start.
+        """
         selector.register(self._handle, selectors.EVENT_READ, self)
         for fd in self._streams:
             os.set_blocking(fd, False)

@@ -38,7 +38,8 @@ def most_cpu_s(pid: int) -> float:
 
 def _tree(pid: int) -> list[int]:
     found = [pid]
-    for one in found:  # grows while it is walked; a thread may have started what its process' first thread knows nothing of
+    # grows while it is walked; a thread may have started what its process' first thread knows nothing of
+    for one in found:
         with contextlib.suppress(OSError):
             for thread in os.listdir(f"/proc/{one}/task"):
                 with contextlib.suppress(OSError):

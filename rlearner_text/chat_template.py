@@ -34,14 +34,20 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes HTML characters, which would change the model's input.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
+    )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
@@ -75,11 +81,17 @@ class ChatTemplate:
         """
         try:
             return self._template.render(
-                messages=messages, tools=tools or None, documents=None, add_generation_prompt=add_generation_prompt, **self._tokens
+                messages=messages,
+                tools=tools or None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._tokens,
             )
         except (jinja2.TemplateError, TypeError) as error:
             roles = ", ".join(message["role"] for message in messages)
-            raise ConfigError("model.path", self._name, f"its chat template rejects messages of the roles {roles}: {error}") from None
+            raise ConfigError(
+                "model.path", self._name, f"its chat template rejects messages of the roles {roles}: {error}"
+            ) from None
 
 
 def find_template(folder: Path, tokenizer_config: Mapping[str, Any], name: str) -> str | None:
@@ -94,5 +106,9 @@ def find_template(folder: Path, tokenizer_config: Mapping[str, Any], name: str) 
         legacy = folder / "chat_template.json"
         template = json.loads(legacy.read_text(encoding="utf-8")).get("chat_template") if legacy.exists() else None
     if template is not None and not isinstance(template, str):
-        raise ConfigError("model.path", name, "chat_template in its tokenizer_config.json is neither a string nor a list of named strings")
+        raise ConfigError(
+            "model.path",
+            name,
+            "chat_template in its tokenizer_config.json is neither a string nor a list of named strings",
+        )
     return template

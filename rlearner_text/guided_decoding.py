@@ -80,7 +80,10 @@ class GuideCompiler:
         Raises:
             GuideError: if a schema is not a JSON object.
         """
-        forms = [" ".join([*self._spelled(one.before), f"value_{n}", *self._spelled(one.after)]) for n, one in enumerate(guides)]
+        forms = [
+            " ".join([*self._spelled(one.before), f"value_{n}", *self._spelled(one.after)])
+            for n, one in enumerate(guides)
+        ]
         values = [f"value_{n}: %json {self._schema(one.schema)}" for n, one in enumerate(guides)]
         return "\n".join([f"start: {' | '.join(forms)}", *values, ""])
 
@@ -141,5 +144,7 @@ class GuideMatcher:
 
 def _line(error: str) -> str:
     """Return llguidance's error without the grammar that it quotes."""
-    said = " ".join(line.strip() for line in error.splitlines() if " | " not in line and not line.strip().startswith("^"))
+    said = " ".join(
+        line.strip() for line in error.splitlines() if " | " not in line and not line.strip().startswith("^")
+    )
     return said.partition("failed to compile JSON schema: ")[2][:300] or said[:300]

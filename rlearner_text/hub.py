@@ -13,11 +13,13 @@ from broker.settings.preflight import PreflightFinding
 
 _TOKENIZER_FILES: Final = (
     "config.json", "generation_config.json", "tokenizer*.json", "tokenizer.model", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*",
+    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+    "additional_chat_templates/*",
 )  # fmt: skip
 _MAX_HEADER: Final = 100_000_000  # bytes, the format's limit
 _WEIGHT_PATTERNS: Final = ("*.safetensors", "pytorch_model*.bin")
-_HUB_NAME: Final = re.compile(r"(?:(?:\w|\w[\w.-]{0,94}\w)/)?(?:\w|\w[\w.-]{0,94}\w)")  # OWNER/NAME, or NAME for the oldest
+# OWNER/NAME, or NAME for the oldest
+_HUB_NAME: Final = re.compile(r"(?:(?:\w|\w[\w.-]{0,94}\w)/)?(?:\w|\w[\w.-]{0,94}\w)")
 _EXPECTED: Final = "give a Hugging Face model folder or hub name such as Qwen/Qwen3-0.6B"
 
 
@@ -75,7 +77,11 @@ def check_hub_name(path: str, key: str) -> list[PreflightFinding]:
         check_model(path, key)
     except ConfigError as error:
         problem = error.allowed.removesuffix(f"; {_EXPECTED}")
-        return [PreflightFinding("models", key, "missing", f"{path}: {problem}", f"hf download {path}  # or a folder with the model")]
+        return [
+            PreflightFinding(
+                "models", key, "missing", f"{path}: {problem}", f"hf download {path}  # or a folder with the model"
+            )
+        ]
     return [PreflightFinding("models", key, "ok", f"{path} is found")]
 
 
@@ -89,7 +95,9 @@ def layer_names(folder: Path) -> set[str] | None:
         try:
             with file.open("rb") as opened:
                 header = json.loads(opened.read(min(int.from_bytes(opened.read(8), "little"), _MAX_HEADER)))
-            shapes: dict[str, list[int]] = {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
+            shapes: dict[str, list[int]] = {
+                name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"
+            }
         except (OSError, ValueError, AttributeError, KeyError, TypeError):
             return None  # loading the model reports the error
         for name, shape in shapes.items():

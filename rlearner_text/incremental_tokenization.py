@@ -22,7 +22,8 @@ class Conversation:
         token_ids: all tokens so far, n.
         loss_mask: n values, 1 if the policy sampled the token.
         logprobs: n values, the sampling logprob if the mask is 1, else 0.
-        version_runs: flat pairs (policy_version, number of sampled tokens), in token order; neighbours differ in version.
+        version_runs: flat pairs (policy_version, number of sampled tokens), in token order; neighbours differ in
+        version.
         spans: (start, end) of each assistant turn's sampled tokens.
     """
 
@@ -82,7 +83,9 @@ class Conversation:
         n = len(token_ids)
         runs = len(version_runs)
         if n != len(logprobs) or (version_runs[1] != n if runs == 2 else runs % 2 or sum(version_runs[1::2]) != n):
-            raise ValueError(f"{n} tokens, {len(logprobs)} logprobs, version_runs {list(version_runs)}: lengths disagree")
+            raise ValueError(
+                f"{n} tokens, {len(logprobs)} logprobs, version_runs {list(version_runs)}: lengths disagree"
+            )
         start = len(self.token_ids)
         if not self._user_spoke:
             start, _ = self.spans.pop()

@@ -26,7 +26,9 @@ def check_messages(messages: Any) -> list[dict[str, str]]:
     for index, message in enumerate(turns):
         expected = ("user", "assistant")[index % 2]
         if message["role"] != expected:
-            raise ValueError(f"message {index + len(messages) - len(turns)} has role {message['role']!r}, expected {expected!r}")
+            raise ValueError(
+                f"message {index + len(messages) - len(turns)} has role {message['role']!r}, expected {expected!r}"
+            )
     if not turns or len(turns) % 2:
         raise ValueError("the last message must be the assistant's")
     return messages

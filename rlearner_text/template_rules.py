@@ -71,7 +71,12 @@ class TemplateRules:
 
     def _answer(self, text: str) -> str:
         """Return what the template puts after a turn that called a tool: its end, the result, the generation prompt."""
-        answer = {"role": "tool", "name": str(PROBE["tool_calls"][0]["function"]["name"]), "tool_call_id": PROBE_ID, "content": text}
+        answer = {
+            "role": "tool",
+            "name": str(PROBE["tool_calls"][0]["function"]["name"]),
+            "tool_call_id": PROBE_ID,
+            "content": text,
+        }
         rendered = self._render([_user(_ASKED[0]), PROBE, answer])
         before = self._render([_user(_ASKED[0]), PROBE], prompt=False)
         if not rendered.startswith(before):
@@ -80,7 +85,9 @@ class TemplateRules:
 
     def _no_calls(self, problem: str) -> ConfigError:
         return ConfigError(
-            "model.path", self._tokenizer.name, f"its chat template cannot be used with tools: {problem}; use another template"
+            "model.path",
+            self._tokenizer.name,
+            f"its chat template cannot be used with tools: {problem}; use another template",
         )
 
     @cached_property
@@ -106,7 +113,9 @@ class TemplateRules:
         return self.closing[-1] if self.closing else None
 
     def _is_special(self, token: int) -> bool:
-        return not self._tokenizer.decode([token]) and bool(self._tokenizer.decode([token], skip_special_tokens=False).strip())
+        return not self._tokenizer.decode([token]) and bool(
+            self._tokenizer.decode([token], skip_special_tokens=False).strip()
+        )
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:

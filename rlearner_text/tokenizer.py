@@ -42,7 +42,11 @@ class _Fast:
         added: dict[str, dict[str, Any]] = config.get("added_tokens_decoder") or {}
         for _, entry in sorted(added.items(), key=lambda item: int(item[0])):
             if self._tokenizer.token_to_id(entry["content"]) is None:
-                flags = {name: entry[name] for name in ("single_word", "lstrip", "rstrip", "normalized", "special") if name in entry}
+                flags = {
+                    name: entry[name]
+                    for name in ("single_word", "lstrip", "rstrip", "normalized", "special")
+                    if name in entry
+                }
                 self._tokenizer.add_tokens([tokenizers.AddedToken(entry["content"], **flags)])
 
     def encode(self, text: str) -> list[int]:
@@ -72,7 +76,9 @@ class _Auto:
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, ImportError, KeyError) as error:
-            raise ConfigError(key, name, f"it has no tokenizer that transformers can load: {' '.join(str(error).split())[:300]}") from None
+            raise ConfigError(
+                key, name, f"it has no tokenizer that transformers can load: {' '.join(str(error).split())[:300]}"
+            ) from None
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
@@ -106,7 +112,9 @@ class Tokenizer:
         self.name, self._key = name, key
         config = read_json(folder / "tokenizer_config.json", name, key, missing_ok=True)
         file = folder / "tokenizer.json"
-        self._backend: _Backend = _load_fast(file, config, name, key) if file.exists() else _Auto(folder, name, trust_remote_code, key)
+        self._backend: _Backend = (
+            _load_fast(file, config, name, key) if file.exists() else _Auto(folder, name, trust_remote_code, key)
+        )
         self._special = _named_tokens(config, read_json(folder / "special_tokens_map.json", name, key, missing_ok=True))
         self._template_source = find_template(folder, config, name)
         self.vocab_size = self._backend.size()
@@ -154,10 +162,14 @@ class Tokenizer:
             ConfigError: if it has none.
         """
         if self._template_source is None:
-            raise ConfigError(self._key, self.name, "its tokenizer has no chat template; add a chat_template.jinja to the folder")
+            raise ConfigError(
+                self._key, self.name, "its tokenizer has no chat template; add a chat_template.jinja to the folder"
+            )
         return ChatTemplate(self._template_source, self._special, self.name)
 
-    def render_chat(self, messages: Chat, *, add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def render_chat(
+        self, messages: Chat, *, add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
         """Render a conversation with the model's chat template."""
         return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
 
@@ -166,9 +178,15 @@ class Tokenizer:
         return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt))
 
     def _find_eos(self, folder: Path) -> tuple[int, ...]:
-        generation = read_json(folder / "generation_config.json", self.name, self._key, missing_ok=True).get("eos_token_id")
+        generation = read_json(folder / "generation_config.json", self.name, self._key, missing_ok=True).get(
+            "eos_token_id"
+        )
         model = read_json(folder / "config.json", self.name, self._key, missing_ok=True)
-        declared = generation if generation is not None else model.get("eos_token_id", (model.get("text_config") or {}).get("eos_token_id"))
+        declared = (
+            generation
+            if generation is not None
+            else model.get("eos_token_id", (model.get("text_config") or {}).get("eos_token_id"))
+        )
         ids = set(declared if isinstance(declared, list) else [] if declared is None else [declared])
         own = self._backend.token_id(self._special.get("eos_token", ""))
         return tuple(sorted(ids | ({own} if own is not None else set())))

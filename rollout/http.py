@@ -60,13 +60,20 @@ class HttpApi:
         """
         with _port_refused(self.port):
             await self.server.listen()
-        log.info("OpenAI-compatible API at %s, model %s, API key in %s", self.server.address, self.served.model, self.key_place)
+        log.info(
+            "OpenAI-compatible API at %s, model %s, API key in %s",
+            self.server.address,
+            self.served.model,
+            self.key_place,
+        )
 
     async def close(self) -> None:
         await self.server.close()
 
 
-async def prepare_http(handle: GenerateHandler, served: ServedModel, *, bind: str, port: int, trust_remote_code: bool) -> HttpApi:
+async def prepare_http(
+    handle: GenerateHandler, served: ServedModel, *, bind: str, port: int, trust_remote_code: bool
+) -> HttpApi:
     """Prepare the API without serving, so that its errors appear before the engine loads.
 
     Raises:

@@ -88,7 +88,9 @@ class RequestHandler:
             return await self._with_top(self._tapped, request, tap)
         return await (self._engine.generate(request) if tap is None else self._tapped.generate(request, tap))
 
-    async def _with_top(self, engine: StreamingEngine, request: wire.GenerateRequest, tap: TokenListener | None) -> GenerationOutput:
+    async def _with_top(
+        self, engine: StreamingEngine, request: wire.GenerateRequest, tap: TokenListener | None
+    ) -> GenerationOutput:
         """Generate, and add the likeliest tokens at each position as the columns of a reply."""
         k, tops = request.sampling.top_logprobs, list[TopLogprobs]()
 

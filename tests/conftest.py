@@ -36,7 +36,9 @@ def broker_url() -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def log_as_before() -> Iterator[None]:
-    """What a command sets up for its process, when a test calls it, is undone: handlers and level of the root logger."""
+    """What a command sets up for its process, when a test calls it, is undone: handlers and level of the root
+    logger.
+    """
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     yield

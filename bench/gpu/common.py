@@ -14,10 +14,11 @@ from typing import Any, Final
 from broker.errors import UserError
 from broker.system.gpus import existing
 
-# Dense bf16 multiply-adds a second, counted as two operations each, by the vendor's data sheets; the first name that is part of the
-# device's counts. Sparse figures, which are twice as large, are nowhere.
+# Dense bf16 multiply-adds a second, counted as two operations each, by the vendor's data sheets; the first name that is
+# part of the device's counts. Sparse figures, which are twice as large, are nowhere.
 PEAK_FLOPS: Final[Mapping[str, float]] = {
-    "B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "H20": 148e12, "A100": 312e12, "A10G": 70e12, "A10": 125e12,
+    "B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "H20": 148e12, "A100": 312e12, "A10G": 70e12,
+    "A10": 125e12,
     "L40S": 362e12, "L40": 181e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
 }  # fmt: skip
 
@@ -36,13 +37,15 @@ class ModelShape:
     positions: int
 
 
-HALF_BILLION: Final = ModelShape(1024, 28, 16, 8, 128, 3072, 151_936, 32_768)  # Qwen3-0.6B's, of which 0.44 billion are in the blocks
+# Qwen3-0.6B's, of which 0.44 billion are in the blocks
+HALF_BILLION: Final = ModelShape(1024, 28, 16, 8, 128, 3072, 151_936, 32_768)
 TINY: Final = ModelShape(64, 2, 2, 2, 32, 128, 512, 2048)
 
 
 def num_parameters(shape: ModelShape) -> tuple[int, int]:
     """(in the blocks, in the embedding, which is tied to the output), norms included."""
-    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads) + 2 * shape.head_dim  # q, o, k, v; norms of q and k
+    # q, o, k, v; norms of q and k
+    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads) + 2 * shape.head_dim
     block = attention + 3 * shape.hidden * shape.intermediate + 2 * shape.hidden
     return shape.layers * block + shape.hidden, shape.vocab * shape.hidden
 
@@ -50,8 +53,8 @@ def num_parameters(shape: ModelShape) -> tuple[int, int]:
 def train_flops_per_token(shape: ModelShape, context: float) -> float:
     """Operations of forward and backward pass per token: 6 N + 12 L H Q T (Chowdhery et al. 2022, PaLM, appendix B).
 
-    N counts the blocks and the output projection, not the look-up of the embedding; T is the mean length of a sequence. Attention
-    is counted as if it were not causal, and nothing that is computed again, as there.
+    N counts the blocks and the output projection, not the look-up of the embedding; T is the mean length of a sequence.
+    Attention is counted as if it were not causal, and nothing that is computed again, as there.
     """
     blocks, output = num_parameters(shape)
     return 6.0 * (blocks + output) + 12.0 * shape.layers * shape.heads * shape.head_dim * context
@@ -79,7 +82,9 @@ def parser(text: str | None) -> argparse.ArgumentParser:
 def engine_options(made: argparse.ArgumentParser) -> None:
     """Which engine, with which settings."""
     made.add_argument("--engine", default="hf", help="a name of the registry in rollout/engines (%(default)s)")
-    made.add_argument("--engine-args", type=json.loads, default={}, metavar="JSON", help="rollout.engine_args of that engine")
+    made.add_argument(
+        "--engine-args", type=json.loads, default={}, metavar="JSON", help="rollout.engine_args of that engine"
+    )
 
 
 def begin(options: argparse.Namespace) -> str:
@@ -102,7 +107,9 @@ def begin(options: argparse.Namespace) -> str:
 
 
 def make_model(folder: str | Path, shape: ModelShape, *, dtype: str = "bfloat16", seed: int = 0) -> str:
-    """Write a Qwen3 of random weights, and a tokenizer of single characters that knows the first of its tokens; the folder."""
+    """Write a Qwen3 of random weights, and a tokenizer of single characters that knows the first of its tokens; the
+    folder.
+    """
     import torch
     import transformers
 
@@ -113,9 +120,11 @@ def make_model(folder: str | Path, shape: ModelShape, *, dtype: str = "bfloat16"
     folder = Path(folder)
     build_tiny(folder / "tokenizer", TinyModel(hidden_size=8, num_layers=1, head_dim=4, intermediate_size=8))
     config = transformers.Qwen3Config(
-        vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.intermediate, num_hidden_layers=shape.layers,
+        vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim,
-        max_position_embeddings=shape.positions, tie_word_embeddings=True, bos_token_id=None, eos_token_id=2, pad_token_id=0,
+        max_position_embeddings=shape.positions, tie_word_embeddings=True, bos_token_id=None, eos_token_id=2,
+        pad_token_id=0,
     )  # fmt: skip
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(seed)
@@ -150,14 +159,19 @@ def finish(name: str, device: str, shape: ModelShape, figures: Mapping[str, Any]
     failed = [check for check, held in checks.items() if not held]
     blocks, embedding = num_parameters(shape)
     line = {
-        "bench": f"bench.gpu.{name}", "device": device, "model": asdict(shape) | {"parameters": blocks + embedding}, **figures,
+        "bench": f"bench.gpu.{name}", "device": device, "model": asdict(shape) | {"parameters": blocks + embedding},
+        **figures,
         "checks": dict(checks), "failed": failed,
     }  # fmt: skip
     print(json.dumps(line))
     return 1 if failed else 0
 
 
-def run(body: Callable[[argparse.Namespace, str], int], made: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> int:
+def run(
+    body: Callable[[argparse.Namespace, str], int],
+    made: argparse.ArgumentParser,
+    arguments: Sequence[str] | None = None,
+) -> int:
     """Parse, look for the device, measure; the exit code."""
     options = made.parse_args(arguments)
     try:

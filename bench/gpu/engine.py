@@ -1,9 +1,11 @@
-"""An engine through a rollout-server process against the same engine bare: tokens/s, interleaved, and identical greedy tokens.
+"""An engine through a rollout-server process against the same engine bare: tokens/s, interleaved, and identical greedy
+tokens.
 
 Both hold a model of their own on the same GPU, so an engine that takes memory by shares needs less than half of it:
 --engine vllm --engine-args '{"gpu_memory_utilization": 0.4}'
 
-ratio: server's tokens/s by the bare engine's, median of the pairs; identical_tokens: share of greedy tokens that are the same.
+ratio: server's tokens/s by the bare engine's, median of the pairs; identical_tokens: share of greedy tokens that are
+the same.
 """
 
 from __future__ import annotations
@@ -37,16 +39,25 @@ def _measure(options: argparse.Namespace, device: str) -> int:
     return common.finish("engine", device, shape, {"engine": options.engine} | figures, checks)
 
 
-async def _compare(options: argparse.Namespace, model: str, shape: common.ModelShape, dtype: str) -> tuple[dict[str, Any], dict[str, bool]]:
+async def _compare(
+    options: argparse.Namespace, model: str, shape: common.ModelShape, dtype: str
+) -> tuple[dict[str, Any], dict[str, bool]]:
     number = options.requests or (8 if options.tiny else 256)
     prompt, output = ((8, 24), (8, 16)) if options.tiny else ((128, 512), (128, 512))
     settings = load.section(options, number, prompt[1] + output[1] + 8)
     rates: dict[str, list[float]] = {"bare": [], "server": []}
-    async with load.bare(options, model, settings, dtype) as engine, load.served(options, model, settings, dtype) as ask:
+    async with (
+        load.bare(options, model, settings, dtype) as engine,
+        load.served(options, model, settings, dtype) as ask,
+    ):
         arms: dict[str, load.Ask] = {"bare": engine.generate, "server": ask}
 
-        async def turn(arm: str, name: str, temperature: float) -> tuple[list[list[int]], list[wire.GenerateRequest], float]:
-            requests = load.make_requests(number, shape.vocab, prompt=prompt, output=output, temperature=temperature, name=name)
+        async def turn(
+            arm: str, name: str, temperature: float
+        ) -> tuple[list[list[int]], list[wire.GenerateRequest], float]:
+            requests = load.make_requests(
+                number, shape.vocab, prompt=prompt, output=output, temperature=temperature, name=name
+            )
             began = time.perf_counter()
             found = await load.all_at_once(arms[arm], requests)
             return found, requests, sum(map(len, found)) / (time.perf_counter() - began)
@@ -68,8 +79,12 @@ async def _compare(options: argparse.Namespace, model: str, shape: common.ModelS
         "requests": number,
     }
     lengths = all([len(t) for t in found] == [r.sampling.max_tokens for r in asked] for found, asked in greedy.values())
-    # In bf16 the sums of a batch depend on who is in it, so on a GPU near ties may go either way; on a CPU in fp32 they do not.
-    return figures, {"as_many_tokens_as_asked_for": lengths, "identical_tokens": identical >= (1.0 if dtype == "float32" else 0.5)}
+    # In bf16 the sums of a batch depend on who is in it, so on a GPU near ties may go either way; on a CPU in fp32 they
+    # do not.
+    return figures, {
+        "as_many_tokens_as_asked_for": lengths,
+        "identical_tokens": identical >= (1.0 if dtype == "float32" else 0.5),
+    }
 
 
 def _share(one: list[list[int]], other: list[list[int]]) -> float:

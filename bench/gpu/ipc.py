@@ -1,10 +1,12 @@
-"""Weights from a learner's process to a server's on one GPU (CUDA IPC): GB/s, and whether it holds what the channel leans on.
+"""Weights from a learner's process to a server's on one GPU (CUDA IPC): GB/s, and whether it holds what the channel
+leans on.
 
-Two processes on one device: one packs versions as a learner does, this one reads them as a server does, digest included. ratio_to_copy is
-the speed against a copy of the same bytes within this process, ratio_to_local against such a copy with the same digest. Checks: every bit
-of what was read, whole and while it was being packed; a version that is overwritten while it is read is refused; the learner is killed by
-SIGKILL in the middle of a reading, after which what the server holds is unchanged, its GPU computes, the learner's memory is free again,
-and a second learner is read as the first was. On a CPU the same code goes through shared host memory.
+Two processes on one device: one packs versions as a learner does, this one reads them as a server does, digest
+included. ratio_to_copy is the speed against a copy of the same bytes within this process, ratio_to_local against such a
+copy with the same digest. Checks: every bit of what was read, whole and while it was being packed; a version that is
+overwritten while it is read is refused; the learner is killed by SIGKILL in the middle of a reading, after which what
+the server holds is unchanged, its GPU computes, the learner's memory is free again, and a second learner is read as the
+first was. On a CPU the same code goes through shared host memory.
 """
 
 from __future__ import annotations
@@ -115,7 +117,9 @@ class _Server:
         return combine(self.window.take(version, self.flat, WaitMonitor(), timeout_s=5.0, done=done, peek=lambda: None))
 
     def speeds(self, learner: _Learner) -> tuple[dict[str, Any], dict[str, bool]]:
-        """Of readings of a version that lies there whole, and of one that is being packed, in turns with what this process does alone."""
+        """Of readings of a version that lies there whole, and of one that is being packed, in turns with what this
+        process does alone.
+        """
         exact = self.reads(0, learner.asks("address"))
         other = FlatBuffer(self.plan, self.kind)
 
@@ -126,7 +130,9 @@ class _Server:
 
         taken: dict[str, list[float]] = {"copy": [], "local": [], "ipc": []}
         for _ in range(self.options.repeats):
-            taken["copy"] += common.seconds(lambda: other.buffer.copy_(self.flat.buffer), self.kind, repeats=1, warm_up=1)
+            taken["copy"] += common.seconds(
+                lambda: other.buffer.copy_(self.flat.buffer), self.kind, repeats=1, warm_up=1
+            )
             taken["local"] += common.seconds(local, self.kind, repeats=1, warm_up=1)
             taken["ipc"] += common.seconds(lambda: self.read(0), self.kind, repeats=1, warm_up=1)
         learner.says("write", 1)
@@ -143,13 +149,19 @@ class _Server:
             "copy_and_digest_gbytes_per_s": round(size / statistics.median(taken["local"]), 3),
             "ipc_gbytes_per_s": round(size / statistics.median(taken["ipc"]), 3),
             "packed_and_read_gbytes_per_s": round(size / following_s, 3),
-            "ratio_to_copy": round(statistics.median(a / b for a, b in zip(taken["copy"], taken["ipc"], strict=True)), 3),
-            "ratio_to_local": round(statistics.median(a / b for a, b in zip(taken["local"], taken["ipc"], strict=True)), 3),
+            "ratio_to_copy": round(
+                statistics.median(a / b for a, b in zip(taken["copy"], taken["ipc"], strict=True)), 3
+            ),
+            "ratio_to_local": round(
+                statistics.median(a / b for a, b in zip(taken["local"], taken["ipc"], strict=True)), 3
+            ),
         }
         return figures, {"read_bit_by_bit": exact, "read_bit_by_bit_while_packed": exact_following}
 
     def overwritten(self, learner: _Learner) -> bool:
-        """Whether a version that two newer ones are written over while it is read is refused, and the newest is read."""
+        """Whether a version that two newer ones are written over while it is read is refused, and the newest is
+        read.
+        """
 
         def overwrite(index: int) -> None:
             if index == 0:
@@ -218,8 +230,8 @@ def _device(kind: str) -> SharedDevice | None:
 
 
 def _learn(line: Connection, kind: str, shape: common.ModelShape, bucket_mib: float) -> None:
-    """The learner's process: version N is the model with N added to each element. It answers a ``write`` as it begins, and with the digest
-    once it is done."""
+    """The learner's process: version N is the model with N added to each element. It answers a ``write`` as it begins,
+    and with the digest once it is done."""
     tensors = tensors_of(shape, kind)
     plan = plan_of(tensors, bucket_mib)
     segment = SharedSegment(plan, _device(kind))

@@ -1,8 +1,8 @@
 """The torch backend's training step on packed sequences: tokens/s and MFU.
 
-A step is a gradient over --tokens tokens in sequences of --length, in micro-batches, and the optimizer's update. MFU counts
-6 N + 12 L H Q T operations a token (PaLM, appendix B) against the device's dense bf16 peak; gradient checkpointing's second
-forward pass counts nothing. mfu is null where the device's peak is not in the table.
+A step is a gradient over --tokens tokens in sequences of --length, in micro-batches, and the optimizer's update. MFU
+counts 6 N + 12 L H Q T operations a token (PaLM, appendix B) against the device's dense bf16 peak; gradient
+checkpointing's second forward pass counts nothing. mfu is null where the device's peak is not in the table.
 """
 
 from __future__ import annotations
@@ -48,10 +48,14 @@ def sample(length: int, vocab: int, rng: np.random.Generator) -> TrainSample:
 
 def _measure(options: argparse.Namespace, device: str) -> int:
     shape, dtype = (common.TINY, "float32") if options.tiny else (common.HALF_BILLION, "bfloat16")
-    tokens, length = options.tokens or (1024 if options.tiny else 262_144), options.length or (128 if options.tiny else 2048)
+    tokens, length = (
+        options.tokens or (1024 if options.tiny else 262_144),
+        options.length or (128 if options.tiny else 2048),
+    )
     train = TrainSection.model_validate(
         {
-            "device": options.device, "backend": options.backend, "lr": 1e-6, "gradient_checkpointing": options.gradient_checkpointing,
+            "device": options.device, "backend": options.backend, "lr": 1e-6,
+            "gradient_checkpointing": options.gradient_checkpointing,
             "micro_batch_tokens": options.micro_batch_tokens or (512 if options.tiny else 16_384),
         }
     )  # fmt: skip
@@ -60,7 +64,11 @@ def _measure(options: argparse.Namespace, device: str) -> int:
     with tempfile.TemporaryDirectory() as folder:
         model = common.make_model(folder, shape, dtype=dtype)
         backend = resolve("backends", options.backend, BACKENDS)(
-            model, train=train, algorithm=AlgorithmSection(), model=ModelSection.model_validate({"dtype": dtype}), seed=0
+            model,
+            train=train,
+            algorithm=AlgorithmSection(),
+            model=ModelSection.model_validate({"dtype": dtype}),
+            seed=0,
         )
         found: list[dict[str, float]] = []
         taken = common.seconds(lambda: found.append(_step(backend, samples)), options.device, repeats=options.repeats)
@@ -85,7 +93,11 @@ def _measure(options: argparse.Namespace, device: str) -> int:
     }
     finite = all(math.isfinite(value) for step in found for value in step.values())
     return common.finish(
-        "learner", device, shape, figures, {"all_metrics_are_finite": finite, "mfu_below_1": not (figures["mfu"] or 0) > 1}
+        "learner",
+        device,
+        shape,
+        figures,
+        {"all_metrics_are_finite": finite, "mfu_below_1": not (figures["mfu"] or 0) > 1},
     )
 
 

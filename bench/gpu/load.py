@@ -34,7 +34,14 @@ Ask = Callable[[wire.GenerateRequest], Awaitable[Any]]
 
 
 def make_requests(
-    number: int, vocab: int, *, prompt: tuple[int, int], output: tuple[int, int], temperature: float, name: str = "r", seed: int = 0
+    number: int,
+    vocab: int,
+    *,
+    prompt: tuple[int, int],
+    output: tuple[int, int],
+    temperature: float,
+    name: str = "r",
+    seed: int = 0,
 ) -> list[wire.GenerateRequest]:
     """Random prompts and fixed output lengths, both between two bounds; the same seed gives the same ones."""
     rng = np.random.default_rng(seed)
@@ -59,7 +66,8 @@ def make_requests(
 def section(options: argparse.Namespace, number: int, context: int) -> RolloutSection:
     """Settings of the engine that is measured."""
     return RolloutSection(
-        engine=options.engine, engine_args=options.engine_args, max_running=number, max_context_tokens=context, prefill_tokens=16384,
+        engine=options.engine, engine_args=options.engine_args, max_running=number, max_context_tokens=context,
+        prefill_tokens=16384,
         policy=POLICY,
     )  # fmt: skip
 
@@ -90,7 +98,11 @@ async def served(options: argparse.Namespace, model: str, settings: RolloutSecti
         await bus.ensure_streams()
         domains = {"lake": {"env": "frozenlake", "max_context_tokens": 32, "sampling": {"max_tokens": 4}}}
         config = runspec.validate(
-            {"rollout": settings.model_dump(mode="json") | {"policy": "actor"}, "model": {"dtype": dtype}, "domains": domains}
+            {
+                "rollout": settings.model_dump(mode="json") | {"policy": "actor"},
+                "model": {"dtype": dtype},
+                "domains": domains,
+            }
         )
         await runspec.publish_runspec(
             bus, wire.RunSpec(run="bench-gpu", wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=model)
@@ -101,12 +113,16 @@ async def served(options: argparse.Namespace, model: str, settings: RolloutSecti
         gpus = "cpu" if options.device == "cpu" else "auto"
         command = [sys.executable, "-m", "rollout.cli", "--broker", broker.url, "--run", "bench-gpu", "--id", "bench-1"]
         with log_path.open("wb") as log:
-            child = spawn([*command, "--gpus", gpus, "--policy", POLICY], log, env={**os.environ, "RL_RUN": "", "RL_BROKER": ""})
+            child = spawn(
+                [*command, "--gpus", gpus, "--policy", POLICY], log, env={**os.environ, "RL_RUN": "", "RL_BROKER": ""}
+            )
         try:
             async with asyncio.timeout(START_S):
                 while (there := roster.get("bench-1")) is None or there.state != "serving":
                     if child.poll() is not None:
-                        raise UserError(f"the rollout server ended: {log_path.read_text(errors='replace').strip().splitlines()[-1]}")
+                        raise UserError(
+                            f"the rollout server ended: {log_path.read_text(errors='replace').strip().splitlines()[-1]}"
+                        )
                     await roster.changed(0.5)
             address = there.address
 

@@ -1,8 +1,10 @@
-"""New weights in flight: pause of each update, tokens/s lost to one every two seconds, and whether what follows is right.
+"""New weights in flight: pause of each update, tokens/s lost to one every two seconds, and whether what follows is
+right.
 
-Windows with and without updates take turns under the same load. tokens_lost_share: 1 - tokens/s with / without, median of the
-pairs; pause_ms: how long generation stood still, mean of the updates; update_ms: from the call to its return. After the last update the
-logprobs of one request must be those of the weights that were sent, and the versions of each output must rise.
+Windows with and without updates take turns under the same load. tokens_lost_share: 1 - tokens/s with / without, median
+of the pairs; pause_ms: how long generation stood still, mean of the updates; update_ms: from the call to its return.
+After the last update the logprobs of one request must be those of the weights that were sent, and the versions of each
+output must rise.
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ class EngineLoad:
         await asyncio.gather(*self.tasks)
 
 
-async def _windows(options: argparse.Namespace, model: str, shape: common.ModelShape, dtype: str) -> tuple[dict[str, Any], dict[str, bool]]:
+async def _windows(
+    options: argparse.Namespace, model: str, shape: common.ModelShape, dtype: str
+) -> tuple[dict[str, Any], dict[str, bool]]:
     number, output = (4, (16, 64)) if options.tiny else (256, (256, 1024))
     pairs, window_s = options.pairs or (2 if options.tiny else 7), options.window_s or (1.0 if options.tiny else 10.0)
     every_s = options.every_s or (0.3 if options.tiny else 2.0)
@@ -97,7 +101,9 @@ async def _windows(options: argparse.Namespace, model: str, shape: common.ModelS
                 if task is not None:
                     task.cancel()
                     await asyncio.gather(task, return_exceptions=True)
-            print(f"pair {pair}: {rates[False][-1]:.0f} tokens/s without, {rates[True][-1]:.0f} with updates", flush=True)
+            print(
+                f"pair {pair}: {rates[False][-1]:.0f} tokens/s without, {rates[True][-1]:.0f} with updates", flush=True
+            )
         stood_still = engine.stats().pause_s - stood_still
         await running.stop()
         exact = await _right(engine, _nudged(tensors), next(versions), shape, dtype)
@@ -113,7 +119,11 @@ async def _windows(options: argparse.Namespace, model: str, shape: common.ModelS
         "tokens_per_s": round(statistics.median(rates[False]), 1),
         "size_bytes": sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
     }
-    return figures, {"versions_rise": running.rising, "logprobs_are_of_the_new_weights": exact, "updates_were_made": len(took) > 1}
+    return figures, {
+        "versions_rise": running.rising,
+        "logprobs_are_of_the_new_weights": exact,
+        "updates_were_made": len(took) > 1,
+    }
 
 
 def _weights(engine: Engine, model: str, device: str) -> dict[str, torch.Tensor]:
@@ -135,8 +145,12 @@ def _nudged(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return tensors
 
 
-async def _right(engine: Engine, tensors: dict[str, torch.Tensor], version: int, shape: common.ModelShape, dtype: str) -> bool:
-    """After an update, sampled logprobs are those that the engine computes for the same tokens again, and differ from those before."""
+async def _right(
+    engine: Engine, tensors: dict[str, torch.Tensor], version: int, shape: common.ModelShape, dtype: str
+) -> bool:
+    """After an update, sampled logprobs are those that the engine computes for the same tokens again, and differ from
+    those before.
+    """
     (request,) = load.make_requests(1, shape.vocab, prompt=(32, 32), output=(32, 32), temperature=1.0, name="last")
     prompt = request.token_ids.array().tolist()
     before = await engine.logprobs(prompt)

@@ -1,9 +1,10 @@
 """Weights from device to device in GB/s, against what device and link allow.
 
-One GPU is enough for: device_copy (one buffer to another on it), pack (a model's tensors into the channel's buffer), digest (of that
-buffer), to_host and from_host (pinned memory). Two are needed for: link (a copy from one to the other), broadcast (one NCCL broadcast
-of the whole buffer) and channel (the same bytes in buckets, digested as they arrive), whose ratio to broadcast is ratio_transfer.
-NCCL takes no two members on one GPU, so with one GPU these are null and the line says so.
+One GPU is enough for: device_copy (one buffer to another on it), pack (a model's tensors into the channel's buffer),
+digest (of that buffer), to_host and from_host (pinned memory). Two are needed for: link (a copy from one to the other),
+broadcast (one NCCL broadcast of the whole buffer) and channel (the same bytes in buckets, digested as they arrive),
+whose ratio to broadcast is ratio_transfer. NCCL takes no two members on one GPU, so with one GPU these are null and the
+line says so.
 """
 
 from __future__ import annotations
@@ -41,31 +42,55 @@ def _measure(options: argparse.Namespace, device: str) -> int:
     ends = torch.cuda.device_count() if options.device == "cuda" else 2
     if ends < 2:
         print("one GPU: link, broadcast and channel need two, for NCCL takes no two members on one", flush=True)
-        between: dict[str, Any] = dict.fromkeys(("link_gbytes_per_s", "broadcast_gbytes_per_s", "channel_gbytes_per_s", "ratio_transfer"))
+        between: dict[str, Any] = dict.fromkeys(
+            ("link_gbytes_per_s", "broadcast_gbytes_per_s", "channel_gbytes_per_s", "ratio_transfer")
+        )
     else:
         between, exact = _between(options, shape, bucket_mib)
         checks["received_bit_by_bit"] = exact
-    return common.finish("weights", device, shape, figures | between | {"gpus": ends if options.device == "cuda" else 0}, checks)
+    return common.finish(
+        "weights", device, shape, figures | between | {"gpus": ends if options.device == "cuda" else 0}, checks
+    )
 
 
 def tensors_of(shape: common.ModelShape, device: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
     """A model's tensors by name, random, on a device."""
-    hidden, inner, heads, kv = shape.hidden, shape.intermediate, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    hidden, inner, heads, kv = (
+        shape.hidden,
+        shape.intermediate,
+        shape.heads * shape.head_dim,
+        shape.kv_heads * shape.head_dim,
+    )
     sizes: dict[str, tuple[int, ...]] = {"embed": (shape.vocab, hidden), "norm": (hidden,)}
     for layer in range(shape.layers):
         at = f"layers.{layer}"
-        sizes |= {f"{at}.q": (heads, hidden), f"{at}.k": (kv, hidden), f"{at}.v": (kv, hidden), f"{at}.o": (hidden, heads)}
+        sizes |= {
+            f"{at}.q": (heads, hidden),
+            f"{at}.k": (kv, hidden),
+            f"{at}.v": (kv, hidden),
+            f"{at}.o": (hidden, heads),
+        }
         sizes |= {f"{at}.gate": (inner, hidden), f"{at}.up": (inner, hidden), f"{at}.down": (hidden, inner)}
-        sizes |= {f"{at}.q_norm": (shape.head_dim,), f"{at}.k_norm": (shape.head_dim,), f"{at}.norm1": (hidden,), f"{at}.norm2": (hidden,)}
+        sizes |= {
+            f"{at}.q_norm": (shape.head_dim,),
+            f"{at}.k_norm": (shape.head_dim,),
+            f"{at}.norm1": (hidden,),
+            f"{at}.norm2": (hidden,),
+        }
     torch.manual_seed(0)
     return {name: torch.randn(size, dtype=dtype, device=device) for name, size in sizes.items()}
 
 
-def _alone(options: argparse.Namespace, shape: common.ModelShape, bucket_mib: float) -> tuple[dict[str, Any], dict[str, bool]]:
+def _alone(
+    options: argparse.Namespace, shape: common.ModelShape, bucket_mib: float
+) -> tuple[dict[str, Any], dict[str, bool]]:
     """What one device can show."""
     tensors = tensors_of(shape, options.device)
     plan = plan_of(tensors, bucket_mib)
-    flat, other = FlatBuffer(plan, options.device), torch.empty(plan.size_bytes, dtype=torch.uint8, device=options.device)
+    flat, other = (
+        FlatBuffer(plan, options.device),
+        torch.empty(plan.size_bytes, dtype=torch.uint8, device=options.device),
+    )
     pinned = torch.empty(plan.size_bytes, dtype=torch.uint8, pin_memory=options.device == "cuda")
 
     def rate(work: Callable[[], object]) -> float:
@@ -107,7 +132,9 @@ def _between(options: argparse.Namespace, shape: common.ModelShape, bucket_mib: 
         "link_gbytes_per_s": link,
         "broadcast_gbytes_per_s": round(size / statistics.median(found["bare"]), 3),
         "channel_gbytes_per_s": round(size / statistics.median(found["channel"]), 3),
-        "ratio_transfer": round(statistics.median(bare / ours for bare, ours in zip(found["bare"], found["channel"], strict=True)), 3),
+        "ratio_transfer": round(
+            statistics.median(bare / ours for bare, ours in zip(found["bare"], found["channel"], strict=True)), 3
+        ),
     }
     return figures, bool(found["exact"])
 
@@ -120,8 +147,12 @@ def _link(shape: common.ModelShape, options: argparse.Namespace) -> float:
     return round(size / 1e9 / statistics.median(taken), 3)
 
 
-def _end(rank: int, port: int, kind: str, shape: common.ModelShape, bucket_mib: float, repeats: int, results: Any) -> None:
-    """One process: broadcasts in lockstep with the other; the receiver tells what was measured, for it sees the last byte."""
+def _end(
+    rank: int, port: int, kind: str, shape: common.ModelShape, bucket_mib: float, repeats: int, results: Any
+) -> None:
+    """One process: broadcasts in lockstep with the other; the receiver tells what was measured, for it sees the last
+    byte.
+    """
     device = f"cuda:{rank}" if kind == "cuda" else "cpu"
     if kind == "cuda":
         torch.cuda.set_device(rank)

@@ -2,9 +2,10 @@
 
     python -m bench.learning [--quick] [--seeds 3] [--workers 2] [--out runs/learning] [--report]
 
-Each run is learner and engine in one process over the real ledger, on one core; a finished run is one file in the output folder
-and is not repeated. `--quick` is one seed of every algorithm. Without it the tables and the plot in docs/learning.md are written.
-The last line is one JSON object: algorithms (start, end, ratio of each) and staleness (success and seconds of each loss and lateness).
+Each run is learner and engine in one process over the real ledger, on one core; a finished run is one file in the
+output folder and is not repeated. `--quick` is one seed of every algorithm. Without it the tables and the plot in
+docs/learning.md are written. The last line is one JSON object: algorithms (start, end, ratio of each) and staleness
+(success and seconds of each loss and lateness).
 """
 
 from __future__ import annotations
@@ -24,14 +25,23 @@ from broker.settings.runspec import load, validate
 
 
 def warm_start(folder: Path, context: str) -> str:
-    """The weights that all arms of a context start from, made once: demonstrations have the prompts that the arms will see."""
+    """The weights that all arms of a context start from, made once: demonstrations have the prompts that the arms will
+    see.
+    """
     from learner.prepare import write_config
     from learner.warm_start import ModelPreparation
 
     name = "warm" if context == "full" else f"warm_{context}"
-    config = validate(load(settings.CONFIG, [*settings.COMMON, f"domains.lake.context={context}", f"run.name={name}", f"run.dir={folder}"]))
+    config = validate(
+        load(
+            settings.CONFIG,
+            [*settings.COMMON, f"domains.lake.context={context}", f"run.name={name}", f"run.dir={folder}"],
+        )
+    )
     write_config(folder / name, config)
-    return ModelPreparation(config, (folder / name).absolute(), lambda text: print(text, file=sys.stderr, flush=True)).model_path()
+    return ModelPreparation(
+        config, (folder / name).absolute(), lambda text: print(text, file=sys.stderr, flush=True)
+    ).model_path()
 
 
 def collect(folder: Path, arms: Sequence[settings.ArmSettings]) -> tuple[dict[str, Any], dict[str, list[list[float]]]]:
@@ -67,14 +77,18 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=len(settings.SEEDS), help="seeds of each arm (3)")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes, one core each")
     parser.add_argument("--out", type=Path, default=Path("runs/learning"), help="where results are kept")
-    parser.add_argument("--docs", type=Path, default=None, help="folder of learning.md; docs, and with --quick the output folder")
+    parser.add_argument(
+        "--docs", type=Path, default=None, help="folder of learning.md; docs, and with --quick the output folder"
+    )
     parser.add_argument("--report", action="store_true", help="run nothing: report what is there")
     options = parser.parse_args()
     folder = options.out.absolute()
     arms = settings.plan(range(options.seeds), quick=options.quick)
     try:
         if not options.report:
-            pool.run(arms, folder, {context: warm_start(folder, context) for context in settings.CONTEXTS}, options.workers)
+            pool.run(
+                arms, folder, {context: warm_start(folder, context) for context in settings.CONTEXTS}, options.workers
+            )
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

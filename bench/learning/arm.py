@@ -1,8 +1,8 @@
 """One run of one algorithm over the real ledger, every group trained exactly ``max_staleness`` versions late.
 
-The ledger grants tickets for ``max_staleness`` versions ahead. Here each is played the moment it is granted, by the weights of
-that moment, and its group waits in the log for its turn: the group granted at version v is trained in step v + max_staleness.
-Before step ``max_staleness`` groups are as late as can be: there is no version before 0.
+The ledger grants tickets for ``max_staleness`` versions ahead. Here each is played the moment it is granted, by the
+weights of that moment, and its group waits in the log for its turn: the group granted at version v is trained in step v
++ max_staleness. Before step ``max_staleness`` groups are as late as can be: there is no version before 0.
 """
 
 from __future__ import annotations
@@ -35,7 +35,14 @@ from learner.training import TrainingThread
 from learner.weights.offering import probe
 from rlearner_text.config import ModelSection
 
-SHOWN = ("actor/grad_norm", "actor/entropy", "actor/pg_clipfrac", "actor/ppo_kl", "rollout_corr/ess", "rollout_corr/masked_fraction")
+SHOWN = (
+    "actor/grad_norm",
+    "actor/entropy",
+    "actor/pg_clipfrac",
+    "actor/ppo_kl",
+    "rollout_corr/ess",
+    "rollout_corr/masked_fraction",
+)
 
 
 class TrainingArm:

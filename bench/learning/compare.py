@@ -1,11 +1,14 @@
-"""Algorithms on one configuration: the same warm start, equal samples, the same held-out tasks, learner and engine in one process.
+"""Algorithms on one configuration: the same warm start, equal samples, the same held-out tasks, learner and engine in
+one process.
 
-    python -m bench.learning.compare configs/sokoban.yaml --algorithms grpo,gigpo [--seeds 3] [--every 10] [--out FOLDER] [key=value …]
+    python -m bench.learning.compare configs/sokoban.yaml --algorithms grpo,gigpo [--seeds 3] [--every 10] [--out
+    FOLDER] [key=value …]
 
-Each arm is one algorithm with one seed, on one core; it is measured every few steps and at its end. A finished arm is one file
-in the output folder and is not repeated while its settings are the same. The presets take the place of the configuration's algorithm;
-``key=value`` comes after them. Where one of the algorithms would have prompts of one turn each, set ``domains.<name>.context``, so that
-all have the same. The last line is one JSON object: start, and of each algorithm its seeds, end, 95 % interval, points and core-seconds.
+Each arm is one algorithm with one seed, on one core; it is measured every few steps and at its end. A finished arm is
+one file in the output folder and is not repeated while its settings are the same. The presets take the place of the
+configuration's algorithm; ``key=value`` comes after them. Where one of the algorithms would have prompts of one turn
+each, set ``domains.<name>.context``, so that all have the same. The last line is one JSON object: start, and of each
+algorithm its seeds, end, 95 % interval, points and core-seconds.
 """
 
 from __future__ import annotations
@@ -61,7 +64,9 @@ def check_contexts(configs: Sequence[dict[str, Any]]) -> None:
     estimators = [config["algorithm"]["adv_estimator"] for config in configs]
     for name, domain in configs[0]["domains"].items():
         if len({takes_steps(domain["context"], estimator) for estimator in estimators}) > 1:
-            raise ConfigError(f"domains.{name}.context", domain["context"], "steps, so that all start from the same model")
+            raise ConfigError(
+                f"domains.{name}.context", domain["context"], "steps, so that all start from the same model"
+            )
 
 
 def warm_start(folder: Path, config_path: str, overrides: Sequence[str]) -> str:
@@ -71,7 +76,9 @@ def warm_start(folder: Path, config_path: str, overrides: Sequence[str]) -> str:
 
     config = validate(load(config_path, [*MEASURED, *overrides, "run.name=warm", f"run.dir={folder}"]))
     write_config(folder / "warm", config)
-    return ModelPreparation(config, (folder / "warm").absolute(), lambda text: print(text, file=sys.stderr, flush=True)).model_path()
+    return ModelPreparation(
+        config, (folder / "warm").absolute(), lambda text: print(text, file=sys.stderr, flush=True)
+    ).model_path()
 
 
 def run_arm(config: dict[str, Any], model_path: str, every: int) -> dict[str, Any]:
@@ -88,7 +95,9 @@ def run_arm(config: dict[str, Any], model_path: str, every: int) -> dict[str, An
     return {
         "solved": tasks,
         "episodes_per_map": config["eval"]["group_size"],
-        "points": {str(step): sum(solved) / len(solved) / config["eval"]["group_size"] for step, solved in arm.points.items()},
+        "points": {
+            str(step): sum(solved) / len(solved) / config["eval"]["group_size"] for step, solved in arm.points.items()
+        },
         "curve": [round(value, 4) for value in arm.curve],
         "tickets": arm.ledger.counts(),
         "seconds": round(time.monotonic() - began, 1),
@@ -106,7 +115,10 @@ def report(start: dict[str, Any], found: dict[str, list[dict[str, Any]]]) -> dic
             "seeds": [round(rate(one), 4) for one in results],
             "end": round(float(np.mean([rate(one) for one in results])), 4),
             "interval": [round(low, 4), round(high, 4)],
-            "points": {step: round(float(np.mean([one["points"][step] for one in results])), 4) for step in results[0]["points"]},
+            "points": {
+                step: round(float(np.mean([one["points"][step] for one in results])), 4)
+                for step in results[0]["points"]
+            },
             "cpu_s": round(float(np.mean([one["cpu_s"] for one in results])), 1),
         }
     return rows
@@ -146,7 +158,9 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     model = warm_start(folder, options.config, options.overrides)
     first = [*MEASURED, *options.overrides, "eval.group_size=4"]
     start = kept(folder / "start.json", first)
-    start = start or keep(folder / "start.json", first, measure(validate(load(options.config, [*first, "run.name=arm"])), model))
+    start = start or keep(
+        folder / "start.json", first, measure(validate(load(options.config, [*first, "run.name=arm"])), model)
+    )
     print(f"start {rate(start):.4f}", file=sys.stderr, flush=True)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for (seed, name, settings), config in zip(arms, configs, strict=True):
@@ -160,7 +174,9 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     """0 when every arm has a result."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.learning.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench.learning.compare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", help="configuration with a warm start")
     parser.add_argument("overrides", nargs="*", help="key=value, of the configuration")

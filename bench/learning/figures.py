@@ -22,11 +22,15 @@ def interval(results: Sequence[Mapping[str, Any]], rng: np.random.Generator) -> 
 
     With one seed it says only what another draw of maps and actions would change, not another training.
     """
-    rates: list[npt.NDArray[np.float64]] = [np.array(one["solved"], np.float64) / one["episodes_per_map"] for one in results]
+    rates: list[npt.NDArray[np.float64]] = [
+        np.array(one["solved"], np.float64) / one["episodes_per_map"] for one in results
+    ]
     means = np.empty(RESAMPLES)
     for index in range(RESAMPLES):
         seeds = rng.integers(0, len(rates), len(rates))
-        means[index] = np.mean([rates[seed][rng.integers(0, len(rates[seed]), len(rates[seed]))].mean() for seed in seeds])
+        means[index] = np.mean(
+            [rates[seed][rng.integers(0, len(rates[seed]), len(rates[seed]))].mean() for seed in seeds]
+        )
     low, high = np.quantile(means, [0.025, 0.975])
     return float(low), float(high)
 

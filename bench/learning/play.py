@@ -1,7 +1,8 @@
 """Groups of episodes without a fleet: the hub's episodes and the Hugging Face engine's core on one thread.
 
-The episodes are those of ``envhub``, with its conversations, masks, versions and logprobs; the engine is the server's, without
-its thread. Between two passes of the model every episode whose turn has come makes its move, so that passes are as full as can be.
+The episodes are those of ``envhub``, with its conversations, masks, versions and logprobs; the engine is the server's,
+without its thread. Between two passes of the model every episode whose turn has come makes its move, so that passes are
+as full as can be.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class InlineHub:
     """
 
     def __init__(self, config: dict[str, Any], model_path: str) -> None:
-        self._core = EngineCore(EngineConfig(model_path, section(config, "rollout", RolloutSection), device="cpu", policy_version=0))
+        self._core = EngineCore(
+            EngineConfig(model_path, section(config, "rollout", RolloutSection), device="cpu", policy_version=0)
+        )
         self._domains = load_domains(config)
         self._players = EpisodeRunners(
             Tokenizer.load(model_path), self, EnvironmentCalls(PATIENCE_S), EpisodeLimits(PATIENCE_S, PATIENCE_S)
@@ -67,7 +70,8 @@ class InlineHub:
         Raises:
             EpisodeFailed: an environment or the engine broke; here that is an error, nobody tries again.
         """
-        gate = asyncio.Semaphore(self._core.model.max_running)  # an episode keeps its slot, and with it its KV, to its end
+        # an episode keeps its slot, and with it its KV, to its end
+        gate = asyncio.Semaphore(self._core.model.max_running)
         groups = asyncio.gather(*(self._group(one, gate) for one in asked))
         while not groups.done():
             await asyncio.sleep(0)  # outputs wake their episodes …

@@ -34,7 +34,9 @@ def run(arms: Sequence[ArmSettings], folder: Path, warm_starts: Mapping[str, str
         (folder / arm.path).parent.mkdir(parents=True, exist_ok=True)
         if result(folder, arm) is None:
             todo.put(arm)
-    threads = [threading.Thread(target=_feed, args=(todo, folder, warm_starts)) for _ in range(min(num_workers, todo.qsize()))]
+    threads = [
+        threading.Thread(target=_feed, args=(todo, folder, warm_starts)) for _ in range(min(num_workers, todo.qsize()))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

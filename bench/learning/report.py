@@ -17,30 +17,44 @@ Rows = Mapping[str, Mapping[str, Any]]
 
 def tables(figures: Mapping[str, Any]) -> str:
     """Both tables as Markdown."""
-    lines = ["| algorithm | success at the end | 95 % | times the start | seeds | core-seconds | other settings than the preset's |"]
+    lines = [
+        "| algorithm | success at the end | 95 % | times the start | seeds | core-seconds | other settings than the "
+        "preset's |"
+    ]
     lines += ["|---|---|---|---|---|---|---|"]
     for name, row in sorted(figures["algorithms"].items(), key=lambda item: -item[1]["end"]):
         mark = "" if row["ratio"] >= GOAL else " **(below 1.5)**"
         changed = ", ".join(f"`{one.removeprefix('algorithm.')}`" for one in CHANGED.get(name, ())) or "none"
         interval = f"{row['low']:.3f}-{row['high']:.3f}"
         lines.append(
-            f"| `{name}` | {row['end']:.3f} | {interval} | {row['ratio']:.2f}{mark} | {row['seeds']} | {row['seconds']:.0f} | {changed} |"
+            f"| `{name}` | {row['end']:.3f} | {interval} | {row['ratio']:.2f}{mark} | {row['seeds']} | "
+            f"{row['seconds']:.0f} | {changed} |"
         )
     if figures["staleness"]:
-        lines += ["", "| loss | " + " | ".join(f"{late} late" for late in STALENESS) + " |", "|---|" + "---|" * len(STALENESS)]
+        lines += [
+            "",
+            "| loss | " + " | ".join(f"{late} late" for late in STALENESS) + " |",
+            "|---|" + "---|" * len(STALENESS),
+        ]
         for name, by_late in figures["staleness"].items():
             lines.append(f"| `{name}` | " + " | ".join(_cell(by_late.get(str(late))) for late in STALENESS) + " |")
     return "\n".join(lines)
 
 
 def _cell(row: Mapping[str, float] | None) -> str:
-    return "not run" if row is None else f"{row['success']:.3f} ({row['low']:.3f}-{row['high']:.3f}; {row['seeds']:.0f})"
+    return (
+        "not run" if row is None else f"{row['success']:.3f} ({row['low']:.3f}-{row['high']:.3f}; {row['seeds']:.0f})"
+    )
 
 
 def write(docs: Path, figures: Mapping[str, Any], curves: Mapping[str, Sequence[Sequence[float]]]) -> None:
     """Put the tables between their marks in docs/learning.md, and draw docs/learning.png."""
     page = docs / "learning.md"
-    text = page.read_text(encoding="utf-8") if page.exists() else f"# Learning curves\n\n![](learning.png)\n\n{BEGIN}\n{END}\n"
+    text = (
+        page.read_text(encoding="utf-8")
+        if page.exists()
+        else f"# Learning curves\n\n![](learning.png)\n\n{BEGIN}\n{END}\n"
+    )
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     page.write_text(f"{before}{BEGIN}\n\n{tables(figures)}\n\n{END}{after}", encoding="utf-8")
@@ -68,7 +82,9 @@ def draw(path: Path, figures: Mapping[str, Any], curves: Mapping[str, Sequence[S
     for name, by_late in figures["staleness"].items():
         places = [STALENESS.index(int(late)) for late in by_late]
         success = np.array([row["success"] for row in by_late.values()])
-        spread = np.abs(np.array([[row["low"] for row in by_late.values()], [row["high"] for row in by_late.values()]]) - success)
+        spread = np.abs(
+            np.array([[row["low"] for row in by_late.values()], [row["high"] for row in by_late.values()]]) - success
+        )
         right.errorbar(places, success, yerr=spread, marker="o", capsize=3, label=name)
     right.set(xticks=range(len(STALENESS)), xlabel="versions late, exactly", title="Held-out success, 95 %")
     right.set_xticklabels([str(late) for late in STALENESS])
@@ -84,7 +100,18 @@ def _bars(axes: Any, rows: Sequence[tuple[str, Mapping[str, float]]]) -> None:
         axes.plot([row["low"], row["high"]], [place, place], color="black", linewidth=1)
     if rows:
         for place, (_, row) in enumerate(rows):
-            axes.plot([row["start"]] * 2, [place - 0.4, place + 0.4], color="gray", linestyle=":", label="" if place else "warm start")
-            axes.plot([GOAL * row["start"]] * 2, [place - 0.4, place + 0.4], color="crimson", label="" if place else f"{GOAL} times")
+            axes.plot(
+                [row["start"]] * 2,
+                [place - 0.4, place + 0.4],
+                color="gray",
+                linestyle=":",
+                label="" if place else "warm start",
+            )
+            axes.plot(
+                [GOAL * row["start"]] * 2,
+                [place - 0.4, place + 0.4],
+                color="crimson",
+                label="" if place else f"{GOAL} times",
+            )
         axes.legend(loc="lower right", fontsize=8)
     axes.set(title="Held-out success after training, 95 %", xlim=(0, 1))

@@ -12,8 +12,9 @@ from broker.settings.runspec import load, validate
 
 CONFIG: Final = "configs/quickstart.yaml"
 SEEDS: Final = (0, 1, 2)
-# Common to all arms. Half the quickstart's groups of a step, so that two cores suffice. Half its learning rate, decayed to 0: at a constant
-# 1e-3 a step that has one or two groups of unequal rewards can undo in one update what all others have taught.
+# Common to all arms. Half the quickstart's groups of a step, so that two cores suffice. Half its learning rate, decayed
+# to 0: at a constant 1e-3 a step that has one or two groups of unequal rewards can undo in one update what all others
+# have taught.
 COMMON: Final = (
     "run.name=learning",
     "train.groups_per_step=8",
@@ -40,7 +41,8 @@ STALE: Final[dict[str, tuple[str, ...]]] = {
     "decoupled": ("algorithm=decoupled", *CHANGED.get("decoupled", ())),
     "tis": ("algorithm=tis", *CHANGED.get("tis", ())),
     "gspo": ("algorithm=gspo", *CHANGED.get("gspo", ())),
-    "gspo_clip_0.2": ("algorithm=gspo", "algorithm.clip_low=0.2", "algorithm.clip_high=0.2"),  # whether it is the loss or its narrow clip
+    # whether it is the loss or its narrow clip
+    "gspo_clip_0.2": ("algorithm=gspo", "algorithm.clip_low=0.2", "algorithm.clip_high=0.2"),
 }
 CORRECTED: Final = ("decoupled", "tis")  # of those, the ones that correct for staleness
 
@@ -70,7 +72,9 @@ class ArmSettings:
 
     @property
     def context(self) -> str:
-        """``steps`` where each turn is a prompt and a sample of its own, else ``full``; each has a warm start on such prompts."""
+        """``steps`` where each turn is a prompt and a sample of its own, else ``full``; each has a warm start on such
+        prompts.
+        """
         config = self.config()
         steps = takes_steps(config["domains"]["lake"]["context"], config["algorithm"]["adv_estimator"])
         return CONTEXTS[1] if steps else CONTEXTS[0]
@@ -102,7 +106,14 @@ def starts(seed: int) -> list[ArmSettings]:
 
 def algorithm(name: str, seed: int) -> ArmSettings:
     """A preset at the quickstart's staleness of 1."""
-    overrides = (*COMMON, f"run.seed={seed}", f"train.steps={STEPS}", "train.max_staleness=1", f"algorithm={name}", *CHANGED.get(name, ()))
+    overrides = (
+        *COMMON,
+        f"run.seed={seed}",
+        f"train.steps={STEPS}",
+        "train.max_staleness=1",
+        f"algorithm={name}",
+        *CHANGED.get(name, ()),
+    )
     return ArmSettings("algorithms", name, seed, 1, overrides)
 
 

@@ -1,4 +1,6 @@
-"""One core's worth of work: arms in on standard input, one JSON line each; results as files, and a line for each one done."""
+"""One core's worth of work: arms in on standard input, one JSON line each; results as files, and a line for each one
+done.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ def main() -> int:
         temporary.write_text(json.dumps(asked["arm"] | found) + "\n", encoding="utf-8")
         temporary.replace(target)
         success = sum(found["solved"]) / len(found["solved"]) / found["episodes_per_map"]
-        print(json.dumps({"path": arm.path, "success": round(success, 4), "seconds": round(time.monotonic() - began, 1)}), flush=True)
+        print(
+            json.dumps({"path": arm.path, "success": round(success, 4), "seconds": round(time.monotonic() - began, 1)}),
+            flush=True,
+        )
     return 0
 
 

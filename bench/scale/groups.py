@@ -1,7 +1,7 @@
 """Groups of 1 to 256 MiB from a publisher through a work queue to an ack, against bare nats-py with messages of 1 MiB.
 
-Both sides of either path are processes of their own; their rounds alternate in one run. Memory is the anonymous resident memory of the
-worse of the two processes: (peak - idle - 32 MiB) / group.
+Both sides of either path are processes of their own; their rounds alternate in one run. Memory is the anonymous
+resident memory of the worse of the two processes: (peak - idle - 32 MiB) / group.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from broker.nats.client import GuardedClient
 from broker.server.private_server import BrokerServer
 
 SIZES_MIB: Final = (1, 8, 64, 256)
-TOTAL_MIB: Final = {1: 96, 8: 192, 64: 512, 256: 1536}  # that one round moves: enough groups that both sides work at once
+# that one round moves: enough groups that both sides work at once
+TOTAL_MIB: Final = {1: 96, 8: 192, 64: 512, 256: 1536}
 ROUNDS: Final = {1: 5, 8: 4, 64: 3, 256: 2}
 IN_FLIGHT_MIB: Final = 16  # groups that are published and taken at once, at least one
 FREE_MIB: Final = 32
@@ -41,7 +42,10 @@ BARE: Final = "bare"
 
 def measure() -> dict[str, Any]:
     """One row for each size."""
-    with tempfile.TemporaryDirectory(prefix="rlearner-groups-") as store, BrokerServer(store, store_max_gib=64) as server:
+    with (
+        tempfile.TemporaryDirectory(prefix="rlearner-groups-") as store,
+        BrokerServer(store, store_max_gib=64) as server,
+    ):
         return {"groups": [_row(server.url, size) for size in SIZES_MIB]}
 
 
@@ -202,7 +206,8 @@ def _group(ticket: int, size: int) -> wire.Group:
     }
     episodes = []
     for episode in range(EPISODES_IN_GROUP):
-        own = {name: wire.Column(one.dtype, bytes(bytearray(one.data))) for name, one in columns.items()}  # memory of its own
+        # memory of its own
+        own = {name: wire.Column(one.dtype, bytes(bytearray(one.data))) for name, one in columns.items()}
         episodes.append(msgspec.structs.replace(example.trajectories[0], episode=episode, turns=[turn], **own))
     return msgspec.structs.replace(example, ticket=ticket, trajectories=episodes, pools=["bus"])
 

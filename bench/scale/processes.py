@@ -1,7 +1,7 @@
 """What idle processes cost the broker, by their number: real buses, presence, watches and pulls over one nats-server.
 
-Each simulated process is a member of the run with the code that a real one runs while it has nothing to do; only its engines,
-environments and threads are left out. Many share one OS process, so that a small machine can hold a thousand.
+Each simulated process is a member of the run with the code that a real one runs while it has nothing to do; only its
+engines, environments and threads are left out. Many share one OS process, so that a small machine can hold a thousand.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 
 
 def measure() -> dict[str, Any]:
-    """Rows of (processes, broker_cores, per_process_ms): CPU seconds of the broker per second, and milliseconds of it per process."""
+    """Rows of (processes, broker_cores, per_process_ms): CPU seconds of the broker per second, and milliseconds of it
+    per process.
+    """
     logging.getLogger().setLevel("ERROR")
     raise_file_limit()
     return {"processes": [_measure(size) for size in SIZES]}
@@ -63,7 +65,10 @@ def _measure(size: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="rlearner-scale-") as folder, BrokerServer(folder) as server:
         asyncio.run(_publish_spec(server.url))
         command = [sys.executable, "-m", "bench.scale.processes", server.url, str(size)]
-        children = [subprocess.Popen([*command, str(number)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for number in range(CHILDREN)]
+        children = [
+            subprocess.Popen([*command, str(number)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            for number in range(CHILDREN)
+        ]
         try:
             for child in children:
                 if child.stdout is None or child.stdout.readline() != b"joined\n":
@@ -89,7 +94,9 @@ def cpu_s(pid: int) -> float:
 async def _publish_spec(url: str) -> None:
     bus = await Bus.connect(url, RUN, name="learner", deadline_s=30)
     await bus.ensure_streams()
-    await publish_runspec(bus, wire.RunSpec(run=RUN, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path="m"))
+    await publish_runspec(
+        bus, wire.RunSpec(run=RUN, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path="m")
+    )
     await (await bus.key_value(CONTROL)).put(RUN, wire.DesiredState(state="running"))
     await bus.close()
 
@@ -140,7 +147,8 @@ async def _live(member: Member, index: int) -> None:
     await asyncio.sleep(random.random())  # processes do not start in step
     address = f"tcp://127.0.0.1:{20000 + index}" if member.role == "rollout" else ""
     presence = wire.Presence(
-        role=member.role, id=member.id, host="node-1", pid=index, state="serving", address=address, channel="zmq", engine="vllm",
+        role=member.role, id=member.id, host="node-1", pid=index, state="serving", address=address, channel="zmq",
+        engine="vllm",
         policy_version=0, slots=64, serves=["lake"],
     )  # fmt: skip
     member.announce(lambda: presence)
@@ -164,7 +172,15 @@ def _envhub(member: Member) -> list[Coroutine[Any, Any, None]]:
 
     def feed(stream: Any) -> Coroutine[Any, Any, None]:
         return TicketFeed(
-            member, turnstile, stream, "lake", 8, lambda *_: 8, lambda _: 0, lambda _: bool(servers.alive("actor")), servers.changed
+            member,
+            turnstile,
+            stream,
+            "lake",
+            8,
+            lambda *_: 8,
+            lambda _: 0,
+            lambda _: bool(servers.alive("actor")),
+            servers.changed,
         ).run()
 
     return [servers.serve(), feed(TICKETS), feed(EVALTICKETS), _answer_reruns(member)]
@@ -193,9 +209,17 @@ async def _learner(stack: AsyncExitStack, url: str) -> None:
     await roster.start()
     stack.push_async_callback(bus.close)
     member = Member(
-        bus, wire.RunSpec(run=RUN, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path="m"), "learner", "learner", Stop()
+        bus,
+        wire.RunSpec(run=RUN, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path="m"),
+        "learner",
+        "learner",
+        Stop(),
     )
-    member.announce(lambda: wire.Presence(role="learner", id="learner", host="node-1", pid=1, state="serving", epoch=1, policy_version=0))
+    member.announce(
+        lambda: wire.Presence(
+            role="learner", id="learner", host="node-1", pid=1, state="serving", epoch=1, policy_version=0
+        )
+    )
     member.report(lambda: METRICS)
 
 

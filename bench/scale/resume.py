@@ -1,6 +1,7 @@
 """What a learner's start costs after many groups: it reads its own files, and none of them as far back as the run goes.
 
-The groups are written through the classes that the learner writes them with, payloads aside; each start runs in a process of its own.
+The groups are written through the classes that the learner writes them with, payloads aside; each start runs in a
+process of its own.
 """
 
 from __future__ import annotations
@@ -68,7 +69,11 @@ async def write(folder: Path, groups: int) -> None:
         else:
             number = open_tickets.pop(0)
             dead = number % 50 == 0
-            record = TicketEnd(number, "env_error") if dead else GroupArrival(number, ledger.state.live[number].min_version, (0.0, 1.0))
+            record = (
+                TicketEnd(number, "env_error")
+                if dead
+                else GroupArrival(number, ledger.state.live[number].min_version, (0.0, 1.0))
+            )
             entry = LogRecord(ledger.state.position + 1, None, "", number, PAYLOAD)
             actions = ledger.apply(record, entry.seq)
             await records.consumed(entry, RecordIntake(record), actions)
@@ -87,7 +92,9 @@ def _write_checkpoint(folder: Path, ledger: Ledger) -> None:
 
 
 def resume(folder: Path) -> dict[str, float]:
-    """All that a learner does at its start to the files that grow with the run; seconds, and memory of this process in MiB."""
+    """All that a learner does at its start to the files that grow with the run; seconds, and memory of this process in
+    MiB.
+    """
     began = time.monotonic()
     found = checkpoint.newest_checkpoint(folder / "checkpoints")
     assert found is not None
@@ -97,7 +104,9 @@ def resume(folder: Path) -> dict[str, float]:
     records = LedgerRecorder(folder, ledger, SAMPLES, Stop())
     took_s, memory = time.monotonic() - began, _memory()
     if ahead.consumed <= ledger.state.position:
-        raise RuntimeError(f"nothing was left to cut: {ahead.consumed} records consumed, {ledger.state.position} in the checkpoint")
+        raise RuntimeError(
+            f"nothing was left to cut: {ahead.consumed} records consumed, {ledger.state.position} in the checkpoint"
+        )
     metrics.close()
     records.close()
     return {"resume_s": took_s, **memory}
@@ -137,7 +146,11 @@ def main(what: str, folder: Path, groups: int) -> dict[str, float]:
     began = time.monotonic()
     asyncio.run(write(folder, groups))
     size = sum(os.path.getsize(path) for path in folder.rglob("*") if path.is_file())
-    return {"seconds": round(time.monotonic() - began, 1), "cpu_s": round(time.process_time(), 1), "mib": round(size / 2**20)}
+    return {
+        "seconds": round(time.monotonic() - began, 1),
+        "cpu_s": round(time.process_time(), 1),
+        "mib": round(size / 2**20),
+    }
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Weeks of a run in virtual time: the real ledger, issuer, reaper and evaluator, with a simulated fleet and trainer.
 
-1,000 steps of 20 minutes on two domains, with pauses of 8 hours, hubs that are away for a day, and one domain renamed on a resume.
+1,000 steps of 20 minutes on two domains, with pauses of 8 hours, hubs that are away for a day, and one domain renamed
+on a resume.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ STEPS: Final = 1_000
 STEP_S: Final = 1_200.0
 GROUPS: Final = 64
 STALENESS: Final = 4
-AT_ONCE: Final = 15  # groups that the fleet plays at once: a little slower than the learner, so that tickets queue for an hour
+# groups that the fleet plays at once: a little slower than the learner, so that tickets queue for an hour
+AT_ONCE: Final = 15
 GROUP_S: Final = (60.0, 540.0)
 HOUR_S: Final = 3_600.0
 PAUSE_AT: Final = (100, 101, 400, 800)  # steps behind which the operator pauses the run for 8 hours
@@ -57,7 +59,11 @@ class SoakFleet:
         """As a roster."""
         if role != "envhub" or not self.is_there:
             return []
-        return [wire.Presence(role=role, id="hubs", host=socket.gethostname(), pid=1, state="serving", serves=sorted(self.domains))]
+        return [
+            wire.Presence(
+                role=role, id="hubs", host=socket.gethostname(), pid=1, state="serving", serves=sorted(self.domains)
+            )
+        ]
 
     def leave(self) -> None:
         """Every hub is killed: what is in hand goes back to its queue."""
@@ -117,7 +123,9 @@ class SoakFleet:
 class SoakLearner:
     """The learner's loop around the real ledger: records in, a step of 20 minutes whenever one is full."""
 
-    def __init__(self, bus: MemoryBus, fleet: SoakFleet, ledger: Ledger, rules: TicketRules, folder: Path, epoch: int) -> None:
+    def __init__(
+        self, bus: MemoryBus, fleet: SoakFleet, ledger: Ledger, rules: TicketRules, folder: Path, epoch: int
+    ) -> None:
         self.bus, self.fleet, self.ledger, self.rules, self.epoch = bus, fleet, ledger, rules, epoch
         self.paused = False
         around: Any = bus
@@ -128,7 +136,9 @@ class SoakLearner:
         section = EvalSection(every_steps=50, tasks=16, at_start=False, timeout_s=3_600.0)
         evaluations = EvaluationQueue(section, domains, 0, first_number=bus._last.get(EVALTICKETS.name, 0) + 1)
         patience = DiskRetry(folder, Stop(), "the soak")
-        self.evaluator = Evaluator(around, evaluations, roster, folder, "", patience, TranscriptFactory({}, folder), every_s=LOOK_S)
+        self.evaluator = Evaluator(
+            around, evaluations, roster, folder, "", patience, TranscriptFactory({}, folder), every_s=LOOK_S
+        )
         self.boundary = ledger.dump()
 
     async def run(self, until: int) -> None:
@@ -136,7 +146,8 @@ class SoakLearner:
         change = wire.RulesChange(epoch=self.epoch, rules=self.rules.plain())
         await self.bus.publish(SAMPLES, change)
         for number in range(await self.bus.last_seq(TICKETS) + 1, self.ledger.state.issued + 1):
-            self.issuer.put(self.ledger.ticket(number))  # what the last life granted and did not publish, as in learner.credit.recovery
+            # what the last life granted and did not publish, as in learner.credit.recovery
+            self.issuer.put(self.ledger.ticket(number))
         self._perform(self.ledger.open_credit())
         work = (self._read(until), self.issuer.serve(), self.reaper.serve(), *self.evaluator.services())
         tasks = [asyncio.create_task(one) for one in work]
@@ -197,7 +208,12 @@ async def _soak(folder: Path) -> dict[str, Any]:
     ended = sum(counts[name] for name in ("trained", "filtered", "dropped", "dead"))
     reasons = dict(sorted(second.ledger.state.reasons.items()))
     days = asyncio.get_running_loop().time() / (24 * HOUR_S)
-    shown = {"steps": second.ledger.state.version, "dead": counts["dead"], "lost": counts["issued"] - ended, "dropped": counts["dropped"]}
+    shown = {
+        "steps": second.ledger.state.version,
+        "dead": counts["dead"],
+        "lost": counts["issued"] - ended,
+        "dropped": counts["dropped"],
+    }
     assert counts["trained"] == STEPS * GROUPS, counts
     return {"soak": shown | {"reasons": reasons, "played": fleet.num_played, "days": round(days, 1)}}
 

@@ -1,4 +1,6 @@
-"""How well hubs spread their requests over servers: the real sampling and choosing, in virtual time, with one-second-old presence."""
+"""How well hubs spread their requests over servers: the real sampling and choosing, in virtual time, with
+one-second-old presence.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ SPEEDS: Final = {"equal": (1.0,), "1:2:4": (1.0, 2.0, 4.0)}
 SLOTS: Final = 64
 TOKENS_PER_S: Final = 3200.0  # of a server of speed 1 whose slots are full
 TOKENS: Final = (200, 800)  # of one request, uniform
-IN_FLIGHT: Final = 1.0  # requests of all hubs together, as a multiple of all slots; at 1 a slot is free for each that waits elsewhere
+# requests of all hubs together, as a multiple of all slots; at 1 a slot is free for each that waits elsewhere
+IN_FLIGHT: Final = 1.0
 PRESENCE_S: Final = 1.0
 TICK_S: Final = 0.5
 MEMBERS_S: Final = 20.0  # between two entries of a server among the members
@@ -25,7 +28,9 @@ WINDOW_S: Final = 60.0
 
 
 def measure() -> dict[str, Any]:
-    """Rows of (servers, hubs, speeds, spread); spread is what was generated, divided by what full servers would have."""
+    """Rows of (servers, hubs, speeds, spread); spread is what was generated, divided by what full servers would
+    have.
+    """
     return {"spreads": [row(servers, hubs, speeds) for servers, hubs in ROWS for speeds in SPEEDS]}
 
 
@@ -50,7 +55,8 @@ class SimServer:
     waiting: deque[tuple[int, int]] = field(default_factory=deque)  # (hub, tokens)
     tokens: float = 0.0  # of the requests that are done
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=60))
-    askers: set[int] = field(default_factory=set)  # hubs that had requests in it when its last presence came, or asked since
+    # hubs that had requests in it when its last presence came, or asked since
+    askers: set[int] = field(default_factory=set)
     shown: tuple[int, float] = (0, 0.0)  # (requests in it, speed) as its last presence said
 
 
@@ -72,7 +78,8 @@ class SimulatedFleet:
         self.servers = [SimServer(f"s{number:03}", speeds[number % len(speeds)]) for number in range(servers)]
         self.by_id = {server.id: server for server in self.servers}
         self.hubs = [
-            SimulatedHub(ServerSample(random.Random(f"{seed}.{number}")), random.Random(f"{seed}/{number}")) for number in range(hubs)
+            SimulatedHub(ServerSample(random.Random(f"{seed}.{number}")), random.Random(f"{seed}/{number}"))
+            for number in range(hubs)
         ]
         self.now, self._number = 0.0, 0
         self._events: list[tuple[float, int, str, int, Any]] = []
@@ -123,7 +130,9 @@ class SimulatedFleet:
         mean = sum(known) / len(known) if known else 1.0
         chosen = choose(
             [
-                ServerLoad(server.id, server.id, 0, SLOTS, self._load(hub, server), server.shown[1] or mean, weights[server.id])
+                ServerLoad(
+                    server.id, server.id, 0, SLOTS, self._load(hub, server), server.shown[1] or mean, weights[server.id]
+                )
                 for server in followed
             ],
             hub.rng,

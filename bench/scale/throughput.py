@@ -1,7 +1,7 @@
 """Tickets per second through the whole path of a learner: ticket, group of 24 KiB, record, ledger, step.
 
-A real learner with a backend that computes nothing runs on one core; a real nats-server and a hub that answers every ticket at once share
-the others.
+A real learner with a backend that computes nothing runs on one core; a real nats-server and a hub that answers every
+ticket at once share the others.
 """
 
 from __future__ import annotations
@@ -32,7 +32,14 @@ EPISODES: Final = 8
 TOKENS: Final = 290  # of one episode: 24 KiB for the group
 AT_ONCE: Final = 64  # tickets that the hub holds
 WARM_STEPS: Final = 10  # not counted
-TINY: Final = {"hidden_size": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 32}
+TINY: Final = {
+    "hidden_size": 16,
+    "num_layers": 1,
+    "num_heads": 1,
+    "num_kv_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 32,
+}
 
 
 def measure() -> dict[str, Any]:
@@ -63,7 +70,12 @@ def _start_learner(folder: Path, url: str) -> subprocess.Popen[bytes]:
         "run": {"name": RUN, "dir": str(folder)},
         "model": {"path": None, "tiny": TINY},
         "domains": {
-            "lake": {"env": "frozenlake", "group_size": EPISODES, "max_context_tokens": 512, "sampling": {"max_tokens": 256}},
+            "lake": {
+                "env": "frozenlake",
+                "group_size": EPISODES,
+                "max_context_tokens": 512,
+                "sampling": {"max_tokens": 256},
+            },
         },
         "train": {
             "backend": f"{Path(__file__).with_name('null.py')}:NullBackend",
@@ -79,7 +91,9 @@ def _start_learner(folder: Path, url: str) -> subprocess.Popen[bytes]:
     path = folder / "throughput.yaml"
     path.write_text(yaml.safe_dump(config))
     log = (folder / "learner.log").open("wb")
-    return subprocess.Popen([sys.executable, "-m", "rlearner.cli", "start", str(path), "--broker", url], stderr=log, stdout=log)
+    return subprocess.Popen(
+        [sys.executable, "-m", "rlearner.cli", "start", str(path), "--broker", url], stderr=log, stdout=log
+    )
 
 
 async def _answer(url: str, learner: subprocess.Popen[bytes]) -> float:
@@ -121,7 +135,8 @@ async def _end(bus: Bus, delivery: Delivery, group: wire.Group) -> None:
 def _group() -> wire.Group:
     """A group of some ticket."""
     ticket = wire.Ticket(
-        number=1, domain="lake", task_index=0, seed=0, min_version=0, max_staleness=1, group_size=EPISODES, min_group_size=EPISODES,
+        number=1, domain="lake", task_index=0, seed=0, min_version=0, max_staleness=1, group_size=EPISODES,
+        min_group_size=EPISODES,
         deadline_s=600.0,
     )  # fmt: skip
     rng = np.random.default_rng(0)

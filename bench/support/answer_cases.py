@@ -19,7 +19,9 @@ class AnswerPair(NamedTuple):
 
 def adversarial() -> list[str]:
     """Responses to which 18 is the right answer; none of them is it."""
-    formulas = dict.fromkeys([*_huge_numbers(), *_huge_sums(), *_nested(), *_expansions(), *_transcendental(), *_long(), *_code(), *_odd()])
+    formulas = dict.fromkeys(
+        [*_huge_numbers(), *_huge_sums(), *_nested(), *_expansions(), *_transcendental(), *_long(), *_code(), *_odd()]
+    )
     boxed = [f"\\boxed{{{formula}}}" for formula in formulas]
     plain = [f"#### {formula}" for formula in [*_huge_numbers(), *_expansions(), *_code()]]
     return [*boxed, *plain, *_prose()]
@@ -107,7 +109,13 @@ def _long() -> Iterator[str]:
 
 def _code() -> Iterator[str]:
     call = f"open('{CANARY}','w').close()"
-    for code in (call, f"__import__('os').system('touch {CANARY}')", f'exec("{call}")', f'eval("{call}")', f"(lambda: {call})()"):
+    for code in (
+        call,
+        f"__import__('os').system('touch {CANARY}')",
+        f'exec("{call}")',
+        f'eval("{call}")',
+        f"(lambda: {call})()",
+    ):
         yield code
         yield f"\\text{{{code}}}"
         yield f"1+{code}"
@@ -263,8 +271,12 @@ def _sets() -> Iterator[AnswerPair]:
         reference = ", ".join(f"\\boxed{{{item}}}" for item in items)
         for order in list(permutations(items))[:4]:
             yield AnswerPair(" and ".join(f"\\boxed{{{item}}}" for item in order), reference, True)
-            yield AnswerPair(" and ".join(f"$\\boxed{{{item}}}$" for item in order), f"\\{{{','.join(map(str, items))}\\}}", True)
-            yield AnswerPair(f"\\boxed{{\\{{{', '.join(map(str, order))}\\}}}}", f"\\{{{', '.join(map(str, items))}\\}}", True)
+            yield AnswerPair(
+                " and ".join(f"$\\boxed{{{item}}}$" for item in order), f"\\{{{','.join(map(str, items))}\\}}", True
+            )
+            yield AnswerPair(
+                f"\\boxed{{\\{{{', '.join(map(str, order))}\\}}}}", f"\\{{{', '.join(map(str, items))}\\}}", True
+            )
         yield AnswerPair(f"\\boxed{{{items[-1]}}}", reference, False)
         yield AnswerPair(f"\\boxed{{{', '.join(map(str, items[1:]))}}}", reference, False)
         yield AnswerPair(f"\\boxed{{\\{{{', '.join(map(str, (*items, 7)))}\\}}}}", reference, False)
@@ -327,7 +339,12 @@ def _roots() -> Iterator[AnswerPair]:
 
 def _complex() -> Iterator[AnswerPair]:
     for a, b in ((6, 5), (1, 2), (3, 4)):
-        for form in (f"#### {a} - {b}i", f"\\boxed{{{a}-{b}i}}", f"\\boxed{{-{b}i+{a}}}", f"$\\frac{{{2 * a}-{2 * b}i}}{{2}}$"):
+        for form in (
+            f"#### {a} - {b}i",
+            f"\\boxed{{{a}-{b}i}}",
+            f"\\boxed{{-{b}i+{a}}}",
+            f"$\\frac{{{2 * a}-{2 * b}i}}{{2}}$",
+        ):
             yield AnswerPair(form, f"{a} - {b}i", True)
             yield AnswerPair(form, f"{a} + {b}i", False)
         yield AnswerPair(f"\\boxed{{({a}+i)^2}}", f"{a * a - 1}+{2 * a}i", True)
@@ -359,7 +376,9 @@ def _functions() -> Iterator[AnswerPair]:
         yield AnswerPair(f"\\boxed{{{formula}}}", reference, True)
         yield AnswerPair(f"$${formula}$$", reference, True)
         yield AnswerPair(
-            f"\\boxed{{{formula}+1}}" if "begin" not in formula else "\\boxed{\\begin{pmatrix}1\\\\3\\end{pmatrix}}", reference, False
+            f"\\boxed{{{formula}+1}}" if "begin" not in formula else "\\boxed{\\begin{pmatrix}1\\\\3\\end{pmatrix}}",
+            reference,
+            False,
         )
     yield AnswerPair("#### 2pi", "2\\pi", True)
     yield AnswerPair("#### sin(x)", "\\sin x", True)
@@ -377,7 +396,13 @@ def _equations() -> Iterator[AnswerPair]:
 
 def _words() -> Iterator[AnswerPair]:
     for word, other in (("yes", "no"), ("left", "right"), ("Mount Everest", "Mont Blanc")):
-        for form in (word, f"{word.upper()}.", f"#### **{word}**", f"\\boxed{{\\text{{{word}}}}}", f"The answer is {word}."):
+        for form in (
+            word,
+            f"{word.upper()}.",
+            f"#### **{word}**",
+            f"\\boxed{{\\text{{{word}}}}}",
+            f"The answer is {word}.",
+        ):
             yield AnswerPair(form, word, True)
             yield AnswerPair(form, other, False)
     for letter in "ABCD":

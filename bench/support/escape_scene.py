@@ -1,4 +1,6 @@
-"""Where attempts to get out of the sandbox are made: things outside that would be worth having, and how an attempt is run."""
+"""Where attempts to get out of the sandbox are made: things outside that would be worth having, and how an attempt is
+run.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from rlearner_sandbox.command import SandboxLimits, python
 
 SECRET: Final = "a-secret-of-the-host-5261"
 GOT: Final = b"ESCAPED"
-LIMITS: Final = SandboxLimits(wall_s=20.0, cpu_s=1, memory_mib=128, processes=16, open_files=32, output_kib=256, file_mib=16)
+LIMITS: Final = SandboxLimits(
+    wall_s=20.0, cpu_s=1, memory_mib=128, processes=16, open_files=32, output_kib=256, file_mib=16
+)
 
 
 @dataclass

@@ -1,9 +1,8 @@
-"""Attempts to get out of the sandbox, each real; whether one succeeds is seen by what it got hold of, mostly from outside.
+"""Attempts to get out of the sandbox, each real; whether one succeeds is seen by what it got hold of, mostly from
+outside.
 
 Where it harms nobody, the same program run bare shows that it would succeed.
 """
-
-# ruff: noqa: E501 - programs
 
 from __future__ import annotations
 
@@ -60,30 +59,41 @@ ESCAPES: Final = (
         "    except OSError: pass",
     ),
     EscapeAttempt(
-        "host_proc", "for n in os.listdir('/proc'):\n    if n.isdigit() and b'sleep\\x00600' in read(f'/proc/{n}/cmdline'): got()"
+        "host_proc",
+        "for n in os.listdir('/proc'):\n    if n.isdigit() and b'sleep\\x00600' in read(f'/proc/{n}/cmdline'): got()",
     ),
-    EscapeAttempt("environment_of_others", "print(read('/proc/{pid}/environ')); print(read('/proc/%d/environ' % os.getppid()))"),
-    EscapeAttempt("root_of_another", "print(*map(read, ('/proc/1/root{secret}', '/proc/1/cwd/secret', '/proc/self/cwd/../..{secret}')))"),
+    EscapeAttempt(
+        "environment_of_others", "print(read('/proc/{pid}/environ')); print(read('/proc/%d/environ' % os.getppid()))"
+    ),
+    EscapeAttempt(
+        "root_of_another",
+        "print(*map(read, ('/proc/1/root{secret}', '/proc/1/cwd/secret', '/proc/self/cwd/../..{secret}')))",
+    ),
     EscapeAttempt("ptrace", "if libc.ptrace(0x4206, {pid}, 0, 0) == 0: got()"),  # PTRACE_SEIZE
     EscapeAttempt(
         "ptrace_itself",
-        "child = os.fork()\nif not child: time.sleep(5); os._exit(0)\nif libc.ptrace(0x4206, child, 0, 0) == 0: got()\nos.kill(child, 9)",
+        "child = os.fork()\nif not child: time.sleep(5); os._exit(0)\nif libc.ptrace(0x4206, child, 0, 0) == 0: "
+        "got()\nos.kill(child, 9)",
     ),
     EscapeAttempt(
         "fork_bomb",
-        "children = []\ntry:\n    for _ in range(40):\n        child = os.fork()\n        if not child: time.sleep(30); os._exit(0)\n"
-        "        children.append(child)\nexcept OSError: pass\nif len(children) >= 16: got()\nfor c in children: os.kill(c, 9)",
+        "children = []\ntry:\n    for _ in range(40):\n        child = os.fork()\n        if not child: "
+        "time.sleep(30); os._exit(0)\n"
+        "        children.append(child)\nexcept OSError: pass\nif len(children) >= 16: got()\nfor c in children: "
+        "os.kill(c, 9)",
     ),
     EscapeAttempt(
         "symlinks",
-        "os.symlink('{secret}', f'/tmp/link-{os.getpid()}'); p = f'/tmp/link-{os.getpid()}'; d = read(p); os.unlink(p); print(d)",
+        "os.symlink('{secret}', f'/tmp/link-{os.getpid()}'); p = f'/tmp/link-{os.getpid()}'; d = read(p); "
+        "os.unlink(p); print(d)",
     ),
     EscapeAttempt("environment", "print(dict(os.environ), read('/proc/self/environ'), read('/proc/1/environ'))"),
     EscapeAttempt("giant_output", "data = b'x' * 65536\nfor _ in range(64): os.write(1, data)", loud, how="output"),
     EscapeAttempt("memory", "data = bytearray(400 << 20); got()", how="memory"),
     EscapeAttempt(
         "memory_of_many",
-        "for _ in range(6):\n    if not os.fork(): d = b'x' * (50 << 20); time.sleep(20); got(); os._exit(0)\ntime.sleep(20)\ngot()",
+        "for _ in range(6):\n    if not os.fork(): d = b'x' * (50 << 20); time.sleep(20); got(); "
+        "os._exit(0)\ntime.sleep(20)\ngot()",
         slow,
         harmless=False,
         how="memory",
@@ -107,32 +117,39 @@ ESCAPES: Final = (
     ),
     EscapeAttempt(
         "writes_outside",
-        "for path in ('{folder}/written', '/written', os.__file__ + '.new', '/usr/lib/written', '/dev/written', '/proc/sys/kernel/hostname'):\n"
+        "for path in ('{folder}/written', '/written', os.__file__ + '.new', '/usr/lib/written', '/dev/written', "
+        "'/proc/sys/kernel/hostname'):\n"
         "    try: open(path, 'w').close()\n    except OSError: continue\n    got()\n    break\n",
         wrote,
     ),
     EscapeAttempt("setuid", "os.setuid(0) if os.getuid() else None\nos.setresuid(0, 0, 0); got()"),
     EscapeAttempt(
         "setuid_file",
-        "import subprocess\nfor p in ('/usr/bin/su', '/bin/su', '/usr/bin/mount'):\n    if os.path.exists(p) and os.stat(p).st_mode & 0o4000: got()",
+        "import subprocess\nfor p in ('/usr/bin/su', '/bin/su', '/usr/bin/mount'):\n    if os.path.exists(p) and "
+        "os.stat(p).st_mode & 0o4000: got()",
     ),
     EscapeAttempt(
         "mounting",
-        "tried = [libc.unshare(0x10000000), libc.unshare(0x00020000), libc.mount(b'none', b'/tmp', b'tmpfs', 0, b'')]\nif 0 in tried[:2]: got()",
+        "tried = [libc.unshare(0x10000000), libc.unshare(0x00020000), libc.mount(b'none', b'/tmp', b'tmpfs', 0, "
+        "b'')]\nif 0 in tried[:2]: got()",
         harmless=False,
     ),
     EscapeAttempt("namespaces", "if libc.unshare(0x00020000) == 0: got()"),
     EscapeAttempt("chroot", "os.chroot('/'); got()"),
     EscapeAttempt("signals", "os.kill({pid}, 9)", killed),
     EscapeAttempt("signals_to_all", "os.kill(-1, 9)", killed, harmless=False),
-    EscapeAttempt("files_of_the_system", "for p in ('/etc/shadow', '/etc/passwd', '/etc/hostname'):\n    if read(p): got()"),
+    EscapeAttempt(
+        "files_of_the_system", "for p in ('/etc/shadow', '/etc/passwd', '/etc/hostname'):\n    if read(p): got()"
+    ),
     EscapeAttempt(
         "home_and_repository",
-        f"for p in ({os.path.abspath(__file__)!r}, {os.path.expanduser('~/.bashrc')!r}, '/work'):\n    if os.path.exists(p): got()",
+        f"for p in ({os.path.abspath(__file__)!r}, {os.path.expanduser('~/.bashrc')!r}, '/work'):\n    if "
+        f"os.path.exists(p): got()",
     ),
     EscapeAttempt(
         "devices",
-        "for p in ('/dev/mem', '/dev/kmsg', '/dev/full', '/dev/random', '/dev/fuse', '/dev/kvm', '/dev/vda', '/dev/sda', '/dev/tty0'):\n"
+        "for p in ('/dev/mem', '/dev/kmsg', '/dev/full', '/dev/random', '/dev/fuse', '/dev/kvm', '/dev/vda', "
+        "'/dev/sda', '/dev/tty0'):\n"
         "    try: os.close(os.open(p, os.O_RDONLY | os.O_NONBLOCK)); got()\n    except OSError: pass",
     ),
     EscapeAttempt(
@@ -141,21 +158,29 @@ ESCAPES: Final = (
     ),
     EscapeAttempt(
         "outliving",
-        "if not os.fork():\n    os.setsid()\n    if os.fork(): os._exit(0)\n    null = os.open('/dev/null', 2)\n    for n in (0, 1, 2): os.dup2(null, n)\n"
-        "    os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(25)', '{marker}'])\ntime.sleep(0.3)",
+        "if not os.fork():\n    os.setsid()\n    if os.fork(): os._exit(0)\n    null = os.open('/dev/null', 2)\n    "
+        "for n in (0, 1, 2): os.dup2(null, n)\n"
+        "    os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(25)', "
+        "'{marker}'])\ntime.sleep(0.3)",
         outlived,
     ),
     EscapeAttempt(
         "huge_file",
-        "p = f'/tmp/huge-{os.getpid()}'\nf = open(p, 'wb')\ntry: os.ftruncate(f.fileno(), 200 << 20); got()\nfinally: os.unlink(p)",
+        "p = f'/tmp/huge-{os.getpid()}'\nf = open(p, 'wb')\ntry: os.ftruncate(f.fileno(), 200 << 20); got()\nfinally: "
+        "os.unlink(p)",
     ),
     EscapeAttempt(
         "many_files",
-        "n = 0\ntry:\n    for n in range(8): open(f'/tmp/f{n}', 'wb', 0).write(b'x' * (8 << 20)) == 8 << 20 or 1 / 0\n    got()\nexcept (OSError, ZeroDivisionError): pass",
+        "n = 0\ntry:\n    for n in range(8): open(f'/tmp/f{n}', 'wb', 0).write(b'x' * (8 << 20)) == 8 << 20 or 1 / 0\n "
+        "   got()\nexcept (OSError, ZeroDivisionError): pass",
         harmless=False,
     ),
     EscapeAttempt(
-        "deep_recursion", "sys.setrecursionlimit(10**9)\ndef f(n): return f(n + 1)\nf(0)\ngot()", slow, harmless=False, how="memory"
+        "deep_recursion",
+        "sys.setrecursionlimit(10**9)\ndef f(n): return f(n + 1)\nf(0)\ngot()",
+        slow,
+        harmless=False,
+        how="memory",
     ),
     EscapeAttempt("standard_input", "os.lseek(0, 0, 0); print(os.read(0, 1000))"),
     EscapeAttempt(

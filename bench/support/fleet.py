@@ -1,4 +1,5 @@
-"""The processes of one run, each of which may be killed, frozen, and started again as systemd would: for ``tests/chaos`` and ``bench``.
+"""The processes of one run, each of which may be killed, frozen, and started again as systemd would: for
+``tests/chaos`` and ``bench``.
 
 Nothing here takes part in the run. A process that ends without having been asked to is noted in ``RunFleet.crashes``.
 """
@@ -27,7 +28,12 @@ LOOK_EVERY_S: Final = 0.05
 PATIENCE_S: Final = 150.0  # longest wait for processes to leave, on a busy machine
 FENCED: Final = "a newer learner took over"  # what a learner says that ends with 2 because another one has its run
 WAITS: Final = b"waiting for the learner to resume it"  # what a process says that joins a run that is stopped
-MODULES: Final = {"learner": "rlearner.cli", "rollout": "rollout.cli", "envhub": "envhub.cli", "rewardhub": "rewardhub.cli"}
+MODULES: Final = {
+    "learner": "rlearner.cli",
+    "rollout": "rollout.cli",
+    "envhub": "envhub.cli",
+    "rewardhub": "rewardhub.cli",
+}
 
 
 @dataclass
@@ -183,7 +189,8 @@ class RunFleet:
             await asyncio.to_thread(self._server.stop)
 
     async def wait_done(self, children: Sequence[RunProcess], timeout_s: float = PATIENCE_S) -> None:
-        """Until all of them have ended with 0: by themselves, or told to because they came back when the run was over; or were fenced.
+        """Until all of them have ended with 0: by themselves, or told to because they came back when the run was over;
+        or were fenced.
 
         Raises:
             TimeoutError: one has not; says which.
@@ -231,8 +238,21 @@ def free_port() -> int:
 
 def run_audit(folder: Path, url: str, tap: Path | None = None) -> dict[str, Any]:
     """What ``rlearner audit RUN --json`` prints, with its exit code as ``code``."""
-    command = [sys.executable, "-m", "rlearner.cli", "audit", str(folder), "--json", "--broker", url, "--connect-deadline", "90"]
-    done = subprocess.run([*command, *(["--tap", str(tap)] if tap else [])], capture_output=True, text=True, timeout=300, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "rlearner.cli",
+        "audit",
+        str(folder),
+        "--json",
+        "--broker",
+        url,
+        "--connect-deadline",
+        "90",
+    ]
+    done = subprocess.run(
+        [*command, *(["--tap", str(tap)] if tap else [])], capture_output=True, text=True, timeout=300, check=False
+    )
     if not done.stdout.startswith("{"):
         raise RuntimeError(done.stderr)
     figures: dict[str, Any] = json.loads(done.stdout)

@@ -1,6 +1,8 @@
-"""A hub and all that it needs, for ``bench.envhub``: a broker, a run, tickets without end, and a server that answers after a fixed time.
+"""A hub and all that it needs, for ``bench.envhub``: a broker, a run, tickets without end, and a server that answers
+after a fixed time.
 
-The server, the tickets and the counting are in this process, the hub is one of its own, ``envhub.cli`` as users start it.
+The server, the tickets and the counting are in this process, the hub is one of its own, ``envhub.cli`` as users start
+it.
 """
 
 from __future__ import annotations
@@ -76,7 +78,9 @@ class HubScene:
     idle_mib: float = 0.0
 
     async def full(self, share: float = 0.9, within_s: float = 60.0) -> None:
-        """Wait until that share of the slots waits for the server, and then until what came with the start has passed."""
+        """Wait until that share of the slots waits for the server, and then until what came with the start has
+        passed.
+        """
         try:
             async with asyncio.timeout(within_s):
                 while self.server.waiting < share * self.n:  # noqa: ASYNC110 - the counter is no event
@@ -116,7 +120,9 @@ class HubScene:
 
 
 @asynccontextmanager
-async def scene(folder: Path, n: int, latency_s: float, group_size: int, *, hanging: int | None = None) -> AsyncIterator[HubScene]:
+async def scene(
+    folder: Path, n: int, latency_s: float, group_size: int, *, hanging: int | None = None
+) -> AsyncIterator[HubScene]:
     """A hub at work.
 
     Args:
@@ -124,7 +130,8 @@ async def scene(folder: Path, n: int, latency_s: float, group_size: int, *, hang
         n: its slots.
         latency_s: of the server.
         group_size: of every ticket.
-        hanging: environments run in processes, and this many of them hang; None: the lake as it ships, in the hub's loop.
+        hanging: environments run in processes, and this many of them hang; None: the lake as it ships, in the hub's
+        loop.
 
     Raises:
         UserError: no broker could be started.
@@ -139,7 +146,9 @@ async def scene(folder: Path, n: int, latency_s: float, group_size: int, *, hang
     tasks = []
     try:
         await bus.ensure_streams()
-        spec = wire.RunSpec(run="bench", wire_version=wire.WIRE_VERSION, epoch=1, config=_config(hanging), model_path=str(model))
+        spec = wire.RunSpec(
+            run="bench", wire_version=wire.WIRE_VERSION, epoch=1, config=_config(hanging), model_path=str(model)
+        )
         await runspec.publish_runspec(bus, spec)
         log = folder / "envhub.log"
         command = [sys.executable, "-m", "envhub.cli", "--broker", broker.url, "--run", "bench", "--n", str(n)]

@@ -8,7 +8,9 @@ from typing import Final
 
 import psutil
 
-NEVER_QUIET: Final = "nothing was measured: other processes took their share of the processors all the time; see --others"
+NEVER_QUIET: Final = (
+    "nothing was measured: other processes took their share of the processors all the time; see --others"
+)
 
 
 class OtherLoad:
@@ -35,7 +37,13 @@ def _look() -> tuple[float, float, float]:
 
 def _busy_s() -> float:
     times = psutil.cpu_times()
-    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0))
+    return float(
+        sum(times)
+        - times.idle
+        - getattr(times, "iowait", 0.0)
+        - getattr(times, "guest", 0.0)
+        - getattr(times, "guest_nice", 0.0)
+    )
 
 
 def _own_s() -> float:

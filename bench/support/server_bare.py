@@ -1,4 +1,6 @@
-"""The bare engine of ``bench.server``, in a process of its own: answers every line on stdin with one run of all requests."""
+"""The bare engine of ``bench.server``, in a process of its own: answers every line on stdin with one run of all
+requests.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ def asked(requests: list[tuple[list[int], int]], turn: str) -> list[wire.Generat
     """The same requests under other names."""
     return [
         wire.GenerateRequest(
-            request_id=f"{turn}-{index}", conversation_id=f"{turn}-{index}", token_ids=wire.column(prompt, "<i4"), deadline_s=600.0,
+            request_id=f"{turn}-{index}", conversation_id=f"{turn}-{index}", token_ids=wire.column(prompt, "<i4"),
+            deadline_s=600.0,
             sampling=wire.SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True),
         )
         for index, (prompt, length) in enumerate(requests)
@@ -29,9 +32,13 @@ def asked(requests: list[tuple[list[int], int]], turn: str) -> list[wire.Generat
 
 
 async def vllm_arm(folder: str, requests: list[tuple[list[int], int]], threads: int) -> tuple[Run, Callable[[], None]]:
-    """AsyncLLM as vLLM's documentation starts it, but for the process that the model is in, which is the server's choice; only the final
-    output is asked for, which costs it least."""
-    os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    """AsyncLLM as vLLM's documentation starts it, but for the process that the model is in, which is the server's
+    choice; only the final output is asked for, which costs it least."""
+    os.environ |= {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     from vllm import SamplingParams, TokensPrompt
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -42,14 +49,20 @@ async def vllm_arm(folder: str, requests: list[tuple[list[int], int]], threads: 
 
     arguments = AsyncEngineArgs(
         model=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=CONTEXT, max_num_seqs=len(requests) + 2,
-        max_num_batched_tokens=4096, kv_cache_memory_bytes=2**30, enforce_eager=True, disable_log_stats=True, generation_config="vllm",
+        max_num_batched_tokens=4096, kv_cache_memory_bytes=2**30, enforce_eager=True, disable_log_stats=True,
+        generation_config="vllm",
         block_size=32, distributed_executor_backend=IN_PROCESS,
     )  # fmt: skip
     llm = AsyncLLM.from_engine_args(arguments)
 
     async def one(name: str, prompt: list[int], length: int) -> list[int]:
         params = SamplingParams(
-            max_tokens=length, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY
+            max_tokens=length,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
         final: Any = None
         async for output in llm.generate(TokensPrompt(prompt_token_ids=prompt), params, name):
@@ -59,7 +72,9 @@ async def vllm_arm(folder: str, requests: list[tuple[list[int], int]], threads: 
 
     async def run(turn: str) -> list[list[int]]:
         await llm.reset_prefix_cache()
-        return list(await asyncio.gather(*(one(f"{turn}-{i}", prompt, length) for i, (prompt, length) in enumerate(requests))))
+        return list(
+            await asyncio.gather(*(one(f"{turn}-{i}", prompt, length) for i, (prompt, length) in enumerate(requests)))
+        )
 
     return run, llm.shutdown
 

@@ -1,4 +1,6 @@
-"""The asking half of ``bench.server --http``: every request is a stream of the server's OpenAI-compatible API, a chunk for each token."""
+"""The asking half of ``bench.server --http``: every request is a stream of the server's OpenAI-compatible API, a chunk
+for each token.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ class StreamedServer:
 
     async def _one(self, session: aiohttp.ClientSession, request: wire.GenerateRequest) -> list[int]:
         body: dict[str, Any] = {
-            "prompt": request.token_ids.array().tolist(), "max_tokens": request.sampling.max_tokens, "temperature": 0, "ignore_eos": True,
+            "prompt": request.token_ids.array().tolist(), "max_tokens": request.sampling.max_tokens, "temperature": 0,
+            "ignore_eos": True,
             "logprobs": 0, "stream": True, "prompt_cache_key": request.conversation_id,
         }  # fmt: skip
         tokens: list[int] = []

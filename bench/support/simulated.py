@@ -1,4 +1,6 @@
-"""A learner's backend and an engine that take as long as large ones: the work itself is that of a tiny model. For ``bench.faults``."""
+"""A learner's backend and an engine that take as long as large ones: the work itself is that of a tiny model. For
+``bench.faults``.
+"""
 
 from __future__ import annotations
 

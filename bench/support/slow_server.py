@@ -32,8 +32,8 @@ class _Asked(msgspec.Struct):
 class SlowServer:
     """A rollout server that answers any request with a random move after a latency with bounded jitter.
 
-    It is to cost next to nothing, for it shares two cores with the hub that is measured: it reads of a request no more than the id,
-    and all answers that are due within a millisecond leave together.
+    It is to cost next to nothing, for it shares two cores with the hub that is measured: it reads of a request no more
+    than the id, and all answers that are due within a millisecond leave together.
 
     Attributes:
         latency_s: on average.
@@ -112,5 +112,19 @@ class SlowServer:
         )
 
     def _presence(self) -> wire.Presence:
-        common: dict[str, Any] = {"role": "rollout", "host": "bench", "pid": os.getpid(), "state": "serving", "policy": wire.ACTOR}
-        return wire.Presence(id="bench-server", address=self.address, channel="zmq", epoch=1, policy_version=0, slots=MANY_SLOTS, **common)
+        common: dict[str, Any] = {
+            "role": "rollout",
+            "host": "bench",
+            "pid": os.getpid(),
+            "state": "serving",
+            "policy": wire.ACTOR,
+        }
+        return wire.Presence(
+            id="bench-server",
+            address=self.address,
+            channel="zmq",
+            epoch=1,
+            policy_version=0,
+            slots=MANY_SLOTS,
+            **common,
+        )

@@ -23,7 +23,9 @@ class ByteMovers:
             port = probe.getsockname()[1]
         command = [sys.executable, "-m", "bench.support.update_bare", str(port), str(size_bytes)]
         self._processes = [
-            subprocess.Popen([*command, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE if rank == 0 else None, bufsize=0)
+            subprocess.Popen(
+                [*command, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE if rank == 0 else None, bufsize=0
+            )
             for rank in range(2)
         ]
         assert self._processes[0].stdout is not None

@@ -1,4 +1,6 @@
-"""What is seen of a run from outside while its processes are killed: steps, tickets in flight, and how long a recovery takes."""
+"""What is seen of a run from outside while its processes are killed: steps, tickets in flight, and how long a recovery
+takes.
+"""
 
 from __future__ import annotations
 
@@ -85,12 +87,15 @@ class FleetWatch:
             if self._blind is not None:
                 raise self._blind
             if time.monotonic() - began > timeout_s:
-                raise TimeoutError(f"not within {timeout_s:g} s; newest step {self.step()}, {len(self.first)} tickets ended")
+                raise TimeoutError(
+                    f"not within {timeout_s:g} s; newest step {self.step()}, {len(self.first)} tickets ended"
+                )
             await asyncio.sleep(every_s)
         return time.monotonic() - began
 
     async def recovery_s(self, role: str, strike: Callable[[], Awaitable[None]], timeout_s: float = 60.0) -> float:
-        """Strike, and measure until what was in flight has arrived; for the learner, until it has trained a step it had not before.
+        """Strike, and measure until what was in flight has arrived; for the learner, until it has trained a step it had
+        not before.
 
         This is longer than until survivors hold the victim's work: it holds the work itself too.
 

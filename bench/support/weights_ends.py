@@ -1,4 +1,6 @@
-"""The two processes of ``bench.weights``: what each sends and takes, in lockstep, through the parts that the learner and a server use."""
+"""The two processes of ``bench.weights``: what each sends and takes, in lockstep, through the parts that the learner
+and a server use.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,14 @@ class ChannelEnd:
         shared: bool,
         dtype: str | None,
     ) -> None:
-        self.store, self.port, self.rank, self.serial, self.model, self.shared = store, port, rank, serial, model, shared
+        self.store, self.port, self.rank, self.serial, self.model, self.shared = (
+            store,
+            port,
+            rank,
+            serial,
+            model,
+            shared,
+        )
         self.plan, self.dtype, self.copies = plan_of(model, bucket_mib, dtype=dtype), dtype, list[float]()
         self.window: SegmentReader | None = None
         segment = SharedSegment(self.plan) if rank == 0 and shared else None
@@ -117,7 +126,9 @@ class ChannelEnd:
         session = session_name(1, self.serial, self.uses)
         self.uses += 1
         if self.staging is not None:
-            start = StartTransfer(session, version, ("receiver",), fresh=self.uses == 1 and not self.shared, num_shared=int(self.shared))
+            start = StartTransfer(
+                session, version, ("receiver",), fresh=self.uses == 1 and not self.shared, num_shared=int(self.shared)
+            )
             with self.staging.sending(version) as staged:
                 sent = lead(self.store, start, staged, self.communicator, SETTINGS, WaitMonitor(), self.base)
             self.communicator, self.sent_bytes = sent.communicator, sent.size_bytes
@@ -133,7 +144,9 @@ class ChannelEnd:
                 shared=self.shared,
             )
             arrival = self.buffers.take(self.plan, CPU)
-            received = follow(self.store, answer, digest, arrival, self.communicator, SETTINGS, WaitMonitor(), self.window)
+            received = follow(
+                self.store, answer, digest, arrival, self.communicator, SETTINGS, WaitMonitor(), self.window
+            )
             self.communicator, self.flat = received.communicator, arrival.flat
             self.buffers.arrived(arrival, received.digest)
 
@@ -162,7 +175,9 @@ class ChannelEnd:
         self.copies.append(time.perf_counter() - started)
 
     def _dequantised(self) -> dict[str, Tensor]:
-        return fp8.DequantizedModel(self.flat.tensors, {name: tensor.dtype for name, tensor in self.model.items()}).made()
+        return fp8.DequantizedModel(
+            self.flat.tensors, {name: tensor.dtype for name, tensor in self.model.items()}
+        ).made()
 
 
 class EndProcess:
@@ -172,11 +187,19 @@ class EndProcess:
         torch.set_num_threads(1)
         self.rank, self.port, self.options = rank, port, options
         self.store = connect_store(HOST, port, 60.0)
-        self.bare = WeightGroup(self.store, "bare", rank, 2, backend="gloo", host=HOST, timeout_s=60.0, connect_timeout_s=60.0)
+        self.bare = WeightGroup(
+            self.store, "bare", rank, 2, backend="gloo", host=HOST, timeout_s=60.0, connect_timeout_s=60.0
+        )
         self.meetings, self.channels = 0, 0
 
     def channel(
-        self, model: dict[str, Tensor], *, shared: bool, delta: bool = False, kept: bool = True, dtype: str | None = None
+        self,
+        model: dict[str, Tensor],
+        *,
+        shared: bool,
+        delta: bool = False,
+        kept: bool = True,
+        dtype: str | None = None,
     ) -> ChannelEnd:
         self.channels += 1
         more = {"delta": delta, "kept": kept, "shared": shared, "dtype": dtype}
@@ -212,7 +235,9 @@ class EndProcess:
         taken: list[list[float]] = []
         for pair in range(-WARM_UP, self.options.pairs):
             order = list(enumerate(calls))
-            seconds = {which: self.timed(partial(call, pair + 100)) for which, call in (order if pair % 2 else order[::-1])}
+            seconds = {
+                which: self.timed(partial(call, pair + 100)) for which, call in (order if pair % 2 else order[::-1])
+            }
             if pair >= 0:
                 taken.append([seconds[which] for which in range(len(calls))])
         return taken

@@ -1,7 +1,8 @@
 """Several messages of the request channel in one: what leaves together travels together.
 
-Requests and answers come in bursts, for a generation server answers many after one decoding step. ZeroMQ takes as long for one small
-message as for many in one, and its own thread is woken for each. A bundle is a MessagePack list of pairs of a token and a message.
+Requests and answers come in bursts, for a generation server answers many after one decoding step. ZeroMQ takes as long
+for one small message as for many in one, and its own thread is woken for each. A bundle is a MessagePack list of pairs
+of a token and a message.
 """
 
 from __future__ import annotations

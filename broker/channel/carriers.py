@@ -2,7 +2,8 @@
 
 Two carriers with one contract, chosen by ``broker.channel``: ZeroMQ (DEALER/ROUTER, address from presence) and NATS
 request/reply, for sites without a direct route. Neither stores anything: a request that gets no answer is asked again
-elsewhere by the asker. What the carriers have in common stands in ``channel_desk`` (server) and ``channel_asker`` (client).
+elsewhere by the asker. What the carriers have in common stands in ``channel_desk`` (server) and ``channel_asker``
+(client).
 """
 
 from __future__ import annotations
@@ -17,15 +18,21 @@ from broker.settings.registry import resolve
 Handler = Callable[[wire.GenerateRequest], Awaitable[wire.GenerateReply]]
 AbortHandler = Callable[[str], None]
 
-SERVERS: Final[dict[str, str]] = {"zmq": "broker.channel.over_zmq:ZmqServer", "nats": "broker.channel.over_nats:NatsServer"}
-CLIENTS: Final[dict[str, str]] = {"zmq": "broker.channel.over_zmq:ZmqClient", "nats": "broker.channel.over_nats:NatsClient"}
+SERVERS: Final[dict[str, str]] = {
+    "zmq": "broker.channel.over_zmq:ZmqServer",
+    "nats": "broker.channel.over_nats:NatsServer",
+}
+CLIENTS: Final[dict[str, str]] = {
+    "zmq": "broker.channel.over_zmq:ZmqClient",
+    "nats": "broker.channel.over_nats:NatsClient",
+}
 
 
 class ChannelServer(Protocol):
     """Answers requests; handlers run concurrently, one task per request.
 
-    A request that does not decode goes to the dead letters and is answered with finish_reason ``error``, as is one whose
-    handler raises.
+    A request that does not decode goes to the dead letters and is answered with finish_reason ``error``, as is one
+    whose handler raises.
 
     Attributes:
         address: what presence announces; known once started.
@@ -54,7 +61,8 @@ class ChannelClient(Protocol):
         """Ask the server at ``address``. When cancelled or out of time, the server is told to abort.
 
         Raises:
-            RequestFailed: no answer within ``timeout_s``, nobody there, the connection broke, or an answer that does not decode.
+            RequestFailed: no answer within ``timeout_s``, nobody there, the connection broke, or an answer that does
+            not decode.
             WireError: the request breaks its own rules; nothing was sent.
         """
         ...

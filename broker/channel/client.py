@@ -15,7 +15,8 @@ from broker.jetstream.bus import Bus
 
 CLOCK_S: Final = 0.001  # a timer may be early by the resolution of the loop's clock
 
-_Waiting = tuple[str, asyncio.Future[bytes], float, float, str]  # address, for the answer, until when, timeout_s, request_id
+# address, for the answer, until when, timeout_s, request_id
+_Waiting = tuple[str, asyncio.Future[bytes], float, float, str]
 
 
 class RequestCarrier(Protocol):
@@ -45,7 +46,8 @@ class RequestClient:
         self._bus, self._carrier = bus, carrier
         self._tokens = itertools.count(1)
         self._waiting: dict[str, _Waiting] = {}
-        self._alarm: asyncio.TimerHandle | None = None  # one for all: a timer for each request costs more than looking for the next
+        # one for all: a timer for each request costs more than looking for the next
+        self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = math.inf
         self._background: set[asyncio.Task[None]] = set()
 
@@ -118,7 +120,9 @@ class RequestClient:
         self._alarm, self._alarm_at = loop.call_at(at, self._expire), at
 
     def _expire(self) -> None:
-        """Fail who has waited too long, and wake again for the next; none is waited for where all have their answers."""
+        """Fail who has waited too long, and wake again for the next; none is waited for where all have their
+        answers.
+        """
         loop = asyncio.get_running_loop()
         now = loop.time() + CLOCK_S
         next_at, self._alarm, self._alarm_at = math.inf, None, math.inf

@@ -36,7 +36,9 @@ def error_reply(server_id: str, request_id: str, error: str) -> wire.GenerateRep
 
 
 class RequestEndpoint:
-    """Takes the requests of one server, runs each in a task of its own, and answers through what the carrier gave it."""
+    """Takes the requests of one server, runs each in a task of its own, and answers through what the carrier gave
+    it.
+    """
 
     def __init__(self, bus: Bus, server_id: str, handle: Handler, abort: AbortHandler) -> None:
         self._bus, self._server_id, self._handle, self._abort = bus, server_id, handle, abort

@@ -30,7 +30,9 @@ class NatsServer:
     async def start(self, handle: Handler, abort: AbortHandler) -> None:
         """Subscribe and begin to answer."""
         self._desk = RequestEndpoint(self._bus, self.address, handle, abort)
-        self._subscribed = await self._bus.link.subscribe(GENERATE.subject(self._bus.run, self.address), self._on_request)
+        self._subscribed = await self._bus.link.subscribe(
+            GENERATE.subject(self._bus.run, self.address), self._on_request
+        )
 
     async def close(self) -> None:
         """Answer what is outstanding, then unsubscribe."""

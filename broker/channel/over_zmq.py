@@ -1,8 +1,8 @@
 """Generation requests over ZeroMQ: the asker's DEALER to the server's ROUTER, one socket per server address.
 
 Delivery: at most once. A message is lost when the connection breaks; the asker sees the break and asks elsewhere.
-Each message of ZeroMQ is a bundle (see ``channel_bundle``) of pairs (token, message) in either direction; a token is chosen by the asker
-and empty for an abort.
+Each message of ZeroMQ is a bundle (see ``channel_bundle``) of pairs (token, message) in either direction; a token is
+chosen by the asker and empty for an abort.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from broker.jetstream.bus import Bus
 from broker.server.private_server import require_loopback
 
 LINGER_MS: Final = 1000  # how long close waits for answers to leave
-FAREWELL_S: Final = 0.1  # from the last answer to the end of the connection: with IMMEDIATE, what an asker has not read by then is lost
+# from the last answer to the end of the connection: with IMMEDIATE, what an asker has not read by then is lost
+FAREWELL_S: Final = 0.1
 HEARTBEAT_MS: Final = 2000
 SILENT_MS: Final = 10_000  # a peer that answers no heartbeat for this long is gone, even if TCP has not noticed
 LOST: Final = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED  # an answer can no longer come; nobody listens
@@ -107,7 +108,8 @@ class ZmqClient:
 
     def __init__(self, bus: Bus) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))  # a line takes three, and the default is 1,023
+        # a line takes three, and the default is 1,023
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._lines: dict[str, _Line] = {}
         self._asker = RequestClient(bus, self)
         self._closed = False
@@ -152,7 +154,8 @@ class ZmqClient:
         except zmq.ZMQError as error:
             raise RequestFailed(f"{address}: no connection can be opened: {error}") from None
         try:
-            socket.setsockopt(zmq.IMMEDIATE, 1)  # send only where someone is, instead of queueing for a server that is gone
+            # send only where someone is, instead of queueing for a server that is gone
+            socket.setsockopt(zmq.IMMEDIATE, 1)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
             monitor = socket.get_monitor_socket(LOST)
         except zmq.ZMQError as error:
@@ -181,7 +184,9 @@ class ZmqClient:
             self._asker.answered(token, message)
 
     def _lost(self, address: str, socket: LoopSocket, frames: Frames) -> None:
-        """A server that closes answers first, so what had arrived before the connection ended is read before it counts."""
+        """A server that closes answers first, so what had arrived before the connection ended is read before it
+        counts.
+        """
         refused = parse_monitor_message(frames)["event"] == zmq.EVENT_CONNECT_RETRIED
         socket.read_all()
         self._asker.fail_all("nobody listens there" if refused else "the connection broke", address)

@@ -1,11 +1,13 @@
 """A plain ZeroMQ socket on the running event loop: calls back with what arrives, and sends in batches.
 
-Reading: the loop watches the socket's file descriptor, which is edge-triggered. It tells that something happened, not that
-something is there, and sending may take the news off it. So a sender looks once more after sending, and looking continues until there
-is nothing left. Against ``zmq.asyncio`` this saves a future, a task step and a timer for every message.
+Reading: the loop watches the socket's file descriptor, which is edge-triggered. It tells that something happened, not
+that something is there, and sending may take the news off it. So a sender looks once more after sending, and looking
+continues until there is nothing left. Against ``zmq.asyncio`` this saves a future, a task step and a timer for every
+message.
 
-Sending: a message that finds ZeroMQ's own thread asleep has to wake it, which costs more than all the rest of sending, as at
-the other end. So messages wait for the end of the loop's turn, or for some more of them, and leave together, in one bundle for each peer.
+Sending: a message that finds ZeroMQ's own thread asleep has to wake it, which costs more than all the rest of sending,
+as at the other end. So messages wait for the end of the loop's turn, or for some more of them, and leave together, in
+one bundle for each peer.
 """
 
 from __future__ import annotations

@@ -1,1 +1,3 @@
-"""What crosses a process: messages, streams, and the rules that their values keep. ``docs/wire.md`` is generated from here."""
+"""What crosses a process: messages, streams, and the rules that their values keep. ``docs/wire.md`` is generated from
+here.
+"""

@@ -1,7 +1,7 @@
 """What the types of ``broker.contract.wire`` cannot say: ranges, dtypes, and fields that must agree with each other.
 
-Ranges and names are data, so that docs/wire.md shows them. NaN lies in no range and infinity lies outside every one, so a
-range also says that a number is finite.
+Ranges and names are data, so that docs/wire.md shows them. NaN lies in no range and infinity lies outside every one, so
+a range also says that a number is finite.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ SHARE: Final = ValueRange(SMALLEST, 1, "> 0 and <= 1")
 RANGES: Final[dict[type, dict[str, ValueRange]]] = {
     wire.Ticket: {
         "number": COUNT, "task_index": NATURAL, "seed": NATURAL, "min_version": VERSION, "max_staleness": NATURAL,
-        "group_size": COUNT, "min_group_size": COUNT, "deadline_s": POSITIVE, "num_greedy": NATURAL, "num_redundant": NATURAL,
+        "group_size": COUNT, "min_group_size": COUNT, "deadline_s": POSITIVE, "num_greedy": NATURAL,
+        "num_redundant": NATURAL,
     },
     wire.EvalTicket: {
         "number": COUNT, "task_index": NATURAL, "seed": NATURAL, "eval_step": NATURAL, "min_version": VERSION,
@@ -76,12 +77,15 @@ RANGES: Final[dict[type, dict[str, ValueRange]]] = {
     wire.Adapter: {"rank": COUNT, "scale": POSITIVE},
     wire.WeightsOffer: {"epoch": NATURAL, "version": VERSION, "size_bytes": NATURAL},
     wire.WeightsJoin: {"epoch": NATURAL, "version": VERSION},
-    wire.WeightsSession: {"rank": NATURAL, "world_size": NATURAL, "port": PORT, "version": VERSION, "timeout_s": NATURAL},
+    wire.WeightsSession: {"rank": NATURAL, "world_size": NATURAL, "port": PORT, "version": VERSION,
+        "timeout_s": NATURAL},
     wire.SamplingParams: {
-        "max_tokens": COUNT, "temperature": NATURAL, "top_p": SHARE, "top_k": NATURAL, "min_p": FRACTION, "seed": NATURAL,
+        "max_tokens": COUNT, "temperature": NATURAL, "top_p": SHARE, "top_k": NATURAL, "min_p": FRACTION,
+        "seed": NATURAL,
         "frequency_penalty": PENALTY, "presence_penalty": PENALTY, "top_logprobs": NATURAL,
     },
-    wire.GenerateRequest: {"min_version": VERSION, "deadline_s": POSITIVE, "expected_tokens": NATURAL, "prompt_top_k": NATURAL},
+    wire.GenerateRequest: {"min_version": VERSION, "deadline_s": POSITIVE, "expected_tokens": NATURAL,
+        "prompt_top_k": NATURAL},
     wire.AbortRequest: {},
     wire.GenerateReply: {"policy_version": OPTIONAL, "prefix_hit_tokens": NATURAL},
     wire.Metrics: {"time": NATURAL},
@@ -89,7 +93,8 @@ RANGES: Final[dict[type, dict[str, ValueRange]]] = {
     wire.Attempt: {"deaths": NATURAL},
     wire.DesiredState: {},
     wire.Presence: {
-        "pid": NATURAL, "epoch": NATURAL, "policy_version": OPTIONAL, "slots": NATURAL, "running": NATURAL, "waiting": NATURAL,
+        "pid": NATURAL, "epoch": NATURAL, "policy_version": OPTIONAL, "slots": NATURAL, "running": NATURAL,
+        "waiting": NATURAL,
         "speed": NATURAL, "idle_ratio": OPTIONAL_FRACTION,
     },
     wire.RunSpec: {"wire_version": NATURAL, "epoch": NATURAL, "created": NATURAL},
@@ -118,14 +123,19 @@ def check(message: wire.Message) -> None:
     try:
         for rule in _CHECKS[type(message)]:
             rule(message)
-    except (TypeError, AttributeError, KeyError, RecursionError) as error:  # built in this process with a value of a wrong type
+    except (
+        TypeError,
+        AttributeError,
+        KeyError,
+        RecursionError,
+    ) as error:  # built in this process with a value of a wrong type
         raise WireError(" ".join(f"{type(message).__name__}: {error}".split())) from None
 
 
 def check_trajectory(trajectory: wire.Trajectory) -> None:
-    """Columns have n values each, at least one; turns are ordered, apart and inside; the mask is 1 in them, 0 at tokens drawn from a
-    reshaped distribution, and 0 elsewhere; logprobs are 0 where it is 0, finite and at most 0.001; token ids are >= 0; version runs have
-    counts >= 1 that add up to the ones of the mask."""
+    """Columns have n values each, at least one; turns are ordered, apart and inside; the mask is 1 in them, 0 at tokens
+    drawn from a reshaped distribution, and 0 elsewhere; logprobs are 0 where it is 0, finite and at most 0.001; token
+    ids are >= 0; version runs have counts >= 1 that add up to the ones of the mask."""
     _check_structure(trajectory)
     _check_values([trajectory])
 
@@ -175,7 +185,8 @@ def _check_structure(trajectory: wire.Trajectory) -> None:
 
 def _check_values(trajectories: list[wire.Trajectory]) -> None:
     """The token ids and logprobs of trajectories whose structure is right."""
-    if sum(len(one.token_ids.data) for one in trajectories) >= LONG_BYTES:  # a call more costs nothing then, a copy memory
+    # a call more costs nothing then, a copy memory
+    if sum(len(one.token_ids.data) for one in trajectories) >= LONG_BYTES:
         for one in trajectories:
             _check_token_ids("Trajectory", one.token_ids.data)
             _check_logprobs("Trajectory", one.logprobs.data)
@@ -185,7 +196,9 @@ def _check_values(trajectories: list[wire.Trajectory]) -> None:
 
 
 def _check_turns(turns: list[wire.Turn], mask: bytes, logprobs: bytes, n: int) -> int:
-    """Turns are ordered, apart and inside; the mask is 0 or 1 in them and 0 between, logprobs are 0 where it is; the ones in them."""
+    """Turns are ordered, apart and inside; the mask is 0 or 1 in them and 0 between, logprobs are 0 where it is; the
+    ones in them.
+    """
     position = sampled = 0
     for turn in turns:
         start, end = turn.start, turn.end
@@ -206,7 +219,9 @@ def _check_turns(turns: list[wire.Turn], mask: bytes, logprobs: bytes, n: int) -
 
 
 def _check_mixed(mask: bytes, logprobs: bytes, start: int, end: int) -> int:
-    """A turn with tokens that are not trained on, for what they were drawn from was reshaped: mask and logprob 0; the number of others."""
+    """A turn with tokens that are not trained on, for what they were drawn from was reshaped: mask and logprob 0; the
+    number of others.
+    """
     flags = np.frombuffer(mask, np.uint8, end - start, start)
     if np.any(flags > 1):
         raise _wrong("Trajectory", "loss_mask", "another value", f"must be 0 or 1 in the turn {start}:{end}")
@@ -220,7 +235,9 @@ def _check_gap(mask: bytes, logprobs: bytes, start: int, end: int) -> None:
     length = end - start
     if not mask.startswith(bytes(length), start):
         raise _wrong("Trajectory", "loss_mask", "another value", f"must be 0 outside the turns, in {start}:{end}")
-    if not logprobs.startswith(bytes(4 * length), 4 * start) and np.any(np.frombuffer(logprobs, _F4, length, 4 * start) != 0):
+    if not logprobs.startswith(bytes(4 * length), 4 * start) and np.any(
+        np.frombuffer(logprobs, _F4, length, 4 * start) != 0
+    ):
         raise _wrong("Trajectory", "logprobs", "another value", f"must be 0 where the mask is 0, in {start}:{end}")
 
 
@@ -241,8 +258,9 @@ def _check_column(message: str, field: str, column: wire.Column, dtype: str, n: 
 
 
 def _check_token_ids(message: str, data: bytes | bytearray) -> None:
-    """No id is negative, that is: the sign bit, in the last byte of each four, is never set. For short columns looking at
-    these bytes is several times as fast as numpy; for long ones argmin is (and of writable memory it makes no copy)."""
+    """No id is negative, that is: the sign bit, in the last byte of each four, is never set. For short columns
+    looking at these bytes is several times as fast as numpy; for long ones argmin is (and of writable memory it
+    makes no copy)."""
     if len(data) <= SHORT_BYTES and data[3::4].isascii():
         return
     if data:
@@ -253,7 +271,9 @@ def _check_token_ids(message: str, data: bytes | bytearray) -> None:
 
 
 def _check_logprobs(message: str, data: bytes | bytearray) -> None:
-    """A NaN counts as the least and as the greatest, and fails either comparison. A few values are looked at faster one by one."""
+    """A NaN counts as the least and as the greatest, and fails either comparison. A few values are looked at faster one
+    by one.
+    """
     if len(data) <= FEW_BYTES:
         for (value,) in _FLOAT.iter_unpack(data):
             if not -LARGEST <= value <= LOGPROB_EPS:
@@ -293,15 +313,21 @@ def _check_group(group: wire.Group) -> None:
 def _check_ticket(ticket: wire.Ticket) -> None:
     """min_group_size is at most group_size less the redundant ones, and one episode at least is not greedy."""
     if ticket.min_group_size > ticket.group_size:
-        raise _wrong("Ticket", "min_group_size", ticket.min_group_size, f"must be at most group_size, {ticket.group_size}")
+        raise _wrong(
+            "Ticket", "min_group_size", ticket.min_group_size, f"must be at most group_size, {ticket.group_size}"
+        )
     if ticket.num_greedy >= ticket.group_size:
         raise _wrong("Ticket", "num_greedy", ticket.num_greedy, f"must be below group_size, {ticket.group_size}")
     if ticket.num_redundant > ticket.group_size - ticket.min_group_size:
-        raise _wrong("Ticket", "num_redundant", ticket.num_redundant, f"must leave min_group_size, {ticket.min_group_size}")
+        raise _wrong(
+            "Ticket", "num_redundant", ticket.num_redundant, f"must leave min_group_size, {ticket.min_group_size}"
+        )
 
 
 def _check_offer(offer: wire.WeightsOffer) -> None:
-    """The probe has n >= 2 token ids >= 0 and n - 1 finite logprobs of at most 0.001; an adapter has targets, all of them named."""
+    """The probe has n >= 2 token ids >= 0 and n - 1 finite logprobs of at most 0.001; an adapter has targets, all of
+    them named.
+    """
     if offer.adapter is not None:
         _numbers(offer.adapter)
         if not all(offer.adapter.targets or [""]):
@@ -324,8 +350,8 @@ def _check_session(session: wire.WeightsSession) -> None:
 
 
 def _check_request(request: wire.GenerateRequest) -> None:
-    """There is a request_id and at least one token id; token ids are >= 0, stop strings are not empty; biases are from -100 to 100, and a
-    guides have at most 2^16 characters."""
+    """There is a request_id and at least one token id; token ids are >= 0, stop strings are not empty; biases are from
+    -100 to 100, and a guides have at most 2^16 characters."""
     sampling, ids = request.sampling, request.token_ids
     _numbers(sampling)
     if sampling.stop and "" in sampling.stop:
@@ -346,7 +372,10 @@ def _check_reshaping(sampling: wire.SamplingParams) -> None:
     for token, bias in sampling.logit_bias.items():
         if token < 0 or not -MAX_BIAS <= bias <= MAX_BIAS:
             raise _wrong(
-                "SamplingParams", "logit_bias", {token: bias}, f"must be token ids >= 0 with numbers from -{MAX_BIAS} to {MAX_BIAS}"
+                "SamplingParams",
+                "logit_bias",
+                {token: bias},
+                f"must be token ids >= 0 with numbers from -{MAX_BIAS} to {MAX_BIAS}",
             )
     if any(not guide.schema for guide in sampling.guides):
         raise _wrong("Guide", "schema", "''", "must not be empty")
@@ -362,8 +391,9 @@ def _check_request_id(request: wire.GenerateRequest | wire.AbortRequest) -> None
 
 
 def _check_reply(reply: wire.GenerateReply) -> None:
-    """Columns have k values each, version runs count them; with finish_reason `error` there is a text in error and k is 0; top_ids
-    and top_logprobs come together, one value each, and as many for each of k sampled tokens; reshaped holds 0 and 1."""
+    """Columns have k values each, version runs count them; with finish_reason `error` there is a text in error and k is
+    0; top_ids and top_logprobs come together, one value each, and as many for each of k sampled tokens; reshaped holds
+    0 and 1."""
     ids, logprobs = reply.token_ids, reply.logprobs
     n = len(ids.data) // 4
     if ids.dtype != "<i4" or logprobs.dtype != "<f4" or len(ids.data) % 4 or len(logprobs.data) != 4 * n:
@@ -378,9 +408,18 @@ def _check_reply(reply: wire.GenerateReply) -> None:
         if reply.top_ids is None or reply.top_logprobs is None:
             raise _wrong("GenerateReply", "top_ids", "alone", "must come with top_logprobs")
         if n and len(reply.top_ids.data) % (4 * n):
-            raise _wrong("GenerateReply", "top_ids", f"of {len(reply.top_ids.data)} bytes", f"must be as many for each of {n} tokens")
+            raise _wrong(
+                "GenerateReply",
+                "top_ids",
+                f"of {len(reply.top_ids.data)} bytes",
+                f"must be as many for each of {n} tokens",
+            )
         _check_column(
-            "GenerateReply", "top_logprobs", reply.top_logprobs, "<f4", _check_column("GenerateReply", "top_ids", reply.top_ids, "<i4")
+            "GenerateReply",
+            "top_logprobs",
+            reply.top_logprobs,
+            "<f4",
+            _check_column("GenerateReply", "top_ids", reply.top_ids, "<i4"),
         )
         _check_token_ids("GenerateReply", reply.top_ids.data)
         _check_logprobs("GenerateReply", reply.top_logprobs.data)
@@ -457,12 +496,15 @@ def _numbers(message: Any) -> None:
 
 
 def _in_range(kind: type) -> Callable[[Any], bool]:
-    """What compares all numbers of a struct in one expression, which is a third of the time of going through the table for each."""
+    """What compares all numbers of a struct in one expression, which is a third of the time of going through the table
+    for each.
+    """
     terms = []
     for field, (least, most, _) in RANGES[kind].items():
         optional = f"m.{field} is None or " if kind.__annotations__[field].endswith("| None") else ""
         terms.append(f"({optional}{least!r} <= m.{field} <= {most!r})")
-    found: Callable[[Any], bool] = eval(f"lambda m: {' and '.join(terms) or True}")  # nothing but what stands in the table above
+    # nothing but what stands in the table above
+    found: Callable[[Any], bool] = eval(f"lambda m: {' and '.join(terms) or True}")
     return found
 
 

@@ -14,7 +14,8 @@ from broker.errors import TooLarge, WireError
 M = TypeVar("M", bound=wire.Message)
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODERS: dict[tuple[type[wire.Message], ...], tuple[Callable[[Buffer], Any], int]] = {}  # what decodes these types, and most bytes of any
+# what decodes these types, and most bytes of any
+_DECODERS: dict[tuple[type[wire.Message], ...], tuple[Callable[[Buffer], Any], int]] = {}
 
 
 class _Nothing(wire.Message, frozen=True, tag=""):

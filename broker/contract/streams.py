@@ -60,7 +60,9 @@ class Stream:
         return ".".join(["rl", token(run, "run"), self.name, *(token(one, self.name) for one in tokens)])
 
     def all_subjects(self, run: str, *first: str) -> str:
-        """The subject pattern that matches every key, or every key whose first parts are these; an empty one is left out."""
+        """The subject pattern that matches every key, or every key whose first parts are these; an empty one is left
+        out.
+        """
         first = tuple(filter(None, first))
         free = self.key.count(".") + 1 - len(first) if self.key else 0
         return ".".join(["rl", token(run, "run"), self.name, *(token(one, self.name) for one in first), *["*"] * free])
@@ -70,9 +72,17 @@ class Stream:
         return f"rl_{token(run, 'run')}_{self.name}" if self.kind is not StreamKind.KV else f"rl_{self.name}"
 
 
-TICKETS: Final = Stream("tickets", StreamKind.WORK_QUEUE, (wire.Ticket,), "domain", "learner", "envhub", "until acknowledged")
+TICKETS: Final = Stream(
+    "tickets", StreamKind.WORK_QUEUE, (wire.Ticket,), "domain", "learner", "envhub", "until acknowledged"
+)
 EPISODES: Final = Stream(
-    "episodes", StreamKind.WORK_QUEUE, (wire.Group, wire.Parted), "pool", "envhub, rewardhub", "rewardhub", "until acknowledged"
+    "episodes",
+    StreamKind.WORK_QUEUE,
+    (wire.Group, wire.Parted),
+    "pool",
+    "envhub, rewardhub",
+    "rewardhub",
+    "until acknowledged",
 )
 SAMPLES: Final = Stream(
     "samples",
@@ -92,7 +102,9 @@ PARTS: Final = Stream(
     "rewardhub, learner",
     "until their ticket has ended for good",
 )
-EVALTICKETS: Final = Stream("evaltickets", StreamKind.WORK_QUEUE, (wire.EvalTicket,), "domain", "learner", "envhub", "until acknowledged")
+EVALTICKETS: Final = Stream(
+    "evaltickets", StreamKind.WORK_QUEUE, (wire.EvalTicket,), "domain", "learner", "envhub", "until acknowledged"
+)
 EVALS: Final = Stream(
     "evals",
     StreamKind.LOG,
@@ -103,26 +115,60 @@ EVALS: Final = Stream(
     "the run's life, bounded",
     max_bytes=1 << 28,
 )
-WEIGHTS: Final = Stream("weights", StreamKind.LAST_VALUE, (wire.WeightsOffer,), "", "learner", "rollout", "last value", essential=True)
-WEIGHTSYNC: Final = Stream("weightsync", StreamKind.REQUEST, (wire.WeightsJoin, wire.WeightsSession), "epoch", "rollout", "learner", "not")
+WEIGHTS: Final = Stream(
+    "weights", StreamKind.LAST_VALUE, (wire.WeightsOffer,), "", "learner", "rollout", "last value", essential=True
+)
+WEIGHTSYNC: Final = Stream(
+    "weightsync", StreamKind.REQUEST, (wire.WeightsJoin, wire.WeightsSession), "epoch", "rollout", "learner", "not"
+)
 GENERATE: Final = Stream(
-    "generate", StreamKind.REQUEST, (wire.GenerateRequest, wire.AbortRequest, wire.GenerateReply), "server", "envhub", "rollout", "not"
+    "generate",
+    StreamKind.REQUEST,
+    (wire.GenerateRequest, wire.AbortRequest, wire.GenerateReply),
+    "server",
+    "envhub",
+    "rollout",
+    "not",
 )
 RERUNS: Final = Stream(
-    "reruns", StreamKind.REQUEST, (wire.Ticket, wire.EvalTicket, wire.Group, wire.Closed), "process", "operator", "envhub, rewardhub", "not"
+    "reruns",
+    StreamKind.REQUEST,
+    (wire.Ticket, wire.EvalTicket, wire.Group, wire.Closed),
+    "process",
+    "operator",
+    "envhub, rewardhub",
+    "not",
 )
 METRICS: Final = Stream("metrics", StreamKind.BEST_EFFORT, (wire.Metrics,), "role.id", "all", "observers", "not")
-PRESENCE: Final = Stream("presence", StreamKind.BEST_EFFORT, (wire.Presence,), "role.id", "all", "those who need it", "not")
-DEAD: Final = Stream("dead", StreamKind.LOG, (wire.DeadLetter,), "stream", "all", "operator", "until purged", max_bytes=1 << 26)
-ATTEMPTS: Final = Stream(
-    "attempts", StreamKind.KV, (wire.Attempt,), "run.stream.ticket", "envhub", "envhub", "a day", ttl_s=86_400.0, memory=True
+PRESENCE: Final = Stream(
+    "presence", StreamKind.BEST_EFFORT, (wire.Presence,), "role.id", "all", "those who need it", "not"
 )
-CONTROL: Final = Stream("control", StreamKind.KV, (wire.DesiredState,), "run", "operator", "all", "last value", essential=True)
+DEAD: Final = Stream(
+    "dead", StreamKind.LOG, (wire.DeadLetter,), "stream", "all", "operator", "until purged", max_bytes=1 << 26
+)
+ATTEMPTS: Final = Stream(
+    "attempts",
+    StreamKind.KV,
+    (wire.Attempt,),
+    "run.stream.ticket",
+    "envhub",
+    "envhub",
+    "a day",
+    ttl_s=86_400.0,
+    memory=True,
+)
+CONTROL: Final = Stream(
+    "control", StreamKind.KV, (wire.DesiredState,), "run", "operator", "all", "last value", essential=True
+)
 MEMBERS: Final = Stream(
     "members", StreamKind.KV, (wire.Presence,), "run.role.id", "all", "envhub, learner", "60 s", ttl_s=60.0, memory=True
 )
-RUNS: Final = Stream("runs", StreamKind.KV, (wire.RunSpec,), "run", "learner", "all who join", "last value", essential=True)
-RESERVE: Final = Stream("reserve", StreamKind.LAST_VALUE, (), "part", "learner", "none", "until an essential message needs its room")
+RUNS: Final = Stream(
+    "runs", StreamKind.KV, (wire.RunSpec,), "run", "learner", "all who join", "last value", essential=True
+)
+RESERVE: Final = Stream(
+    "reserve", StreamKind.LAST_VALUE, (), "part", "learner", "none", "until an essential message needs its room"
+)
 
 STREAMS: Final[tuple[Stream, ...]] = (
     TICKETS,

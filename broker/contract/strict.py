@@ -1,7 +1,8 @@
 """Text and JSON from outside, checked where they enter: what cannot be encoded again is refused in one line.
 
-JSON can spell half of a surrogate pair (``"\\ud83d"``, an emoji cut in two), and Python's own parser accepts NaN and Infinity. Neither
-can be sent on: no encoding has the first, and JSON and the wire refuse the second. A NUL is an ordinary character and passes.
+JSON can spell half of a surrogate pair (``"\\ud83d"``, an emoji cut in two), and Python's own parser accepts NaN and
+Infinity. Neither can be sent on: no encoding has the first, and JSON and the wire refuse the second. A NUL is an
+ordinary character and passes.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The messages that cross process boundaries, as typed ``msgspec`` Structs.
 
-``broker.contract.codec`` encodes and decodes them as MessagePack maps. The field ``type`` holds the name of the message. Unknown
-fields are refused, sizes are checked before decoding, and ``broker.contract.checks`` refuses what types cannot express (NaN,
-ranges, lengths that disagree), before encoding and after decoding. Nothing is ever pickled.
+``broker.contract.codec`` encodes and decodes them as MessagePack maps. The field ``type`` holds the name of the
+message. Unknown fields are refused, sizes are checked before decoding, and ``broker.contract.checks`` refuses what
+types cannot express (NaN, ranges, lengths that disagree), before encoding and after decoding. Nothing is ever pickled.
 
-Per-token data travels as columns: raw little-endian bytes with a dtype, not lists (1-2 against 26-158 microseconds for a
-trajectory of 2,048 tokens).
+Per-token data travels as columns: raw little-endian bytes with a dtype, not lists (1-2 against 26-158 microseconds for
+a trajectory of 2,048 tokens).
 
 Each field has one comment with its meaning and unit; ``broker.docs`` generates ``docs/wire.md`` from them.
 """
@@ -63,7 +63,7 @@ def growing(column: Column) -> array[Any]:
 
 def column(values: Any, dtype: Dtype) -> Column:
     """Pack a sequence or array of shape (n,) into a column."""
-    if type(values) is array and values.typecode == _TYPECODES.get(dtype):  # a hub does this at every turn: 13 times faster than by numpy
+    if type(values) is array and values.typecode == _TYPECODES.get(dtype):  # 13 times faster than numpy, at every turn
         return Column(dtype, values.tobytes())
     if type(values) is bytearray and dtype == "|u1":
         return Column(dtype, bytes(values))
@@ -85,7 +85,7 @@ class Ticket(Message, frozen=True, tag="Ticket"):
     group_size: int  # episodes in the group
     min_group_size: int  # episodes that suffice once the deadline has passed
     deadline_s: float  # seconds from the first delivery until the group closes with what it has
-    num_greedy: int = 0  # the last of the episodes, this many, are sampled at temperature 0: a baseline, never trained on
+    num_greedy: int = 0  # the last num_greedy episodes are sampled at temperature 0: a baseline, never trained on
     num_redundant: int = 0  # spare episodes: once all but this many have finished, the rest are aborted
 
 
@@ -109,7 +109,8 @@ class EvalTicket(Message, frozen=True, tag="EvalTicket"):
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 EpisodeEnd = Literal["terminated", "truncated", "timeout", "length"]
 ClosedReason = Literal[
-    "late", "deadline", "env_error", "reward_error", "too_large", "malformed", "timeout", "too_many_deliveries", "poisonous", "aborted",
+    "late", "deadline", "env_error", "reward_error", "too_large", "malformed", "timeout", "too_many_deliveries",
+    "poisonous", "aborted",
     "lost",
 ]  # fmt: skip
 
@@ -182,11 +183,12 @@ class RulesChange(Message, frozen=True, tag="RulesChange"):
     """From this record on the learner runs by these rules; it appends one each time it takes the run over."""
 
     epoch: int  # incarnation of the learner that appended it
-    rules: dict[str, Any]  # steps, groups_per_step, max_staleness, domains and their weights, …; see learner/credit/ticket_rules.py
+    rules: dict[str, Any]  # steps, groups_per_step, max_staleness, domains …; see learner/credit/ticket_rules.py
 
 
 class Parted(Message, frozen=True, tag="Parted"):
-    """Stands for a Group whose encoding is too large for one message: its parts, one after the other, are that encoding.
+    """Stands for a Group whose encoding is too large for one message: its parts, one after the other, are that
+    encoding.
 
     Part i is at `rl.{run}.parts.{kind}.{ticket}.{upload}.{i}`, from 0, kind `t` for training and `e` for an evaluation.
     """
@@ -217,7 +219,9 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A low-rank adapter sent instead of a model: factors A and B of some of its weights W, which become W + B A * scale."""
+    """A low-rank adapter sent instead of a model: factors A and B of some of its weights W, which become W + B A *
+    scale.
+    """
 
     base: str  # hex digest of the model that they belong to, laid out by its own bucket plan
     targets: list[str]  # last names of the layers whose weights they change
@@ -236,7 +240,7 @@ class WeightsOffer(Message, frozen=True, tag="WeightsOffer"):
     backend: Literal["gloo", "nccl"]  # what carries the buckets
     probe: Probe  # checked after loading, before serving
     adapter: Adapter | None = None  # the buckets hold its factors; without it they hold the whole model
-    segment: str = ""  # process/file/name of the memory where the buckets lie too, for servers that can open it; empty: nowhere
+    segment: str = ""  # process/file/name of memory that also holds the buckets, for servers that can open it
 
 
 class WeightsJoin(Message, frozen=True, tag="WeightsJoin"):
@@ -260,7 +264,7 @@ class WeightsSession(Message, frozen=True, tag="WeightsSession"):
     version: int  # version that will be sent
     timeout_s: float  # longest wait for any one bucket
     error: str = ""  # non-empty: refused, with the reason
-    shared: bool = False  # the buckets are read from the offer's segment; no rank in the communicator: those from world_size on
+    shared: bool = False  # reads the buckets from the offer's segment; such ranks start at world_size
 
 
 # -------------------------------------------------------------------------------------------------- generate
@@ -303,7 +307,7 @@ class GenerateRequest(Message, frozen=True, tag="GenerateRequest"):
     min_version: int = 0  # the server waits until it serves at least this version
     deadline_s: float = 60.0  # seconds after receipt at which the partial output is returned
     expected_tokens: int = 0  # expected output length, 0 unknown; the longest go first
-    prompt_top_k: int = 0  # above 0 nothing is sampled: the reply has this many likeliest tokens at each context position
+    prompt_top_k: int = 0  # above 0: sample nothing, return this many likeliest tokens at each context position
 
 
 class AbortRequest(Message, frozen=True, tag="AbortRequest"):
@@ -324,11 +328,12 @@ class GenerateReply(Message, frozen=True, tag="GenerateReply"):
     policy_version: int  # the server's version when it answered
     prefix_hit_tokens: int = 0  # context tokens found in the cache
     error: str = ""  # one line, with finish_reason `error`
-    # With prompt_top_k for each context token but the first, at temperature 1; with sampling.top_logprobs for each sampled token, under the
-    # distribution that it was drawn from. Where that has fewer tokens, its last one is repeated.
+    # With prompt_top_k for each context token but the first, at temperature 1; with sampling.top_logprobs for each
+    # sampled token, under the distribution that it was drawn from. Where that has fewer tokens, its last one is
+    # repeated.
     top_ids: Column | None = None  # <i4, top_logprobs or prompt_top_k for each token
     top_logprobs: Column | None = None  # <f4, of top_ids, in falling order
-    reshaped: Column | None = None  # |u1, shape (k,): 1 where a guide, penalty or bias changed what a token was drawn from; None: nowhere
+    reshaped: Column | None = None  # |u1, shape (k,): 1 where a guide, penalty or bias applied; None: nowhere
 
 
 # -------------------------------------------------------------------------------------------------- operator
@@ -356,7 +361,9 @@ class DeadLetter(Message, frozen=True, tag="DeadLetter"):
 
 
 class Attempt(Message, frozen=True, tag="Attempt"):
-    """What is known of a ticket that was delivered more than once, until it ends. A hub that plays it puts its name here first."""
+    """What is known of a ticket that was delivered more than once, until it ends. A hub that plays it puts its name
+    here first.
+    """
 
     deaths: int  # processes that may have died while they played it
     hub: str = ""  # id of the environment hub that plays it, empty: none does
@@ -392,8 +399,8 @@ class Presence(Message, frozen=True, tag="Presence"):
     speed: float = 0.0  # rollout: tokens per second it generates when busy, 0 unknown
     idle_ratio: float = -1.0  # rollout: share of the last second without work, -1 unknown
     problem: str = ""  # one line: why it takes no work, empty while it does
-    process: str = ""  # learner, envhub: boot id, PID namespace, process id and start time; see broker/system/process_identity.py
-    said: str = ""  # newest WARNING or ERROR that it logged, with its time, at most 300 characters; empty after 10 minutes
+    process: str = ""  # learner, envhub: boot id, PID namespace, pid, start time; see broker/system/process_identity.py
+    said: str = ""  # newest WARNING or ERROR logged, with its time, at most 300 characters; empty after 10 minutes
 
 
 class RunSpec(Message, frozen=True, tag="RunSpec"):
@@ -409,7 +416,8 @@ class RunSpec(Message, frozen=True, tag="RunSpec"):
 
 
 MESSAGES: Final[tuple[type[Message], ...]] = (
-    Ticket, EvalTicket, Group, Closed, RulesChange, Parted, WeightsOffer, WeightsJoin, WeightsSession, GenerateRequest, AbortRequest,
+    Ticket, EvalTicket, Group, Closed, RulesChange, Parted, WeightsOffer, WeightsJoin, WeightsSession, GenerateRequest,
+    AbortRequest,
     GenerateReply, Metrics, DeadLetter, Attempt, DesiredState, Presence, RunSpec,
 )  # fmt: skip
 

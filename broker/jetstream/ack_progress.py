@@ -46,7 +46,9 @@ class AckProgress:
             self._thread.start()
 
     def hold(self, ack_subject: str) -> None:
-        """Mark this delivery every two seconds, the first time in one to two: what came together is not marked together for ever."""
+        """Mark this delivery every two seconds, the first time in one to two: what came together is not marked together
+        for ever.
+        """
         with self._lock:
             self._held[ack_subject] = time.monotonic() + IN_PROGRESS_EVERY_S * random.uniform(0.5, 1.0)
 
@@ -82,9 +84,9 @@ class AckProgress:
                 stood_s = time.monotonic() - self._turned
                 if (stood_s > self._hang_after_s()) != hanging:
                     hanging = not hanging
-                    log.error("event loop stands still for %.1f s; others get its work", stood_s) if hanging else log.info(
-                        "event loop turns again"
-                    )
+                    log.error(
+                        "event loop stands still for %.1f s; others get its work", stood_s
+                    ) if hanging else log.info("event loop turns again")
                 if not hanging:
                     await self._mark_due(link)
         finally:
@@ -111,7 +113,9 @@ class AckProgress:
 
 
 async def _ask(link: NatsLink, subject: str) -> None:
-    """Have one mark confirmed: a server that is cut off from its cluster takes them and passes none on, so the link must leave it."""
+    """Have one mark confirmed: a server that is cut off from its cluster takes them and passes none on, so the link
+    must leave it.
+    """
     try:
         await link.call(subject, IN_PROGRESS, timeout_s=CONFIRM_WITHIN_S)
     except Disconnected:

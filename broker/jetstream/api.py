@@ -68,7 +68,9 @@ async def ask(link: NatsLink, request: str, body: dict[str, Any] | None = None) 
         except NoResponders:
             link.doubt(request)
             if not link.has_jetstream and time.monotonic() - started > NO_JETSTREAM_AFTER_S:
-                raise UserError(f"the broker at {link.where} runs without JetStream; start nats-server with -js") from None
+                raise UserError(
+                    f"the broker at {link.where} runs without JetStream; start nats-server with -js"
+                ) from None
             await asyncio.sleep(0.2)
             continue
         if "error" not in answer:
@@ -77,7 +79,9 @@ async def ask(link: NatsLink, request: str, body: dict[str, Any] | None = None) 
         refusal = msgspec.convert(answer["error"], ErrorDescription)
         if refusal.err_code == NO_STREAM:
             raise NoStream(
-                refusal.code, refusal.err_code, f"{request}: no such stream on {link.where}; it was purged, or the store was lost"
+                refusal.code,
+                refusal.err_code,
+                f"{request}: no such stream on {link.where}; it was purged, or the store was lost",
             )
         if refusal.code != 503:  # 503: no leader yet, or JetStream is still starting
             link.trust(request)
@@ -105,9 +109,10 @@ async def bounds(link: NatsLink, stream_name: str, *, known: int = 0) -> tuple[i
     """Return the (first kept, last ever stored) sequence of a stream; (last + 1, last) when it is empty.
 
     Args:
-        known: a sequence that was stored. Where a stream of several replicas ends before it, a server that comes back from a
-            partition may be answering for the others; it is asked again for up to ``CATCH_UP_S`` seconds. A stream of one replica
-            has lost what it does not have.
+        known: a sequence that was stored. Where a stream of several replicas ends before it, a server that comes back
+        from a
+            partition may be answering for the others; it is asked again for up to ``CATCH_UP_S`` seconds. A stream of
+            one replica has lost what it does not have.
     """
     started = time.monotonic()
     while True:
@@ -117,5 +122,7 @@ async def bounds(link: NatsLink, stream_name: str, *, known: int = 0) -> tuple[i
         replicas = int(answer.get("config", {}).get("num_replicas", 1))
         if last >= known or replicas < 2 or time.monotonic() - started > CATCH_UP_S:
             return (first, last) if state["messages"] else (last + 1, last)
-        log.warning("%s ends at %d on the server that answers, but %d was stored; asking again", stream_name, last, known)
+        log.warning(
+            "%s ends at %d on the server that answers, but %d was stored; asking again", stream_name, last, known
+        )
         await asyncio.sleep(CATCH_UP_PAUSE_S)

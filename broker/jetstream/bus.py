@@ -21,7 +21,14 @@ from broker.jetstream.delivery import DEAD_BYTES, Delivery, decode, decode_aside
 from broker.jetstream.kv import KeyValue
 from broker.jetstream.log_reader import follow
 from broker.jetstream.parts import EVALUATION, TRAINING, GroupParts
-from broker.jetstream.provision import REPLICAS_IN_CLUSTER, delete_stream, ensure_stream, require_safe_cluster, stream_config, stream_names
+from broker.jetstream.provision import (
+    REPLICAS_IN_CLUSTER,
+    delete_stream,
+    ensure_stream,
+    require_safe_cluster,
+    stream_config,
+    stream_names,
+)
 from broker.jetstream.publish import EXPECTED_LAST_SEQ, MESSAGE_ID, store
 from broker.jetstream.reserve import release
 from broker.jetstream.work_queue import WorkQueue
@@ -88,7 +95,10 @@ class Bus:
         link = NatsLink(url, name)
         await link.open(deadline_s)
         if link.max_payload < wire.MAX_PAYLOAD_BYTES + HEADER_BYTES:
-            log.warning("the broker takes messages of %d bytes only; larger requests fail (set max_payload: 9MB there)", link.max_payload)
+            log.warning(
+                "the broker takes messages of %d bytes only; larger requests fail (set max_payload: 9MB there)",
+                link.max_payload,
+            )
         return cls(link, run)
 
     async def close(self) -> None:
@@ -143,8 +153,8 @@ class Bus:
     ) -> int | None:
         """Store one message and return its sequence once the broker has confirmed it; retried until it has.
 
-        A group that is too large for one message is stored in parts, and then a ``Parted`` that stands for it. ``message_id`` lets the
-        broker drop a repetition within two minutes. None: ``expected_last_seq`` did not match.
+        A group that is too large for one message is stored in parts, and then a ``Parted`` that stands for it.
+        ``message_id`` lets the broker drop a repetition within two minutes. None: ``expected_last_seq`` did not match.
 
         Raises:
             TooLarge: the message is larger than the wire or the broker allows; nothing was sent.
@@ -155,7 +165,9 @@ class Bus:
         if isinstance(message, wire.Group) and wire.Parted in stream.messages and len(data) > self._parts.inline_bytes:
             data = codec.encode(await self._parts.put(message, data))
         if len(data) + HEADER_BYTES > self.link.max_payload:
-            raise TooLarge(f"{type(message).__name__} is {len(data)} bytes, the broker's limit is {self.link.max_payload}")
+            raise TooLarge(
+                f"{type(message).__name__} is {len(data)} bytes, the broker's limit is {self.link.max_payload}"
+            )
         headers = {MESSAGE_ID: message_id or f"{self.link.inbox}.{self.link.next_token()}"}
         if ticket:
             headers[wire.TICKET_HEADER] = str(ticket)
@@ -166,7 +178,9 @@ class Bus:
         async with self._in_flight:
             name, subject = stream.stream_name(self.run), stream.subject(self.run, key)
             essential = stream.essential or isinstance(message, wire.RulesChange)
-            return await store(self.link, name, subject, data, headers, partial(release, self.link, self.run) if essential else None)
+            return await store(
+                self.link, name, subject, data, headers, partial(release, self.link, self.run) if essential else None
+            )
 
     async def last_seq(self, stream: Stream) -> int:
         """Sequence of the newest message ever stored, 0 when none."""
@@ -177,10 +191,12 @@ class Bus:
         return (await bounds(self.link, stream.stream_name(self.run)))[0]
 
     async def bounds(self, stream: Stream, *, known: int = 0) -> tuple[int, int]:
-        """Return the oldest kept and the newest ever stored sequence, of one moment; (last + 1, last) when there is none.
+        """Return the oldest kept and the newest ever stored sequence, of one moment; (last + 1, last) when there is
+        none.
 
         Args:
-            known: a sequence that was stored; replicas that have not caught up with it are waited for, see ``api.bounds``.
+            known: a sequence that was stored; replicas that have not caught up with it are waited for, see
+            ``api.bounds``.
         """
         return await bounds(self.link, stream.stream_name(self.run), known=known)
 
@@ -188,7 +204,9 @@ class Bus:
         """Return those of these sequences that were stored and are not kept any more."""
         if not seqs:
             return set()
-        state = (await ask(self.link, f"STREAM.INFO.{stream.stream_name(self.run)}", {"deleted_details": True}))["state"]
+        state = (await ask(self.link, f"STREAM.INFO.{stream.stream_name(self.run)}", {"deleted_details": True}))[
+            "state"
+        ]
         deleted, first, last = set(state.get("deleted") or ()), int(state["first_seq"]), int(state["last_seq"])
         return {seq for seq in seqs if seq <= last and (seq < first or seq in deleted or not state["messages"])}
 
@@ -271,7 +289,8 @@ class Bus:
         A log with a size limit may have lost its oldest records; reading then starts at the oldest kept.
 
         Args:
-            wanted: whether to fetch the group of this ticket where it travels in parts; asked when the record's turn comes. A record
+            wanted: whether to fetch the group of this ticket where it travels in parts; asked when the record's turn
+            comes. A record
                 that is not wanted has the ``Parted`` as its message; one whose parts are gone or damaged has an error.
 
         Raises:
@@ -283,9 +302,13 @@ class Bus:
         async def start() -> dict[str, Any]:
             first, last = await bounds(self.link, name, known=following - 1)
             if last < following - 1:
-                raise LostState(f"{name} ends at {last}, but {following - 1} had been read from it; the broker lost its store")
+                raise LostState(
+                    f"{name} ends at {last}, but {following - 1} had been read from it; the broker lost its store"
+                )
             if first > following and not stream.max_bytes:
-                raise LostState(f"{name} starts at {first}, but {following} is still to be read; it was trimmed too far")
+                raise LostState(
+                    f"{name} starts at {first}, but {following} is still to be read; it was trimmed too far"
+                )
             return {"deliver_policy": "by_start_sequence", "opt_start_seq": following}
 
         async with aclosing(follow(self.link, name, start)) as entries:
@@ -301,7 +324,9 @@ class Bus:
                     following = entry.seq + 1
                     yield await self.record(entry, stream, wanted)
 
-    async def record(self, entry: StoredEntry, stream: Stream, wanted: Callable[[int], bool] = lambda _: True) -> LogRecord:
+    async def record(
+        self, entry: StoredEntry, stream: Stream, wanted: Callable[[int], bool] = lambda _: True
+    ) -> LogRecord:
         """Decode one entry of a log, with its parts if they are wanted."""
         message, error = await decode_aside(entry.data, stream.messages)
         data: bytes | bytearray = entry.data
@@ -343,14 +368,23 @@ class Bus:
         ensure = partial(ensure_stream, self.link, config)
         if config["name"] not in self._made:
             await ensure()
-        return self._buckets.setdefault(stream.name, KeyValue(self.link, stream, config["name"].removeprefix("KV_"), malformed, ensure))
+        return self._buckets.setdefault(
+            stream.name, KeyValue(self.link, stream, config["name"].removeprefix("KV_"), malformed, ensure)
+        )
 
     async def dead_letter(self, stream: Stream, *, seq: int, ticket: int, reason: str, data: Buffer) -> None:
         """Put bytes nobody could use where the operator finds them; once, however many readers stumble over them."""
         letter = wire.DeadLetter(
-            stream=stream.name, sequence=seq, ticket=ticket, reason=" ".join(reason.split()), by=self.name, data=bytes(data[:DEAD_BYTES])
+            stream=stream.name,
+            sequence=seq,
+            ticket=ticket,
+            reason=" ".join(reason.split()),
+            by=self.name,
+            data=bytes(data[:DEAD_BYTES]),
         )
-        await self.publish(DEAD, letter, key=stream.name, ticket=ticket, message_id=f"dead.{stream.name}.{seq}" if seq else "")
+        await self.publish(
+            DEAD, letter, key=stream.name, ticket=ticket, message_id=f"dead.{stream.name}.{seq}" if seq else ""
+        )
 
 
 def _weight(message: wire.Message) -> int:
@@ -358,6 +392,7 @@ def _weight(message: wire.Message) -> int:
     if not isinstance(message, wire.Group):
         return 0
     try:
-        return 9 * sum(len(one.loss_mask.data) for one in message.trajectories)  # an id, a logprob and a mask for each token
+        # an id, a logprob and a mask for each token
+        return 9 * sum(len(one.loss_mask.data) for one in message.trajectories)
     except (TypeError, AttributeError):
         return 0  # encoding says what is wrong

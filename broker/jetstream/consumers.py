@@ -1,4 +1,6 @@
-"""The durable consumer of a work queue: its settings, and what becomes of one that another program made with other settings."""
+"""The durable consumer of a work queue: its settings, and what becomes of one that another program made with other
+settings.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,10 @@ LONGEST_ACK_WAIT_S: Final = 60.0  # of another program's; as long as a dead hub'
 KEPT: Final[tuple[str, ...]] = ("max_waiting", "mem_storage", "num_replicas")  # cannot be changed, and do no harm
 # Settings of which a queue works with one value only, with the server's name for "not set".
 OTHERS: Final[dict[str, Any]] = {
-    "deliver_subject": "", "replay_policy": "instant", "headers_only": False, "priority_policy": "", "max_batch": 0, "max_expires": 0,
-    "max_bytes": 0, "inactive_threshold": 0, "backoff": [], "filter_subjects": [], "mem_storage": False, "num_replicas": 0,
+    "deliver_subject": "", "replay_policy": "instant", "headers_only": False, "priority_policy": "", "max_batch": 0,
+    "max_expires": 0,
+    "max_bytes": 0, "inactive_threshold": 0, "backoff": [], "filter_subjects": [], "mem_storage": False,
+    "num_replicas": 0,
 }  # fmt: skip
 UNSET: Final[tuple[Any, ...]] = (None, "", 0, False, [], "none")
 SECONDS: Final = ("ack_wait", "max_expires", "inactive_threshold")  # in nanoseconds on the wire
@@ -42,11 +46,15 @@ def settings(name: str, subject: str) -> dict[str, Any]:
 def differences(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the settings in which a consumer differs from what is wanted, with both values."""
     pairs = {name: (found.get(name), value) for name, value in (OTHERS | wanted).items()}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and not (pair[0] in UNSET and pair[1] in UNSET)}
+    return {
+        name: pair for name, pair in pairs.items() if pair[0] != pair[1] and not (pair[0] in UNSET and pair[1] in UNSET)
+    }
 
 
 def adopted(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that a consumer of another program gets: the wanted ones, except those of its own that do no harm."""
+    """Return the settings that a consumer of another program gets: the wanted ones, except those of its own that do no
+    harm.
+    """
     kept = {name: found[name] for name in KEPT if name in found}
     if wanted["ack_wait"] <= found.get("ack_wait", 0) <= LONGEST_ACK_WAIT_S * 1e9:
         kept["ack_wait"] = found["ack_wait"]
@@ -81,8 +89,10 @@ async def _adopt(link: NatsLink, stream_name: str, found: dict[str, Any], wanted
             raise ApiError(400, 0, "it takes messages of other subjects")
     except ApiError as error:
         raise UserError(
-            f"the consumer {name} of stream {stream_name}, which another program made, cannot serve {wanted['filter_subject']}: "
-            f"{error.description}; it has {_listed(differences(found, changed))}; delete it (nats consumer rm {stream_name} {name}), "
+            f"the consumer {name} of stream {stream_name}, which another program made, cannot serve "
+            f"{wanted['filter_subject']}: "
+            f"{error.description}; it has {_listed(differences(found, changed))}; delete it (nats consumer rm "
+            f"{stream_name} {name}), "
             "and it is made as docs/wire.md says"
         ) from None
     if kept := differences(changed, wanted):
@@ -92,14 +102,18 @@ async def _adopt(link: NatsLink, stream_name: str, found: dict[str, Any], wanted
 
 
 async def find_consumer(link: NatsLink, stream_name: str, name: str, subject: str) -> dict[str, Any] | None:
-    """Return the configuration of the consumer of that name, else of one that takes that subject's messages; None if there is none."""
+    """Return the configuration of the consumer of that name, else of one that takes that subject's messages; None if
+    there is none.
+    """
     configs: list[dict[str, Any]] = []
     while True:
         page = await ask(link, f"CONSUMER.LIST.{stream_name}", {"offset": len(configs)})
         configs += [one["config"] for one in page.get("consumers") or []]
         if not page.get("consumers") or len(configs) >= int(page.get("total", 0)):
             break
-    configs = [{"filter_subject": "", **one, "durable_name": one.get("durable_name") or one.get("name", "")} for one in configs]
+    configs = [
+        {"filter_subject": "", **one, "durable_name": one.get("durable_name") or one.get("name", "")} for one in configs
+    ]
     named = [one for one in configs if one["durable_name"] == name]
     return next(iter(named + [one for one in configs if _takes(one["filter_subject"], subject)]), None)
 
@@ -113,7 +127,10 @@ def _takes(pattern: str, subject: str) -> bool:
 
 
 def _listed(differing: dict[str, tuple[Any, Any]]) -> str:
-    return ", ".join(f"{name} {_shown(name, has)} instead of {_shown(name, should)}" for name, (has, should) in sorted(differing.items()))
+    return ", ".join(
+        f"{name} {_shown(name, has)} instead of {_shown(name, should)}"
+        for name, (has, should) in sorted(differing.items())
+    )
 
 
 def _shown(name: str, value: Any) -> str:

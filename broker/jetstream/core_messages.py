@@ -1,4 +1,6 @@
-"""Messages that cross the broker without being stored: metrics, requests and replies. Best effort; the requester retries."""
+"""Messages that cross the broker without being stored: metrics, requests and replies. Best effort; the requester
+retries.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ async def request(
     try:
         data = codec.encode(message)
         if len(data) > bus.link.max_payload:
-            raise TooLarge(f"{type(message).__name__} is {len(data)} bytes, the broker's limit is {bus.link.max_payload}")
+            raise TooLarge(
+                f"{type(message).__name__} is {len(data)} bytes, the broker's limit is {bus.link.max_payload}"
+            )
         answer = await bus.link.call(subject, data, timeout_s=timeout_s)
         return codec.decode(answer.data, *(reply if isinstance(reply, tuple) else (reply,)))
     except NoResponders:

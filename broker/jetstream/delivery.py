@@ -46,7 +46,8 @@ class Delivery:
     """
 
     __slots__ = (
-        "_link", "_marks", "_parted", "_parts", "_subject", "data", "error", "eval_step", "message", "num_delivered", "seq", "ticket",
+        "_link", "_marks", "_parted", "_parts", "_subject", "data", "error", "eval_step", "message", "num_delivered",
+        "seq", "ticket",
     )  # fmt: skip
 
     @classmethod
@@ -57,7 +58,12 @@ class Delivery:
         return cls(link, marks, parts, message, await decode_aside(message.data, types))
 
     def __init__(
-        self, link: NatsLink, marks: AckProgress, parts: GroupParts, message: Msg, decoded: tuple[wire.Message | None, str]
+        self,
+        link: NatsLink,
+        marks: AckProgress,
+        parts: GroupParts,
+        message: Msg,
+        decoded: tuple[wire.Message | None, str],
     ) -> None:
         self._link, self._marks, self._parts, self._subject = link, marks, parts, message.reply
         self.num_delivered, self.seq, _ = delivery_numbers(message.reply)
@@ -68,7 +74,8 @@ class Delivery:
         self._parted = self.message if isinstance(self.message, wire.Parted) else None
 
     async def load(self) -> wire.Message | None:
-        """The message; a group that travels in parts is fetched first. ``error`` and ``data`` become those of the group.
+        """The message; a group that travels in parts is fetched first. ``error`` and ``data`` become those of the
+        group.
 
         Raises:
             LostState: there is no stream for parts.
@@ -79,7 +86,9 @@ class Delivery:
         return self.message
 
     async def ack(self) -> None:
-        """Done for good; confirmed by the broker. Any number may be awaited at once. Parts of the message are deleted."""
+        """Done for good; confirmed by the broker. Any number may be awaited at once. Parts of the message are
+        deleted.
+        """
         try:
             await self._settle(ACK)
         finally:

@@ -36,14 +36,16 @@ Told = Callable[[str, wire.Message | None], None]
 class KeyValue:
     """One KV bucket, typed by its row in the table. Keys are full keys, for example ``demo.rollout.r1``.
 
-    Who watches has no consumer on the broker: a put is a publish on the key's subject, which a plain subscription sees for the price of
-    one delivery. It also sees a put that is refused, and may miss one, so what counts is read.
+    Who watches has no consumer on the broker: a put is a publish on the key's subject, which a plain subscription sees
+    for the price of one delivery. It also sees a put that is refused, and may miss one, so what counts is read.
 
     Attributes:
         ensure: makes the bucket where it is not there; a restart of the broker ends one that is kept in memory.
     """
 
-    def __init__(self, link: NatsLink, stream: Stream, bucket: str, malformed: Malformed, ensure: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self, link: NatsLink, stream: Stream, bucket: str, malformed: Malformed, ensure: Callable[[], Awaitable[None]]
+    ) -> None:
         self._link, self._stream = link, stream
         self._stream_name, self._prefix = kv_stream_name(bucket), kv_prefix(bucket)
         self._malformed, self.ensure = malformed, ensure
@@ -94,7 +96,9 @@ class KeyValue:
         return sorted([name for name in names if await self.get_bytes(name) is not None])
 
     async def values(self, prefix: str) -> dict[str, wire.Message]:
-        """Every key below a prefix that ends between two parts (``demo.rollout``) that holds a value, with it, read once."""
+        """Every key below a prefix that ends between two parts (``demo.rollout``) that holds a value, with it, read
+        once.
+        """
         entries = await latest(self._link, self._stream_name, f"{self._prefix}{prefix}.>")
         found: dict[str, wire.Message] = {}
         for entry in entries:
@@ -107,7 +111,8 @@ class KeyValue:
     async def watch(self, key: str) -> AsyncGenerator[tuple[wire.Message | None, int], None]:
         """(message or None when deleted, revision) of one key, now and from now on, as the stream's leader has it.
 
-        Intermediate values may be skipped; an expired key gives no event. What does not decode goes to the dead letters.
+        Intermediate values may be skipped; an expired key gives no event. What does not decode goes to the dead
+        letters.
         """
         tapped = asyncio.Event()
 
@@ -165,7 +170,9 @@ class KeyValue:
     async def _store(self, key: str, data: bytes, headers: dict[str, str]) -> int | None:
         headers[MESSAGE_ID] = f"{self._link.inbox}.{self._link.next_token()}"
         make_room = partial(release, self._link, key.partition(".")[0]) if self._stream.essential else None
-        return await store(self._link, self._stream_name, self._prefix + _checked(key, self._stream.name), data, headers, make_room)
+        return await store(
+            self._link, self._stream_name, self._prefix + _checked(key, self._stream.name), data, headers, make_room
+        )
 
     async def _last(self, key: str) -> tuple[bytes, int, bool] | None:
         """(value, revision, whether it is a deletion) of the key's newest entry, from the stream's leader."""

@@ -19,7 +19,8 @@ NO_MORE: Final = ("404", "408")
 
 
 async def latest(link: NatsLink, stream_name: str, pattern: str) -> list[StoredEntry]:
-    """Return the newest message of each subject that matches, in the order of the stream; repeated until the broker has answered.
+    """Return the newest message of each subject that matches, in the order of the stream; repeated until the broker has
+    answered.
 
     Raises:
         NoStream: it does not exist.
@@ -64,7 +65,9 @@ async def _read(link: NatsLink, stream_name: str, pattern: str) -> list[StoredEn
                     message = await arrived.get()
                 if message.headers and not message.reply and (status := message.headers.get("Status")):
                     return entries if status in NO_MORE else None
-                entries.append(StoredEntry(delivery_numbers(message.reply)[1], message.subject, message.headers, message.data))
+                entries.append(
+                    StoredEntry(delivery_numbers(message.reply)[1], message.subject, message.headers, message.data)
+                )
                 if message.reply.endswith(".0"):  # how many are still to be delivered
                     return entries
     except TimeoutError:

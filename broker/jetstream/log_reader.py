@@ -1,4 +1,6 @@
-"""Reading a stream in order: an ephemeral consumer that is replaced, at the right place, whenever anything went missing."""
+"""Reading a stream in order: an ephemeral consumer that is replaced, at the right place, whenever anything went
+missing.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from broker.nats.nats_errors import ApiError, Disconnected, NoStream
 log = logging.getLogger(__name__)
 
 BATCH: Final = 256
-BATCH_BYTES: Final = 8 << 20  # at most as much is on the wire at once; a server gives up on a client that takes more than 10 s for that
+# at most as much is on the wire at once; a server gives up on a client that takes more than 10 s for that
+BATCH_BYTES: Final = 8 << 20
 EXPIRES_S: Final = 10.0
 HEARTBEAT_S: Final = 2.0
 PROTOCOL_BYTES: Final = 4096  # of subjects, which the broker counts with the message
@@ -28,7 +31,9 @@ REFUSED_PAUSE_S: Final = 0.5
 GOES_ON: Final = ("404", "408")  # the pull is over, the consumer is fine
 
 
-async def follow(link: NatsLink, stream_name: str, start: Callable[[], Awaitable[dict[str, Any]]]) -> AsyncGenerator[StoredEntry, None]:
+async def follow(
+    link: NatsLink, stream_name: str, start: Callable[[], Awaitable[dict[str, Any]]]
+) -> AsyncGenerator[StoredEntry, None]:
     """Entries in order, now and from now on.
 
     Args:
@@ -86,7 +91,9 @@ class _Attachment:
             self._newest = first - 1
         else:  # asked before the consumer is made: what is stored in between comes
             self._newest = (await bounds(self._link, self._stream_name))[1]
-        answer = await ask(self._link, f"CONSUMER.CREATE.{self._stream_name}", {"stream_name": self._stream_name, "config": config})
+        answer = await ask(
+            self._link, f"CONSUMER.CREATE.{self._stream_name}", {"stream_name": self._stream_name, "config": config}
+        )
         self._consumer = str(answer["name"])
         self._pending = int(answer.get("num_pending", 0))
 
@@ -133,8 +140,9 @@ class _Attachment:
     async def _overlooked(self, delivered: int) -> bool:
         """After a pull that brought nothing: whether the stream has more than the consumer knows.
 
-        After a partition a consumer may go on sending heartbeats from a replica that no longer tells it of new messages. A
-        consumer of some subjects only is replaced in vain when others grow; it then reads its last values once more.
+        After a partition a consumer may go on sending heartbeats from a replica that no longer tells it of new
+        messages. A consumer of some subjects only is replaced in vain when others grow; it then reads its last values
+        once more.
         """
         last = (await bounds(self._link, self._stream_name))[1]
         known, self._newest = self._newest, max(last, self._newest)
@@ -144,9 +152,16 @@ class _Attachment:
 
     async def _ask(self, pull: int) -> None:
         most = max(BATCH_BYTES, self._link.max_payload + PROTOCOL_BYTES)  # or the largest message would never come
-        request = {"batch": BATCH, "max_bytes": most, "expires": int(EXPIRES_S * 1e9), "idle_heartbeat": int(HEARTBEAT_S * 1e9)}
+        request = {
+            "batch": BATCH,
+            "max_bytes": most,
+            "expires": int(EXPIRES_S * 1e9),
+            "idle_heartbeat": int(HEARTBEAT_S * 1e9),
+        }
         await self._link.send(
-            f"$JS.API.CONSUMER.MSG.NEXT.{self._stream_name}.{self._consumer}", json.dumps(request).encode(), reply=f"{self._inbox}.{pull}"
+            f"$JS.API.CONSUMER.MSG.NEXT.{self._stream_name}.{self._consumer}",
+            json.dumps(request).encode(),
+            reply=f"{self._inbox}.{pull}",
         )
 
     async def _next(self) -> Msg | None:

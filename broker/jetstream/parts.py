@@ -1,7 +1,8 @@
-"""Bodies of large groups, in parts: stored in a stream of their own before the record that names them, fetched on demand.
+"""Bodies of large groups, in parts: stored in a stream of their own before the record that names them, fetched on
+demand.
 
-The parts of one upload, one after the other, are the wire encoding of its group. Their subjects hold the ticket, so that they are
-purged by ticket; see docs/adr/0009-large-groups-travel-in-parts.md.
+The parts of one upload, one after the other, are the wire encoding of its group. Their subjects hold the ticket, so
+that they are purged by ticket; see docs/adr/0009-large-groups-travel-in-parts.md.
 """
 
 from __future__ import annotations
@@ -59,9 +60,12 @@ class GroupParts:
         """
         part_bytes = min(PART_BYTES, self._link.max_payload - HEADER_BYTES)
         if part_bytes < LEAST_PART_BYTES:
-            raise TooLarge(f"Group is {len(data)} bytes, and the broker takes messages of {self._link.max_payload} bytes only")
+            raise TooLarge(
+                f"Group is {len(data)} bytes, and the broker takes messages of {self._link.max_payload} bytes only"
+            )
         parted = wire.Parted(
-            ticket=group.ticket, domain=group.domain, upload=secrets.token_hex(8), size=len(data), part_bytes=part_bytes,
+            ticket=group.ticket, domain=group.domain, upload=secrets.token_hex(8), size=len(data),
+            part_bytes=part_bytes,
             digest="", eval_step=group.eval_step,
         )  # fmt: skip
         view = memoryview(data)
@@ -71,7 +75,9 @@ class GroupParts:
             headers = {MESSAGE_ID: f"{parted.upload}.{number}", wire.TICKET_HEADER: str(parted.ticket)}
             await store(self._link, PARTS.stream_name(self._run()), self._subject(parted, number), part, headers)
 
-        found, _ = await asyncio.gather(aside(len(data), partial(digest, data)), _each(parted.num_parts, send, self._out))
+        found, _ = await asyncio.gather(
+            aside(len(data), partial(digest, data)), _each(parted.num_parts, send, self._out)
+        )
         return msgspec.structs.replace(parted, digest=found)
 
     async def load(self, parted: wire.Parted) -> tuple[wire.Group | None, str, bytearray]:
@@ -89,7 +95,9 @@ class GroupParts:
     async def drop(self, parted: wire.Parted) -> None:
         """Delete one upload that nobody needs any more; best effort, trimming finds what is left."""
         kind = EVALUATION if parted.eval_step >= 0 else TRAINING
-        purge = json.dumps({"filter": PARTS.all_subjects(self._run(), kind, str(parted.ticket), parted.upload)}).encode()
+        purge = json.dumps(
+            {"filter": PARTS.all_subjects(self._run(), kind, str(parted.ticket), parted.upload)}
+        ).encode()
         try:
             await self._link.send(f"$JS.API.STREAM.PURGE.{PARTS.stream_name(self._run())}", purge)
         except Disconnected:
@@ -176,7 +184,8 @@ class GroupParts:
             self._link.trust("parts")
             if "Status" not in (answer.headers or {}):
                 return answer.data
-            found = await find(self._link, name, last_of=subject)  # a replica that answers may lack what the leader has confirmed
+            # a replica that answers may lack what the leader has confirmed
+            found = await find(self._link, name, last_of=subject)
             return found.data if found is not None else None
 
 
@@ -209,12 +218,16 @@ def put_together(parted: wire.Parted, data: bytearray, found: str) -> wire.Group
         raise WireError(f"its bytes are damaged: digest {found}; must be {parted.digest}")
     group = codec.decode(data, wire.Group)
     if (group.ticket, group.eval_step, group.domain) != (parted.ticket, parted.eval_step, parted.domain):
-        raise WireError(f"it holds the group of ticket {group.ticket}, domain {group.domain}, evaluation step {group.eval_step}")
+        raise WireError(
+            f"it holds the group of ticket {group.ticket}, domain {group.domain}, evaluation step {group.eval_step}"
+        )
     return group
 
 
 async def _each(count: int, work: Callable[[int], Awaitable[None]], window: asyncio.Semaphore) -> None:
-    """Do some work for each number below ``count``, in order, as many at once as the window allows; the first error ends all."""
+    """Do some work for each number below ``count``, in order, as many at once as the window allows; the first error
+    ends all.
+    """
     numbers = iter(range(count))
 
     async def run() -> None:

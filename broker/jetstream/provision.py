@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 DUPLICATE_WINDOW_S: Final = 120.0
 STREAM_EXISTS: Final = 10058
 NO_ROOM: Final = (10047, 10028)
-RESERVED_MIB: Final = sum(stream.max_bytes for stream in STREAMS) >> 20  # a broker sets aside what a stream may hold at most
+# a broker sets aside what a stream may hold at most
+RESERVED_MIB: Final = sum(stream.max_bytes for stream in STREAMS) >> 20
 TOO_FEW_SERVERS: Final = (10005, 10074)
 REPLICAS_IN_CLUSTER: Final = 3
 OLDEST_CLUSTER: Final = (2, 10, 23)  # older ones may lose a stream when a process dies: jepsen.io/analyses/nats-2.12.1
@@ -35,7 +36,8 @@ def require_safe_cluster(link: NatsLink) -> None:
     if link.clustered and link.server_version < OLDEST_CLUSTER:
         version, oldest = (".".join(map(str, numbers)) for numbers in (link.server_version, OLDEST_CLUSTER))
         raise UserError(
-            f"the broker at {link.where} is a cluster of nats-server {version}, which may lose a stream when a process dies; "
+            f"the broker at {link.where} is a cluster of nats-server {version}, which may lose a stream when a process "
+            f"dies; "
             f"run {oldest} or newer there"
         )
 
@@ -69,7 +71,8 @@ async def ensure_stream(link: NatsLink, config: dict[str, Any]) -> None:
             return
         if reminders.due(time.monotonic()):
             log.warning(
-                "%s needs %d servers in the broker's cluster at %s and there are fewer; waiting (broker.replicas=1 needs one)",
+                "%s needs %d servers in the broker's cluster at %s and there are fewer; waiting (broker.replicas=1 "
+                "needs one)",
                 config["name"],
                 config["num_replicas"],
                 link.where,
@@ -86,7 +89,9 @@ async def _exists(link: NatsLink, name: str) -> bool:
 
 
 async def stream_names(link: NatsLink, pattern: str) -> set[str]:
-    """The names of the streams that take subjects of a pattern: one request, where asking for each to be made costs one for each."""
+    """The names of the streams that take subjects of a pattern: one request, where asking for each to be made costs one
+    for each.
+    """
     names: set[str] = set()
     while True:
         answer = await ask(link, "STREAM.NAMES", {"subject": pattern, "offset": len(names)})
@@ -130,7 +135,15 @@ def stream_config(stream: Stream, run: str, replicas: int = 1) -> dict[str, Any]
     elif stream.kind is StreamKind.LAST_VALUE:
         config |= {"max_msgs_per_subject": 1, "discard": "old"}
     elif stream.kind is StreamKind.KV:
-        config |= {"name": kv_stream_name(name), "subjects": [f"{kv_prefix(name)}>"], "max_msgs_per_subject": 1, "allow_rollup_hdrs": True}
+        config |= {
+            "name": kv_stream_name(name),
+            "subjects": [f"{kv_prefix(name)}>"],
+            "max_msgs_per_subject": 1,
+            "allow_rollup_hdrs": True,
+        }
         if stream.ttl_s:
-            config |= {"max_age": int(stream.ttl_s * 1e9), "duplicate_window": int(min(stream.ttl_s, DUPLICATE_WINDOW_S) * 1e9)}
+            config |= {
+                "max_age": int(stream.ttl_s * 1e9),
+                "duplicate_window": int(min(stream.ttl_s, DUPLICATE_WINDOW_S) * 1e9),
+            }
     return config

@@ -109,7 +109,9 @@ async def _store(
         else:
             link.doubt(subject)
         if not full and ack.error.code not in (429, 500, 503) and ack.error.err_code != IN_PROCESS:
-            raise RlearnerError(f"{subject}: the broker refuses the message: {ack.error.description} ({ack.error.err_code})")
+            raise RlearnerError(
+                f"{subject}: the broker refuses the message: {ack.error.description} ({ack.error.err_code})"
+            )
         pause_s = publish.refused(subject, ack.error.description, full=full)
         if full and make_room is not None:
             await asyncio.sleep(FIRST_PAUSE_S)
@@ -127,11 +129,15 @@ async def require_stream(link: NatsLink, stream_name: str, subject: str) -> None
     try:
         await ask(link, f"STREAM.INFO.{stream_name}")
     except NoStream:
-        raise LostState(f"the broker at {link.where} has no stream for {subject}; it was purged, or lost its store") from None
+        raise LostState(
+            f"the broker at {link.where} has no stream for {subject}; it was purged, or lost its store"
+        ) from None
 
 
 async def _still_expected(link: NatsLink, stream_name: str, subject: str, headers: dict[str, str]) -> bool:
-    """Whether what was refused as a wrong last sequence is the right one: a cluster also says so while a message waits for its majority."""
+    """Whether what was refused as a wrong last sequence is the right one: a cluster also says so while a message waits
+    for its majority.
+    """
     if (expected := headers.get(EXPECTED_LAST_SEQ)) is not None:
         return (await bounds(link, stream_name))[1] == int(expected)
     found = await find(link, stream_name, last_of=subject)

@@ -11,14 +11,15 @@ from broker.jetstream.delivery import Delivery
 from broker.jetstream.work_queue import WorkQueue
 
 LONG_PULL_S: Final = 30.0  # an idle process asks each of its queues this often
-LEAST_PULL_S: Final = 0.2  # the answer of a broker that has messages comes sooner; given up before, a pull would cross with them
+# the answer of a broker that has messages comes sooner; given up before, a pull would cross with them
+LEAST_PULL_S: Final = 0.2
 
 
 async def fetch_unless(queue: WorkQueue, limit: int, *reasons: Coroutine[Any, Any, object]) -> list[Delivery]:
     """Up to ``limit`` messages; an empty list after 30 s, or soon after one of the reasons not to take any returns.
 
-    What arrives too late is handed back, also when this is cancelled. That counts as a delivery, so what was there when this was called
-    is waited for.
+    What arrives too late is handed back, also when this is cancelled. That counts as a delivery, so what was there when
+    this was called is waited for.
 
     Raises:
         LostState: the queue's stream is gone.

@@ -1,7 +1,8 @@
 """Room that a run keeps in the broker's store for the few small messages that must be stored although it is full.
 
-The learner fills the reserve while there is room. A process that must store something essential (a learner's epoch, the operator's word, a
-weights offer) and is refused for lack of room purges it and publishes again; purging works in a full store.
+The learner fills the reserve while there is room. A process that must store something essential (a learner's epoch, the
+operator's word, a weights offer) and is refused for lack of room purges it and publishes again; purging works in a full
+store.
 """
 
 from __future__ import annotations
@@ -31,11 +32,16 @@ async def release(link: NatsLink, run: str) -> None:
     except NoStream:
         return
     if purged:
-        log.warning("the store of the broker at %s is full; the reserve of run %s makes room for what must be stored", link.where, run)
+        log.warning(
+            "the store of the broker at %s is full; the reserve of run %s makes room for what must be stored",
+            link.where,
+            run,
+        )
 
 
 async def has_room(link: NatsLink, run: str) -> bool:
-    """Whether the broker stores one small message now. Only this tells where neither the account nor the operator names a limit.
+    """Whether the broker stores one small message now. Only this tells where neither the account nor the operator names
+    a limit.
 
     Raises:
         Disconnected, TimeoutError, NoResponders, ApiError: nobody can say.

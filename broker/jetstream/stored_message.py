@@ -1,4 +1,6 @@
-"""One stored message by its sequence, with the time at which the broker stored it: for people, nothing decides on it."""
+"""One stored message by its sequence, with the time at which the broker stored it: for people, nothing decides on
+it.
+"""
 
 from __future__ import annotations
 

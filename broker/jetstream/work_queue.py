@@ -34,7 +34,8 @@ KEPT_S: Final = 3.0  # what came for nobody waits for the next fetch, then for a
 FIRST_PULL_BYTES: Final = 4 << 20
 LEAST_PULL_BYTES: Final = INLINE_BYTES + (64 << 10)  # the largest message that our own publishers send here
 MOST_PULL_BYTES: Final = 16 << 20
-PULL_TAKES_S: Final = (0.25, 1.0)  # a pull that is full sooner asks for more bytes next time, one that takes longer for fewer
+# a pull that is full sooner asks for more bytes next time, one that takes longer for fewer
+PULL_TAKES_S: Final = (0.25, 1.0)
 
 
 @dataclass
@@ -64,16 +65,19 @@ class _Pull:
 class WorkQueue:
     """The one durable consumer of a work-queue subject, shared by everyone who fetches from it.
 
-    Bytes that are on their way to this process are never handed back: a pull stays open when its messages come slowly, and what comes
-    late goes to the next fetch. Messages that nobody fetches within ``KEPT_S`` are handed back.
+    Bytes that are on their way to this process are never handed back: a pull stays open when its messages come slowly,
+    and what comes late goes to the next fetch. Messages that nobody fetches within ``KEPT_S`` are handed back.
     """
 
-    def __init__(self, link: NatsLink, marks: AckProgress, parts: GroupParts, stream: Stream, run: str, key: str) -> None:
+    def __init__(
+        self, link: NatsLink, marks: AckProgress, parts: GroupParts, stream: Stream, run: str, key: str
+    ) -> None:
         self._link, self._marks, self._parts, self._types = link, marks, parts, stream.messages
         self._stream_name, self._key, self._filter = stream.stream_name(run), key, stream.subject(run, key)
         self._consumer = key  # its name; another one's where another program made it
         self._inbox = ""
-        self._subscribed: LinkSubscription | None = None  # to the inbox; None before the first pull, and after one was given up
+        # to the inbox; None before the first pull, and after one was given up
+        self._subscribed: LinkSubscription | None = None
         self._fetching = asyncio.Lock()
         self._number = 0  # of the newest pull
         self._pull: _Pull | None = None
@@ -115,7 +119,10 @@ class WorkQueue:
             try:
                 while not (messages := await self._next(limit, deadline)) and loop.time() < deadline:
                     pass
-                return [await Delivery.of(self._link, self._marks, self._parts, self._types, message) for message in messages]
+                return [
+                    await Delivery.of(self._link, self._marks, self._parts, self._types, message)
+                    for message in messages
+                ]
             except BaseException:
                 self._arrived.extendleft(reversed(messages))
                 self._give_up()
@@ -174,7 +181,10 @@ class WorkQueue:
             before = len(self._arrived)
             self._changed.clear()
             until = deadline if pull.lost is not None else min(pull.expires_at, deadline) + GRACE_S
-            if await _wait(self._changed, QUIET_S if before else max(until - loop.time(), 0.0)) or len(self._arrived) > before:
+            if (
+                await _wait(self._changed, QUIET_S if before else max(until - loop.time(), 0.0))
+                or len(self._arrived) > before
+            ):
                 continue
             if before or pull.lost is not None or loop.time() < pull.expires_at + GRACE_S:
                 return
@@ -182,7 +192,9 @@ class WorkQueue:
             deadline = max(deadline, loop.time() + SHORTEST_PULL_S)  # enough, unless the link is slow
 
     async def _lose(self, pull: _Pull) -> None:
-        """End a pull whose end should have come, once it cannot come any more: 2.9 does not always say that one expired half served."""
+        """End a pull whose end should have come, once it cannot come any more: 2.9 does not always say that one expired
+        half served.
+        """
         await self._link.overdue(GRACE_S)
         pull.ended = pull.ended or "lost"
         self._changed.set()
@@ -213,7 +225,9 @@ class WorkQueue:
             await asyncio.sleep(0.2 if pull.ended != "404" else PAUSE_S)
 
     async def _ensure_beside(self) -> None:
-        """Create the consumer if it is gone, and keep requesting from it: it may be back before the cluster can create one."""
+        """Create the consumer if it is gone, and keep requesting from it: it may be back before the cluster can create
+        one.
+        """
         await asyncio.sleep(0.2)
         if self._ensuring is None:
             self._ensuring = asyncio.create_task(self._ensure())

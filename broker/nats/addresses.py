@@ -28,7 +28,8 @@ def split(url: str) -> list[str]:
             good = False
         if not good:
             raise BrokerUnreachable(
-                f"{without_passwords(url)} is no address of a broker; write nats://host:port, several of a cluster with commas"
+                f"{without_passwords(url)} is no address of a broker; write nats://host:port, several of a cluster "
+                f"with commas"
             )
     return servers
 

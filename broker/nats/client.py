@@ -1,7 +1,7 @@
 """All that is used of nats-py, without the web client that it loads for WebSockets.
 
-nats-py takes aiohttp where it is installed, and with it a quarter of the start of every process; it does as well without, and nothing here
-speaks WebSocket to a broker.
+nats-py takes aiohttp where it is installed, and with it a quarter of the start of every process; it does as well
+without, and nothing here speaks WebSocket to a broker.
 """
 
 from __future__ import annotations

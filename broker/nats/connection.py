@@ -33,7 +33,8 @@ CALL_TIMEOUT_S: Final = 5.0
 CLOSE_WITHIN_S: Final = 5.0
 PAUSE_S: Final = 0.02  # before a repetition, so that a connection not yet known to be gone is not hammered
 STUCK_AFTER_S: Final = 30.0
-STALLED_AFTER_S: Final = 3.0  # without a byte in either direction, after which a link that owes us bytes counts as stuck
+# without a byte in either direction, after which a link that owes us bytes counts as stuck
+STALLED_AFTER_S: Final = 3.0
 PING_EVERY_S: Final = 5
 LOOK_EVERY_S: Final = 2.0  # at the traffic; below the interval of the client's own pings
 
@@ -77,7 +78,9 @@ class NatsLink:
                 await self._connect()
         except TimeoutError:
             await self._abandon()
-            raise BrokerUnreachable(f"no broker answered at {self.where} within {deadline_s:g} s: {self._error or NO_ANSWER}") from None
+            raise BrokerUnreachable(
+                f"no broker answered at {self.where} within {deadline_s:g} s: {self._error or NO_ANSWER}"
+            ) from None
         await self.subscribe(f"{self.inbox}.*", self._calls.answer)
         self._watching = asyncio.create_task(self._watch())
         self._looking = asyncio.create_task(self._look())
@@ -165,12 +168,18 @@ class NatsLink:
         """All that were named and all that the cluster has told of, in an order of chance, the one to avoid last."""
         named = addresses.split(self.url)
         known = {urlsplit(one).netloc.rpartition("@")[2] for one in named}
-        told = [uri.geturl() for uri in self._client.discovered_servers if uri.netloc not in known] if "@" not in self.url else []
+        told = (
+            [uri.geturl() for uri in self._client.discovered_servers if uri.netloc not in known]
+            if "@" not in self.url
+            else []
+        )
         servers = random.sample(named + told, len(named + told))
         return sorted(servers, key=lambda one: urlsplit(one).netloc == self._avoid)
 
     async def _abandon(self) -> None:
-        """Close the client; it fails an assertion when it never began to connect, and at writing to a socket that is gone."""
+        """Close the client; it fails an assertion when it never began to connect, and at writing to a socket that is
+        gone.
+        """
         try:
             async with asyncio.timeout(CLOSE_WITHIN_S):
                 await self._client.close()
@@ -206,7 +215,11 @@ class NatsLink:
         """Take a new client should the old one stop trying without a word."""
         while True:
             await asyncio.sleep(STUCK_AFTER_S / 4)
-            if not self.connected.is_set() and self._reopening is None and time.monotonic() - self._tried > STUCK_AFTER_S:
+            if (
+                not self.connected.is_set()
+                and self._reopening is None
+                and time.monotonic() - self._tried > STUCK_AFTER_S
+            ):
                 log.warning("the connection to %s does not come back by itself; making a new one", self.where)
                 await self._abandon()  # calls back to reopen
 
@@ -226,7 +239,9 @@ class NatsLink:
             before = self._traffic.now()
 
     def doubt(self, what: str, waited_s: float = 0.0) -> None:
-        """JetStream did not answer that. When it lasts, the server may be cut off from its cluster: go to another one."""
+        """JetStream did not answer that. When it lasts, the server may be cut off from its cluster: go to another
+        one.
+        """
         now = time.monotonic()
         if not self._doubts.doubt(what, now, waited_s):
             return
@@ -251,7 +266,9 @@ class NatsLink:
 
     # ------------------------------------------------------------------------------------------ calls
 
-    async def send(self, subject: str, payload: Buffer, *, reply: str = "", headers: dict[str, str] | None = None) -> None:
+    async def send(
+        self, subject: str, payload: Buffer, *, reply: str = "", headers: dict[str, str] | None = None
+    ) -> None:
         """Publish without any confirmation.
 
         Raises:
@@ -264,11 +281,18 @@ class NatsLink:
             await self._client.publish(subject, payload, reply, headers)  # type: ignore[arg-type]  # any buffer does
         except nats_errors.MaxPayloadError:
             raise
-        except (nats_errors.Error, OSError, RuntimeError) as error:  # RuntimeError: uvloop's word for a socket that is gone
+        except (
+            nats_errors.Error,
+            OSError,
+            RuntimeError,
+        ) as error:  # RuntimeError: uvloop's word for a socket that is gone
             raise Disconnected(str(error)) from None
 
-    async def call(self, subject: str, payload: Buffer, *, headers: dict[str, str] | None = None, timeout_s: float = CALL_TIMEOUT_S) -> Msg:
-        """Publish and wait for the one answer; for ``timeout_s`` and for as long as the question or the answer may be on the wire.
+    async def call(
+        self, subject: str, payload: Buffer, *, headers: dict[str, str] | None = None, timeout_s: float = CALL_TIMEOUT_S
+    ) -> Msg:
+        """Publish and wait for the one answer; for ``timeout_s`` and for as long as the question or the answer may be
+        on the wire.
 
         Raises:
             Disconnected: the connection is down, or broke before the answer came.
@@ -278,7 +302,9 @@ class NatsLink:
         loop, overdue = asyncio.get_running_loop(), list[asyncio.Task[None]]()
         with self._calls.expect() as (reply, answered):
             await self.send(subject, payload, reply=reply, headers=headers)
-            timer = loop.call_later(timeout_s, lambda: overdue.append(asyncio.create_task(self._expire(answered, timeout_s))))
+            timer = loop.call_later(
+                timeout_s, lambda: overdue.append(asyncio.create_task(self._expire(answered, timeout_s)))
+            )
             try:
                 answer = await answered
             finally:
@@ -296,9 +322,9 @@ class NatsLink:
     async def overdue(self, allowed_s: float) -> None:
         """Return once what should have come within ``allowed_s`` cannot be on the wire any more.
 
-        A message to ourselves goes through the broker behind everything that was sent and comes behind everything that the broker
-        had to send. When it has come, what it waited behind gets as long again, up to ``allowed_s``. It is not waited for when the
-        connection is gone or no byte moves.
+        A message to ourselves goes through the broker behind everything that was sent and comes behind everything that
+        the broker had to send. When it has come, what it waited behind gets as long again, up to ``allowed_s``. It is
+        not waited for when the connection is gone or no byte moves.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()

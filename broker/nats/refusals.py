@@ -67,4 +67,6 @@ class RefusalTracker:
         self._refused[publish] = full
         if self._since is None:
             self._since = time.monotonic()
-            log.warning("%s: the broker at %s cannot store: %s; trying again until it can", subject, self._where, reason)
+            log.warning(
+                "%s: the broker at %s cannot store: %s; trying again until it can", subject, self._where, reason
+            )

@@ -1,8 +1,8 @@
 """Decides when to switch away from a server that accepts connections but stops answering. Pure: times are arguments.
 
-A server that is cut off from its cluster goes on answering some requests for half a minute: it takes itself for the leader of some
-streams until it has missed the others for long enough. So each kind of request is doubted by itself, and the answers to others say
-nothing about it.
+A server that is cut off from its cluster goes on answering some requests for half a minute: it takes itself for the
+leader of some streams until it has missed the others for long enough. So each kind of request is doubted by itself, and
+the answers to others say nothing about it.
 """
 
 from __future__ import annotations

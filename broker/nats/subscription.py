@@ -19,7 +19,9 @@ class LinkSubscription:
         forget: takes it off the link's list.
     """
 
-    def __init__(self, forget: Callable[[LinkSubscription], None], subject: str, callback: Callback, queue: str) -> None:
+    def __init__(
+        self, forget: Callable[[LinkSubscription], None], subject: str, callback: Callback, queue: str
+    ) -> None:
         self._forget, self.subject, self.callback, self.queue = forget, subject, callback, queue
         self._inner: Subscription | None = None
 

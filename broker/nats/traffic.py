@@ -1,4 +1,6 @@
-"""What one connection has sent and received: tells a slow link, whose bytes still move, from a broker that does not answer."""
+"""What one connection has sent and received: tells a slow link, whose bytes still move, from a broker that does not
+answer.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ class TrafficCounter:
         client = self._client
         if client is None:
             return 0, 0
-        received = client.stats["in_bytes"] + len(client._ps.buf)  # the client has no public name for what is half received
+        # the client has no public name for what is half received
+        received = client.stats["in_bytes"] + len(client._ps.buf)
         return self._written - self._unsent(client), received
 
     def moved_since(self, before: tuple[int, int]) -> bool:

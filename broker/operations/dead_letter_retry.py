@@ -30,7 +30,9 @@ def original(letter: wire.DeadLetter) -> wire.Ticket | wire.EvalTicket | wire.Gr
     try:
         message = codec.decode(letter.data, *wire.MESSAGES)
     except WireError as error:
-        raise UserError(f"its {len(letter.data)} bytes are no message, so there is nothing to do again: {error}") from None
+        raise UserError(
+            f"its {len(letter.data)} bytes are no message, so there is nothing to do again: {error}"
+        ) from None
     if not isinstance(message, (wire.Ticket, wire.EvalTicket, wire.Group)):
         raise UserError(f"it holds a {type(message).__name__}; a Ticket, an EvalTicket or a Group can be done again")
     return message
@@ -55,10 +57,15 @@ async def retry(bus: Bus, letter: wire.DeadLetter, timeout_s: float) -> AsyncGen
 
 async def _ask(bus: Bus, role: str, serves: str, message: wire.Message, rather_not: str, timeout_s: float) -> Outcome:
     what = "domain" if role == "envhub" else "pool"
-    able = [one for one in await census(bus, bus.run) if one.role == role and serves in one.serves and one.state == "serving"]
+    able = [
+        one
+        for one in await census(bus, bus.run)
+        if one.role == role and serves in one.serves and one.state == "serving"
+    ]
     if not able:
         raise UserError(f"run {bus.run} has no {role} at present that serves {what} {serves!r}")
-    chosen = min(able, key=lambda one: (one.id == rather_not, one.running, one.id))  # elsewhere, if there is an elsewhere
+    # elsewhere, if there is an elsewhere
+    chosen = min(able, key=lambda one: (one.id == rather_not, one.running, one.id))
     try:
         answer = await request(bus, RERUNS, chosen.id, message, timeout_s=timeout_s, reply=(wire.Group, wire.Closed))
     except RequestFailed as error:
@@ -74,7 +81,10 @@ def described(outcome: Outcome) -> list[str]:
     if outcome.reward_hubs:
         lines = [f"{outcome.reward_hubs[-1]} scored it:"]
     else:
-        lines = [f"{outcome.hub} played it, {outcome.generate_s:.2f} s of generation and {outcome.env_step_s:.3f} s of environment each:"]
+        lines = [
+            f"{outcome.hub} played it, {outcome.generate_s:.2f} s of generation and {outcome.env_step_s:.3f} s of "
+            f"environment each:"
+        ]
     return lines + [line for one in outcome.trajectories for line in _episode(one)]
 
 
@@ -85,6 +95,7 @@ def _episode(one: wire.Trajectory) -> list[str]:
     text = " ".join(one.response.split())[:SHOWN_CHARS]
     policy = f"versions {min(versions)}-{max(versions)}" if versions else "no tokens"
     return [
-        f"  episode {one.episode}: {solved}, reward {one.reward:g}{parts}; {one.end} after {len(one.turns)} turns, {policy}",
+        f"  episode {one.episode}: {solved}, reward {one.reward:g}{parts}; {one.end} after {len(one.turns)} turns, "
+        f"{policy}",
         f"    last response: {text}",
     ]

@@ -45,7 +45,9 @@ async def status(bus: Bus, options: argparse.Namespace) -> None:
     for (run, state), alive in zip(sorted(runs.items()), heard, strict=True):
         bus.run = run
         roles = Counter(one.role for one in alive)
-        print(f"{run}: {state}; {', '.join(f'{count} {role}' for role, count in sorted(roles.items())) or 'no processes'}")
+        print(
+            f"{run}: {state}; {', '.join(f'{count} {role}' for role, count in sorted(roles.items())) or 'no processes'}"
+        )
         for stream in STREAMS:
             if stream.kind in (StreamKind.WORK_QUEUE, StreamKind.LOG):
                 print(f"  {stream.name:12}{await _depth(bus, stream)}")
@@ -73,7 +75,8 @@ async def control(bus: Bus, options: argparse.Namespace) -> None:
     if found is not None and isinstance(found[0], wire.DesiredState) and found[0].state == "stopped" != options.state:
         why = f" ({found[0].reason})" if found[0].reason else ""
         raise UserError(
-            f"run {bus.run} is stopped{why}, so it cannot be {options.state}; start its learner again: rlearner start … run.name={bus.run}"
+            f"run {bus.run} is stopped{why}, so it cannot be {options.state}; start its learner again: rlearner start "
+            f"… run.name={bus.run}"
         )
     await states.put(bus.run, wire.DesiredState(state=options.state, reason=options.reason))
     print(f"{bus.run}: {options.state}")

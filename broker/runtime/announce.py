@@ -1,4 +1,6 @@
-"""Tells others that a process is there: a beat every second or two for those who listen, an entry among the members for all."""
+"""Tells others that a process is there: a beat every second or two for those who listen, an entry among the members for
+all.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,14 @@ def decides(presence: wire.Presence) -> tuple[object, ...]:
 class Announcer:
     """Publishes ``describe()`` every second (at once on ``poke``) and keeps the process's entry among the members.
 
-    While nothing changes, every other beat is left out. A beat costs the broker one message, and nothing more when nobody listens.
-    The entry is put when something that others decide on has changed, and again every 20 seconds or so; ``close`` deletes it.
+    While nothing changes, every other beat is left out. A beat costs the broker one message, and nothing more when
+    nobody listens. The entry is put when something that others decide on has changed, and again every 20 seconds or so;
+    ``close`` deletes it.
     """
 
-    def __init__(self, bus: Bus, describe: Callable[[], wire.Presence], *, every_s: float = BEAT_S, refresh_s: float = REFRESH_S) -> None:
+    def __init__(
+        self, bus: Bus, describe: Callable[[], wire.Presence], *, every_s: float = BEAT_S, refresh_s: float = REFRESH_S
+    ) -> None:
         self._bus, self._describe, self._every_s, self._refresh_s = bus, describe, every_s, refresh_s
         self._poked, self._due = asyncio.Event(), asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -96,7 +101,9 @@ class Announcer:
         if decides(presence) != self._put:
             self._due.set()
         try:
-            await self._bus.link.send(PRESENCE.subject(self._bus.run, f"{presence.role}.{presence.id}"), codec.encode(presence))
+            await self._bus.link.send(
+                PRESENCE.subject(self._bus.run, f"{presence.role}.{presence.id}"), codec.encode(presence)
+            )
         except Disconnected:
             log.debug("no beat without a connection")
         else:

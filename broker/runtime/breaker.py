@@ -1,4 +1,6 @@
-"""A circuit breaker: when a hub stops taking one kind of work because all of it fails here, and when it tries again. Pure."""
+"""A circuit breaker: when a hub stops taking one kind of work because all of it fails here, and when it tries again.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,13 @@ State = Literal["closed", "open", "probing"]
 class CircuitBreaker:
     """One kind of work in one hub: a domain of an environment hub, a pool of a reward hub.
 
-    Closed, work is taken. It opens when ``threshold`` deliveries in a row have failed and nothing has succeeded. After a pause the hub
-    makes a trial of its own, which costs no ticket a delivery; a good one closes the breaker. Each pause is twice as long as the one
-    before, until real work succeeds. Times are seconds of any monotonic clock.
+    Closed, work is taken. It opens when ``threshold`` deliveries in a row have failed and nothing has succeeded. After
+    a pause the hub makes a trial of its own, which costs no ticket a delivery; a good one closes the breaker. Each
+    pause is twice as long as the one before, until real work succeeds. Times are seconds of any monotonic clock.
 
-    It also tells whether a failure is the ticket's own: if other work or a trial succeeded here since the ticket first failed here, or
-    if it has been tried often enough and nothing else fails here. Such a failure says nothing about the host. Any other may as well be
-    the host's, and the ticket is for another hub.
+    It also tells whether a failure is the ticket's own: if other work or a trial succeeded here since the ticket first
+    failed here, or if it has been tried often enough and nothing else fails here. Such a failure says nothing about the
+    host. Any other may as well be the host's, and the ticket is for another hub.
 
     Args:
         threshold: deliveries that fail in a row before it opens.

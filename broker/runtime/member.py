@@ -81,11 +81,15 @@ class Member:
         return not self.running.is_set()
 
     def announce(self, describe: Callable[[], wire.Presence]) -> None:
-        """Start telling others that this process is there, and what it logged last; called again, describe it like this instead."""
+        """Start telling others that this process is there, and what it logged last; called again, describe it like this
+        instead.
+        """
         self._describe = describe
         if self._announcer is None:
             logging.getLogger().addHandler(self._said)
-            self._announcer = Announcer(self.bus, lambda: msgspec.structs.replace(self._describe(), said=self._said.line(time.time())))
+            self._announcer = Announcer(
+                self.bus, lambda: msgspec.structs.replace(self._describe(), said=self._said.line(time.time()))
+            )
             self.spawn(self._announcer.serve())
         else:
             self._announcer.poke()
@@ -150,8 +154,12 @@ class Member:
             self._failure = self._failure or error
             self.stop.request(f"{type(error).__name__}: {error}")
 
-    async def _keep_reporting(self, values: Callable[[], dict[str, float]], text: Callable[[], dict[str, str]] | None) -> None:
+    async def _keep_reporting(
+        self, values: Callable[[], dict[str, float]], text: Callable[[], dict[str, str]] | None
+    ) -> None:
         while True:
-            numbers = wire.Metrics(role=self.role, id=self.id, time=time.time(), values=values(), text=text() if text else {})
+            numbers = wire.Metrics(
+                role=self.role, id=self.id, time=time.time(), values=values(), text=text() if text else {}
+            )
             await publish_metrics(self.bus, numbers)
             await asyncio.sleep(REPORT_EVERY_S)

@@ -33,10 +33,10 @@ class _Seen:
 class Roster:
     """Keeps the living processes of this run, by role; nothing is watched that was not asked for.
 
-    A process is alive while it was heard of within a time on this process's own clock: 5 s for a role that is followed by its beats,
-    60 s for one that is followed by the members bucket, which costs a message each 20 s and process instead of one a second.
-    The clock stands still while this process's event loop does, and while the broker is away: then nobody was listening here,
-    which says nothing about the others.
+    A process is alive while it was heard of within a time on this process's own clock: 5 s for a role that is followed
+    by its beats, 60 s for one that is followed by the members bucket, which costs a message each 20 s and process
+    instead of one a second. The clock stands still while this process's event loop does, and while the broker is away:
+    then nobody was listening here, which says nothing about the others.
 
     Args:
         beats: roles to follow by their beats.
@@ -68,7 +68,9 @@ class Roster:
     async def start(self) -> None:
         """Begin to listen; who is there already is known a moment later."""
         for role in self._beats:
-            self._subscribed.append(await self._bus.link.subscribe(PRESENCE.all_subjects(self._bus.run, role), self._on_beat))
+            self._subscribed.append(
+                await self._bus.link.subscribe(PRESENCE.all_subjects(self._bus.run, role), self._on_beat)
+            )
         for role in (*self._beats, *self._members):
             told = self.hear if role in self._beats else self._hear_member
             self._subscribed.append(await listen(self._bus, role, told, read=role in self._members))
@@ -174,7 +176,9 @@ class Roster:
                 self._forget(key)
 
 
-async def listen(bus: Bus, role: str, told: Callable[[str, wire.Presence | None], None], *, read: bool) -> LinkSubscription:
+async def listen(
+    bus: Bus, role: str, told: Callable[[str, wire.Presence | None], None], *, read: bool
+) -> LinkSubscription:
     """Call back with (role.id, presence or None when it left) for each entry of a role among the members, from now on.
 
     Args:
@@ -200,7 +204,9 @@ async def listen(bus: Bus, role: str, told: Callable[[str, wire.Presence | None]
 
 
 async def census(bus: Bus, run: str, within_s: float = CENSUS_S) -> list[wire.Presence]:
-    """Everyone of a run who is heard within a time, in order of role and id; returns at once when all members were heard."""
+    """Everyone of a run who is heard within a time, in order of role and id; returns at once when all members were
+    heard.
+    """
     heard: dict[str, wire.Presence] = {}
     news = asyncio.Event()
 
@@ -225,5 +231,7 @@ async def census(bus: Bus, run: str, within_s: float = CENSUS_S) -> list[wire.Pr
 
 
 def display_name(role: str, process_id: str) -> str:
-    """What people read: the id, with its role in front unless it begins with it, as those do that a process gives itself."""
+    """What people read: the id, with its role in front unless it begins with it, as those do that a process gives
+    itself.
+    """
     return process_id if process_id.startswith(role) else f"{role} {process_id}"

@@ -1,4 +1,6 @@
-"""What every process does the same way: exit codes, signals, drain, logging, uvloop, joining a run, presence, metrics."""
+"""What every process does the same way: exit codes, signals, drain, logging, uvloop, joining a run, presence,
+metrics.
+"""
 
 from __future__ import annotations
 
@@ -44,21 +46,25 @@ GARBAGE_AFTER: Final = 50_000  # objects made and not freed; see _collect_rarely
 
 
 class Stopped(RlearnerError):
-    """Asked to stop before there was anything to undo; the process ends with the exit code that ``main`` was given for it."""
+    """Asked to stop before there was anything to undo; the process ends with the exit code that ``main`` was given for
+    it.
+    """
 
 
 # -------------------------------------------------------------------------------------------------------- main
 
 
 def main(role: str, body: Callable[[Stop], Coroutine[Any, Any, int | None]], *, stopped: int = 0) -> int:
-    """Run a process's coroutine on uvloop until it returns; the exit code. To be called inside ``broker.system.entry.enter``.
+    """Run a process's coroutine on uvloop until it returns; the exit code. To be called inside
+    ``broker.system.entry.enter``.
 
     What ``body`` returns, None for 0. 2: UserError, printed as one line ``error: …`` on stderr without a traceback.
     1: anything else, with a traceback. 130: a second signal. docs/operations.md has the whole table.
     Logs go to stderr, one line each: time, level, run, role, id, message, key=value.
 
     Args:
-        stopped: exit code where ``body`` raises Stopped; of hubs and servers 0, of a command that had something to finish 130.
+        stopped: exit code where ``body`` raises Stopped; of hubs and servers 0, of a command that had something to
+        finish 130.
     """
     logs.configure()
     logs.identify(role=role)
@@ -86,19 +92,25 @@ def main(role: str, body: Callable[[Stop], Coroutine[Any, Any, int | None]], *, 
 def _collect_rarely() -> None:
     """Look for cycles less often than the interpreter would.
 
-    Hundreds of episodes or requests in flight are live objects that come and go without leaving cycles: at the default of 700 the search
-    for them took a fifth of a hub's processor time.
+    Hundreds of episodes or requests in flight are live objects that come and go without leaving cycles: at the default
+    of 700 the search for them took a fifth of a hub's processor time.
     """
     gc.set_threshold(GARBAGE_AFTER, 10, 10)
 
 
 def raise_file_limit() -> None:
-    """Allow this process as many open files as the machine permits; each connection is one, and 1,024 is a usual limit."""
+    """Allow this process as many open files as the machine permits; each connection is one, and 1,024 is a usual
+    limit.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if hard != resource.RLIM_INFINITY and hard < FEW_FILES:
-        log.warning("at most %d files and connections may be open here, too few for a large fleet; raise the hard limit (ulimit -Hn)", hard)
+        log.warning(
+            "at most %d files and connections may be open here, too few for a large fleet; raise the hard limit "
+            "(ulimit -Hn)",
+            hard,
+        )
 
 
 @contextmanager
@@ -140,7 +152,9 @@ def _find(error: BaseException, kind: type[T]) -> T | None:
 
 
 def add_join_options(parser: argparse.ArgumentParser) -> None:
-    """--broker (RL_BROKER, nats://127.0.0.1:4222), --run (RL_RUN, else the one running), --id, --connect-deadline, logging."""
+    """--broker (RL_BROKER, nats://127.0.0.1:4222), --run (RL_RUN, else the one running), --id, --connect-deadline,
+    logging.
+    """
     add = parser.add_argument
     add(
         "--broker",
@@ -148,9 +162,20 @@ def add_join_options(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get("RL_BROKER") or DEFAULT_BROKER,
         help="address of the broker (RL_BROKER, %(default)s)",
     )
-    add("--run", metavar="NAME", default=os.environ.get("RL_RUN") or None, help="run to join (RL_RUN, else the only one running)")
+    add(
+        "--run",
+        metavar="NAME",
+        default=os.environ.get("RL_RUN") or None,
+        help="run to join (RL_RUN, else the only one running)",
+    )
     add("--id", metavar="NAME", default=None, help="name of this process, unique in the run (made up)")
-    add("--connect-deadline", metavar="SECONDS", type=positive, default=None, help="give up when no broker answers in time (never)")
+    add(
+        "--connect-deadline",
+        metavar="SECONDS",
+        type=positive,
+        default=None,
+        help="give up when no broker answers in time (never)",
+    )
     logs.add_options(parser)
 
 
@@ -160,8 +185,8 @@ async def join(
 ) -> AsyncIterator[Member]:
     """Connect, wait for the RunSpec, refuse another wire version, follow the desired state; undo all of it on exit.
 
-    Without --run it waits until exactly one run on the broker is not stopped; a run that is stopped is waited for until it
-    is resumed. Ends quietly (by Stopped, which ``main`` takes for success) when a stop is requested while waiting.
+    Without --run it waits until exactly one run on the broker is not stopped; a run that is stopped is waited for until
+    it is resumed. Ends quietly (by Stopped, which ``main`` takes for success) when a stop is requested while waiting.
 
     Args:
         connected: called once the broker has answered; the run may be waited for after that.
@@ -175,7 +200,9 @@ async def join(
         _check_option(name, value)
     logs.identify(role=role, process_id=process_id, run=options.run)
     async with AsyncExitStack() as stack:
-        connecting = Bus.connect(options.broker, options.run or "", name=process_id, deadline_s=options.connect_deadline)
+        connecting = Bus.connect(
+            options.broker, options.run or "", name=process_id, deadline_s=options.connect_deadline
+        )
         bus = await unless_stopped(stop, connecting)
         stack.push_async_callback(bus.close)
         connected()
@@ -220,7 +247,9 @@ async def unless_stopped(stop: Stop, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _through_losses(bus: Bus, wait: Callable[[Bus], Awaitable[T]]) -> T:
-    """Wait for something in the buckets; where the broker comes back without its store, a process that has not joined waits again."""
+    """Wait for something in the buckets; where the broker comes back without its store, a process that has not joined
+    waits again.
+    """
     while True:
         try:
             return await wait(bus)

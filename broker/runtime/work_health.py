@@ -1,4 +1,6 @@
-"""Which kinds of work succeed in this hub, on this host: opens and closes their breakers, makes the trials, and says so."""
+"""Which kinds of work succeed in this hub, on this host: opens and closes their breakers, makes the trials, and says
+so.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,20 @@ class WorkHealth:
         noun: of a kind of work, for the texts: ``domain`` or ``pool``.
         keys: the kinds of work that the hub would do; may change.
         threshold: tickets that fail in a row before a kind of work counts as broken here, by kind.
-        trial: tries one kind of work without a ticket, with the trial's number. Returns whether it went well, None if that does not tell,
+        trial: tries one kind of work without a ticket, with the trial's number. Returns whether it went well, None if
+        that does not tell,
             and what failed.
         changed: called when a kind of work breaks or works again.
     """
 
     def __init__(
-        self, noun: str, keys: Iterable[str], threshold: Callable[[str], int], *, trial: Trial, changed: Callable[[], None]
+        self,
+        noun: str,
+        keys: Iterable[str],
+        threshold: Callable[[str], int],
+        *,
+        trial: Trial,
+        changed: Callable[[], None],
     ) -> None:
         self._noun, self._keys, self._trial, self._changed = noun, keys, trial, changed
         self._breakers = CircuitBreakers(noun, threshold)
@@ -96,7 +105,8 @@ class WorkHealth:
         try:
             good, why = await self._trial(key, next(self._numbers))
         except Exception as error:
-            log.exception("%s %s: a trial", self._noun, key)  # a fault of our own; the pauses bound how often it is told
+            # a fault of our own; the pauses bound how often it is told
+            log.exception("%s %s: a trial", self._noun, key)
             good, why = False, f"{type(error).__name__}: {error}"
         if breaker.probed(good, why, time.monotonic()):
             self._say_closed(key)

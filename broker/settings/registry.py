@@ -23,7 +23,8 @@ def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
 
     Args:
         kind: what is looked up, for example ``engines``; names the entry-point group ``rlearner.<kind>``.
-        name: a name of the table, ``package.module:attribute``, ``path/to/file.py:attribute``, or an entry point's name.
+        name: a name of the table, ``package.module:attribute``, ``path/to/file.py:attribute``, or an entry point's
+        name.
         table: the registry, name to ``module:attribute``; nothing is imported before it is asked for.
 
     Raises:
@@ -62,7 +63,9 @@ def check_call(key: str, name: str, found: Any, parameters: Sequence[str]) -> No
         raise ConfigError(key, name, f"{wanted}{getattr(found, '__name__', name)}{signature}") from None
 
 
-def check_method(key: str, name: str, found: type, method: str, parameters: Sequence[str], *, base: type = object, why: str = "") -> None:
+def check_method(
+    key: str, name: str, found: type, method: str, parameters: Sequence[str], *, base: type = object, why: str = ""
+) -> None:
     """Refuse a class that lacks a method, or whose method does not take these arguments; both with file and line.
 
     Args:

@@ -98,7 +98,9 @@ POLL_S: Final = 0.25
 # --------------------------------------------------------------------------------------------------- validate
 
 
-def validate(config: dict[str, Any], sections: Mapping[str, str] | None = None, checks: Sequence[str] | None = None) -> dict[str, Any]:
+def validate(
+    config: dict[str, Any], sections: Mapping[str, str] | None = None, checks: Sequence[str] | None = None
+) -> dict[str, Any]:
     """Check every section and every combination; the same config with all defaults and timeouts filled in, JSON-able.
 
     Args:
@@ -107,7 +109,8 @@ def validate(config: dict[str, Any], sections: Mapping[str, str] | None = None, 
         checks: across them; None: those of a run.
 
     Raises:
-        ConfigError: names the first bad key (``train.lr``), its value and what is allowed; unknown keys suggest the nearest.
+        ConfigError: names the first bad key (``train.lr``), its value and what is allowed; unknown keys suggest the
+        nearest.
         UserError: it is a configuration for another command.
     """
     sections, checks = SECTIONS if sections is None else sections, CHECKS if checks is None else checks
@@ -141,7 +144,8 @@ def _dump_section(name: str, value: Any, target: str) -> dict[str, Any]:
         raise ConfigError(name, value, "expected a mapping")
     if name != "domains":
         return parse(name, value, model).model_dump(mode="json")
-    kept = {token(str(key), "domains"): entry for key, entry in value.items() if entry is not None}  # null takes an inherited one out
+    # null takes an inherited one out
+    kept = {token(str(key), "domains"): entry for key, entry in value.items() if entry is not None}
     return {key: parse(f"domains.{key}", entry, model).model_dump(mode="json") for key, entry in kept.items()}
 
 
@@ -229,7 +233,8 @@ async def discover_run(bus: Bus) -> str:
             return active[0]
         if active:
             raise UserError(
-                f"several runs on this broker: {', '.join(active)}; choose one with --run or RL_RUN, or end one with `rlearner stop`"
+                f"several runs on this broker: {', '.join(active)}; choose one with --run or RL_RUN, or end one with "
+                f"`rlearner stop`"
             )
         if reminders.due(time.monotonic()):
             log.info("waiting for a run to start on the broker")
@@ -245,7 +250,8 @@ def _decode(run: str, data: bytes) -> wire.RunSpec:
         version = None
     if isinstance(version, int) and version != wire.WIRE_VERSION:
         raise UserError(
-            f"run {run} speaks wire version {version}, this program {wire.WIRE_VERSION}; install the version that started the run"
+            f"run {run} speaks wire version {version}, this program {wire.WIRE_VERSION}; install the version that "
+            f"started the run"
         )
     try:
         return codec.decode(data, wire.RunSpec)

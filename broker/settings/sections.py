@@ -1,4 +1,6 @@
-"""Plain values to a pydantic section and back, as strictly as a file is read, and what is said of the first one that is wrong."""
+"""Plain values to a pydantic section and back, as strictly as a file is read, and what is said of the first one that is
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,20 @@ def _config_error(where: str, model: type[pydantic.BaseModel], error: pydantic.V
     location = [str(part) for part in problem["loc"]]
     key = ".".join((where, *location))
     if problem["type"] == "extra_forbidden":
-        return ConfigError(key, problem["input"], unknown(location[-1], _keys_at(model, location[:-1]), ".".join((where, *location[:-1]))))
+        return ConfigError(
+            key,
+            problem["input"],
+            unknown(location[-1], _keys_at(model, location[:-1]), ".".join((where, *location[:-1]))),
+        )
     if problem["type"] == "missing":
         return ConfigError(key, None, "it must be given")
     return ConfigError(key, problem["input"], sentence(problem["msg"]))
 
 
 def sentence(message: str) -> str:
-    """What pydantic says, to stand within a line; without the words that it puts before what a validator of ours says."""
+    """What pydantic says, to stand within a line; without the words that it puts before what a validator of ours
+    says.
+    """
     message = message.removeprefix("Value error, ")
     return message[:1].lower() + message[1:]
 
@@ -66,7 +74,12 @@ def _inner(annotation: Any) -> Any:
     if hasattr(annotation, "model_fields"):
         return annotation
     return next(
-        (inner for argument in getattr(annotation, "__args__", ()) if hasattr(inner := _inner(argument), "model_fields")), annotation
+        (
+            inner
+            for argument in getattr(annotation, "__args__", ())
+            if hasattr(inner := _inner(argument), "model_fields")
+        ),
+        annotation,
     )
 
 
@@ -79,4 +92,8 @@ def unknown(name: str, names: Mapping[str, object] | Sequence[str], where: str) 
     """
     prefix = f"{where}." if where else ""
     close = difflib.get_close_matches(name, list(names), n=1)
-    return f"unknown key, did you mean {prefix + close[0]!r}?" if close else f"unknown key, known here: {', '.join(names) or 'none'}"
+    return (
+        f"unknown key, did you mean {prefix + close[0]!r}?"
+        if close
+        else f"unknown key, known here: {', '.join(names) or 'none'}"
+    )

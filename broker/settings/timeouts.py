@@ -12,7 +12,8 @@ train.ticket_timeout_s      2 * (deadline_s + what reward hubs may take for a gr
 eval.timeout_s              train.ticket_timeout_s, at least 600 s
 ==========================  =========================================================================================
 
-The sections envhub, train and eval hold one value for all domains: the longest. A value that is set bounds what is derived inside it.
+The sections envhub, train and eval hold one value for all domains: the longest. A value that is set bounds what is
+derived inside it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def derive(config: dict[str, Any], scoring_s: Mapping[str, float]) -> None:
     turns, episodes = [TURN_S], [0.0]
     for domain in domains.values():
         turn_s = turn or max(TURN_S, domain["sampling"]["max_tokens"] / envhub["min_tokens_per_s"])
-        episode_s = episode or domain["max_turns"] * (turn_s + envhub["step_timeout_s"]) + CALLS * envhub["step_timeout_s"]
+        episode_s = (
+            episode or domain["max_turns"] * (turn_s + envhub["step_timeout_s"]) + CALLS * envhub["step_timeout_s"]
+        )
         if domain["deadline_s"] is None:
             waves = math.ceil((domain["group_size"] + greedy + domain["group_size_redundancy"]) / envhub["n"])
             most_s = math.inf if ticket is None else max(ticket / TRIES, episode or turn or 0.0)
@@ -98,7 +101,8 @@ def note(config: dict[str, Any]) -> str:
     envhub, deadlines = config["envhub"], [domain["deadline_s"] for domain in config["domains"].values()]
     return (
         f"timeouts: a turn {envhub['generate_timeout_s']:g} s, an episode {envhub['episode_timeout_s']:g} s, "
-        f"a group {' or '.join(f'{each:g}' for each in sorted(set(deadlines)))} s, a ticket {config['train']['ticket_timeout_s']:g} s "
+        f"a group {' or '.join(f'{each:g}' for each in sorted(set(deadlines)))} s, a ticket "
+        f"{config['train']['ticket_timeout_s']:g} s "
         "from its first delivery on: steps, pauses and waiting for a hub may take any time"
     )
 
@@ -114,7 +118,11 @@ def _refuse_contradictions(envhub: Mapping[str, Any], train: Mapping[str, Any], 
         longest = max(deadlines, key=lambda key: deadlines[key])
         for key, value in inner:
             if value > deadlines[longest]:
-                raise ConfigError(key, value, f"at most {longest}{', the longest' * (len(deadlines) > 1)}, which is {deadlines[longest]:g}")
+                raise ConfigError(
+                    key,
+                    value,
+                    f"at most {longest}{', the longest' * (len(deadlines) > 1)}, which is {deadlines[longest]:g}",
+                )
     if ticket is not None:
         for key, value in (*inner, *deadlines.items()):
             if value is not None and ticket <= value:

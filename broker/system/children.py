@@ -38,8 +38,9 @@ def spawn(
 
     It gets ``death_signal`` when this process dies (Linux).
 
-    The kernel sends that signal when the *thread* that forked ends, so a thread that lives as long as the child forks it.
-    The child gets a session of its own: Ctrl-C in the terminal reaches the parent alone, which stops its children in order.
+    The kernel sends that signal when the *thread* that forked ends, so a thread that lives as long as the child forks
+    it. The child gets a session of its own: Ctrl-C in the terminal reaches the parent alone, which stops its children
+    in order.
 
     Raises:
         OSError: the command cannot be started.

@@ -1,4 +1,6 @@
-"""The outermost layer of every command: one line for bad input, and silence where the reader of the output has left (``| head``)."""
+"""The outermost layer of every command: one line for bad input, and silence where the reader of the output has left
+(``| head``).
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,9 @@ def parse(spec: str) -> list[int]:
     for part in spec.split(","):
         match = re.fullmatch(r"\s*(\d{1,4})(?:\s*-\s*(\d{1,4}))?\s*", part)
         if match is None:
-            raise UserError(f"--gpus {spec!r} is not allowed; write a list such as 0,2 or a range such as 4-7, or cpu, or auto")
+            raise UserError(
+                f"--gpus {spec!r} is not allowed; write a list such as 0,2 or a range such as 4-7, or cpu, or auto"
+            )
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise UserError(f"--gpus {spec!r}: the range {first}-{last} runs backwards")
@@ -44,7 +46,11 @@ def existing() -> list[int]:
     if smi is not None:
         try:
             answer = subprocess.run(
-                [smi, "--query-gpu=index", "--format=csv,noheader"], capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False
+                [smi, "--query-gpu=index", "--format=csv,noheader"],
+                capture_output=True,
+                text=True,
+                timeout=SMI_TIMEOUT_S,
+                check=False,
             )
         except (OSError, subprocess.TimeoutExpired):
             pass  # a broken tool says nothing about the hardware: ask the driver's own folder
@@ -54,7 +60,9 @@ def existing() -> list[int]:
     return list(range(sum(1 for _ in PROC.iterdir()))) if PROC.is_dir() else []
 
 
-def select(spec: str, environ: MutableMapping[str, str] = os.environ, found: Callable[[], list[int]] = existing) -> Device:
+def select(
+    spec: str, environ: MutableMapping[str, str] = os.environ, found: Callable[[], list[int]] = existing
+) -> Device:
     """Restrict this process to the GPUs asked for; call it before torch is imported.
 
     ``auto`` takes what the environment already allows. Numbers are the machine's own, in PCI order, whatever

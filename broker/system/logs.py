@@ -63,7 +63,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """--log-level and --log-file."""
     levels = ["DEBUG", "INFO", "WARNING", "ERROR"]
     parser.add_argument("--log-level", default="INFO", choices=levels, help="least level logged (%(default)s)")
-    parser.add_argument("--log-file", metavar="PATH", default=None, help="append the log to this file, too; its folder must exist (none)")
+    parser.add_argument(
+        "--log-file",
+        metavar="PATH",
+        default=None,
+        help="append the log to this file, too; its folder must exist (none)",
+    )
 
 
 def apply(options: argparse.Namespace) -> None:
@@ -79,7 +84,9 @@ def apply(options: argparse.Namespace) -> None:
     try:
         handler = logging.FileHandler(options.log_file, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--log-file: cannot write {options.log_file}: {error.strerror}; name a file in a folder that exists") from None
+        raise UserError(
+            f"--log-file: cannot write {options.log_file}: {error.strerror}; name a file in a folder that exists"
+        ) from None
     handler.setFormatter(LineFormatter())
     root.addHandler(handler)
 

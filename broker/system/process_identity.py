@@ -1,6 +1,7 @@
 """Identify a process across restarts, and tell whether one of this machine has ended.
 
-An identity is ``<boot id>/<PID namespace>/<pid>/<start time>``: a process id is used again sooner or later, the four together are not.
+An identity is ``<boot id>/<PID namespace>/<pid>/<start time>``: a process id is used again sooner or later, the four
+together are not.
 """
 
 from __future__ import annotations
@@ -14,17 +15,23 @@ PROC = Path("/proc")
 
 @cache
 def _machine() -> str:
-    """This boot of this machine, and the namespace in which process ids mean something; empty where the system does not tell."""
+    """This boot of this machine, and the namespace in which process ids mean something; empty where the system does not
+    tell.
+    """
     try:
-        return f"{(PROC / 'sys/kernel/random/boot_id').read_text(encoding='ascii').strip()}/{os.readlink(PROC / 'self/ns/pid')}"
+        boot = (PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}/{os.readlink(PROC / 'self/ns/pid')}"
     except OSError:
         return ""
 
 
 def _started(pid: int) -> str | None:
-    """When a living process started, in clock ticks since the boot; None if there is no such process or it is a zombie."""
+    """When a living process started, in clock ticks since the boot; None if there is no such process or it is a
+    zombie.
+    """
     try:
-        # The command stands in parentheses and may hold anything; the state is the first field after it, the start time the 20th.
+        # The command stands in parentheses and may hold anything; the state is the first field after it, the start time
+        # the 20th.
         fields = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
@@ -38,7 +45,9 @@ def this_process() -> str:
 
 
 def has_ended(identity: str) -> bool:
-    """Return whether the process is known to have ended; False for one of another machine, boot or container, which cannot be seen."""
+    """Return whether the process is known to have ended; False for one of another machine, boot or container, which
+    cannot be seen.
+    """
     parts = identity.rsplit("/", 2)
     if len(parts) != 3 or not parts[1].isdecimal():
         return False

@@ -22,7 +22,8 @@ class RecentWarning(logging.Handler):
         try:
             at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
             text = f"{at} {record.levelname} {' '.join(record.getMessage().split())}"
-            self._newest = record.created, text.encode("utf-8", "replace").decode()[:MAX_CHARS]  # a lone surrogate has no encoding
+            # a lone surrogate has no encoding
+            self._newest = record.created, text.encode("utf-8", "replace").decode()[:MAX_CHARS]
         except Exception:  # noqa: BLE001 - arguments that do not fit their format, as every handler of logging treats them
             self.handleError(record)
 

@@ -1,7 +1,8 @@
-"""Adapters on the weight channel: small factors A and B travel, and the receiver merges them into its base model: W + B A * scale.
+"""Adapters on the weight channel: small factors A and B travel, and the receiver merges them into its base model: W + B
+A * scale.
 
-Both ends name the factors as peft does, plan them from the model's own weights, and merge by the same function, so a receiver comes to the
-numbers that the sender would have sent. The model below is compared once, by its digest.
+Both ends name the factors as peft does, plan them from the model's own weights, and merge by the same function, so a
+receiver comes to the numbers that the sender would have sent. The model below is compared once, by its digest.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def factor_shapes(shapes: Mapping[str, Tensor], targets: Sequence[str], rank: in
 
 
 def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """W + B A * scale in float32, then cast to W's dtype, some rows at a time: what is in between stays in the cache."""
+    """W + B A * scale in float32, then cast to W's dtype, some rows at a time: what is in between stays in the
+    cache.
+    """
     merged, a, b = torch.empty_like(weight), a.float(), b.float()
     rows = max(1, PIECE_ELEMENTS // max(1, weight.shape[1]))
     for start in range(0, len(weight), rows):
@@ -60,11 +63,15 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def digest_of(plan: LayoutPlan, tensors: Mapping[str, Tensor]) -> str:
-    """As ``Flat.fill`` and ``Flat.digest``, with one bucket in memory; each tensor is asked for once, in the plan's order."""
+    """As ``Flat.fill`` and ``Flat.digest``, with one bucket in memory; each tensor is asked for once, in the plan's
+    order.
+    """
     digests: list[bytes] = []
     buffer: Tensor | None = None
     for slot in plan.slots:
-        source = tensors[slot.spec.name].detach().to(getattr(torch, slot.spec.dtype)).contiguous().view(-1).view(torch.uint8)
+        source = (
+            tensors[slot.spec.name].detach().to(getattr(torch, slot.spec.dtype)).contiguous().view(-1).view(torch.uint8)
+        )
         source = source if buffer is None else source.to(buffer.device)
         buffer = torch.zeros(plan.bucket_bytes, dtype=torch.uint8, device=source.device) if buffer is None else buffer
         done = 0
@@ -95,7 +102,9 @@ class MergedModel(OnDemand):
         changed: names of the weights that have factors.
     """
 
-    def __init__(self, base: Mapping[str, Tensor], factors: Mapping[str, Tensor], targets: Sequence[str], scale: float) -> None:
+    def __init__(
+        self, base: Mapping[str, Tensor], factors: Mapping[str, Tensor], targets: Sequence[str], scale: float
+    ) -> None:
         self.base, self._factors, self._scale = base, factors, scale
         self.changed = frozenset(adapted(base, targets))
 
@@ -118,11 +127,14 @@ class AdapterBase:
         plan: of the whole model.
         bucket_mib: the sender's.
         held: the engine's weights by name; only names, shapes and dtypes are looked at.
-        first: the weights that the run began with, and whether nobody else will change them; else those that have factors are copied into
+        first: the weights that the run began with, and whether nobody else will change them; else those that have
+        factors are copied into
             host memory. None: they cannot be had.
     """
 
-    def __init__(self, plan: LayoutPlan, bucket_mib: float, held: Mapping[str, Tensor], first: First | None = None) -> None:
+    def __init__(
+        self, plan: LayoutPlan, bucket_mib: float, held: Mapping[str, Tensor], first: First | None = None
+    ) -> None:
         self._plan, self._bucket_mib, self._first = plan, bucket_mib, first
         self._shapes = {name: tensor.to("meta") for name, tensor in held.items()}
         self._plans: tuple[wire.Adapter, LayoutPlan] | None = None
@@ -130,8 +142,8 @@ class AdapterBase:
         self._base: dict[str, Tensor] = {}
 
     def plan(self, adapter: wire.Adapter | None) -> LayoutPlan:
-        """What travels to this model: an adapter's factors, or with None the whole of it. A model that has none of the adapter's layers
-        is sent whole, which no learner with adapters agrees to."""
+        """What travels to this model: an adapter's factors, or with None the whole of it. A model that has none of the
+        adapter's layers is sent whole, which no learner with adapters agrees to."""
         if adapter is None:
             return self._plan
         if self._plans is None or self._plans[0] != adapter:
@@ -140,18 +152,22 @@ class AdapterBase:
         return self._plans[1]
 
     def lay(self, adapter: wire.Adapter) -> str:
-        """Have the model that the adapter belongs to; why it cannot be had, empty when it can. Takes a digest and a copy, once."""
+        """Have the model that the adapter belongs to; why it cannot be had, empty when it can. Takes a digest and a
+        copy, once.
+        """
         if self._laid == adapter:
             return ""
         try:
             source, own = self._find()
         except (UserError, TransferFailed) as error:
             return (
-                f"the learner sends adapters, and the model below them cannot be read here ({error}); train.lora.send=merged sends it whole"
+                f"the learner sends adapters, and the model below them cannot be read here ({error}); "
+                f"train.lora.send=merged sends it whole"
             )
         if (digest := digest_of(self._plan, source)) != adapter.base:
             return (
-                f"the learner's adapters belong to another model than the one here: digest {adapter.base}, here {digest}; start this "
+                f"the learner's adapters belong to another model than the one here: digest {adapter.base}, here "
+                f"{digest}; start this "
                 "server from the weights that the run began with"
             )
         copied = () if own else adapted(source, adapter.targets)
@@ -173,6 +189,8 @@ class AdapterBase:
         if self._first is None:
             raise TransferFailed("the engine does not show its weights")
         source, own = self._first()
-        if (missing := next((slot.spec.name for slot in self._plan.slots if slot.spec.name not in source), None)) is not None:
+        if (
+            missing := next((slot.spec.name for slot in self._plan.slots if slot.spec.name not in source), None)
+        ) is not None:
             raise TransferFailed(f"it has no {missing}")
         return source, own

@@ -1,4 +1,6 @@
-"""What a transfer carries, bucket by bucket: all of them, or what has changed in each since the version that the receivers hold."""
+"""What a transfer carries, bucket by bucket: all of them, or what has changed in each since the version that the
+receivers hold.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ MAX_DIGITS: Final = 18
 
 
 class ReferenceBytes:
-    """The sender's copy of the bytes that the receivers of its last transfer hold. It takes as much memory as the model.
+    """The sender's copy of the bytes that the receivers of its last transfer hold. It takes as much memory as the
+    model.
 
     Args:
         full_every: of this many transfers in a row, at least one sends everything.
@@ -35,7 +38,11 @@ class ReferenceBytes:
 
     def fits(self, held: Sequence[str]) -> bool:
         """Whether a difference from it is of use to all who hold these digests, and everything is not due."""
-        return bool(self._digest) and all(digest == self._digest for digest in held) and self._since_full + 1 < self._full_every
+        return (
+            bool(self._digest)
+            and all(digest == self._digest for digest in held)
+            and self._since_full + 1 < self._full_every
+        )
 
     def begin(self) -> None:
         """Until ``end`` nobody knows what anybody holds."""
@@ -53,7 +60,9 @@ class OutgoingBuckets:
         size_bytes: handed out so far.
     """
 
-    def __init__(self, staged: StagedVersion, base: ReferenceBytes | None, lines: StoreMessages, *, whole: bool) -> None:
+    def __init__(
+        self, staged: StagedVersion, base: ReferenceBytes | None, lines: StoreMessages, *, whole: bool
+    ) -> None:
         self._staged, self._base, self._lines, self._whole = staged, base, lines, whole
         self.size_bytes = 0
 
@@ -100,7 +109,9 @@ class IncomingBuckets:
         if size is None:
             return None
         if not (size.isascii() and size.isdigit() and len(size) <= MAX_DIGITS and 0 < int(size) < len(bucket)):
-            raise TransferFailed(f"bucket {index} of {len(bucket)} bytes was announced with a difference of {size[:80]!r} bytes")
+            raise TransferFailed(
+                f"bucket {index} of {len(bucket)} bytes was announced with a difference of {size[:80]!r} bytes"
+            )
         self._changes[index] = torch.empty(int(size), dtype=torch.uint8, device=bucket.device)
         return self._changes[index]
 

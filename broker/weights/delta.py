@@ -1,4 +1,5 @@
-"""Only what has changed: a bucket's difference from the bytes that the receivers hold, exactly, whatever the numbers mean.
+"""Only what has changed: a bucket's difference from the bytes that the receivers hold, exactly, whatever the numbers
+mean.
 
 A bucket is read as words of the size of the model's elements. Its difference is
 
@@ -6,7 +7,8 @@ A bucket is read as words of the size of the model's elements. Its difference is
     positions  uint16, of each changed word within its block, blocks and words in order
     values     the changed words; they begin on a multiple of 8 bytes
 
-so an element costs its own bytes and two more. Words are compared as integers: -0.0 is not 0.0, and every NaN is itself.
+so an element costs its own bytes and two more. Words are compared as integers: -0.0 is not 0.0, and every NaN is
+itself.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ def difference(new: Tensor, base: Tensor, word: int) -> Tensor | None:
         return None
     made = torch.zeros(stop, dtype=torch.uint8, device=new.device)
     made[:start].view(torch.int32).copy_(torch.bincount(changed >> BLOCK_BITS, minlength=start // 4))
-    made[start : start + 2 * len(changed)].view(torch.int16).copy_(changed & (BLOCK_WORDS - 1))  # wraps: the bits are those of uint16
+    # wraps: the bits are those of uint16
+    made[start : start + 2 * len(changed)].view(torch.int16).copy_(changed & (BLOCK_WORDS - 1))
     torch.index_select(words, 0, changed, out=made[middle:].view(WORDS[word]))
     return made
 
@@ -71,7 +74,9 @@ def apply(data: Tensor, bucket: Tensor, word: int) -> None:
     if int(counts.min()) < 0 or stop != len(data):
         raise TransferFailed(f"a difference of {len(data)} bytes speaks of {total} words of {word} bytes")
     positions = data[start : start + 2 * total].view(torch.int16).long() & (BLOCK_WORDS - 1)
-    index = positions + torch.repeat_interleave(torch.arange(num_blocks, device=data.device) * BLOCK_WORDS, counts, output_size=total)
+    index = positions + torch.repeat_interleave(
+        torch.arange(num_blocks, device=data.device) * BLOCK_WORDS, counts, output_size=total
+    )
     if total and int(index.max()) >= len(words):
         raise TransferFailed(f"a difference changes word {int(index.max())} of {len(words)}")
     words.index_copy_(0, index, data[middle:].view(WORDS[word]))

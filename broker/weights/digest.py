@@ -1,10 +1,11 @@
 """A digest of the weights that is cheap enough to take of every version: sums on the bucket's own device, hashed small.
 
 A bucket's bytes are read as 64-bit integers laid out in tiles of rows and columns. The sum of each row and of each
-column, modulo 2**64, says how much stands where: changing one element changes its row's sum; exchanging two elements changes
-two rows' sums, or, within one row, two columns' sums (within one word, that row's). These sums, a few thousandths of the data, and the
-rest that fills no tile row are then hashed together with the lengths. It finds faults, not forgeries: four elements changed by
-cancelling amounts at the corners of a rectangle go unseen, which no lost, repeated, moved or flipped data looks like.
+column, modulo 2**64, says how much stands where: changing one element changes its row's sum; exchanging two elements
+changes two rows' sums, or, within one row, two columns' sums (within one word, that row's). These sums, a few
+thousandths of the data, and the rest that fills no tile row are then hashed together with the lengths. It finds faults,
+not forgeries: four elements changed by cancelling amounts at the corners of a rectangle go unseen, which no lost,
+repeated, moved or flipped data looks like.
 """
 
 from __future__ import annotations
@@ -41,14 +42,18 @@ class BucketDigest:
         """Take in all tiles that end at this byte or below."""
         if not self._bucket.is_cpu:
             self._add_together(upto)
-        while (first := self._done * TILE_ROWS) < self._num_rows and (last := min(first + TILE_ROWS, self._num_rows)) * ROW_BYTES <= upto:
+        while (first := self._done * TILE_ROWS) < self._num_rows and (
+            last := min(first + TILE_ROWS, self._num_rows)
+        ) * ROW_BYTES <= upto:
             tile = self._body[first:last]
             torch.sum(tile, 1, out=self._rows[first:last])
             torch.sum(tile, 0, out=self._columns[self._done])
             self._done += 1
 
     def _add_together(self, upto: int) -> None:
-        """All but a shorter last one in two sums, for each is a call of its own on a GPU; on a CPU one by one stays in the caches."""
+        """All but a shorter last one in two sums, for each is a call of its own on a GPU; on a CPU one by one stays in
+        the caches.
+        """
         last = min(upto // (TILE_ROWS * ROW_BYTES), self._num_rows // TILE_ROWS)
         if last > self._done:
             rows = slice(self._done * TILE_ROWS, last * TILE_ROWS)

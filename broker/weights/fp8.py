@@ -1,16 +1,17 @@
 """Matrices of linear layers as FP8 on the way: the sender quantises, the receiver makes whole weights of it again.
 
-A matrix ``X`` travels as ``X`` (float8_e4m3fn) and ``X_scale_inv`` (float32), one scale for each block of 128 x 128 elements, those at the
-right and lower edges being smaller: weight = q * scale. That is the layout of DeepSeek-V3's checkpoints (DeepSeek-AI, 2024,
-arXiv 2412.19437, section 3.3) and of those that Qwen publishes as FP8.
+A matrix ``X`` travels as ``X`` (float8_e4m3fn) and ``X_scale_inv`` (float32), one scale for each block of 128 x 128
+elements, those at the right and lower edges being smaller: weight = q * scale. That is the layout of DeepSeek-V3's
+checkpoints (DeepSeek-AI, 2024, arXiv 2412.19437, section 3.3) and of those that Qwen publishes as FP8.
 
-Scales are powers of two, the smallest by which the block's largest element, rounded to four significant bits, is at most 448 (as in the
-UE8M0 scales of OCP's Microscaling specification). So multiplying and dividing are exact, and three things hold that would not with
-largest / 448: an element is off by at most 1/16 of itself, or 2^-10 scales where that is more; quantising what was dequantised gives the
-same bits; and a block whose largest element moves a little keeps its scale, so that few bytes change from version to version.
+Scales are powers of two, the smallest by which the block's largest element, rounded to four significant bits, is at
+most 448 (as in the UE8M0 scales of OCP's Microscaling specification). So multiplying and dividing are exact, and three
+things hold that would not with largest / 448: an element is off by at most 1/16 of itself, or 2^-10 scales where that
+is more; quantising what was dequantised gives the same bits; and a block whose largest element moves a little keeps its
+scale, so that few bytes change from version to version.
 
-A block with an element that is not finite, or above 448 * 2^119 (3e38), gets the scale NaN: a server that loads it computes NaN, which the
-probe finds.
+A block with an element that is not finite, or above 448 * 2^119 (3e38), gets the scale NaN: a server that loads it
+computes NaN, which the probe finds.
 """
 
 from __future__ import annotations
@@ -40,9 +41,11 @@ _ROUNDS_TO_448: Final = 0x680000  # 1.8125, the largest fraction that four signi
 
 
 def is_linear(name: str, shape: Sequence[int]) -> bool:
-    """Whether it is quantised: the weight of a linear layer inside a numbered block, or the stacked ones (3-D) of its experts.
+    """Whether it is quantised: the weight of a linear layer inside a numbered block, or the stacked ones (3-D) of its
+    experts.
 
-    Not embeddings, output heads, norms, routers, gates of one shared expert, biases. Decided by name and shape alone, for both ends.
+    Not embeddings, output heads, norms, routers, gates of one shared expert, biases. Decided by name and shape alone,
+    for both ends.
     """
     layer, _, last = name.rpartition(".")
     parts = layer.split(".")
@@ -68,7 +71,8 @@ def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def quantise(weight: Tensor, into: Tensor, scales: Tensor, most: int = GPU_PIECE_ELEMENTS) -> Iterator[int]:
-    """Quantise piece by piece, on the weight's device; yields how many elements of ``into`` are in place, counted in its order.
+    """Quantise piece by piece, on the weight's device; yields how many elements of ``into`` are in place, counted in
+    its order.
 
     Args:
         weight: (rows, columns) or (n, rows, columns), floating point.
@@ -97,7 +101,9 @@ def dequantise(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def as_sent(name: str, weight: Tensor) -> Tensor:
-    """Return what a server computes with instead of this tensor, in its dtype; the tensor itself where that is the same."""
+    """Return what a server computes with instead of this tensor, in its dtype; the tensor itself where that is the
+    same.
+    """
     specs = specs_of(TensorSpec(name, tuple(weight.shape), str(weight.dtype).removeprefix("torch.")))
     if len(specs) == 1:
         return weight.to(getattr(torch, specs[0].dtype)).to(weight.dtype)
@@ -136,8 +142,11 @@ class DequantizedModel(OnDemand):
 
 
 def _pieces(rows: int, columns: int, gpu: bool, most: int) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
-    """Parts of a matrix from left to right and down, and their blocks. Each has whole blocks of rows, or is the lower edge."""
-    most = max(BLOCK * BLOCK, min(most, GPU_PIECE_ELEMENTS if gpu else PIECE_ELEMENTS * torch.get_num_threads()))  # torch shares it out
+    """Parts of a matrix from left to right and down, and their blocks. Each has whole blocks of rows, or is the lower
+    edge.
+    """
+    # torch shares it out
+    most = max(BLOCK * BLOCK, min(most, GPU_PIECE_ELEMENTS if gpu else PIECE_ELEMENTS * torch.get_num_threads()))
     high = max(1, most // (BLOCK * columns)) * BLOCK
     wide = columns if BLOCK * columns <= most else most // (BLOCK * BLOCK) * BLOCK
     full = rows // BLOCK * BLOCK
@@ -190,7 +199,8 @@ def _power_of_two(power: Tensor) -> Tensor:
 def _dequantise_piece(source: Tensor, scales: Tensor, target: Tensor, room: _Room) -> None:
     rows, columns = source.shape
     values = room.of(torch.float32, source)
-    if source.is_cpu:  # torch's own cast takes ten times as long: the bits are moved to where a float16 of 1/256 has them
+    # torch's own cast takes ten times as long: the bits are moved to where a float16 of 1/256 has them
+    if source.is_cpu:
         bits = room.of(torch.int16, source).copy_(source.view(torch.int8))
         values.copy_(bits.bitwise_left_shift_(7).bitwise_and_(~(1 << 14)).view(torch.float16))
         scales = scales * 256

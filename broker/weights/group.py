@@ -1,9 +1,10 @@
 """Communicators made by hand, independent of the default process group, and the store that their members meet in.
 
-Nothing here calls ``init_process_group``: the learner keeps its own default group. Every wait polls, so that it can be left at
-any time; gloo's own timeout only ends the threads left behind. Facts that shaped this file, tried on torch 2.13: a gloo operation
-whose peer is stopped ends only at its timeout and ``abort`` does not wake it; with two operations in flight the error
-of a dead peer may reach only one of them; a TCPStore client waits for a stopped server without any timeout.
+Nothing here calls ``init_process_group``: the learner keeps its own default group. Every wait polls, so that it can be
+left at any time; gloo's own timeout only ends the threads left behind. Facts that shaped this file, tried on torch
+2.13: a gloo operation whose peer is stopped ends only at its timeout and ``abort`` does not wake it; with two
+operations in flight the error of a dead peer may reach only one of them; a TCPStore client waits for a stopped server
+without any timeout.
 """
 
 from __future__ import annotations
@@ -82,11 +83,18 @@ class WaitMonitor:
 
 
 def serve_store(host: str) -> tuple[TCPStore, int]:
-    """The sender's store and its port. TCPStore by itself would listen on every interface; this one on ``host`` only."""
+    """The sender's store and its port. TCPStore by itself would listen on every interface; this one on ``host``
+    only.
+    """
     listener = socket.create_server((host, 0), backlog=256)
     port = int(listener.getsockname()[1])
     store = TCPStore(
-        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=timedelta(seconds=KEEP_S)
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        timeout=timedelta(seconds=KEEP_S),
     )
     return store, port
 
@@ -108,7 +116,9 @@ def connect_store(host: str, port: int, timeout_s: float) -> TCPStore:
 
 
 def reachable(host: str, port: int, timeout_s: float) -> bool:
-    """Whether the store's process is there; asked first, because torch writes a stack trace to stderr when it is not."""
+    """Whether the store's process is there; asked first, because torch writes a stack trace to stderr when it is
+    not.
+    """
     try:
         socket.create_connection((host, port), timeout_s).close()
     except OSError:
@@ -124,7 +134,16 @@ class WeightGroup:
     """
 
     def __init__(
-        self, store: Store, name: str, rank: int, size: int, *, backend: Backend, host: str, timeout_s: float, connect_timeout_s: float
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        size: int,
+        *,
+        backend: Backend,
+        host: str,
+        timeout_s: float,
+        connect_timeout_s: float,
     ) -> None:
         self.name, self.rank, self.size, self.timeout_s = name, rank, size, timeout_s
         self._polls = backend == "nccl"  # its wait with a timeout would abort the communicator
@@ -134,7 +153,9 @@ class WeightGroup:
         except RuntimeError as error:
             raise PeerLost(f"communicator {name} of {size}: {first_line(error)}") from None
 
-    def broadcast(self, buckets: BucketSequence, watch: WaitMonitor, *, done: Callable[[int], None], peek: Callable[[], None]) -> None:
+    def broadcast(
+        self, buckets: BucketSequence, watch: WaitMonitor, *, done: Callable[[int], None], peek: Callable[[], None]
+    ) -> None:
         """Send (rank 0) or receive the buckets, several at a time, each as soon as it is there.
 
         Args:
@@ -171,10 +192,13 @@ class WeightGroup:
         options = BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
         options.timeout = timedelta(seconds=self.timeout_s * IN_FLIGHT)  # those before it on the wire count, too
-        return self._group.broadcast([bucket if self._polls else bucket.cpu()], options)  # gloo sends what lies on a device, too
+        # gloo sends what lies on a device, too
+        return self._group.broadcast([bucket if self._polls else bucket.cpu()], options)
 
     def _rest(self, work: Any | None) -> None:
-        """A moment until ``work`` may be complete; not longer, for it may be another one that fails, or that is there by then."""
+        """A moment until ``work`` may be complete; not longer, for it may be another one that fails, or that is there
+        by then.
+        """
         if self._polls or work is None:
             time.sleep(POLL_S)
             return
@@ -182,7 +206,9 @@ class WeightGroup:
             work.wait(timedelta(seconds=SLICE_S))
 
     def close(self) -> threading.Thread:
-        """Let go of it; gloo's destructor waits for operations that may still hang, so it runs in a thread of its own."""
+        """Let go of it; gloo's destructor waits for operations that may still hang, so it runs in a thread of its
+        own.
+        """
         group, self._group = [self._group], None
         group[0].abort()
         thread = threading.Thread(target=group.clear, name="weights-close", daemon=True)

@@ -1,4 +1,5 @@
-"""Which bytes of a model travel in which bucket. Planned once per model; sender and receivers must come to the same plan.
+"""Which bytes of a model travel in which bucket. Planned once per model; sender and receivers must come to the same
+plan.
 
 All tensors lie in one flat buffer, in order of name, each on an aligned offset; a bucket is a fixed-size slice of that
 buffer. So buckets are equally large however uneven the tensors are, and a tensor may span several of them. The order is
@@ -153,7 +154,9 @@ def from_text(text: str) -> LayoutPlan:
     """
     try:
         fields = json.loads(text)
-        specs = [TensorSpec(str(name), tuple(int(n) for n in shape), str(dtype)) for name, shape, dtype in fields["tensors"]]
+        specs = [
+            TensorSpec(str(name), tuple(int(n) for n in shape), str(dtype)) for name, shape, dtype in fields["tensors"]
+        ]
         return make_plan(specs, int(fields["bucket_bytes"]) / 2**20)
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError, UserError) as error:
         raise WireError(f"not a plan of weights: {error}") from None

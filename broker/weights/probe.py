@@ -43,7 +43,8 @@ def check_probe(probe: wire.Probe, logprobs: npt.ArrayLike) -> float:
     largest = float(difference[worst]) if len(difference) else 0.0
     if not largest <= probe.tolerance:
         raise TransferFailed(
-            f"probe: after loading, token {worst + 1} has logprob {actual[worst]:.6f}, the learner's is {expected[worst]:.6f}, "
+            f"probe: after loading, token {worst + 1} has logprob {actual[worst]:.6f}, the learner's is "
+            f"{expected[worst]:.6f}, "
             f"tolerance {probe.tolerance:g}; the bytes arrived right and were loaded wrong"
         )
     return largest

@@ -106,7 +106,8 @@ async def patiently(future: asyncio.Future[T], watch: WaitMonitor, timeout_s: fl
     Raises:
         TransferFailed: its own, or it is stuck in a call that knows no timeout.
     """
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # a caller that left does not retrieve it
+    # a caller that left does not retrieve it
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
     while not future.done():
         await asyncio.wait({future}, timeout=0.5)
         silent_s = time.monotonic() - watch.beat_at

@@ -1,6 +1,8 @@
-"""Calls a function of the user's as an agent: the task comes as JSON on stdin, what it returns leaves as the last line on stdout.
+"""Calls a function of the user's as an agent: the task comes as JSON on stdin, what it returns leaves as the last line
+on stdout.
 
-What the function prints goes to stderr, so that it cannot be taken for the result. Started by ``envhub.envs.agent``, not by hand.
+What the function prints goes to stderr, so that it cannot be taken for the result. Started by ``envhub.envs.agent``,
+not by hand.
 """
 
 from __future__ import annotations

@@ -49,7 +49,9 @@ def missing(interpreter: str, names: Sequence[str], folder: str, env: Mapping[st
         return []
     command = [interpreter, "-c", PROBE, folder, *names]
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S, check=False, env={**os.environ, **env}, cwd=cwd)
+        asked = subprocess.run(
+            command, capture_output=True, text=True, timeout=WITHIN_S, check=False, env={**os.environ, **env}, cwd=cwd
+        )
     except (OSError, subprocess.TimeoutExpired):
         return []
     return asked.stdout.split() if asked.returncode == 0 else []

@@ -1,4 +1,6 @@
-"""Runs a program to its end: a text on its stdin, the end of what it prints kept, everything that it started killed afterwards."""
+"""Runs a program to its end: a text on its stdin, the end of what it prints kept, everything that it started killed
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,16 @@ async def run(command: Sequence[str], given: str, env: Mapping[str, str], cwd: s
         files = [os.fdopen(end, "wb", buffering=0) for _, end in outputs]
         try:
             child = await _started(
-                asyncio.to_thread(spawn, command, files[0], stdin=stdin, errors=files[1], env=env, cwd=cwd, death_signal=signal.SIGKILL)
+                asyncio.to_thread(
+                    spawn,
+                    command,
+                    files[0],
+                    stdin=stdin,
+                    errors=files[1],
+                    env=env,
+                    cwd=cwd,
+                    death_signal=signal.SIGKILL,
+                )
             )
         finally:
             for file in files:

@@ -1,9 +1,10 @@
 """What an agent's calls become: samples of exact tokens, stitched wherever one call goes on from another. No I/O.
 
-A call whose prompt begins with the exact tokens of an earlier one, its answer included, goes on with that sample; any other begins a
-new one. Agents send texts, and tokenising a text again need not give the tokens that were sampled. So where the text of a prompt begins
-with the text of a sample, the sample's own tokens stand for it, and only the rest is tokenised. Where it does not, because the agent
-dropped a message, changed an answer, or the template shows an old answer otherwise than it was said, nothing is stitched.
+A call whose prompt begins with the exact tokens of an earlier one, its answer included, goes on with that sample; any
+other begins a new one. Agents send texts, and tokenising a text again need not give the tokens that were sampled. So
+where the text of a prompt begins with the text of a sample, the sample's own tokens stand for it, and only the rest is
+tokenised. Where it does not, because the agent dropped a message, changed an answer, or the template shows an old
+answer otherwise than it was said, nothing is stitched.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ class RecordedSample:
 
     Attributes:
         number: from 0, in the order in which they began.
-        text: what the tokens say, without the token that closes the last answer; None where nobody knows how to render it.
-        token_ids, loss_mask, logprobs: n values each; the mask is 1 where the policy sampled the token from its own distribution, logprobs
+        text: what the tokens say, without the token that closes the last answer; None where nobody knows how to render
+        it. token_ids, loss_mask, logprobs: n values each; the mask is 1 where the policy sampled the token from its own
+        distribution, logprobs
             are 0 elsewhere.
         version_runs: flat pairs (policy_version, number of tokens with mask 1).
         turns: spans of sampled tokens.
@@ -64,7 +66,12 @@ class RecordedSample:
                 self.version_runs += [version, count]
         self.turns.append(
             wire.Turn(
-                start=start, end=len(self.token_ids), reward=0.0, valid=True, finish_reason=sampled.finish_reason, server=sampled.server
+                start=start,
+                end=len(self.token_ids),
+                reward=0.0,
+                valid=True,
+                finish_reason=sampled.finish_reason,
+                server=sampled.server,
             )
         )
 
@@ -74,7 +81,8 @@ class EpisodeRecord:
 
     Args:
         tokenizer: of the policy.
-        closing: the tokens with which its chat template closes an answer, the last one special; empty where that is plain text.
+        closing: the tokens with which its chat template closes an answer, the last one special; empty where that is
+        plain text.
         ends: tokens at which an answer ends; they are no part of its text.
 
     Attributes:
@@ -109,7 +117,9 @@ class EpisodeRecord:
 
     def goes_on(self, prompt: array[int]) -> RecordedSample | None:
         """The longest sample that the prompt begins with."""
-        return max((one for one in self.samples if one.begins(prompt)), key=lambda one: len(one.token_ids), default=None)
+        return max(
+            (one for one in self.samples if one.begins(prompt)), key=lambda one: len(one.token_ids), default=None
+        )
 
     def sampled(self, prompt: array[int], sampled: SampledTurn) -> RecordedSample:
         """One call is answered; the sample that it is part of.

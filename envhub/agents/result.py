@@ -19,7 +19,9 @@ MAX_RESPONSE_CHARS: Final = 1 << 20
 
 
 class BadResult(ValueError):
-    """The program ended without a result that can be used; says why. ``trace``: its traceback, where it is in Python."""
+    """The program ended without a result that can be used; says why. ``trace``: its traceback, where it is in
+    Python.
+    """
 
     def __init__(self, detail: str, trace: str = "") -> None:
         super().__init__(detail)
@@ -45,7 +47,8 @@ def read(source: Source, status: int, stdout: str, stderr: str, *, is_cut: bool 
     """The result of a program.
 
     Args:
-        source: where the reward is: in the last line of stdout, a JSON number or object with ``reward``; in the exit status, 0 for 1 and
+        source: where the reward is: in the last line of stdout, a JSON number or object with ``reward``; in the exit
+        status, 0 for 1 and
             1 for 0; or nowhere.
         status: exit status, negative for a signal.
         stdout: the end of what it printed.
@@ -57,7 +60,8 @@ def read(source: Source, status: int, stdout: str, stderr: str, *, is_cut: bool 
     """
     if status and not (source == "exit" and status == 1):
         raise BadResult(f"the agent {_how(status)}{_last(stderr)}", _trace(stderr))
-    line = next((line for line in reversed(stdout.split("\n")) if line.strip()), "").strip()  # JSON may hold other line separators
+    # JSON may hold other line separators
+    line = next((line for line in reversed(stdout.split("\n")) if line.strip()), "").strip()
     if source == "result":
         if is_cut and line == stdout.strip():
             raise BadResult(f"the last line that the agent printed is longer than {KEPT_BYTES} bytes: {_shown(line)}")
@@ -96,7 +100,9 @@ def _result(line: str) -> AgentResult:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
-        raise BadResult(f"the last line that the agent printed is no JSON number or object with a reward: {_shown(line)}") from None
+        raise BadResult(
+            f"the last line that the agent printed is no JSON number or object with a reward: {_shown(line)}"
+        ) from None
     if isinstance(found, dict):
         if "reward" not in found:
             raise BadResult(f"the last line that the agent printed has no reward: {_shown(line)}")
@@ -122,8 +128,12 @@ def _checked(found: dict[str, Any]) -> AgentResult:
         raise BadResult(f"the agent's result has metrics {_shown(metrics)}, not at most {MAX_METRICS} numbers by name")
     for name in metrics:
         if not 0 < len(name) <= NAME_CHARS or not name.isprintable():
-            raise BadResult(f"the agent's result has a metric named {_shown(name)}; a name has 1-{NAME_CHARS} printable characters")
-    return AgentResult(reward, success, response, {name: _number(f"metric {name!r}", value) for name, value in metrics.items()})
+            raise BadResult(
+                f"the agent's result has a metric named {_shown(name)}; a name has 1-{NAME_CHARS} printable characters"
+            )
+    return AgentResult(
+        reward, success, response, {name: _number(f"metric {name!r}", value) for name, value in metrics.items()}
+    )
 
 
 def _number(what: str, value: object) -> float:

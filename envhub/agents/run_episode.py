@@ -1,4 +1,6 @@
-"""Plays episodes of agents: one endpoint in the hub, on loopback, and for each episode a key, a program and its result."""
+"""Plays episodes of agents: one endpoint in the hub, on loopback, and for each episode a key, a program and its
+result.
+"""
 
 from __future__ import annotations
 
@@ -58,11 +60,17 @@ class AgentRunner:
         async with self._starting:
             if not self._server.address:
                 await self._server.start("127.0.0.1", 0)
-        session, key, started = AgentSession(task, means, on_tokens), f"rl-{secrets.token_urlsafe(24)}", time.perf_counter()
+        session, key, started = (
+            AgentSession(task, means, on_tokens),
+            f"rl-{secrets.token_urlsafe(24)}",
+            time.perf_counter(),
+        )
         self._sessions[key] = session
         row = agent_env.row(args, task.task_index, task.split)
         try:
-            ended = await program.run(agent_env.command(args), self._given(task, row), self._environment(args, task, key), args.cwd)
+            ended = await program.run(
+                agent_env.command(args), self._given(task, row), self._environment(args, task, key), args.cwd
+            )
         except OSError as error:
             raise EpisodeFailed("env", f"the agent cannot be started: {error}") from None
         finally:
@@ -70,19 +78,32 @@ class AgentRunner:
             del self._sessions[key]
         result = _result(args, session, ended)
         spent_s = max(0.0, time.perf_counter() - started - session.generate_s)
-        return _played(task, session, result, agent_env.text_of(args, row, args.prompt), agent_env.text_of(args, row, args.answer), spent_s)
+        return _played(
+            task,
+            session,
+            result,
+            agent_env.text_of(args, row, args.prompt),
+            agent_env.text_of(args, row, args.answer),
+            spent_s,
+        )
 
     def _given(self, task: EpisodeTask, row: object) -> str:
         given = {"task_index": task.task_index, "split": task.split, "seed": task.seed, "episode": task.episode}
         return json.dumps(given if row is None else given | {"row": row}, ensure_ascii=False) + "\n"
 
     def _environment(self, args: AgentArgs, task: EpisodeTask, key: str) -> dict[str, str]:
-        own = {"OPENAI_BASE_URL": self._server.address, "OPENAI_API_KEY": key, "OPENAI_MODEL": task.policy, "OMP_NUM_THREADS": "1"}
+        own = {
+            "OPENAI_BASE_URL": self._server.address,
+            "OPENAI_API_KEY": key,
+            "OPENAI_MODEL": task.policy,
+            "OMP_NUM_THREADS": "1",
+        }
         return {**os.environ, **args.env, **own}
 
 
 def _result(args: AgentArgs, session: AgentSession, ended: program.ProgramExit) -> AgentResult:
-    """What the program came to. One that gives up because the policy used up its calls, its context or an answer's length has not crashed.
+    """What the program came to. One that gives up because the policy used up its calls, its context or an answer's
+    length has not crashed.
 
     Raises:
         EpisodeFailed: it has.
@@ -102,12 +123,16 @@ def _result(args: AgentArgs, session: AgentSession, ended: program.ProgramExit) 
             raise EpisodeFailed("generate", session.failed)
         if session.refused == "length":
             limit = session.served.max_context_tokens
-            raise EpisodeFailed("fatal", f"the agent's first prompt does not fit into max_context_tokens, which is {limit}")
+            raise EpisodeFailed(
+                "fatal", f"the agent's first prompt does not fit into max_context_tokens, which is {limit}"
+            )
         raise EpisodeFailed("env", "the agent ended without asking the policy anything")
     return result
 
 
-def _played(task: EpisodeTask, session: AgentSession, result: AgentResult, prompt: str, reference: str, env_step_s: float) -> EpisodeResult:
+def _played(
+    task: EpisodeTask, session: AgentSession, result: AgentResult, prompt: str, reference: str, env_step_s: float
+) -> EpisodeResult:
     samples, reward = session.record.samples, result.reward or 0.0
     last = samples[-1]
     last.turns[-1] = msgspec.structs.replace(last.turns[-1], reward=reward)
@@ -122,7 +147,9 @@ def _played(task: EpisodeTask, session: AgentSession, result: AgentResult, promp
     return EpisodeResult(trajectories, prompt, reference, session.generate_s, env_step_s, [], min(versions, default=-1))
 
 
-def _trajectory(task: EpisodeTask, session: AgentSession, sample: RecordedSample, result: AgentResult, reward: float) -> wire.Trajectory:
+def _trajectory(
+    task: EpisodeTask, session: AgentSession, sample: RecordedSample, result: AgentResult, reward: float
+) -> wire.Trajectory:
     return wire.Trajectory(
         episode=task.episode,
         token_ids=wire.column(sample.token_ids, "<i4"),

@@ -114,7 +114,9 @@ class AgentSession:
         if message.role == "assistant" and message.tool_calls:
             prefix = message.tool_calls[0].id[: len(tool_calls.prefix_of("x" * REPLY_ID_CHARS, 0))]
             if (text := self._said.get(prefix)) is not None:
-                words, calls = tool_calls.split_calls(text, tool_calls.tool_syntax(self._means.tokenizer), prefix, most_calls)
+                words, calls = tool_calls.split_calls(
+                    text, tool_calls.tool_syntax(self._means.tokenizer), prefix, most_calls
+                )
                 if words == message.text and [one.model_dump() for one in message.tool_calls] == calls:
                     return {"role": "assistant", "content": text}
         return plain
@@ -126,7 +128,9 @@ class AgentSession:
             raise HttpError(400, f"the episode's {self._section.max_turns} calls are used up", code="max_turns")
         self._begun += 1
         if tap is not None and tap.top_logprobs:
-            ask = msgspec.structs.replace(ask, sampling=msgspec.structs.replace(ask.sampling, top_logprobs=tap.top_logprobs))
+            ask = msgspec.structs.replace(
+                ask, sampling=msgspec.structs.replace(ask.sampling, top_logprobs=tap.top_logprobs)
+            )
         else:
             tap = None
         prompt = array("i", ask.token_ids.array().tolist())
@@ -144,12 +148,18 @@ class AgentSession:
             self.generate_s += time.perf_counter() - started
         self.failed = ""
         if ask.sampling.top_logprobs and not sampled.top:
-            raise HttpError(400, "top_logprobs is not supported: the run's engine does not tell the likeliest tokens", param="top_logprobs")
+            raise HttpError(
+                400,
+                "top_logprobs is not supported: the run's engine does not tell the likeliest tokens",
+                param="top_logprobs",
+            )
         self._means.expected.add(len(sampled.token_ids))
         self.record.sampled(prompt, sampled)
         self.cut = sampled.finish_reason == "length"
         reply_id, _, index = ask.request_id.removeprefix("http.").partition(".")
-        self._said[tool_calls.prefix_of(reply_id, int(index))] = tool_calls.text_with_markers(self._means.tokenizer, sampled.token_ids)
+        self._said[tool_calls.prefix_of(reply_id, int(index))] = tool_calls.text_with_markers(
+            self._means.tokenizer, sampled.token_ids
+        )
         if versions := sampled.version_runs[::2]:
             self._newest = max(self._newest, *versions)
             self._on_tokens(min(versions))
@@ -172,7 +182,9 @@ class AgentSession:
             conversation_id=f"{task.id}.{len(self.record.samples) if base is None else base.number}",
             token_ids=prompt,
             sampling=wire.SamplingParams(
-                max_tokens=min(asked.sampling.max_tokens, sampling.max_tokens, section.max_context_tokens - len(prompt)),
+                max_tokens=min(
+                    asked.sampling.max_tokens, sampling.max_tokens, section.max_context_tokens - len(prompt)
+                ),
                 temperature=sampling.temperature if task.temperature is None else task.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
@@ -204,6 +216,8 @@ def _ends(tokenizer: Tokenizer) -> tuple[Sequence[int], Sequence[int]]:
     """The tokens that close an answer, and those at which one should stop."""
     try:
         rules = Conversation(tokenizer).rules
-    except ConfigError:  # a template that shows old turns otherwise than new ones: then nothing is stitched, and nothing is lost
+    except (
+        ConfigError
+    ):  # a template that shows old turns otherwise than new ones: then nothing is stitched, and nothing is lost
         return (), tokenizer.eos_token_ids
     return rules.closing, rules.stop_token_ids

@@ -7,11 +7,12 @@
         context: steps
         max_turns: 20        # calls to the policy
 
-The program, or ``function: my_agent.py:play``, is started for each episode with OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in
-its environment, and gets its task as a line of JSON on stdin: ``{"task_index": 3, "split": "train", "seed": 7, "row": {...}}``. Whatever
-it asks of that endpoint is sampled as the run says, and recorded. Its last line on stdout is the reward, or an object with ``reward``
-and perhaps ``success``, ``response`` and ``metrics``; or its exit status is (``reward: exit``), or reward hubs give it (``reward: none``).
-A program that crashes is an episode that failed, which is tried again; it never is a reward of zero.
+The program, or ``function: my_agent.py:play``, is started for each episode with OPENAI_BASE_URL, OPENAI_API_KEY and
+OPENAI_MODEL in its environment, and gets its task as a line of JSON on stdin: ``{"task_index": 3, "split": "train",
+"seed": 7, "row": {...}}``. Whatever it asks of that endpoint is sampled as the run says, and recorded. Its last line on
+stdout is the reward, or an object with ``reward`` and perhaps ``success``, ``response`` and ``metrics``; or its exit
+status is (``reward: exit``), or reward hubs give it (``reward: none``). A program that crashes is an episode that
+failed, which is tried again; it never is a reward of zero.
 """
 
 from __future__ import annotations
@@ -45,8 +46,10 @@ class AgentArgs(Section):
     """``env_args`` of ``agent``."""
 
     command: list[str] = Field(default_factory=list)  # program and arguments, `python` being the hub's own; or:
-    function: str = ""  # package.module:name or file.py:name, called with the task in a process of its own; may be a coroutine function
-    reward: Source = "result"  # of the last line on stdout; exit: 1 for exit status 0, 0 for 1; none: reward hubs give it
+    # package.module:name or file.py:name, called with the task in a process of its own; may be a coroutine function
+    function: str = ""
+    # of the last line on stdout; exit: 1 for exit status 0, 0 for 1; none: reward hubs give it
+    reward: Source = "result"
     path: str | None = None  # JSONL; each row is a task
     prompt: str | None = None  # column that reward hubs see as the question
     answer: str | None = None  # column that they see as the reference
@@ -76,7 +79,11 @@ class AgentEnvironment(Environment):
 
     @classmethod
     def check(cls, args: AgentArgs) -> None:
-        if args.command and args.command[0] != PYTHON and shutil.which(args.command[0], path=args.env.get("PATH")) is None:
+        if (
+            args.command
+            and args.command[0] != PYTHON
+            and shutil.which(args.command[0], path=args.env.get("PATH")) is None
+        ):
             raise ConfigError("command", args.command, f"a program that is there; {args.command[0]!r} is not")
         script = args.command[1] if args.command[:1] == [PYTHON] and len(args.command) > 1 else ""
         if script.endswith(".py") and not Path(args.cwd or "", script).is_file():
@@ -110,10 +117,16 @@ def check_section(name: str, section: DomainSection, args: Section) -> None:
         ConfigError: names the key.
     """
     if section.context != "steps":
-        allowed = "steps with env agent: where a call does not go on from an earlier one, an episode becomes several samples"
+        allowed = (
+            "steps with env agent: where a call does not go on from an earlier one, an episode becomes several samples"
+        )
         raise ConfigError(f"domains.{name}.context", section.context, allowed)
     if isinstance(args, AgentArgs) and args.reward == "none" and not section.rewards:
-        raise ConfigError(f"domains.{name}.rewards", [], "at least one with env_args.reward none: the agent gives no reward of its own")
+        raise ConfigError(
+            f"domains.{name}.rewards",
+            [],
+            "at least one with env_args.reward none: the agent gives no reward of its own",
+        )
 
 
 def command(args: AgentArgs) -> list[str]:
@@ -125,7 +138,9 @@ def command(args: AgentArgs) -> list[str]:
 
 
 def row(args: AgentArgs, task_index: int, split: Split) -> Mapping[str, Any] | None:
-    """The row of a task, None where there is no file. Training meets every row once an epoch, in an order of its own for each."""
+    """The row of a task, None where there is no file. Training meets every row once an epoch, in an order of its own
+    for each.
+    """
     if args.path is None:
         return None
     found = rows(args, split)

@@ -1,13 +1,13 @@
 """What an environment is to the hub: text in, text out.
 
 A class of your own derives from ``Environment``, names its arguments in a pydantic ``Section`` and implements ``reset``
-and ``step``; the config then names it by dotted path or file path. Methods may be plain or ``async``, and each call has a
-timeout. Where they run is ``domains.<name>.isolation``, or else what the class says:
+and ``step``; the config then names it by dotted path or file path. Methods may be plain or ``async``, and each call has
+a timeout. Where they run is ``domains.<name>.isolation``, or else what the class says:
 
-- ``process``: in a worker process of its own, which is killed when it hangs, crashes or takes too much memory. What is not
-  known to be harmless belongs there, which makes it the default.
-- ``thread``: plain methods in a thread of the hub. For code that waits and shares much: one that hangs is left behind, but
-  one that crashes, leaks or holds the interpreter's lock hurts its hub.
+- ``process``: in a worker process of its own, which is killed when it hangs, crashes or takes too much memory. What is
+  not known to be harmless belongs there, which makes it the default.
+- ``thread``: plain methods in a thread of the hub. For code that waits and shares much: one that hangs is left behind,
+  but one that crashes, leaks or holds the interpreter's lock hurts its hub.
 - ``none``: on the hub's event loop, for code of ours whose calls take microseconds.
 """
 
@@ -105,7 +105,9 @@ class Environment:
 
     @classmethod
     def references(cls, args: Any) -> list[tuple[str, str]]:
-        """Where each reference answer of the data stands, and the answer; for rewards that look at them before anything starts."""
+        """Where each reference answer of the data stands, and the answer; for rewards that look at them before anything
+        starts.
+        """
         return []
 
     @classmethod
@@ -115,9 +117,11 @@ class Environment:
 
     @classmethod
     def tools(cls, args: Any) -> list[dict[str, Any]]:
-        """Functions that the policy may call, as JSON schemas in OpenAI's form: ``{"type": "function", "function": {...}}``.
+        """Functions that the policy may call, as JSON schemas in OpenAI's form: ``{"type": "function", "function":
+        {...}}``.
 
-        The model's chat template shows them to it and spells its calls, which go to ``use``; words without a call go to ``step``.
+        The model's chat template shows them to it and spells its calls, which go to ``use``; words without a call go to
+        ``step``.
         """
         return []
 

@@ -22,7 +22,8 @@ from rlearner_text.thinking import without_thinking
 from rlearner_text.tokenizer import Tokenizer
 from rlearner_text.tool_calls import ToolCallError
 
-CHARS_PER_TOKEN: Final = 128  # no text has more on average; what is longer does not fit, whatever the tokenizer makes of it
+# no text has more on average; what is longer does not fit, whatever the tokenizer makes of it
+CHARS_PER_TOKEN: Final = 128
 
 
 class TurnSampler(Protocol):
@@ -48,9 +49,13 @@ class EpisodeContext:
 
 
 class Episode:
-    """One, from its reset on; see ``envhub.episodes.runners.EpisodeRunners.play`` for ``on_tokens`` and for what else may be raised."""
+    """One, from its reset on; see ``envhub.episodes.runners.EpisodeRunners.play`` for ``on_tokens`` and for what else
+    may be raised.
+    """
 
-    def __init__(self, task: EpisodeTask, environment: Environment, means: EpisodeContext, on_tokens: Callable[[int], None]) -> None:
+    def __init__(
+        self, task: EpisodeTask, environment: Environment, means: EpisodeContext, on_tokens: Callable[[int], None]
+    ) -> None:
         self._means, self._task, self._env, self._on_tokens = means, task, environment, on_tokens
         self._section = task.domain.section
         self._steps = task.domain.steps()
@@ -72,11 +77,15 @@ class Episode:
         seen = await self._reset()
         limit = self._section.max_context_tokens
         if len(seen.text) > limit * CHARS_PER_TOKEN:
-            raise EpisodeFailed("fatal", f"the prompt has {len(seen.text)} characters and max_context_tokens is {limit}")
+            raise EpisodeFailed(
+                "fatal", f"the prompt has {len(seen.text)} characters and max_context_tokens is {limit}"
+            )
         prompt = seen.text if self._steps is None else self._remembered(self._steps.open, seen.text)
         self._show(prompt)
         if len(self._conversation) >= limit:
-            raise EpisodeFailed("fatal", f"the prompt has {len(self._conversation)} tokens and max_context_tokens is {limit}")
+            raise EpisodeFailed(
+                "fatal", f"the prompt has {len(self._conversation)} tokens and max_context_tokens is {limit}"
+            )
         while True:
             sampled = await self._sample()
             self._response = self._means.tokenizer.decode(sampled.token_ids)
@@ -115,7 +124,9 @@ class Episode:
 
     def _show(self, prompt: str) -> None:
         if self._steps is not None or not self._conversations:
-            self._conversations.append(Conversation(self._means.tokenizer, self._section.system_prompt, self._task.domain.tools))
+            self._conversations.append(
+                Conversation(self._means.tokenizer, self._section.system_prompt, self._task.domain.tools)
+            )
             self._conversation.observe(prompt)
         else:
             self._conversation.observe(prompt, self._role)
@@ -183,7 +194,8 @@ class Episode:
         """Hand the policy's words to the environment, or its tool calls; one that cannot be read is answered here."""
         if not self._task.domain.tools:
             return await self._step("step", action, action)
-        spelled = self._means.tokenizer.decode(sampled.token_ids, skip_special_tokens=False)  # some spell calls with special tokens
+        # some spell calls with special tokens
+        spelled = self._means.tokenizer.decode(sampled.token_ids, skip_special_tokens=False)
         try:
             calls = self._conversation.rules.calls(without_thinking(spelled))
         except ToolCallError as error:
@@ -211,7 +223,9 @@ class Episode:
         self._carried += sum(map(len, texts))
         if self._carried > wire.MAX_PAYLOAD_BYTES:
             limit = wire.MAX_PAYLOAD_BYTES
-            raise EpisodeFailed("large", f"its observations and anchors have {self._carried} characters, the limit is {limit}")
+            raise EpisodeFailed(
+                "large", f"its observations and anchors have {self._carried} characters, the limit is {limit}"
+            )
 
     async def _call(self, method: str, *args: Any) -> Any:
         started = time.perf_counter()

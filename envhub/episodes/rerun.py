@@ -48,9 +48,13 @@ class TicketReruns:
             return None
         asked = assignment(ticket)
         if asked.domain not in self._domains:
-            return self._closed(asked, "malformed", f"this hub has no domain {asked.domain}; it has {', '.join(self._domains)}")
+            return self._closed(
+                asked, "malformed", f"this hub has no domain {asked.domain}; it has {', '.join(self._domains)}"
+            )
         if self._busy or self._member.stop.asked.is_set():
-            return self._closed(asked, "aborted", "this hub plays another ticket again at present, or is about to end; try again")
+            return self._closed(
+                asked, "aborted", "this hub plays another ticket again at present, or is about to end; try again"
+            )
         self._busy = True
         try:
             log.info("playing ticket %d of domain %s again for the operator", asked.number, asked.domain)
@@ -67,26 +71,34 @@ class TicketReruns:
                 await asyncio.wait(work)
         except TimeoutError:
             done = sum(one.done() for one in work)
-            return self._closed(asked, "deadline", f"{done} of {asked.group_size} episodes after {asked.deadline_s:g} s")
+            return self._closed(
+                asked, "deadline", f"{done} of {asked.group_size} episodes after {asked.deadline_s:g} s"
+            )
         finally:
             for one in work:
                 one.cancel()
             results = await asyncio.gather(*work, return_exceptions=True)
         return self._outcome(asked, domain, results)
 
-    async def _episode(self, asked: TicketAssignment, domain: Domain, episode: int, few: asyncio.Semaphore) -> EpisodeResult:
+    async def _episode(
+        self, asked: TicketAssignment, domain: Domain, episode: int, few: asyncio.Semaphore
+    ) -> EpisodeResult:
         name = f"{self._member.id}.rerun{self._count}.{asked.key}.{episode}"
         async with few:
             return await self._players.play(task(asked, domain, episode, name), lambda _: None)
 
-    def _outcome(self, asked: TicketAssignment, domain: Domain, results: list[EpisodeResult | BaseException]) -> wire.Message:
+    def _outcome(
+        self, asked: TicketAssignment, domain: Domain, results: list[EpisodeResult | BaseException]
+    ) -> wire.Message:
         played = [one for one in results if isinstance(one, EpisodeResult)]
         failed = [(episode, one) for episode, one in enumerate(results) if isinstance(one, BaseException)]
         if failed:
             episode, error = failed[0]
             detail = error.detail if isinstance(error, EpisodeFailed) else f"{type(error).__name__}: {error}"
             reason = CLOSED_FOR.get(error.kind, "aborted") if isinstance(error, EpisodeFailed) else "env_error"
-            return self._closed(asked, reason, f"{len(failed)} of {len(results)} episodes failed; episode {episode}: {detail}")
+            return self._closed(
+                asked, reason, f"{len(failed)} of {len(results)} episodes failed; episode {episode}: {detail}"
+            )
         pools, temperature = reward_pools(domain.section), domain.section.sampling.temperature
         found = group(asked, played, pools=pools, hub=self._member.id, deliveries=1, temperature=temperature)
         try:
@@ -94,11 +106,18 @@ class TicketReruns:
         except WireError as error:
             return self._closed(asked, "too_large" if isinstance(error, TooLarge) else "malformed", str(error))
         if size > wire.MAX_PAYLOAD_BYTES:
-            return self._closed(asked, "too_large", f"the group is {size} bytes, an answer has room for {wire.MAX_PAYLOAD_BYTES}")
+            return self._closed(
+                asked, "too_large", f"the group is {size} bytes, an answer has room for {wire.MAX_PAYLOAD_BYTES}"
+            )
         return found
 
     def _closed(self, asked: TicketAssignment, reason: wire.ClosedReason, detail: str) -> wire.Closed:
         line = " ".join(detail.split())[:1000]
         return wire.Closed(
-            ticket=asked.number, domain=asked.domain, reason=reason, detail=line, by=self._member.id, eval_step=asked.eval_step
+            ticket=asked.number,
+            domain=asked.domain,
+            reason=reason,
+            detail=line,
+            by=self._member.id,
+            eval_step=asked.eval_step,
         )

@@ -80,7 +80,9 @@ class EpisodeRunners:
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise EpisodeFailed("timeout", f"the episode took longer than {self.limits.episode_timeout_s:g} s") from None
+            raise EpisodeFailed(
+                "timeout", f"the episode took longer than {self.limits.episode_timeout_s:g} s"
+            ) from None
         else:
             if not (isinstance(environment, RemoteEnvironment) and environment.spent):
                 self.idle.setdefault(task.domain.name, []).append(environment)  # only a healthy one is used again
@@ -100,12 +102,16 @@ class EpisodeRunners:
         if self.agents is not None:
             await self.agents.close()
 
-    async def _play_agent(self, task: EpisodeTask, expected: ExpectedTokens, on_tokens: Callable[[int], None]) -> EpisodeResult:
+    async def _play_agent(
+        self, task: EpisodeTask, expected: ExpectedTokens, on_tokens: Callable[[int], None]
+    ) -> EpisodeResult:
         from envhub.agents.run_episode import AgentRunner  # a web server, which other hubs need not load
         from envhub.agents.session import SessionContext as Asking
 
         self.agents = self.agents or AgentRunner(self.tokenizer)
-        return await self.agents.play(task, Asking(self.tokenizer, self.turns.turn, expected, self.limits.generate_timeout_s), on_tokens)
+        return await self.agents.play(
+            task, Asking(self.tokenizer, self.turns.turn, expected, self.limits.generate_timeout_s), on_tokens
+        )
 
     async def _environment(self, domain: Domain) -> Environment:
         idle = self.idle.get(domain.name)
@@ -125,7 +131,9 @@ class EpisodeRunners:
 
     def _make_way(self) -> None:
         """End the process of an idle environment, of the domain that has most of them."""
-        idle = max(self.idle.values(), key=lambda found: sum(isinstance(one, RemoteEnvironment) for one in found), default=[])
+        idle = max(
+            self.idle.values(), key=lambda found: sum(isinstance(one, RemoteEnvironment) for one in found), default=[]
+        )
         spare = next((one for one in idle if isinstance(one, RemoteEnvironment)), None)
         if spare is not None:
             idle.remove(spare)

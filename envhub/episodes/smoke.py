@@ -1,6 +1,8 @@
-"""One trial episode of each domain with code of the user's own, in the worker process that a hub would use; for ``rlearner check``.
+"""One trial episode of each domain with code of the user's own, in the worker process that a hub would use; for
+``rlearner check``.
 
-No model is needed: every turn says the same words, which an environment must be able to answer (``valid=False`` at worst).
+No model is needed: every turn says the same words, which an environment must be able to answer (``valid=False`` at
+worst).
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ SEED: Final = 0
 
 
 async def try_domains(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Play training task 0 of every domain that has an environment or a reward of the user's own, except for agents, which need a model.
+    """Play training task 0 of every domain that has an environment or a reward of the user's own, except for agents,
+    which need a model.
 
     Args:
         config: validated.

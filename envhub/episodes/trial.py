@@ -1,4 +1,6 @@
-"""A trial episode of a domain whose tickets fail here: played like any other and thrown away, so it costs no ticket a delivery."""
+"""A trial episode of a domain whose tickets fail here: played like any other and thrown away, so it costs no ticket a
+delivery.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ async def trial(players: EpisodeRunners, domain: Domain, name: str, number: int)
     """
     index = random.randrange(domain.num_tasks("train") or NO_LIMIT)
     try:
-        await players.play(EpisodeTask(id=name, domain=domain, task_index=index, split="train", seed=number, episode=0), lambda _: None)
+        await players.play(
+            EpisodeTask(id=name, domain=domain, task_index=index, split="train", seed=number, episode=0), lambda _: None
+        )
     except EpisodeFailed as error:
         return (None if error.kind == "generate" else False), error.detail
     return True, ""

@@ -34,8 +34,8 @@ class _Waiting:
 class GroupQueue:
     """Groups that were taken and have not begun, first come, first served.
 
-    A suspect group begins when no other is in hand, and none begins while it is in hand. One that is not judged yet holds up those
-    behind it, so that no group can overtake a suspect for ever.
+    A suspect group begins when no other is in hand, and none begins while it is in hand. One that is not judged yet
+    holds up those behind it, so that no group can overtake a suspect for ever.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,10 @@
 """Which episodes run when, and how a group ends: the hub's decisions as a pure state machine.
 
 Events are method calls, actions are returned; time is passed in (seconds of any monotonic clock) and nothing here waits
-or sends. A job is one ticket's group. Its episodes start as slots get free, in the order in which jobs came; a job larger
-than the hub runs in waves. Every accepted job ends in exactly one of ``FinishGroup``, ``CloseTicket`` and ``HandBack``.
-A job that may have ended other processes is held until it is judged, and then begins only while the hub plays nothing else.
+or sends. A job is one ticket's group. Its episodes start as slots get free, in the order in which jobs came; a job
+larger than the hub runs in waves. Every accepted job ends in exactly one of ``FinishGroup``, ``CloseTicket`` and
+``HandBack``. A job that may have ended other processes is held until it is judged, and then begins only while the hub
+plays nothing else.
 """
 
 from __future__ import annotations
@@ -19,11 +20,17 @@ from envhub.scheduling.line import GroupJob, GroupQueue
 
 FailureKind = Literal["env", "timeout", "generate", "machine", "fatal", "large"]
 
-# What a group that cannot reach its size is closed for. After a generation failure, on a machine where no process can be started, and
-# where nothing shows that the ticket is to blame, it is handed back for another hub to try.
-CLOSED_FOR: dict[FailureKind, ClosedReason] = {"env": "env_error", "timeout": "timeout", "fatal": "env_error", "large": "too_large"}
+# What a group that cannot reach its size is closed for. After a generation failure, on a machine where no process can
+# be started, and where nothing shows that the ticket is to blame, it is handed back for another hub to try.
+CLOSED_FOR: dict[FailureKind, ClosedReason] = {
+    "env": "env_error",
+    "timeout": "timeout",
+    "fatal": "env_error",
+    "large": "too_large",
+}
 HOPELESS: frozenset[FailureKind] = frozenset(("fatal", "large"))  # another try would end the same way
-OF_THE_HOST: frozenset[FailureKind] = frozenset(("env", "machine", "fatal", "timeout"))  # may be: a hub where all fail takes no more
+# may be: a hub where all fail takes no more
+OF_THE_HOST: frozenset[FailureKind] = frozenset(("env", "machine", "fatal", "timeout"))
 HAND_BACK_DELAY_S = 1.0
 
 
@@ -115,7 +122,13 @@ class EpisodeSlots:
     @property
     def free(self) -> int:
         """Slots that nobody runs in, waits for or has reserved; negative when more wait than there is room for."""
-        return self.n - self._running - len(self._queue) - self._reserved - sum(self._need(job.group_size) for job in self._line.jobs())
+        return (
+            self.n
+            - self._running
+            - len(self._queue)
+            - self._reserved
+            - sum(self._need(job.group_size) for job in self._line.jobs())
+        )
 
     @property
     def jobs(self) -> list[str]:
@@ -123,11 +136,15 @@ class EpisodeSlots:
         return [*self._groups, *(job.key for job in self._line.jobs())]
 
     def what_next(self, key: str, episode: int, actions: list[Action]) -> str:
-        """For the log, what ``failed`` led to where it cost nothing but time; what ends a ticket has a line of its own."""
+        """For the log, what ``failed`` led to where it cost nothing but time; what ends a ticket has a line of its
+        own.
+        """
         if any(isinstance(action, HandBack) and action.key == key for action in actions):
             return "its ticket goes back to the queue and will be played again"
         group = self._groups.get(key)
-        again = group is not None and (episode in group.running or any(entry[:2] == (key, episode) for entry in self._queue))
+        again = group is not None and (
+            episode in group.running or any(entry[:2] == (key, episode) for entry in self._queue)
+        )
         return "the episode starts again" if again else ""
 
     # -- room for more
@@ -171,7 +188,9 @@ class EpisodeSlots:
         if job.key in self._groups or job.key in self._line:
             return []  # delivered again while still in work here: the one run goes on
         if job.num_delivered >= MAX_DELIVERIES:
-            return [CloseTicket(job.key, "too_many_deliveries", f"delivered {job.num_delivered} times and never finished")]
+            return [
+                CloseTicket(job.key, "too_many_deliveries", f"delivered {job.num_delivered} times and never finished")
+            ]
         if self.draining:
             return [HandBack(job.key, 0.0, "draining")]
         self._line.put(job, alone=alone)
@@ -200,7 +219,8 @@ class EpisodeSlots:
             episode: number in the group.
             kind: of failure.
             detail: what happened.
-            own: whether the ticket is to blame; else the host may be, and another hub is to try. What is hopeless is always its own.
+            own: whether the ticket is to blame; else the host may be, and another hub is to try. What is hopeless is
+            always its own.
         """
         attempt = self._groups[key].running.get(episode, 0) if key in self._groups else 0
         group = self._leave(key, episode)
@@ -214,7 +234,9 @@ class EpisodeSlots:
         if group.job.group_size - len(group.lost) < group.job.min_group_size:
             detail = f"episode {episode}, attempt {attempt + 1}: {detail}"
             reason = CLOSED_FOR.get(kind) if own or kind in HOPELESS else None
-            return self._end(group, HandBack(key, HAND_BACK_DELAY_S, detail) if reason is None else CloseTicket(key, reason, detail))
+            return self._end(
+                group, HandBack(key, HAND_BACK_DELAY_S, detail) if reason is None else CloseTicket(key, reason, detail)
+            )
         return self._settle(group) or self._fill()
 
     def sampled(self, key: str, oldest_version: int) -> list[Action]:
@@ -248,7 +270,9 @@ class EpisodeSlots:
             done, job = tuple(sorted(group.done)), group.job
             short = f"{len(done)} of at least {job.min_group_size} episodes after {job.deadline_s:g} s"
             enough = len(done) >= job.min_group_size
-            actions += self._end(group, FinishGroup(job.key, done) if enough else CloseTicket(job.key, "deadline", short))
+            actions += self._end(
+                group, FinishGroup(job.key, done) if enough else CloseTicket(job.key, "deadline", short)
+            )
         return actions + self._enter(now, idle=idle)
 
     def drain(self) -> None:
@@ -297,7 +321,10 @@ class EpisodeSlots:
         job, oldest = group.job, group.oldest_version
         if job.max_staleness is None or oldest is None or self.version - oldest <= job.max_staleness:
             return []
-        detail = f"oldest token of version {oldest}, version {self.version} is being trained, max_staleness {job.max_staleness}"
+        detail = (
+            f"oldest token of version {oldest}, version {self.version} is being trained, max_staleness "
+            f"{job.max_staleness}"
+        )
         return self._end(group, CloseTicket(job.key, "late", detail))
 
     def _end(self, group: _Group, ending: Action) -> list[Action]:

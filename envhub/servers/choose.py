@@ -17,7 +17,8 @@ class ServerLoad(msgspec.Struct, frozen=True):
         load: requests in it, waiting or running, as far as known here.
         slots: requests it decodes at once.
         speed: tokens per second when busy; only ratios between servers count.
-        weight: how often it is one of the two that are compared; only ratios count. 0: it takes new conversations only where there is
+        weight: how often it is one of the two that are compared; only ratios count. 0: it takes new conversations only
+        where there is
             no other server.
     """
 
@@ -41,14 +42,19 @@ class ServerLoad(msgspec.Struct, frozen=True):
 
 
 def choose(
-    servers: Sequence[ServerLoad], rng: random.Random, *, min_version: int = 0, sticky: str = "", avoid: frozenset[str] = frozenset()
+    servers: Sequence[ServerLoad],
+    rng: random.Random,
+    *,
+    min_version: int = 0,
+    sticky: str = "",
+    avoid: frozenset[str] = frozenset(),
 ) -> ServerLoad | None:
     """The server to ask, or None when there is none at all.
 
-    Servers in ``avoid`` (they just failed) and servers older than ``min_version`` (they would let the request wait) are asked only when
-    there are no others. A conversation stays with ``sticky``, which holds its prefix, until that one is full and another is clearly
-    emptier. All others go to the better of two random servers: loads are a second old, so if every hub took the least loaded of all,
-    they would all take the same one.
+    Servers in ``avoid`` (they just failed) and servers older than ``min_version`` (they would let the request wait) are
+    asked only when there are no others. A conversation stays with ``sticky``, which holds its prefix, until that one is
+    full and another is clearly emptier. All others go to the better of two random servers: loads are a second old, so
+    if every hub took the least loaded of all, they would all take the same one.
     """
     if len(servers) == 1:
         return servers[0]

@@ -61,7 +61,8 @@ class SampledTurn:
 
     Attributes:
         reshaped: k bytes, 1 where a token was drawn from a reshaped distribution; empty: none was.
-        top: for each token the likeliest ones and their logprobs; empty where none were asked for or the engine tells none.
+        top: for each token the likeliest ones and their logprobs; empty where none were asked for or the engine tells
+        none.
     """
 
     token_ids: array[int] = field(default_factory=lambda: array("i"))
@@ -74,7 +75,12 @@ class SampledTurn:
 
     @classmethod
     def of(
-        cls, token_ids: Sequence[int], logprobs: Sequence[float], version_runs: Sequence[int], finish_reason: wire.FinishReason, server: str
+        cls,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        version_runs: Sequence[int],
+        finish_reason: wire.FinishReason,
+        server: str,
     ) -> SampledTurn:
         """One from any sequences."""
         return cls(array("i", token_ids), array("f", logprobs), array("i", version_runs), finish_reason, server)
@@ -89,14 +95,21 @@ class TurnGenerator:
     """
 
     def __init__(
-        self, client: ChannelClient, followed: ServerDirectory, *, name: str, max_retries: int, rng: random.Random | None = None
+        self,
+        client: ChannelClient,
+        followed: ServerDirectory,
+        *,
+        name: str,
+        max_retries: int,
+        rng: random.Random | None = None,
     ) -> None:
         self._client, self._followed, self._name, self._max_retries = client, followed, name, max_retries
         self._rng = rng or random.Random()
         self._numbers = itertools.count(1)
         self._outstanding: dict[str, int] = {}
         self._asked: dict[str, float] = {}  # server -> when it was asked last, on the loop's clock
-        self._seen: dict[str, tuple[wire.Presence, int]] = {}  # newest presence and our outstanding requests when it came
+        # newest presence and our outstanding requests when it came
+        self._seen: dict[str, tuple[wire.Presence, int]] = {}
         self.retries = self.tokens = 0
 
     def servers(self, policy: str) -> list[ServerLoad]:
@@ -104,7 +117,8 @@ class TurnGenerator:
         weights = self._followed.weights(policy)
         serving = [one for one in self._followed.alive(policy) if one.state == "serving" and one.address]
         known = [one for one in serving if one.speed > 0 and one.slots]
-        per_slot = sum(one.speed / one.slots for one in known) / len(known) if known else 1.0  # for a server that has not worked yet
+        # for a server that has not worked yet
+        per_slot = sum(one.speed / one.slots for one in known) / len(known) if known else 1.0
         return [
             ServerLoad(
                 one.id,
@@ -121,7 +135,9 @@ class TurnGenerator:
     def in_use(self) -> set[str]:
         """Servers with outstanding requests, or asked so recently that their conversations are likely to come back."""
         recently = asyncio.get_running_loop().time() - KEPT_S
-        self._asked = {server: at for server, at in self._asked.items() if at > recently or self._outstanding.get(server)}
+        self._asked = {
+            server: at for server, at in self._asked.items() if at > recently or self._outstanding.get(server)
+        }
         return set(self._asked)
 
     async def turn(self, ask: TurnRequest) -> SampledTurn:
@@ -135,7 +151,9 @@ class TurnGenerator:
         attempt_s = ask.timeout_s / (self._max_retries + 1)
         done, problem, failures, avoid, sticky = None, "there is no rollout server", 0, _NOBODY, ask.sticky
         while (left_s := until - loop.time()) > 0:
-            server = choose(self.servers(ask.policy), self._rng, min_version=ask.min_version, sticky=sticky, avoid=avoid)
+            server = choose(
+                self.servers(ask.policy), self._rng, min_version=ask.min_version, sticky=sticky, avoid=avoid
+            )
             if server is None:
                 await self._followed.changed(min(left_s, 1.0))
                 continue
@@ -149,7 +167,8 @@ class TurnGenerator:
                 continue
             whole = reply.finish_reason in ("stop", "length")
             if _reshaped(ask.sampling) and not whole:
-                reply, done = _without_tokens(reply), None  # a guide and penalties count from the first token on: start over
+                # a guide and penalties count from the first token on: start over
+                reply, done = _without_tokens(reply), None
             done = _with(done, reply)
             self.tokens += len(reply.token_ids.data) // 4
             if whole:
@@ -161,14 +180,18 @@ class TurnGenerator:
                 return done
             if not reply.token_ids.data:
                 await asyncio.sleep(NOTHING_PAUSE_S)
-        raise TurnFailed(f"no complete turn after {failures} failures: {problem} (policy {ask.policy}, within {ask.timeout_s:g} s)")
+        raise TurnFailed(
+            f"no complete turn after {failures} failures: {problem} (policy {ask.policy}, within {ask.timeout_s:g} s)"
+        )
 
     def _request(self, ask: TurnRequest, done: SampledTurn | None, deadline_s: float) -> wire.GenerateRequest:
         context, sampling = ask.token_ids, ask.sampling
         if done is not None and done.token_ids:
             context = array("i", context) + done.token_ids
             seed = None if sampling.seed is None else mix(sampling.seed, len(done.token_ids))
-            sampling = msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens - len(done.token_ids), seed=seed)
+            sampling = msgspec.structs.replace(
+                sampling, max_tokens=sampling.max_tokens - len(done.token_ids), seed=seed
+            )
         return wire.GenerateRequest(
             request_id=f"{self._name}.{next(self._numbers)}",
             conversation_id=ask.conversation_id,
@@ -191,7 +214,9 @@ class TurnGenerator:
         if reply.finish_reason == "error":
             raise RequestFailed(reply.error)
         if len(reply.token_ids.data) // 4 > request.sampling.max_tokens:
-            raise RequestFailed(f"answered {len(reply.token_ids.data) // 4} tokens, asked for at most {request.sampling.max_tokens}")
+            raise RequestFailed(
+                f"answered {len(reply.token_ids.data) // 4} tokens, asked for at most {request.sampling.max_tokens}"
+            )
         return reply
 
     def _load(self, presence: wire.Presence) -> int:
@@ -219,12 +244,16 @@ class ExpectedTokens:
 
 
 def mix(*values: int) -> int:
-    """A seed of 48 bits from other seeds and counters, without structure between neighbours (splitmix64's finaliser)."""
+    """A seed of 48 bits from other seeds and counters, without structure between neighbours (splitmix64's
+    finaliser).
+    """
     return stirred(0, *values) >> 16
 
 
 def stirred(mixed: int, *values: int) -> int:
-    """All 64 bits of what ``mix`` makes a seed of; further values go on from them: ``mix(a, b) == stirred(stirred(0, a), b) >> 16``."""
+    """All 64 bits of what ``mix`` makes a seed of; further values go on from them: ``mix(a, b) == stirred(stirred(0,
+    a), b) >> 16``.
+    """
     for value in values:
         mixed = (mixed + value + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
         mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
@@ -235,21 +264,41 @@ def stirred(mixed: int, *values: int) -> int:
 
 def _with(done: SampledTurn | None, reply: wire.GenerateReply) -> SampledTurn:
     """What was sampled before, if anything, and this."""
-    token_ids, logprobs, version_runs = wire.growing(reply.token_ids), wire.growing(reply.logprobs), wire.growing(reply.version_runs)
+    token_ids, logprobs, version_runs = (
+        wire.growing(reply.token_ids),
+        wire.growing(reply.logprobs),
+        wire.growing(reply.version_runs),
+    )
     if done is not None:
-        token_ids, logprobs, version_runs = done.token_ids + token_ids, done.logprobs + logprobs, done.version_runs + version_runs
+        token_ids, logprobs, version_runs = (
+            done.token_ids + token_ids,
+            done.logprobs + logprobs,
+            done.version_runs + version_runs,
+        )
     reshaped = reply.reshaped.data if reply.reshaped is not None else b""
     return SampledTurn(token_ids, logprobs, version_runs, reply.finish_reason, reply.server, reshaped, _top(reply))
 
 
 def _reshaped(sampling: wire.SamplingParams) -> bool:
-    return bool(sampling.guides or sampling.logit_bias or sampling.frequency_penalty or sampling.presence_penalty or sampling.top_logprobs)
+    return bool(
+        sampling.guides
+        or sampling.logit_bias
+        or sampling.frequency_penalty
+        or sampling.presence_penalty
+        or sampling.top_logprobs
+    )
 
 
 def _without_tokens(reply: wire.GenerateReply) -> wire.GenerateReply:
     empty = wire.column((), "<i4")
     return msgspec.structs.replace(
-        reply, token_ids=empty, logprobs=wire.column((), "<f4"), version_runs=empty, top_ids=None, top_logprobs=None, reshaped=None
+        reply,
+        token_ids=empty,
+        logprobs=wire.column((), "<f4"),
+        version_runs=empty,
+        top_ids=None,
+        top_logprobs=None,
+        reshaped=None,
     )
 
 

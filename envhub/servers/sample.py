@@ -8,14 +8,15 @@ from typing import Final
 
 SIZE: Final = 8  # servers that new conversations choose from
 MOST: Final = 16  # followed at once, those included that conversations are still with
-ROTATE_S: Final = 20.0  # between two exchanges of one server; each costs the conversations that come back later their prefix cache
+# between two exchanges of one server; each costs the conversations that come back later their prefix cache
+ROTATE_S: Final = 20.0
 
 
 class ServerSample:
     """The followed servers of one policy.
 
-    New requests go to ``drawn``. A server that is exchanged while conversations are with it stays followed until it is not used any
-    more; while there are as many as can be followed, none is exchanged.
+    New requests go to ``drawn``. A server that is exchanged while conversations are with it stays followed until it is
+    not used any more; while there are as many as can be followed, none is exchanged.
 
     Args:
         rng: makes every draw.
@@ -66,7 +67,8 @@ class ServerSample:
     def tick(self, now: float, in_use: Collection[str]) -> None:
         """Fill the sample, let go of what is used no more, and exchange a server if it is time.
 
-        A server that has just joined enters a full sample as often as if the sample were drawn now, so that it gets its share at once.
+        A server that has just joined enters a full sample as often as if the sample were drawn now, so that it gets its
+        share at once.
 
         Args:
             now: seconds on a monotonic clock.
@@ -96,7 +98,8 @@ class ServerSample:
     def weights(self) -> Mapping[str, float]:
         """How often to choose each drawn server, so that over all hubs the choices are in proportion to speed.
 
-        A server that is in few samples must be chosen more often there: speed divided by the share of samples that it is in.
+        A server that is in few samples must be chosen more often there: speed divided by the share of samples that it
+        is in.
         """
         if self._weights is None:
             shares, speeds = self._shares(), self.speeds()
@@ -136,7 +139,8 @@ class ServerSample:
 
 
 def inclusion(speeds: Sequence[float], size: int) -> list[float]:
-    """The probability of each to be among ``size`` drawn, in proportion to speed, and 1 for those that this makes certain.
+    """The probability of each to be among ``size`` drawn, in proportion to speed, and 1 for those that this makes
+    certain.
 
     Args:
         speeds: all above 0.

@@ -71,7 +71,11 @@ class ServerRoster:
         """What does not depend on how many servers there are, but only on how many are followed."""
         now, in_use = asyncio.get_running_loop().time(), self._in_use()
         for server, since in self._since.items():
-            if server in self._policies and self._heard.get(server) is None and self._heard.clock - since > SILENT_AFTER_S:
+            if (
+                server in self._policies
+                and self._heard.get(server) is None
+                and self._heard.clock - since > SILENT_AFTER_S
+            ):
                 self._samples[self._policies[server]].silent(server)
         for sample in self._samples.values():
             sample.tick(now, in_use)

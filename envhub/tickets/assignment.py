@@ -47,7 +47,15 @@ class TicketAssignment:
     def job(self, num_delivered: int, *, drop_late: bool) -> GroupJob:
         """The ticket as the slots see it; with ``drop_late`` it is given up when it cannot be in time any more."""
         staleness = self.max_staleness if drop_late else None
-        return GroupJob(self.key, self.group_size, self.min_group_size, self.deadline_s, staleness, num_delivered, self.num_redundant)
+        return GroupJob(
+            self.key,
+            self.group_size,
+            self.min_group_size,
+            self.deadline_s,
+            staleness,
+            num_delivered,
+            self.num_redundant,
+        )
 
 
 def task(asked: TicketAssignment, domain: Domain, episode: int, name: str) -> EpisodeTask:
@@ -118,7 +126,13 @@ def destination(asked: TicketAssignment, pools: Sequence[str]) -> tuple[Stream, 
 
 
 def group(
-    asked: TicketAssignment, played: Sequence[EpisodeResult], *, pools: Sequence[str], hub: str, deliveries: int, temperature: float
+    asked: TicketAssignment,
+    played: Sequence[EpisodeResult],
+    *,
+    pools: Sequence[str],
+    hub: str,
+    deliveries: int,
+    temperature: float,
 ) -> wire.Group:
     """The group of an assignment's episodes.
 

@@ -44,7 +44,9 @@ class AttemptNotes:
 
     async def begin(self, asked: TicketAssignment, judgement: TicketJudgement) -> None:
         """Note that this hub plays the ticket from now on; if it dies, others know."""
-        await self._note(asked, wire.Attempt(deaths=judgement.deaths, hub=self._hub, process=self._process, alone=judgement.alone))
+        await self._note(
+            asked, wire.Attempt(deaths=judgement.deaths, hub=self._hub, process=self._process, alone=judgement.alone)
+        )
 
     async def hand_back(self, asked: TicketAssignment, deaths: int) -> None:
         """Note that this hub no longer plays the ticket and is alive."""
@@ -69,7 +71,9 @@ class AttemptNotes:
         return found[0] if found is not None and isinstance(found[0], wire.Attempt) else None
 
     async def _call(self, work: Callable[[KeyValue], Awaitable[T]]) -> T:
-        """Work with the bucket, which is gone after a restart of the broker: it is kept in memory, so that a full disk stops no hub."""
+        """Work with the bucket, which is gone after a restart of the broker: it is kept in memory, so that a full disk
+        stops no hub.
+        """
         bucket = await self._bus.key_value(ATTEMPTS)
         try:
             return await work(bucket)
@@ -78,7 +82,9 @@ class AttemptNotes:
             return await work(bucket)
 
     async def _lives(self, attempt: wire.Attempt) -> bool:
-        """Whether the process that an attempt names still runs: asked of this machine if it ran here, else of its beats."""
+        """Whether the process that an attempt names still runs: asked of this machine if it ran here, else of its
+        beats.
+        """
         if has_ended(attempt.process):
             return False
         roster = Roster(self._bus, beats=())

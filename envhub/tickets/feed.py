@@ -129,7 +129,9 @@ class TicketFeed:
             if self.turnstile.crowded:
                 deliveries = await queue.fetch(count, 0.0)
             else:
-                deliveries = await fetch_unless(queue, count, self.turnstile.wanted(), self.member.pausing.wait(), self._unready())
+                deliveries = await fetch_unless(
+                    queue, count, self.turnstile.wanted(), self.member.pausing.wait(), self._unready()
+                )
         finally:
             self.turnstile.release(size, count)
         self._found = bool(deliveries)

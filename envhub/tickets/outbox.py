@@ -50,7 +50,8 @@ class TicketOutbox:
     """Ends tickets in the background.
 
     Attributes:
-        failure: why a ticket could not be ended, None while all goes well. The hub stops then: what was not acknowledged
+        failure: why a ticket could not be ended, None while all goes well. The hub stops then: what was not
+        acknowledged
             goes to another hub.
     """
 
@@ -110,14 +111,17 @@ class TicketOutbox:
         log.warning("domain %s, %s closed: %s: %s", asked.domain, asked.key, reason, detail)
         if reason != "late":
             why = clean(f"{reason}: {detail}", DETAIL_CHARS)
-            await self._bus.dead_letter(asked.stream, seq=delivery.seq, ticket=asked.number, reason=why, data=delivery.data)
+            await self._bus.dead_letter(
+                asked.stream, seq=delivery.seq, ticket=asked.number, reason=why, data=delivery.data
+            )
         await self._publish_closed(asked.stream, asked.number, asked.domain, reason, detail, eval_step=asked.eval_step)
         await self._ack(held)
 
     async def _hand_back(self, held: InHand, delay_s: float, detail: str) -> None:
         log.info("%s handed back: %s", held.asked.key, detail)
         self._tally.handed_back += 1
-        if held.judgement is not None or held.delivery.num_delivered == 1:  # else the note of the hub before still holds
+        # else the note of the hub before still holds
+        if held.judgement is not None or held.delivery.num_delivered == 1:
             await self._attempts.hand_back(held.asked, held.judgement.deaths if held.judgement is not None else 0)
         await held.delivery.nak(delay_s)
 
@@ -138,7 +142,9 @@ class TicketOutbox:
         self, stream: Stream, number: int, domain: str, reason: wire.ClosedReason, detail: str, *, eval_step: int
     ) -> None:
         line = clean(detail, DETAIL_CHARS)
-        closed = wire.Closed(ticket=number, domain=domain, reason=reason, detail=line, by=self._member.id, eval_step=eval_step)
+        closed = wire.Closed(
+            ticket=number, domain=domain, reason=reason, detail=line, by=self._member.id, eval_step=eval_step
+        )
         self._tally.closed += 1
         await self._bus.publish(results(stream), closed, ticket=number, message_id=f"{stream.name}-{number}")
 

@@ -1,7 +1,8 @@
 """Whether a ticket may have killed the hubs that played it: decided from its deliveries and from who died. Pure.
 
-A ticket that may have killed two processes is played once more, by a hub that plays nothing else. If that hub dies too, the ticket is
-poisonous. The tickets that shared a hub with it become suspect as well; each of them is played alone, ends well and is kept.
+A ticket that may have killed two processes is played once more, by a hub that plays nothing else. If that hub dies too,
+the ticket is poisonous. The tickets that shared a hub with it become suspect as well; each of them is played alone,
+ends well and is kept.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ class TicketJudgement:
 def judge(num_delivered: int, past: Attempt | None, *, died: bool) -> TicketJudgement:
     """Judge a delivery.
 
-    A first delivery leaves no note, because nearly all tickets have only one. So the first of several counts as a death unless the hub
-    that had it noted that it handed it back. At worst a harmless ticket is played alone; only a death that was noted makes it poisonous.
+    A first delivery leaves no note, because nearly all tickets have only one. So the first of several counts as a death
+    unless the hub that had it noted that it handed it back. At worst a harmless ticket is played alone; only a death
+    that was noted makes it poisonous.
 
     Args:
         num_delivered: how often the ticket has been delivered, this time included.

@@ -1,7 +1,8 @@
 """Calls into environments under a timeout: on the loop, awaited where they are async, or in a thread.
 
 A thread cannot be stopped. One that hangs is left behind, counted, and replaced by another, so that a hanging
-environment costs its own episode and no other turn; a hub that has lost too many threads exits, so that another can start.
+environment costs its own episode and no other turn; a hub that has lost too many threads exits, so that another can
+start.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ IDLE_THREADS: Final = 64  # threads kept for later
 
 
 class CallFailed(RlearnerError):
-    """The environment raised, or did not come back in time. ``trace``: what it raised, for the log, empty if nothing."""
+    """The environment raised, or did not come back in time. ``trace``: what it raised, for the log, empty if
+    nothing.
+    """
 
     def __init__(self, detail: str, trace: str = "") -> None:
         super().__init__(detail)
@@ -90,7 +93,12 @@ class EnvironmentCalls:
             self._idle.popleft().stop()
 
     async def _run(
-        self, environment: Environment | None, name: str, function: Callable[..., Any], args: tuple[Any, ...], in_thread: bool
+        self,
+        environment: Environment | None,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        in_thread: bool,
     ) -> Any:
         try:
             if in_thread and not inspect.iscoroutinefunction(function):
@@ -123,7 +131,9 @@ class EnvironmentCalls:
                 raise CallFailed(f"{name} did not return within {self._timeout_s:g} s") from None
             raise  # its own
 
-    async def _in_thread(self, environment: Environment | None, name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    async def _in_thread(
+        self, environment: Environment | None, name: str, function: Callable[..., Any], args: tuple[Any, ...]
+    ) -> Any:
         worker = self._idle.pop() if self._idle else _Worker(asyncio.get_running_loop())
         future = worker.submit(function, args)
         try:

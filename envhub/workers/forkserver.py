@@ -1,9 +1,9 @@
-"""The process that forks one domain's workers, watches their memory, and buries them. Started by ``envhub.workers.worker_pool``, not by
-hand.
+"""The process that forks one domain's workers, watches their memory, and buries them. Started by
+``envhub.workers.worker_pool``, not by hand.
 
-It imports the environment once and then forks it: a worker is there after milliseconds and shares what was loaded, so that
-hundreds of environments can have a process each. It is the parent of its workers and the only one to reap them, so no
-process id can come to mean another process before its worker is buried.
+It imports the environment once and then forks it: a worker is there after milliseconds and shares what was loaded, so
+that hundreds of environments can have a process each. It is the parent of its workers and the only one to reap them, so
+no process id can come to mean another process before its worker is buried.
 """
 
 from __future__ import annotations

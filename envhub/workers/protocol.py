@@ -1,4 +1,6 @@
-"""What a hub, the process that forks its environments' workers, and these workers say to each other: MessagePack, never a pickle."""
+"""What a hub, the process that forks its environments' workers, and these workers say to each other: MessagePack, never
+a pickle.
+"""
 
 from __future__ import annotations
 
@@ -135,12 +137,16 @@ ENCODER: Final = msgspec.msgpack.Encoder()
 ORDERS: Final[msgspec.msgpack.Decoder[SetupDomain | ForkWorker | ReapWorker]] = msgspec.msgpack.Decoder(
     SetupDomain | ForkWorker | ReapWorker
 )
-REPORTS: Final[msgspec.msgpack.Decoder[ForkserverReady | WorkerForked | WorkerReaped | RequestRefused]] = msgspec.msgpack.Decoder(
-    ForkserverReady | WorkerForked | WorkerReaped | RequestRefused
+REPORTS: Final[msgspec.msgpack.Decoder[ForkserverReady | WorkerForked | WorkerReaped | RequestRefused]] = (
+    msgspec.msgpack.Decoder(ForkserverReady | WorkerForked | WorkerReaped | RequestRefused)
 )
 QUESTIONS: Final[
-    msgspec.msgpack.Decoder[MakeEnvironment | ResetEnvironment | StepEnvironment | UseTools | RenderState | CloseEnvironment]
-] = msgspec.msgpack.Decoder(MakeEnvironment | ResetEnvironment | StepEnvironment | UseTools | RenderState | CloseEnvironment)
-ANSWERS: Final[msgspec.msgpack.Decoder[EnvironmentMade | FirstObservation | StepOutcome | RenderedState | EnvironmentFailed]] = (
-    msgspec.msgpack.Decoder(EnvironmentMade | FirstObservation | StepOutcome | RenderedState | EnvironmentFailed)
+    msgspec.msgpack.Decoder[
+        MakeEnvironment | ResetEnvironment | StepEnvironment | UseTools | RenderState | CloseEnvironment
+    ]
+] = msgspec.msgpack.Decoder(
+    MakeEnvironment | ResetEnvironment | StepEnvironment | UseTools | RenderState | CloseEnvironment
 )
+ANSWERS: Final[
+    msgspec.msgpack.Decoder[EnvironmentMade | FirstObservation | StepOutcome | RenderedState | EnvironmentFailed]
+] = msgspec.msgpack.Decoder(EnvironmentMade | FirstObservation | StepOutcome | RenderedState | EnvironmentFailed)

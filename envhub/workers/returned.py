@@ -44,7 +44,12 @@ def step_result(value: object, method: str = "step") -> StepResult:
     if not isinstance(value, StepResult):
         raise ReturnedValueError(f"{method} returned {type(value).__name__}, not a StepResult")
     observation(method, value.observation)
-    plain = type(value.done) is bool and type(value.valid) is bool and type(value.success) is bool and type(value.truncated) is bool
+    plain = (
+        type(value.done) is bool
+        and type(value.valid) is bool
+        and type(value.success) is bool
+        and type(value.truncated) is bool
+    )
     if plain and type(value.reward) is float and not value.metrics and type(value.metrics) is dict:
         _finite("reward", value.reward)
         return value
@@ -52,7 +57,9 @@ def step_result(value: object, method: str = "step") -> StepResult:
     done, valid, success, truncated = (
         _flag(name, flag) for name, flag in zip(("done", "valid", "success", "truncated"), flags, strict=True)
     )
-    return StepResult(value.observation, _number("reward", value.reward), done, valid, success, truncated, _metrics(value.metrics))
+    return StepResult(
+        value.observation, _number("reward", value.reward), done, valid, success, truncated, _metrics(value.metrics)
+    )
 
 
 def text(what: str, value: object, *, limit: int = MAX_TEXT_BYTES) -> str:

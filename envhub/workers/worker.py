@@ -1,4 +1,6 @@
-"""One environment in a process of its own: answers its hub until that hangs up. Forked by ``envhub.workers.forkserver``."""
+"""One environment in a process of its own: answers its hub until that hangs up. Forked by
+``envhub.workers.forkserver``.
+"""
 
 from __future__ import annotations
 

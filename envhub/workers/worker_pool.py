@@ -1,7 +1,8 @@
-"""Environments in worker processes, as the hub uses them: leased for an episode, used again by the next, killed when they fail.
+"""Environments in worker processes, as the hub uses them: leased for an episode, used again by the next, killed when
+they fail.
 
-Each has a process of its own, so that whatever one does costs nobody else's episode. A process forked from a prepared one takes
-milliseconds to start and shares its memory; see ``envhub.workers.forkserver``.
+Each has a process of its own, so that whatever one does costs nobody else's episode. A process forked from a prepared
+one takes milliseconds to start and shares its memory; see ``envhub.workers.forkserver``.
 """
 
 from __future__ import annotations
@@ -122,7 +123,11 @@ class WorkerPool:
                         self.num_died += bool(buried.how)
                         how = buried.how or how
         except (OSError, msgspec.DecodeError) as error:
-            log.warning("domain %s: the process that forks workers is gone (%s), and all of its workers with it", self.domain.name, error)
+            log.warning(
+                "domain %s: the process that forks workers is gone (%s), and all of its workers with it",
+                self.domain.name,
+                error,
+            )
             self._forget_zygote()
         self.living.discard(pid)
         self._burials.pop(pid, None)
@@ -148,7 +153,10 @@ class WorkerPool:
                 raise CallFailed(ready.detail)
             if isinstance(ready, protocol.ForkserverReady) and (ready.num_threads == 1 or not preload):
                 break
-            log.warning("environment %s starts threads when it is imported, so each worker imports it for itself", self.domain.section.env)
+            log.warning(
+                "environment %s starts threads when it is imported, so each worker imports it for itself",
+                self.domain.section.env,
+            )
             self._forget_zygote()
         assert self._zygote is not None
         return self._zygote
@@ -158,12 +166,16 @@ class WorkerPool:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                child = await asyncio.to_thread(start, "envhub.workers.forkserver", theirs, self._output.file, (), signal.SIGTERM)
+                child = await asyncio.to_thread(
+                    start, "envhub.workers.forkserver", theirs, self._output.file, (), signal.SIGTERM
+                )
             except BaseException:
                 ours.close()
                 raise
         self._zygote = (child, ours)
-        setup = protocol.SetupDomain(self.domain.name, self.domain.section.model_dump(mode="json"), self._memory_mib, preload)
+        setup = protocol.SetupDomain(
+            self.domain.name, self.domain.section.model_dump(mode="json"), self._memory_mib, preload
+        )
         return await asyncio.to_thread(_order, ours, setup, START_S)
 
     def _forget_zygote(self) -> None:

@@ -13,7 +13,14 @@ from typing import Any
 import numpy as np
 
 from broker.contract import wire
-from learner.algorithm.advantages.base import AdvantageEstimate, BatchRow, FloatArray, sampled_positions, token_rewards, whiten
+from learner.algorithm.advantages.base import (
+    AdvantageEstimate,
+    BatchRow,
+    FloatArray,
+    sampled_positions,
+    token_rewards,
+    whiten,
+)
 from learner.algorithm.samples import Array, SampleScores, TrainSample, from_trajectory
 from learner.algorithm.selection import most_varied
 from learner.algorithm.shaping import is_truncated, minus_kl, needs_batch, shape
@@ -52,7 +59,9 @@ class SampleAssembler:
         algorithm = self._algorithm
         return most_varied(groups, algorithm.keep_fraction) if algorithm.pg_variant == "starpo_s" else list(groups)
 
-    def batch(self, groups: Sequence[wire.Group], score: Score | None = None, kl_coef: float = 0.0) -> list[TrainSample]:
+    def batch(
+        self, groups: Sequence[wire.Group], score: Score | None = None, kl_coef: float = 0.0
+    ) -> list[TrainSample]:
         """Return the samples of a whole step, in the order of its groups, without groups that are not selected.
 
         Args:
@@ -66,7 +75,9 @@ class SampleAssembler:
         scores = [SampleScores() for _ in pairs]
         if self.needs_scores and score is not None:
             zeros = [np.zeros(len(one.loss_mask.array())) for _, one in pairs]
-            scores = score([self._sample(group, one, a, whole=True) for (group, one), a in zip(pairs, zeros, strict=True)])
+            scores = score(
+                [self._sample(group, one, a, whole=True) for (group, one), a in zip(pairs, zeros, strict=True)]
+            )
         kl = [self._kl(one, found, kl_coef) for (_, one), found in zip(pairs, scores, strict=True)]
         shaped = shape(kept, algorithm)
         estimates = self._rows(shaped, scores, kl) if self._over_rows else self._groups(shaped, kl)
@@ -87,7 +98,9 @@ class SampleAssembler:
             )
         return samples
 
-    def _rows(self, groups: Sequence[wire.Group], scores: Sequence[SampleScores], kl: Sequence[FloatArray]) -> list[AdvantageEstimate]:
+    def _rows(
+        self, groups: Sequence[wire.Group], scores: Sequence[SampleScores], kl: Sequence[FloatArray]
+    ) -> list[AdvantageEstimate]:
         pairs = [(group, one) for group in groups for one in group.trajectories]
         rows = [
             BatchRow(group.ticket, token_rewards(one) - cost, _float64(told.values), self._is_trained(one))
@@ -101,7 +114,9 @@ class SampleAssembler:
         for group in groups:
             trajectories = [minus_kl(one, next(costs)) for one in group.trajectories]
             found = self._estimator(trajectories, self._algorithm)
-            estimates += [AdvantageEstimate(a[sampled_positions(one)]) for one, a in zip(trajectories, found, strict=True)]
+            estimates += [
+                AdvantageEstimate(a[sampled_positions(one)]) for one, a in zip(trajectories, found, strict=True)
+            ]
         return estimates
 
     def _kl(self, trajectory: wire.Trajectory, scores: SampleScores, kl_coef: float) -> FloatArray:
@@ -111,7 +126,9 @@ class SampleAssembler:
     def _is_trained(self, trajectory: wire.Trajectory) -> bool:
         return not trajectory.greedy and not (self._algorithm.mask_truncated and is_truncated(trajectory))
 
-    def _sample(self, group: wire.Group, one: wire.Trajectory, advantages: FloatArray, *, whole: bool = False) -> TrainSample:
+    def _sample(
+        self, group: wire.Group, one: wire.Trajectory, advantages: FloatArray, *, whole: bool = False
+    ) -> TrainSample:
         trained = whole or self._is_trained(one)
         return from_trajectory(one, advantages, group=group.ticket, temperature=group.temperature, trained=trained)
 
@@ -135,7 +152,9 @@ def waits_for_batch(algorithm: AlgorithmSection) -> str:
 
 def scores_needed(algorithm: AlgorithmSection) -> bool:
     """Return whether the models must score the samples before the step; a single update's forward pass suffices."""
-    recompute = algorithm.correction != "none" and algorithm.prox_logp_method == "recompute" and num_updates(algorithm) > 1
+    recompute = (
+        algorithm.correction != "none" and algorithm.prox_logp_method == "recompute" and num_updates(algorithm) > 1
+    )
     return recompute or kl_in_reward(algorithm) or algorithm.critic.enabled
 
 

@@ -1,8 +1,8 @@
 """Estimates the divergence from a reference policy from the logprobs of sampled tokens.
 
 Schulman, "Approximating KL divergence" (2020). With d = log p - log ref, for tokens sampled from p:
-k1 = d is unbiased and may be negative; k2 = d^2 / 2 is biased, never negative, and has the gradient of the true divergence;
-k3 = exp(-d) - 1 + d is unbiased and never negative. Used as a loss, k1's expected gradient is zero.
+k1 = d is unbiased and may be negative; k2 = d^2 / 2 is biased, never negative, and has the gradient of the true
+divergence; k3 = exp(-d) - 1 + d is unbiased and never negative. Used as a loss, k1's expected gradient is zero.
 """
 
 from __future__ import annotations

@@ -24,14 +24,19 @@ def shape(groups: Sequence[wire.Group], algorithm: AlgorithmSection) -> list[wir
 
     Greedy baselines are shaped like the rest, but do not count in means and standard deviations.
     """
-    penalised = [_replace(group, [_penalise(trajectory, algorithm) for trajectory in group.trajectories]) for group in groups]
+    penalised = [
+        _replace(group, [_penalise(trajectory, algorithm) for trajectory in group.trajectories]) for group in groups
+    ]
     if algorithm.reward_normalization.norm_mean_type or algorithm.reward_normalization.norm_std_type:
         penalised = _normalise(penalised, algorithm.reward_normalization)
     if algorithm.reward_clip is None:
         return penalised
     limit = algorithm.reward_clip
     return [
-        _replace(group, [msgspec.structs.replace(one, reward=min(max(one.reward, -limit), limit)) for one in group.trajectories])
+        _replace(
+            group,
+            [msgspec.structs.replace(one, reward=min(max(one.reward, -limit), limit)) for one in group.trajectories],
+        )
         for group in penalised
     ]
 
@@ -54,7 +59,11 @@ def overlong_penalty(length: int, max_length: int, buffer: int, factor: float = 
 
 
 def normalise(
-    rewards: FloatArray, keys: Sequence[object], mean_type: str | None, std_type: str | None, counted: Sequence[bool] | None = None
+    rewards: FloatArray,
+    keys: Sequence[object],
+    mean_type: str | None,
+    std_type: str | None,
+    counted: Sequence[bool] | None = None,
 ) -> tuple[FloatArray, FloatArray]:
     """Return shift and scale of each reward, (B,) each: normalized rewards are ``(R - shift) / scale``.
 
@@ -95,7 +104,10 @@ def minus_kl(trajectory: wire.Trajectory, kl: FloatArray) -> wire.Trajectory:
     """
     at = np.zeros(len(trajectory.loss_mask.array()))
     at[sampled_positions(trajectory)] = kl
-    turns = [msgspec.structs.replace(turn, reward=turn.reward - float(at[turn.start : turn.end].sum())) for turn in trajectory.turns]
+    turns = [
+        msgspec.structs.replace(turn, reward=turn.reward - float(at[turn.start : turn.end].sum()))
+        for turn in trajectory.turns
+    ]
     return msgspec.structs.replace(trajectory, reward=trajectory.reward - float(kl.sum()), turns=turns)
 
 
@@ -108,11 +120,15 @@ def _penalise(trajectory: wire.Trajectory, algorithm: AlgorithmSection) -> wire.
     reward, turns = trajectory.reward, trajectory.turns
     if algorithm.format_penalty:
         costs = [0.0 if turn.valid else algorithm.format_penalty for turn in turns]
-        turns = [msgspec.structs.replace(turn, reward=turn.reward - cost) for turn, cost in zip(turns, costs, strict=True)]
+        turns = [
+            msgspec.structs.replace(turn, reward=turn.reward - cost) for turn, cost in zip(turns, costs, strict=True)
+        ]
         reward -= sum(costs)
     if algorithm.overlong_buffer and algorithm.overlong_length:
         length = int(trajectory.loss_mask.array().sum())
-        reward += overlong_penalty(length, algorithm.overlong_length, algorithm.overlong_buffer, algorithm.overlong_factor)
+        reward += overlong_penalty(
+            length, algorithm.overlong_length, algorithm.overlong_buffer, algorithm.overlong_factor
+        )
     return msgspec.structs.replace(trajectory, reward=reward, turns=turns)
 
 

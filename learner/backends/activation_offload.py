@@ -37,5 +37,6 @@ def unpack(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
 
 
 def _leaves(tensor: Tensor) -> bool:
-    is_weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)  # linear layers keep a transposed view
+    # linear layers keep a transposed view
+    is_weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
     return tensor.is_cuda and tensor.nbytes >= _SMALLEST_BYTES and not is_weight

@@ -39,7 +39,8 @@ class Backend(Protocol):
         algorithm: loss, aggregation, KL, entropy.
         model: dtype and whether remote code is trusted.
         seed: seed of all random numbers in training.
-        ref_path: weights of the reference policy, ``model_path`` by default; loaded only if ``algorithm.kl_coef`` is above 0.
+        ref_path: weights of the reference policy, ``model_path`` by default; loaded only if ``algorithm.kl_coef`` is
+        above 0.
         max_length: the constant of ``seq-mean-token-sum-norm``, in tokens.
 
     Raises:
@@ -83,7 +84,9 @@ class Backend(Protocol):
         ...
 
     def update(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        """Run a whole step, ``num_epochs`` passes of ``num_minibatches`` updates, also of the critic; return metrics."""
+        """Run a whole step, ``num_epochs`` passes of ``num_minibatches`` updates, also of the critic; return
+        metrics.
+        """
         ...
 
     def score(self, samples: Sequence[TrainSample]) -> list[SampleScores]:

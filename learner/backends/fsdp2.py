@@ -33,7 +33,8 @@ class ShardedOptimizer(MasterOptimizer):
 
     def __init__(self, parameters: Mapping[str, DTensor], train: TrainSection, mesh: DeviceMesh) -> None:
         self._mesh, self._sharded = mesh, dict(parameters)
-        parts = {name: nn.Parameter(parameter.to_local().detach()) for name, parameter in parameters.items()}  # the same memory
+        # the same memory
+        parts = {name: nn.Parameter(parameter.to_local().detach()) for name, parameter in parameters.items()}
         super().__init__(parts, train)
 
     @torch.no_grad()
@@ -54,7 +55,9 @@ class ShardedOptimizer(MasterOptimizer):
         super().discard()
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        squares = torch.stack([gradient.double().square().sum() for gradient in gradients]).sum().to(self._mesh.device_type)
+        squares = (
+            torch.stack([gradient.double().square().sum() for gradient in gradients]).sum().to(self._mesh.device_type)
+        )
         dist.all_reduce(squares)
         return squares.sqrt().float()
 
@@ -64,7 +67,9 @@ class ShardedOptimizer(MasterOptimizer):
             return tensor
         like = self._sharded[name]
         held = tensor.detach().to(self._mesh.device_type)
-        parts = DTensor.from_local(held, self._mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride())
+        parts = DTensor.from_local(
+            held, self._mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride()
+        )
         return parts.full_tensor()
 
     def own(self, name: str, tensor: Tensor) -> Tensor:
@@ -141,7 +146,9 @@ def _build_sharded(context: RunContext, ranks: RankGroup) -> RankWorker:
     return RankWorker(context, ranks, layout, device, models, optimizer, weights, passes, lambda: None, sharded=True)
 
 
-def _within(_: nn.Module, function: Callable[..., Tensor | tuple[Tensor, ...]], *arguments: object) -> Tensor | tuple[Tensor, ...]:
+def _within(
+    _: nn.Module, function: Callable[..., Tensor | tuple[Tensor, ...]], *arguments: object
+) -> Tensor | tuple[Tensor, ...]:
     found = function(*arguments)
     if isinstance(found, Tensor):
         return found

@@ -25,7 +25,14 @@ class PolicyObjective:
         self._correct: CorrectionFunction = resolve("corrections", algorithm.correction, CORRECTIONS)
 
     def __call__(
-        self, batch: TokenBatch, logprobs: Tensor, entropy: Tensor, ref_logprobs: Tensor | None, *, kl_coef: float, version: int
+        self,
+        batch: TokenBatch,
+        logprobs: Tensor,
+        entropy: Tensor,
+        ref_logprobs: Tensor | None,
+        *,
+        kl_coef: float,
+        version: int,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a slice's share of the numerator, with gradient, and sums for the metrics.
 
@@ -38,7 +45,9 @@ class PolicyObjective:
             version: policy version at the start of the step.
         """
         algorithm, proximal = self._algorithm, self._proximal(batch, logprobs, version)
-        facts = CorrectionInputs(logprobs.detach(), proximal, batch.rollout_logprobs, batch.advantages, batch.sequence, batch.num_rows)
+        facts = CorrectionInputs(
+            logprobs.detach(), proximal, batch.rollout_logprobs, batch.advantages, batch.sequence, batch.num_rows
+        )
         correction = self._correct(facts, algorithm)
         tokens = LossTokens(logprobs, correction.old_logprobs, batch.advantages, batch.sequence, batch.num_rows)
         losses, sums = self._loss(tokens, algorithm)

@@ -45,7 +45,9 @@ class MasterOptimizer:
             {"params": [p for p in self._masters.values() if p.ndim >= 2], "weight_decay": train.weight_decay},
             {"params": [p for p in self._masters.values() if p.ndim < 2], "weight_decay": 0.0},
         ]
-        self._adamw = torch.optim.AdamW([group for group in groups if group["params"]], lr=train.lr, betas=train.betas, fused=True)
+        self._adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=train.lr, betas=train.betas, fused=True
+        )
         for master in self._masters.values():
             self._adamw.state[master] = _fresh(master)
 
@@ -162,11 +164,14 @@ class MasterOptimizer:
             UserError: if ``state`` has other names or shapes than ``held``.
         """
         if odd := sorted(held.keys() ^ state.keys()):
-            raise UserError(f"the optimizer state belongs to another model: {len(odd)} entries differ, the first is {odd[0]}")
+            raise UserError(
+                f"the optimizer state belongs to another model: {len(odd)} entries differ, the first is {odd[0]}"
+            )
         for name, tensor in held.items():
             if tensor.shape != state[name].shape:
                 raise UserError(
-                    f"the optimizer state belongs to another model: {name} has shape {tuple(state[name].shape)}, not {tuple(tensor.shape)}"
+                    f"the optimizer state belongs to another model: {name} has shape {tuple(state[name].shape)}, not "
+                    f"{tuple(tensor.shape)}"
                 )
 
     @torch.no_grad()

@@ -23,7 +23,9 @@ def check_deepspeed(train: Mapping[str, Any]) -> None:
         return
     if section["offload_param"] and section["stage"] < 3:
         raise ConfigError(
-            "train.deepspeed.offload_param", True, f"false with train.deepspeed.stage {section['stage']}: only stage 3 divides weights"
+            "train.deepspeed.offload_param",
+            True,
+            f"false with train.deepspeed.stage {section['stage']}: only stage 3 divides weights",
         )
 
 
@@ -36,12 +38,16 @@ def check_megatron(train: Mapping[str, Any]) -> None:
     section = train["megatron"]
     if train["backend"] != "megatron":
         if odd := next((key for key, size in section.items() if size != 1), ""):
-            raise ConfigError(f"train.megatron.{odd}", section[odd], f"1 with train.backend {train['backend']}; more with megatron")
+            raise ConfigError(
+                f"train.megatron.{odd}", section[odd], f"1 with train.backend {train['backend']}; more with megatron"
+            )
         return
     if train["lora"] and train["lora"]["dropout"]:
         allowed = "0 with train.backend megatron, whose ranks divide a layer's inputs"
         raise ConfigError("train.lora.dropout", train["lora"]["dropout"], allowed)
     tensor, pipeline, ranks = section["tensor_parallel"], section["pipeline_parallel"], train["ranks"]
     if ranks % (tensor * pipeline):
-        allowed = f"a multiple of train.megatron.tensor_parallel {tensor} times train.megatron.pipeline_parallel {pipeline}"
+        allowed = (
+            f"a multiple of train.megatron.tensor_parallel {tensor} times train.megatron.pipeline_parallel {pipeline}"
+        )
         raise ConfigError("train.ranks", ranks, allowed)

@@ -9,7 +9,9 @@ from learner.algorithm.losses.ratios import correction_metrics, ratio_metrics
 from learner.config import AlgorithmSection
 
 
-def step_metrics(sums: Mapping[str, float], counts: BatchCounts, scale: float, algorithm: AlgorithmSection) -> dict[str, float]:
+def step_metrics(
+    sums: Mapping[str, float], counts: BatchCounts, scale: float, algorithm: AlgorithmSection
+) -> dict[str, float]:
     """Return the metrics of one update.
 
     Args:
@@ -18,7 +20,9 @@ def step_metrics(sums: Mapping[str, float], counts: BatchCounts, scale: float, a
         scale: denominator of its loss.
     """
     tokens = counts.tokens
-    mean = {name: sums.get(name, 0.0) / max(tokens, 1) for name in ("entropy", "ppo_kl", "clipped", "dual_clipped", "kl")}
+    mean = {
+        name: sums.get(name, 0.0) / max(tokens, 1) for name in ("entropy", "ppo_kl", "clipped", "dual_clipped", "kl")
+    }
     metrics = {
         "actor/pg_loss": sums.get("pg_loss", 0.0) / scale,
         "actor/entropy": mean["entropy"],

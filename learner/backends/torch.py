@@ -65,8 +65,12 @@ class TorchBackend:
         context.check()
         kind, size = type(self), context.train.ranks
         if size > 1 and not self.takes_ranks:
-            raise ConfigError("train.ranks", size, f"{kind.__name__} runs in one process; train.backend ddp takes several")
-        self._ranks = RankGroup.start(f"{kind.__module__}:{kind.__qualname__}", size, _CONTEXT.dump_python(context, mode="json"))
+            raise ConfigError(
+                "train.ranks", size, f"{kind.__name__} runs in one process; train.backend ddp takes several"
+            )
+        self._ranks = RankGroup.start(
+            f"{kind.__module__}:{kind.__qualname__}", size, _CONTEXT.dump_python(context, mode="json")
+        )
         try:
             self.worker = build(context.on_rank(0), self._ranks)
         except BaseException:
@@ -99,7 +103,8 @@ class TorchBackend:
     def forward_backward(self, samples: Sequence[TrainSample]) -> dict[str, float]:
         trained = [sample for sample in samples if sample.num_inputs]
         self._check_ids(trained)
-        # Without a KL or entropy term a row whose advantages are all 0 adds nothing to the gradient: it is measured, not trained.
+        # Without a KL or entropy term a row whose advantages are all 0 adds nothing to the gradient: it is measured,
+        # not trained.
         every_row = self._models.kl_in_loss or self._context.algorithm.entropy_coef > 0
         idle = [] if every_row else [s for s in trained if not s.advantages[s.positions].any()]
         skipped = {id(sample) for sample in idle}
@@ -130,7 +135,9 @@ class TorchBackend:
         for epoch in range(algorithm.num_epochs):
             for part in minibatches(rows, algorithm.num_minibatches, (self._context.seed, self.version, epoch)):
                 done.append(self._update(part, trains_policy))
-        metrics = average_metrics(done, algorithm.num_epochs) | {"actor/num_updates": float(len(done) if trains_policy else 0)}
+        metrics = average_metrics(done, algorithm.num_epochs) | {
+            "actor/num_updates": float(len(done) if trains_policy else 0)
+        }
         return self._complete(metrics, len(rows))
 
     def _update(self, part: Sequence[TrainSample], trains_policy: bool) -> dict[str, float]:
@@ -153,15 +160,21 @@ class TorchBackend:
         self._check_ids(rows)
         found: dict[int, SampleScores] = {}
         jobs = [(piece, False) for piece in self._slices(rows)]
-        scored = self._ranks.share_out(jobs, self.worker.layout, lambda slices, _: ScoreCommand(slices), self._passes.score)
+        scored = self._ranks.share_out(
+            jobs, self.worker.layout, lambda slices, _: ScoreCommand(slices), self._passes.score
+        )
         for (piece, _), columns in zip(jobs, scored, strict=True):
             ends = np.cumsum([sample.num_tokens for sample in piece])[:-1].tolist()
             parts = [[None] * len(piece) if column is None else np.split(column, ends) for column in columns]
-            found |= {id(sample): SampleScores(*row) for sample, row in zip(piece, zip(*parts, strict=True), strict=True)}
+            found |= {
+                id(sample): SampleScores(*row) for sample, row in zip(piece, zip(*parts, strict=True), strict=True)
+            }
         kl = [scores.kl for scores in found.values() if scores.kl is not None]
         self._reward_kl = float(np.concatenate(kl).mean()) if kl else None
         empty = np.zeros(0, np.float32)
-        nothing = SampleScores(empty, empty if self._models.kl_in_reward else None, None if self._models.critic is None else empty)
+        nothing = SampleScores(
+            empty, empty if self._models.kl_in_reward else None, None if self._models.critic is None else empty
+        )
         return [found.get(id(sample), nothing) for sample in samples]
 
     def discard(self) -> None:
@@ -175,7 +188,9 @@ class TorchBackend:
         algorithm = self._context.algorithm
         scale = denominator(algorithm.loss_agg_mode, self._counts, self._context.max_length)
         done = self._ranks.together(StepCommand(scale, self.version), partial(self.worker.step, scale, self.version))
-        metrics = step_metrics(self._sums, self._counts, scale, algorithm) | {f"actor/{name}": value for name, value in done.items()}
+        metrics = step_metrics(self._sums, self._counts, scale, algorithm) | {
+            f"actor/{name}": value for name, value in done.items()
+        }
         self._counts, self._sums = BatchCounts(), dict[str, float]()
         return metrics
 
@@ -194,13 +209,19 @@ class TorchBackend:
     def _run(self, jobs: Sequence[Job]) -> list[dict[str, float]]:
         passes = self._passes
         return self._ranks.share_out(
-            jobs, self.worker.layout, lambda slices, train: RunCommand(slices, train, passes.kl.value, passes.version), passes.run
+            jobs,
+            self.worker.layout,
+            lambda slices, train: RunCommand(slices, train, passes.kl.value, passes.version),
+            passes.run,
         )
 
     def _run_critic(self, jobs: Sequence[Job]) -> list[dict[str, float]]:
         passes, layout = self._passes, RankLayout.plain(self._ranks.size)  # every rank holds the whole critic
         return self._ranks.share_out(
-            jobs, layout, lambda slices, _: RunCommand(slices, [], passes.kl.value, passes.version, critic=True), passes.run_critic
+            jobs,
+            layout,
+            lambda slices, _: RunCommand(slices, [], passes.kl.value, passes.version, critic=True),
+            passes.run_critic,
         )
 
     def _slices(self, samples: Sequence[TrainSample]) -> list[list[TrainSample]]:
@@ -210,7 +231,9 @@ class TorchBackend:
         for sample in samples:
             largest = int(sample.token_ids.max())
             if largest >= self.vocab_size:
-                raise WireError(f"group {sample.group}: token id {largest} is outside the model's vocabulary of {self.vocab_size}")
+                raise WireError(
+                    f"group {sample.group}: token id {largest} is outside the model's vocabulary of {self.vocab_size}"
+                )
 
     @property
     def policy(self) -> PolicyModel:
@@ -240,7 +263,11 @@ class TorchBackend:
     def weights(self) -> Mapping[str, Tensor]:
         """Return the live weights by state-dict name, adapters merged; sharded ones are gathered as they are read."""
         weights = self.worker.weights
-        return GatheredWeights(list(weights.shapes()), weights.buckets, self._gather) if weights.buckets else weights.live()
+        return (
+            GatheredWeights(list(weights.shapes()), weights.buckets, self._gather)
+            if weights.buckets
+            else weights.live()
+        )
 
     def _gather(self, bucket: int) -> dict[str, Tensor]:
         return self._ranks.together(CollectiveCommand("gather", [bucket]), partial(self.worker.weights.gather, bucket))
@@ -250,10 +277,16 @@ class TorchBackend:
         return None if adapters is None or not base else adapters.shown(base)
 
     def factors(self) -> dict[str, Tensor]:
-        return {} if self.policy.adapters is None else self._on_all(CollectiveCommand("factors"), self.worker.weights.factors)
+        return (
+            {}
+            if self.policy.adapters is None
+            else self._on_all(CollectiveCommand("factors"), self.worker.weights.factors)
+        )
 
     def logprobs(self, token_ids: Sequence[int] | npt.NDArray[np.generic]) -> Tensor:
-        return self._on_all(CollectiveCommand("logprobs", [int(token) for token in token_ids]), partial(self.worker.logprobs, token_ids))
+        return self._on_all(
+            CollectiveCommand("logprobs", [int(token) for token in token_ids]), partial(self.worker.logprobs, token_ids)
+        )
 
     def _on_all(self, call: CollectiveCommand, work: Callable[[], T]) -> T:
         """Return ``work()``, on all ranks at the same time if none holds the whole model."""
@@ -277,7 +310,9 @@ class TorchBackend:
         self.policy.module.save_pretrained(path, state_dict=merged)
         copy_tokenizer(self._context.first_path, Path(path))
         if self.policy.adapters is not None:
-            self.policy.adapters.save(Path(path) / FOLDER, {name: weights[name] for name in weights.keys() - merged.keys()})
+            self.policy.adapters.save(
+                Path(path) / FOLDER, {name: weights[name] for name in weights.keys() - merged.keys()}
+            )
 
     def state(self) -> dict[str, Tensor]:
         """Return copies of all but the weights that the next step depends on: optimizer, schedule, RNG, critic.

@@ -38,7 +38,9 @@ class PolicyWeights:
 
     def factors(self) -> dict[str, Tensor]:
         """Return the whole adapters by peft's names; collective if sharded."""
-        return {} if self._policy.adapters is None else self._policy.adapters.factors(self._policy.tensors().__getitem__)
+        return (
+            {} if self._policy.adapters is None else self._policy.adapters.factors(self._policy.tensors().__getitem__)
+        )
 
 
 class ShardedWeights(PolicyWeights):
@@ -57,7 +59,9 @@ class ShardedWeights(PolicyWeights):
 class GatheredWeights(Mapping[str, Tensor]):
     """Whole tensors by name; reading one gathers its bucket and drops the bucket before."""
 
-    def __init__(self, names: Sequence[str], buckets: Sequence[Sequence[str]], gather: Callable[[int], dict[str, Tensor]]) -> None:
+    def __init__(
+        self, names: Sequence[str], buckets: Sequence[Sequence[str]], gather: Callable[[int], dict[str, Tensor]]
+    ) -> None:
         self._names, self._gather = list(names), gather
         self._bucket = {name: index for index, bucket in enumerate(buckets) for name in bucket}
         self._held: tuple[int, dict[str, Tensor]] = (-1, {})

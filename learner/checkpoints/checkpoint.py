@@ -122,7 +122,11 @@ def load_state(checkpoint: Checkpoint, backend: Backend) -> None:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return all checkpoints of a run, oldest first."""
-    named = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
+    named = [
+        (int(match[1]), path)
+        for path in folder.glob("step-*")
+        if (match := _NAME.fullmatch(path.name)) and path.is_dir()
+    ]
     return [path for _, path in sorted(named)]
 
 
@@ -148,9 +152,13 @@ def read_checkpoint(path: Path) -> Checkpoint:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file}: cannot be read: {error}") from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise UserError(f"{file}: format {body.get('format') if isinstance(body, dict) else None!r}, this program reads {FORMAT}")
+        raise UserError(
+            f"{file}: format {body.get('format') if isinstance(body, dict) else None!r}, this program reads {FORMAT}"
+        )
     step, epoch, ledger = body.get("step"), body.get("epoch"), body.get("ledger")
-    if not (isinstance(step, int) and isinstance(epoch, int) and isinstance(ledger, dict) and ledger.get("version") == step):
+    if not (
+        isinstance(step, int) and isinstance(epoch, int) and isinstance(ledger, dict) and ledger.get("version") == step
+    ):
         raise UserError(f"{file}: damaged: step {step!r}, epoch {epoch!r}, and no ledger of that step")
     return Checkpoint(path, step, epoch, ledger)
 

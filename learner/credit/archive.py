@@ -70,11 +70,15 @@ class SampleArchive:
             OSError: if the folder cannot be written.
         """
         if self._file < 0 or self._size >= self._max or self._frames >= MAX_FRAMES:
-            following = os.open(self._folder / f"{record.seq:012d}{SUFFIX}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            following = os.open(
+                self._folder / f"{record.seq:012d}{SUFFIX}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644
+            )
             if self._file >= 0:
                 self._done.append(self._file)
             self._file, self._size, self._frames = following, 0, 0
-        frame = _HEADER.pack(MAGIC, record.seq, record.ticket, len(record.data), bytes.fromhex(record_digest)) + record.data
+        frame = (
+            _HEADER.pack(MAGIC, record.seq, record.ticket, len(record.data), bytes.fromhex(record_digest)) + record.data
+        )
         start = 0
         while start < len(frame):
             start += os.pwrite(self._file, frame[start:], self._size + start)
@@ -129,7 +133,10 @@ def mark_paused(folder: Path, position: int) -> None:
 def paused_ranges(folder: Path) -> list[tuple[int, int]]:
     """Return (first, last) sequence of each stretch that was not archived; ``last`` is huge if it is still open."""
     begins = [first for first, _ in archive_files(folder)]
-    return [(first, min((begin for begin in begins if begin >= first), default=sys.maxsize) - 1) for first in sorted(_pauses(folder))]
+    return [
+        (first, min((begin for begin in begins if begin >= first), default=sys.maxsize) - 1)
+        for first in sorted(_pauses(folder))
+    ]
 
 
 def _pauses(folder: Path) -> dict[int, Path]:

@@ -67,10 +67,16 @@ def check_groups(config: dict[str, Any]) -> None:
     for group in _groups(config):
         if group.size_bytes > MAX_GROUP_BYTES:
             key = f"domains.{group.domain}.max_context_tokens"
-            room = (MAX_GROUP_BYTES - GROUP_BYTES) // (group.episodes * group.samples) - group.turns * TURN_BYTES - SAMPLE_BYTES
+            room = (
+                (MAX_GROUP_BYTES - GROUP_BYTES) // (group.episodes * group.samples)
+                - group.turns * TURN_BYTES
+                - SAMPLE_BYTES
+            )
             most = f"at most {max(room // (TOKEN_BYTES + TEXT_BYTES), 0):,}"
             raise ConfigError(
-                key, group.tokens, f"{most} for {_shape(group)}: such a group takes {_size(group.size_bytes)}, the limit is 1 GiB"
+                key,
+                group.tokens,
+                f"{most} for {_shape(group)}: such a group takes {_size(group.size_bytes)}, the limit is 1 GiB",
             )
 
 
@@ -78,16 +84,20 @@ def capacity_notes(config: dict[str, Any]) -> list[str]:
     """Return lines for the operator on what the largest groups of a checked configuration cost."""
     groups, train, domains = _groups(config), config["train"], config["domains"]
     weights = sum(domain["weight"] for domain in domains.values())
-    step = math.ceil(sum(group.size_bytes * domains[group.domain]["weight"] for group in groups) / weights * train["groups_per_step"])
+    step = math.ceil(
+        sum(group.size_bytes * domains[group.domain]["weight"] for group in groups) / weights * train["groups_per_step"]
+    )
     alive = min(1 + train["max_staleness"], train["steps"])
     store_gib = config["broker"]["store_max_gib"] or PRIVATE_STORE_GIB
     memory = psutil.virtual_memory().total
     lines = [
-        f"domains.{group.domain}: a group takes at most {_size(group.size_bytes)}: {_shape(group)} of {group.tokens:,} tokens"
+        f"domains.{group.domain}: a group takes at most {_size(group.size_bytes)}: {_shape(group)} of {group.tokens:,} "
+        f"tokens"
         for group in groups
     ]
     lines.append(
-        f"a step takes at most {_size(step)}, the open tickets {_size(alive * step)} ({alive} x train.groups_per_step), "
+        f"a step takes at most {_size(step)}, the open tickets {_size(alive * step)} ({alive} x "
+        f"train.groups_per_step), "
         "in the broker's store and in the learner's memory"
     )
     if alive * step > store_gib * (1 << 30):

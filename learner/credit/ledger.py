@@ -3,11 +3,11 @@
 It takes the records of the samples log one at a time and returns actions, without clock or I/O. Two learners that read
 the same log hold the same ledger, on any hardware and however often they were restarted.
 
-**Credit.** ``issued = min(version + 1 + K, steps) * G + replaced``, with K = ``max_staleness``, G = ``groups_per_step`` and
-one replacement for each ticket that ended without being trained. Hence
-``issued = trained + filtered + dropped + dead + open`` at any moment, and ``open = 0`` once ``version = steps``:
-``trained = steps * G`` and ``replaced = filtered + dropped + dead``. If only the best of a step's groups are trained on
-(``keep_fraction``), the others move from trained to filtered as the step completes, and nothing replaces them.
+**Credit.** ``issued = min(version + 1 + K, steps) * G + replaced``, with K = ``max_staleness``, G = ``groups_per_step``
+and one replacement for each ticket that ended without being trained. Hence ``issued = trained + filtered + dropped +
+dead + open`` at any moment, and ``open = 0`` once ``version = steps``: ``trained = steps * G`` and ``replaced =
+filtered + dropped + dead``. If only the best of a step's groups are trained on (``keep_fraction``), the others move
+from trained to filtered as the step completes, and nothing replaces them.
 
 **Rules.** K, G, the number of steps and the domains are the rules. They are part of the state, and only a record of the
 log changes them (``RulesUpdate``), so every record is judged by the rules in force when it is appended, by whichever
@@ -20,15 +20,17 @@ incarnation of the learner reads it. At a change:
 - if the domains or their weights change, their shares are counted from the change on. Counted over the whole history, a
   domain that is added or gains weight would receive every ticket until it had caught up.
 
-With c tickets issued as first-time credit and not withdrawn, ``open = c - trained - unselected`` holds across changes, since a
-replacement and its ticket cancel out. So the equation above holds in its general form at any moment, and ``open`` is again at most
-``(K + 1) * G`` of the new rules once the current step completes.
+With c tickets issued as first-time credit and not withdrawn, ``open = c - trained - unselected`` holds across changes,
+since a replacement and its ticket cancel out. So the equation above holds in its general form at any moment, and
+``open`` is again at most ``(K + 1) * G`` of the new rules once the current step completes.
 
-**Order.** A step is the first G groups taken. The record that fills it ends the step's part of the log: ``apply`` refuses the
-next one until ``complete_step`` has been called, so that no record is ever judged by how long training happened to take.
+**Order.** A step is the first G groups taken. The record that fills it ends the step's part of the log: ``apply``
+refuses the next one until ``complete_step`` has been called, so that no record is ever judged by how long training
+happened to take.
 
-**Late.** A ticket issued at version v carries ``min_version = v``; its tokens are v or newer, so it may be trained in any step
-up to v + K, the step it is *due* in. A group whose oldest token is older than ``version - K`` is late, dropped and replaced.
+**Late.** A ticket issued at version v carries ``min_version = v``; its tokens are v or newer, so it may be trained in
+any step up to v + K, the step it is *due* in. A group whose oldest token is older than ``version - K`` is late, dropped
+and replaced.
 
 With ``on_late: drop`` groups are taken in log order and stragglers become late. With ``on_late: wait`` none does,
 because places are reserved: a group is taken into step t only if the tickets due earlier still find room. Write L(d)
@@ -41,12 +43,12 @@ and with d = t it states that at most G - a tickets, so never more than G, are a
 ``min_version <= version - K``: they all fit into the current step. It always holds, by cases:
 
 - start: (K + 1) * G tickets are due in step K, none earlier; a = 0.
-- a group due in step D is taken: for d >= D both sides fall by one. For t <= d < D the left side stays; `_horizon` lets the
-  group in only if (*) still holds there with a + 1, else it waits in the queue, in log order.
-- a ticket ends untrained: its replacement is due in t + K, and no ticket is due later. L(d) does not grow for d < t + K and
-  does not change for d >= t + K.
-- the step completes: a = G turns into one step less, so (*) holds for t + 1 unchanged. The new tickets are due in t + 1 + K,
-  where credit bounds all live tickets by (K + 1) * G.
+- a group due in step D is taken: for d >= D both sides fall by one. For t <= d < D the left side stays; `_horizon` lets
+  the group in only if (*) still holds there with a + 1, else it waits in the queue, in log order.
+- a ticket ends untrained: its replacement is due in t + K, and no ticket is due later. L(d) does not grow for d < t + K
+  and does not change for d >= t + K.
+- the step completes: a = G turns into one step less, so (*) holds for t + 1 unchanged. The new tickets are due in t + 1
+  + K, where credit bounds all live tickets by (K + 1) * G.
 
 **Lost.** When the broker has lost its store, ``rlearner start --rebase`` closes the open tickets as ``lost``, by
 ordinary records of the log. One of them may name a number that this ledger has not issued yet: an earlier incarnation
@@ -211,7 +213,9 @@ class Ledger:
         self.state = rules if isinstance(rules, LedgerState) else LedgerState(rules)
         taken = {entry.number for entry in self.state.taken}
         self._arrived = {entry.number for entry in self.arrived}
-        self._unplaced = Counter(ticket.min_version for number, ticket in self.state.live.items() if number not in taken)
+        self._unplaced = Counter(
+            ticket.min_version for number, ticket in self.state.live.items() if number not in taken
+        )
 
     def dump(self) -> dict[str, Any]:
         """Return the state as JSON-able values."""
@@ -358,7 +362,9 @@ class Ledger:
             ValueError: if the step is not full.
         """
         if not self.full:
-            raise ValueError(f"step {self.state.version} has {len(self.state.taken)} of {self.rules.groups_per_step} groups")
+            raise ValueError(
+                f"step {self.state.version} has {len(self.state.taken)} of {self.rules.groups_per_step} groups"
+            )
         for entry in self.state.taken:
             del self.state.live[entry.number]
             self._arrived.discard(entry.number)
@@ -469,7 +475,9 @@ class Ledger:
         actions: list[Action] = []
         while not self.full and not self.done:
             horizon = self._horizon()
-            chosen = next((q for q in self.state.queue if self._is_late(q.oldest_version) or self._due(q.number) <= horizon), None)
+            chosen = next(
+                (q for q in self.state.queue if self._is_late(q.oldest_version) or self._due(q.number) <= horizon), None
+            )
             if chosen is None:
                 break
             if self._is_late(chosen.oldest_version):  # its tokens were older than its ticket allowed

@@ -13,7 +13,17 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from learner.credit.ledger import LOST, Action, ForgetTicket, HoldGroup, IssueTicket, Ledger, LedgerEntry, RefuseRecord, SkipTickets
+from learner.credit.ledger import (
+    LOST,
+    Action,
+    ForgetTicket,
+    HoldGroup,
+    IssueTicket,
+    Ledger,
+    LedgerEntry,
+    RefuseRecord,
+    SkipTickets,
+)
 from learner.credit.ticket_rules import TicketRules
 
 State = Literal[
@@ -110,16 +120,22 @@ class LedgerLineBuilder:
         lines = [] if rules is None else [LedgerLine(state="rules", seq=seq, digest=data_digest, rules=rules.plain())]
         for action in actions:
             if isinstance(action, HoldGroup):
-                line = LedgerLine(state="arrived", ticket=action.number, seq=seq, oldest=oldest, newest=newest, digest=data_digest)
+                line = LedgerLine(
+                    state="arrived", ticket=action.number, seq=seq, oldest=oldest, newest=newest, digest=data_digest
+                )
                 lines.append(self._note(line))
             elif isinstance(action, RefuseRecord):
-                lines.append(self._note(LedgerLine(state=action.why, ticket=action.number, seq=seq, digest=data_digest)))
+                lines.append(
+                    self._note(LedgerLine(state=action.why, ticket=action.number, seq=seq, digest=data_digest))
+                )
             elif isinstance(action, IssueTicket):
                 lines.append(self._note(_issued(action)))
             elif isinstance(action, SkipTickets):
                 lines += [self._note(line) for line in _skipped(action, seq, data_digest)]
             elif isinstance(action, ForgetTicket) and action.reason:  # by the rules, not by its record
-                lines.append(self._ended(action, LedgerLine(state=action.outcome, ticket=action.number, reason=action.reason)))
+                lines.append(
+                    self._ended(action, LedgerLine(state=action.outcome, ticket=action.number, reason=action.reason))
+                )
             elif isinstance(action, ForgetTicket):
                 new = LedgerLine(
                     state=action.outcome,
@@ -133,7 +149,9 @@ class LedgerLineBuilder:
                 lines.append(self._ended(action, new))
         return lines
 
-    def step(self, taken: Sequence[LedgerEntry], trained: Collection[int], actions: Sequence[Action], ledger: Ledger) -> list[LedgerLine]:
+    def step(
+        self, taken: Sequence[LedgerEntry], trained: Collection[int], actions: Sequence[Action], ledger: Ledger
+    ) -> list[LedgerLine]:
         """Return the lines of a completed step.
 
         Args:
@@ -148,7 +166,9 @@ class LedgerLineBuilder:
             held = self._held.get(entry.number) or LedgerLine(
                 state="arrived", ticket=entry.number, seq=entry.seq, oldest=entry.oldest_version
             )
-            change = {"state": "trained"} if entry.number in trained else {"state": "filtered", "reason": "not_selected"}
+            change = (
+                {"state": "trained"} if entry.number in trained else {"state": "filtered", "reason": "not_selected"}
+            )
             lines.append(self._note(msgspec.structs.replace(held, step=step, **change)))
         for action in actions:
             if isinstance(action, IssueTicket):
@@ -160,7 +180,10 @@ class LedgerLineBuilder:
     def lost(self, gone: Sequence[LedgerEntry]) -> list[LedgerLine]:
         """Return the lines of arrived groups that the broker has lost."""
         held = [line for entry in gone if (line := self._held.get(entry.number)) is not None]
-        return [self._note(LedgerLine(state="lost", ticket=line.ticket, seq=line.seq, digest=line.digest, reason=LOST)) for line in held]
+        return [
+            self._note(LedgerLine(state="lost", ticket=line.ticket, seq=line.seq, digest=line.digest, reason=LOST))
+            for line in held
+        ]
 
     def begin(self, actions: Sequence[Action], ledger: Ledger) -> list[LedgerLine]:
         """Return the lines of opening the credit at a start; none if the newest boundary is the same."""
@@ -177,7 +200,11 @@ class LedgerLineBuilder:
     def _ended(self, action: ForgetTicket, line: LedgerLine) -> LedgerLine:
         """Return the line of an ended ticket, from the record of its group if one had arrived."""
         held = self._held.get(action.number)
-        return self._note(line if held is None else msgspec.structs.replace(held, state=action.outcome, reason=action.reason or "late"))
+        return self._note(
+            line
+            if held is None
+            else msgspec.structs.replace(held, state=action.outcome, reason=action.reason or "late")
+        )
 
     def _note(self, line: LedgerLine) -> LedgerLine:
         """Update the state from a new or read line, and return it."""
@@ -198,7 +225,9 @@ class LedgerLineBuilder:
 
 def _issued(action: IssueTicket) -> LedgerLine:
     t = action.ticket
-    return LedgerLine(state="issued", ticket=t.number, domain=t.domain, task_index=t.task_index, min_version=t.min_version)
+    return LedgerLine(
+        state="issued", ticket=t.number, domain=t.domain, task_index=t.task_index, min_version=t.min_version
+    )
 
 
 def _skipped(action: SkipTickets, seq: int, data_digest: str) -> list[LedgerLine]:
@@ -228,7 +257,11 @@ def boundary(ledger: Ledger) -> LedgerLine:
 def is_boundary_of(line: LedgerLine, ledger: Ledger) -> bool:
     """Return whether the line is the boundary at which the ledger stands, or the summary of it."""
     s = ledger.state
-    return line.state in ("boundary", "summary") and (line.step, line.seq, line.counts.get("issued")) == (s.version, s.position, s.issued)
+    return line.state in ("boundary", "summary") and (line.step, line.seq, line.counts.get("issued")) == (
+        s.version,
+        s.position,
+        s.issued,
+    )
 
 
 def final_counts(lines: Iterable[LedgerLine]) -> tuple[dict[str, int], dict[str, int]]:

@@ -38,7 +38,8 @@ def segment_files(folder: Path) -> list[tuple[int, Path]]:
     """
     if (old := folder.with_suffix(SUFFIX)).exists():
         raise UserError(
-            f"{old}: written by an earlier version of rlearner; read or resume the run with that version, or choose a new run.name"
+            f"{old}: written by an earlier version of rlearner; read or resume the run with that version, or choose a "
+            f"new run.name"
         )
     named = [(path.stem.removeprefix("step-"), path) for path in folder.glob(f"step-*{SUFFIX}")]
     return sorted((int(number), path) for number, path in named if number.isdecimal())

@@ -48,18 +48,25 @@ class OrphanDetector:
         self._pools, self._grace_s = pools, grace_s
         self._gone: dict[int, _Gone] = {}
 
-    def look(self, now: float, gone: Collection[int], scoring: tuple[int, int], log_end: int, position: int) -> list[int]:
+    def look(
+        self, now: float, gone: Collection[int], scoring: tuple[int, int], log_end: int, position: int
+    ) -> list[int]:
         """Return the tickets that are found to be lost, each once.
 
         Args:
             now: seconds of any monotonic clock.
             gone: tickets that the ledger waits for and that have left their queue.
-            scoring: first and last sequence of the reward queues, read after ``gone``; (last + 1, last) when they are empty.
+            scoring: first and last sequence of the reward queues, read after ``gone``; (last + 1, last) when they are
+            empty.
             log_end: last sequence of the log, read after ``scoring``.
             position: of the ledger in the log.
         """
         self._gone = {number: self._gone.get(number) or _Gone(now, self._pools + 1, 0) for number in gone}
-        return [number for number, one in sorted(self._gone.items()) if self._turns_out(one, now, scoring, log_end, position)]
+        return [
+            number
+            for number, one in sorted(self._gone.items())
+            if self._turns_out(one, now, scoring, log_end, position)
+        ]
 
     def _turns_out(self, one: _Gone, now: float, scoring: tuple[int, int], log_end: int, position: int) -> bool:
         first, last = scoring

@@ -49,7 +49,9 @@ class LedgerRecorder:
         self._scribe = LedgerLineBuilder(lines)
         self._archive: SampleArchive | None = None
         if samples.keep:
-            self._archive = SampleArchive(folder / archive.FOLDER, ledger.state.position, int(samples.max_file_mib * 2**20))
+            self._archive = SampleArchive(
+                folder / archive.FOLDER, ledger.state.position, int(samples.max_file_mib * 2**20)
+            )
         else:
             archive.mark_paused(folder / archive.FOLDER, ledger.state.position)
 
@@ -68,9 +70,13 @@ class LedgerRecorder:
         group = read.group or (entry.message if isinstance(entry.message, wire.Group) else None)
         bounds = version_bounds([group]) if group is not None else None
         rules = read.record.rules if isinstance(read.record, RulesUpdate) else None
-        await self._write(self._scribe.record(actions, seq=entry.seq, data_digest=found, reason=reason, bounds=bounds, rules=rules))
+        await self._write(
+            self._scribe.record(actions, seq=entry.seq, data_digest=found, reason=reason, bounds=bounds, rules=rules)
+        )
 
-    async def completed(self, taken: Sequence[LedgerEntry], trained: Collection[int], actions: Sequence[Action]) -> None:
+    async def completed(
+        self, taken: Sequence[LedgerEntry], trained: Collection[int], actions: Sequence[Action]
+    ) -> None:
         """Write the lines of a step of the groups ``taken``, of which the tickets ``trained`` were trained on."""
         await self._write(self._scribe.step(taken, trained, actions, self._ledger))
         await self._leave_full_file()

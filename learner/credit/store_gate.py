@@ -111,7 +111,10 @@ class StoreGate:
     def _close(self) -> None:
         if not self._closed:
             self._closed = True
-            text = f"the broker's store is nearly full ({self._figures()}): tickets wait until a checkpoint lets the log be trimmed"
+            text = (
+                f"the broker's store is nearly full ({self._figures()}): tickets wait until a checkpoint lets the "
+                f"log be trimmed"
+            )
             log.warning("%s", text)
             self._say(text)
 

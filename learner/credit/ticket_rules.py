@@ -71,7 +71,15 @@ def rules_of(train: TrainSection, algorithm: AlgorithmSection, domains: dict[str
     """Return the rules of a validated configuration."""
     greedy = num_greedy(algorithm.adv_estimator)
     rows = tuple(
-        DomainRule(name, d.weight, d.group_size, d.min_group_size or d.group_size, seconds(d.deadline_s), greedy, d.group_size_redundancy)
+        DomainRule(
+            name,
+            d.weight,
+            d.group_size,
+            d.min_group_size or d.group_size,
+            seconds(d.deadline_s),
+            greedy,
+            d.group_size_redundancy,
+        )
         for name, d in sorted(domains.items())
     )
     return TicketRules(
@@ -92,7 +100,8 @@ def next_domain(domains: Sequence[DomainRule], issued: dict[str, int]) -> str:
     """Return the domain that is furthest behind its share, the first one on a tie.
 
     Exact (fractions, no rounding): after n tickets every domain has had its share of n to within one ticket for two
-    domains, and to within the number of domains less one in general; replacements stay in their domain and do not count.
+    domains, and to within the number of domains less one in general; replacements stay in their domain and do not
+    count.
 
     Args:
         domains: the domains, in an order that does not change.

@@ -76,11 +76,14 @@ class TicketIssuer:
             missing = [ticket for ticket in missing if ticket.number > self._last]
             if missing and missing[0].number != self._last + 1:
                 raise LostState(
-                    f"the broker's {self._stream.name} end at number {self._last}, but {missing[0].number - 1} were issued; {REBASE}"
+                    f"the broker's {self._stream.name} end at number {self._last}, but {missing[0].number - 1} were "
+                    f"issued; {REBASE}"
                 )
 
     async def _store(self, ticket: AnyTicket) -> int | None:
-        return await self._bus.publish(self._stream, ticket, key=ticket.domain, ticket=ticket.number, expected_last_seq=ticket.number - 1)
+        return await self._bus.publish(
+            self._stream, ticket, key=ticket.domain, ticket=ticket.number, expected_last_seq=ticket.number - 1
+        )
 
 
 class TicketAges:
@@ -98,7 +101,13 @@ class TicketAges:
         self._age_s: dict[int, float] = {}
 
     def passed(
-        self, elapsed_s: float, waiting: Mapping[int, str], delivered: Mapping[str, int], served: Collection[str], *, paused: bool = False
+        self,
+        elapsed_s: float,
+        waiting: Mapping[int, str],
+        delivered: Mapping[str, int],
+        served: Collection[str],
+        *,
+        paused: bool = False,
     ) -> list[int]:
         """Return the tickets that expired in the last ``elapsed_s`` seconds, each once.
 
@@ -150,7 +159,9 @@ class TicketReaper:
         while True:
             await asyncio.sleep(self._every_s)
             waiting = {number: self._ledger.ticket(number).domain for number in self._ledger.waiting_for}
-            delivered = {domain: await self._bus.last_delivered(TICKETS, domain) for domain in sorted(set(waiting.values()))}
+            delivered = {
+                domain: await self._bus.last_delivered(TICKETS, domain) for domain in sorted(set(waiting.values()))
+            }
             served = {domain for hub in self._roster.alive("envhub") for domain in hub.serves}
             # A disconnected broker or a stalled event loop must not count as time that a hub had.
             elapsed_s, looked_at = min(loop.time() - looked_at, 2 * self._every_s), loop.time()

@@ -165,7 +165,9 @@ class EvaluationQueue:
         first_number: of the next evaluation ticket.
     """
 
-    def __init__(self, section: EvalSection, domains: Mapping[str, DomainSection], seed: int, first_number: int = 1) -> None:
+    def __init__(
+        self, section: EvalSection, domains: Mapping[str, DomainSection], seed: int, first_number: int = 1
+    ) -> None:
         self._section, self._domains, self._seed = section, dict(sorted(domains.items())), seed
         self._next = first_number
         self.pending: list[Evaluation] = []

@@ -55,8 +55,20 @@ class Evaluator:
         show: Callable[[int, list[dict[str, Any]]], None] = lambda step, rows: None,
         every_s: float = TICK_S,
     ) -> None:
-        self._bus, self._evaluations, self._roster, self._folder, self._baseline = bus, evaluations, roster, folder, baseline
-        self._patience, self._transcripts, self._against, self._show, self._every_s = patience, transcripts, list(against), show, every_s
+        self._bus, self._evaluations, self._roster, self._folder, self._baseline = (
+            bus,
+            evaluations,
+            roster,
+            folder,
+            baseline,
+        )
+        self._patience, self._transcripts, self._against, self._show, self._every_s = (
+            patience,
+            transcripts,
+            list(against),
+            show,
+            every_s,
+        )
         self._actors: dict[int, Evaluation] = {}  # by step, the last few
         self._unkept = 0  # evaluations whose episodes are not in the folder yet
         self._withdrawn: set[int] = set()  # numbers of expired tickets that may be in the stream
@@ -137,11 +149,15 @@ class Evaluator:
         async for entry in self._bus.read_log(EVALS, start, wanted=self._evaluations.may_come):
             record: Any = entry.message
             if record is None:
-                await self._bus.dead_letter(EVALS, seq=entry.seq, ticket=entry.ticket, reason=entry.error, data=entry.data)
+                await self._bus.dead_letter(
+                    EVALS, seq=entry.seq, ticket=entry.ticket, reason=entry.error, data=entry.data
+                )
                 if entry.ticket < 1:
                     continue
                 detail = "the record does not decode"
-                record = wire.Closed(ticket=entry.ticket, domain="unknown", reason="malformed", detail=detail, by=self._bus.name)
+                record = wire.Closed(
+                    ticket=entry.ticket, domain="unknown", reason="malformed", detail=detail, by=self._bus.name
+                )
             if (finished := self._evaluations.apply(record)) is not None:
                 await self._finish(finished)
 
@@ -183,7 +199,12 @@ class Evaluator:
                 extra={name: round(value, 4) for name, value in values.items() if name.endswith("success_rate")},
             )
         else:
-            log.warning("evaluation of %s after step %d has no results: %s", evaluation.policy, evaluation.step, evaluation.closed)
+            log.warning(
+                "evaluation of %s after step %d has no results: %s",
+                evaluation.policy,
+                evaluation.step,
+                evaluation.closed,
+            )
         self._unkept += 1
         rows = await self._patience.in_thread(self._keep, evaluation)
         evaluation.rows.clear()

@@ -132,6 +132,8 @@ class OfflineJob:
         else:
             share = max(1, round(len(rows) * data.eval_share)) if data.eval_share else 0
             if share >= len(rows):
-                raise ConfigError("data.eval_share", data.eval_share, f"a smaller share: {len(rows)} rows leave none for training")
+                raise ConfigError(
+                    "data.eval_share", data.eval_share, f"a smaller share: {len(rows)} rows leave none for training"
+                )
             rows, held_out = rows[: len(rows) - share], rows[len(rows) - share :]
         return rows, held_out[: self.held_out.rows]

@@ -51,7 +51,8 @@ class DataSection(Section):
     train: str  # JSONL or Parquet
     eval: str | None = None  # a file of held-out rows; null: the share below
     eval_share: Annotated[float, Field(ge=0, lt=1)] = 0.05  # of the rows of ``train``, taken from its end
-    max_tokens: PositiveInt | None = None  # longer rows are cut (sft, distill) or omitted (dpo); null: the model's limit
+    # longer rows are cut (sft, distill) or omitted (dpo); null: the model's limit
+    max_tokens: PositiveInt | None = None
 
 
 class OfflineTrainSection(OptimizationSection):
@@ -108,7 +109,10 @@ def validate(pipeline: str, config: dict[str, Any]) -> dict[str, Any]:
     from learner.reporting.trackers import TRACKERS
 
     if "domains" in config:
-        raise UserError(f"domains: with that section it is a configuration for `rlearner up` and `rlearner start`, not for {pipeline}")
+        raise UserError(
+            f"domains: with that section it is a configuration for `rlearner up` and `rlearner start`, not for "
+            f"{pipeline}"
+        )
     checked = runspec.validate(config, SECTIONS[pipeline], ())
     train = checked["train"]
     if (warmup := train["warmup_steps"]) is not None and warmup >= train["steps"]:
@@ -117,7 +121,9 @@ def validate(pipeline: str, config: dict[str, Any]) -> dict[str, Any]:
     check_options(train)
     check_layers(train["lora"], checked["model"])
     if (name := train["backend"]) in ("deepspeed", "megatron"):
-        raise ConfigError("train.backend", name, f"torch, ddp or fsdp2: without a broker there is one rank, and no train.{name}")
+        raise ConfigError(
+            "train.backend", name, f"torch, ddp or fsdp2: without a broker there is one rank, and no train.{name}"
+        )
     for name in checked["trackers"]["use"]:
         check_name("trackers.use", "trackers", name, TRACKERS)
     for key in ("train", "eval"):
@@ -136,7 +142,9 @@ def validate(pipeline: str, config: dict[str, Any]) -> dict[str, Any]:
 def _check_distill(config: dict[str, Any]) -> None:
     distill = config["distill"]
     if distill["served"] and not distill["top_k"]:
-        raise ConfigError("distill.top_k", 0, "at least 1 with distill.served: whole distributions are too large to be sent")
+        raise ConfigError(
+            "distill.top_k", 0, "at least 1 with distill.served: whole distributions are too large to be sent"
+        )
     if config["train"]["backend"] != "torch":
         raise ConfigError("train.backend", config["train"]["backend"], "torch: distillation needs the student's logits")
 

@@ -36,7 +36,9 @@ class TokenizedExample:
         mask = np.array(self.loss_mask, np.uint8)
         mask[:1] = 0
         zeros, versions = np.zeros(n, np.float32), np.full(n, -1, np.int32)
-        return TrainSample(np.array(self.token_ids, np.int32), mask, zeros, versions, mask.astype(np.float32), group=0, reward=0.0)
+        return TrainSample(
+            np.array(self.token_ids, np.int32), mask, zeros, versions, mask.astype(np.float32), group=0, reward=0.0
+        )
 
 
 def read_conversations(path: str | Path, key: str = "data") -> Iterator[tuple[int, Messages]]:

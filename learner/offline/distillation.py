@@ -80,7 +80,9 @@ class DistillationPipeline:
         if self._served is None:
             return list(samples)
         answers = self._served.ask([sample.token_ids for sample in samples])
-        return [with_candidates(sample, ids, logprobs) for sample, (ids, logprobs) in zip(samples, answers, strict=True)]
+        return [
+            with_candidates(sample, ids, logprobs) for sample, (ids, logprobs) in zip(samples, answers, strict=True)
+        ]
 
 
 def with_candidates(sample: TrainSample, ids: np.ndarray, logprobs: np.ndarray) -> TaughtSample:
@@ -107,5 +109,6 @@ def _check_vocabulary(student: Tokenizer, teacher: str, *, trust_remote_code: bo
     raise ConfigError(
         "distill.teacher",
         teacher,
-        f"its vocabulary must be the student's: token {token!r} is {theirs.get(token, 'unknown')} there, {own.get(token, 'unknown')} here",
+        f"its vocabulary must be the student's: token {token!r} is {theirs.get(token, 'unknown')} there, "
+        f"{own.get(token, 'unknown')} here",
     )

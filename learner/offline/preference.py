@@ -41,7 +41,9 @@ def answer_logprobs(backend: Backend, pairs: Sequence[Two]) -> Tensor:
     return torch.tensor(sums, dtype=torch.float64).reshape(-1, 2)
 
 
-def compare(loss: PreferenceLoss, beta: float, logprobs: Tensor, ref: Tensor, pairs: Sequence[Two]) -> tuple[Tensor, Tensor]:
+def compare(
+    loss: PreferenceLoss, beta: float, logprobs: Tensor, ref: Tensor, pairs: Sequence[Two]
+) -> tuple[Tensor, Tensor]:
     """Return losses and margins, (P,) each; gradient flows into ``logprobs``, (P, 2) like ``ref``."""
     counts = torch.tensor([[sample.num_tokens for sample in pair] for pair in pairs], dtype=torch.float64)
     return loss(PairLogprobs(*logprobs.unbind(1), *ref.unbind(1), *counts.unbind(1)), beta)
@@ -60,7 +62,9 @@ def weighted(pairs: Sequence[Two], slopes: Tensor) -> list[TrainSample]:
     ]
 
 
-def summary(prefix: str, losses: Tensor, margins: Tensor, logprobs: Tensor, ref: Tensor, beta: float) -> dict[str, float]:
+def summary(
+    prefix: str, losses: Tensor, margins: Tensor, logprobs: Tensor, ref: Tensor, beta: float
+) -> dict[str, float]:
     """Return means over pairs: loss, margin, accuracy, and the implicit rewards ``beta (log p - log ref)``."""
     rewards = beta * (logprobs - ref).mean(0)
     return {
@@ -84,7 +88,9 @@ class PreferencePipeline:
         def read(path: str, key: str) -> list[Two]:
             pairs, num_long = load_pairs(path, job.tokenizer, most, key)
             if num_long:
-                log.warning("%s: %d of %d pairs omitted, longer than %d tokens", path, num_long, num_long + len(pairs), most)
+                log.warning(
+                    "%s: %d of %d pairs omitted, longer than %d tokens", path, num_long, num_long + len(pairs), most
+                )
             return [(pair.chosen.sample(), pair.rejected.sample()) for pair in pairs]
 
         self._rows, self._held_out = job.load(read)
@@ -131,11 +137,16 @@ def _reference(job: OfflineJob, dpo: DpoSection, rows: Sequence[Two], held_out: 
     if file.exists():
         with safe_open(str(file), "pt") as found:
             if (found.metadata() or {}).get("data") != digests:
-                raise UserError(f"data.train or data.eval changed since run {job.run.name} was started; choose another run.name")
+                raise UserError(
+                    f"data.train or data.eval changed since run {job.run.name} was started; choose another run.name"
+                )
             return found.get_tensor("train"), found.get_tensor("eval")
     log.info("scoring %d answers under the reference", 2 * (len(rows) + len(held_out)))
     backend = job.make_backend(LIKELIHOOD, path=dpo.reference or job.first_path)
-    scored = {"train": answer_logprobs(backend, rows), "eval": answer_logprobs(backend, held_out) if held_out else torch.zeros(0, 2)}
+    scored = {
+        "train": answer_logprobs(backend, rows),
+        "eval": answer_logprobs(backend, held_out) if held_out else torch.zeros(0, 2),
+    }
     job.folder.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
     save_file(scored, str(part), metadata={"data": digests})

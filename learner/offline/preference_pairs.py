@@ -20,7 +20,9 @@ class PreferencePair:
     rejected: TokenizedExample
 
 
-def load_pairs(path: str | Path, tokenizer: Tokenizer, max_tokens: int, key: str = "data") -> tuple[list[PreferencePair], int]:
+def load_pairs(
+    path: str | Path, tokenizer: Tokenizer, max_tokens: int, key: str = "data"
+) -> tuple[list[PreferencePair], int]:
     """Return every pair of the file, and the number of pairs left out because an answer ends beyond ``max_tokens``.
 
     Rows are ``{"prompt": …, "chosen": …, "rejected": …}``, each a text (one message) or a list of messages; chosen and
@@ -58,7 +60,9 @@ def _conversations(row: Row) -> tuple[Messages, Messages, int]:
     if shared in (len(chosen), len(rejected)):
         raise ValueError("chosen and rejected are the same, or one is the beginning of the other")
     if chosen[shared]["role"] != "assistant":
-        raise ValueError(f"chosen and rejected differ at message {shared}, of the {chosen[shared]['role']}, not assistant")
+        raise ValueError(
+            f"chosen and rejected differ at message {shared}, of the {chosen[shared]['role']}, not assistant"
+        )
     return chosen, rejected, shared
 
 

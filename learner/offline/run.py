@@ -71,7 +71,9 @@ def _hold(folder: Path, run: str) -> IO[bytes]:
     """Lock the run's folder for this process; a learner with a broker is fenced instead."""
     make_folder(folder)
     try:
-        problem = f"run.name: another process trains run {run} in {folder}; wait for its end, or choose another run.name"
+        problem = (
+            f"run.name: another process trains run {run} in {folder}; wait for its end, or choose another run.name"
+        )
         return lock(folder / "lock", problem)
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror}") from None
@@ -81,7 +83,9 @@ def _run(name: str, config: dict[str, Any], folder: Path, url: str) -> OfflineRe
     _refuse_other_settings(folder, config)
     newest = checkpoint.newest_checkpoint(folder / "checkpoints")
     if newest is not None and newest.step > config["train"]["steps"]:
-        raise UserError(f"train.steps: {config['train']['steps']} is not allowed; the run has made {newest.step} steps already")
+        raise UserError(
+            f"train.steps: {config['train']['steps']} is not allowed; the run has made {newest.step} steps already"
+        )
     _forget_what_never_began(folder)
     checkpoint.remove_partial(folder / "checkpoints")
     first_path = base_model(section(config, "model", ModelSection), folder, log.info)
@@ -108,7 +112,10 @@ def _refuse_other_settings(folder: Path, config: dict[str, Any]) -> None:
         raise UserError(f"{file}: cannot be read: {' '.join(str(error).split())}") from None
     key = first_changed_key(before if isinstance(before, dict) else {}, config)
     if key is not None:
-        raise UserError(f"{key}: differs from what run {config['run']['name']} was started with (see {file}); choose another run.name")
+        raise UserError(
+            f"{key}: differs from what run {config['run']['name']} was started with (see {file}); choose another "
+            f"run.name"
+        )
 
 
 def _forget_what_never_began(folder: Path) -> None:
@@ -127,7 +134,9 @@ class _Loop:
         self._checkpoints = job.folder / "checkpoints"
         self._checkpoints.mkdir(parents=True, exist_ok=True)
         self._file = MetricsFile(job.folder / "metrics.jsonl", first if resumed else -1)
-        self._trackers = TrackerGroup(section(job.config, "trackers", TrackersSection), job.folder, str(job.run.name), job.config)
+        self._trackers = TrackerGroup(
+            section(job.config, "trackers", TrackersSection), job.folder, str(job.run.name), job.config
+        )
         self._newest: dict[str, float] = {}
 
     def run(self) -> OfflineResult:
@@ -136,13 +145,17 @@ class _Loop:
             with progress(self._name, self._first, train.steps) as show:
                 if not self._resumed and self._job.held_out.at_start:
                     self._write(0, self._pipeline.evaluate())
-                batches = islice(shuffled_batches(self._pipeline.num_rows, train.batch_size, self._job.run.seed), self._first, None)
+                batches = islice(
+                    shuffled_batches(self._pipeline.num_rows, train.batch_size, self._job.run.seed), self._first, None
+                )
                 for step, rows in zip(range(self._first + 1, train.steps + 1), batches, strict=False):
                     self._step(step, rows, show)
         finally:
             self._file.close()
             self._trackers.close()
-        return OfflineResult(self._checkpoints / f"step-{train.steps:06d}", train.steps, self._newest, time.monotonic() - began)
+        return OfflineResult(
+            self._checkpoints / f"step-{train.steps:06d}", train.steps, self._newest, time.monotonic() - began
+        )
 
     def _step(self, step: int, rows: list[int], show: Show) -> None:
         began = time.monotonic()
@@ -163,7 +176,9 @@ class _Loop:
 
     def _save(self, step: int, keep: int) -> None:
         try:
-            checkpoint.write(self._checkpoints, self._pipeline.backend, {"version": step, "pipeline": self._name}, EPOCH)
+            checkpoint.write(
+                self._checkpoints, self._pipeline.backend, {"version": step, "pipeline": self._name}, EPOCH
+            )
             checkpoint.prune(self._checkpoints, keep)
         except OSError as error:
             raise UserError(f"{self._checkpoints}: step {step} cannot be written: {error.strerror or error}") from None
@@ -175,12 +190,20 @@ class _Loop:
         try:
             self._file.write({"step": step, "time": time.time()} | numbers)
         except OSError as error:
-            raise UserError(f"{self._job.folder / 'metrics.jsonl'}: step {step} cannot be written: {error.strerror or error}") from None
+            raise UserError(
+                f"{self._job.folder / 'metrics.jsonl'}: step {step} cannot be written: {error.strerror or error}"
+            ) from None
         self._trackers.log(step, numbers)
         self._newest = numbers
 
 
 def _shown(values: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics that fit on a line."""
-    names = {"loss": "train/loss", "accuracy": "train/accuracy", "held-out": "eval/loss", "lr": "train/lr", "tok/s": "perf/tokens_per_s"}
+    names = {
+        "loss": "train/loss",
+        "accuracy": "train/accuracy",
+        "held-out": "eval/loss",
+        "lr": "train/lr",
+        "tok/s": "perf/tokens_per_s",
+    }
     return {shown: values[name] for shown, name in names.items() if name in values}

@@ -58,7 +58,9 @@ class ServedTeacher:
         self._thread.start()
         self._asker: _Asker | None = None
         try:
-            self._asker = self._wait(asyncio.run_coroutine_threadsafe(_open(job, distill, _absolute(distill.teacher)), self._loop))
+            self._asker = self._wait(
+                asyncio.run_coroutine_threadsafe(_open(job, distill, _absolute(distill.teacher)), self._loop)
+            )
         except BaseException:
             self.close()
             raise
@@ -103,7 +105,9 @@ async def _open(job: OfflineJob, distill: DistillSection, path: str) -> _Asker:
     await bus.ensure_streams()
     rollout = {**job.config["rollout"], "policy": POLICY, "model_path": path}
     config = {"rollout": rollout, "broker": job.config["broker"], "model": job.config["model"]}
-    await publish_runspec(bus, wire.RunSpec(run=run, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=path))
+    await publish_runspec(
+        bus, wire.RunSpec(run=run, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=path)
+    )
     await (await bus.key_value(CONTROL)).put(run, wire.DesiredState(state="running"))
     roster = Roster(bus, beats=("rollout",))
     await roster.start()
@@ -135,7 +139,9 @@ class _Asker:
         """Stop the run and disconnect, without waiting for an unreachable broker."""
         try:
             async with asyncio.timeout(FAREWELL_S):
-                await (await self._bus.key_value(CONTROL)).put(self._bus.run, wire.DesiredState(state="stopped", reason="training is done"))
+                await (await self._bus.key_value(CONTROL)).put(
+                    self._bus.run, wire.DesiredState(state="stopped", reason="training is done")
+                )
         except TimeoutError:
             log.warning(
                 "the broker at %s does not respond, so the servers of run %s are not stopped",
@@ -163,13 +169,19 @@ class _Asker:
                     return self._read(reply, len(token_ids))
                 except RequestFailed as error:
                     refused.append(str(error))
-        raise UserError(f"distill.teacher: a row of {len(token_ids)} tokens was refused {len(refused)} times, last by {refused[-1]}")
+        raise UserError(
+            f"distill.teacher: a row of {len(token_ids)} tokens was refused {len(refused)} times, last by {refused[-1]}"
+        )
 
     async def _server(self) -> wire.Presence:
         """Return the teacher's server with the fewest rows in flight; wait, with a log message, until there is one."""
         while True:
             now = time.monotonic()
-            serving = [one for one in self._roster.alive("rollout") if one.policy == POLICY and one.state == "serving" and one.address]
+            serving = [
+                one
+                for one in self._roster.alive("rollout")
+                if one.policy == POLICY and one.state == "serving" and one.address
+            ]
             if here := [one for one in serving if self._avoid.get(one.id, now) <= now]:
                 self._waiting.over()
                 return min(here, key=lambda one: (self._asking.get(one.id, 0), one.id))

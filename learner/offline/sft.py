@@ -58,7 +58,8 @@ def run_sft(
         out_path: folder to write; replaced if it exists.
         steps: optimizer steps.
         batch_size: conversations of one step.
-        lr: peak learning rate, reached after ``warmup_steps`` (None: a twentieth of the steps) and decayed linearly to 0.
+        lr: peak learning rate, reached after ``warmup_steps`` (None: a twentieth of the steps) and decayed linearly to
+        0.
         seed: of the order of the data, and of dropout.
         num_threads: torch threads, 0 leaves the default; restored afterwards.
         on_step: called with the step, from 1, and loss, lr, grad_norm, tokens_per_s.
@@ -80,7 +81,9 @@ def run_sft(
     check_model_path(model_path)
     tokenizer = Tokenizer.load(model_path, trust_remote_code=trust_remote_code)
     with _torch_settings(num_threads, seed):
-        model = load_model(model_path, ModelSection(dtype=dtype, trust_remote_code=trust_remote_code), pick_device(device))
+        model = load_model(
+            model_path, ModelSection(dtype=dtype, trust_remote_code=trust_remote_code), pick_device(device)
+        )
         longest = int(getattr(model.config, "max_position_embeddings", 0) or 1 << 20)
         examples = load_examples(data_path, tokenizer, longest)
         most = min(micro_batch_tokens, _CPU_MICRO_BATCH_TOKENS) if model.device.type == "cpu" else micro_batch_tokens
@@ -135,7 +138,13 @@ class _Trainer:
     """Forward, backward and AdamW for one model."""
 
     def __init__(
-        self, model: Any, pad_token_id: int, lr: float, weight_decay: float, max_grad_norm: float, micro_batch_tokens: int
+        self,
+        model: Any,
+        pad_token_id: int,
+        lr: float,
+        weight_decay: float,
+        max_grad_norm: float,
+        micro_batch_tokens: int,
     ) -> None:
         self._model, self._pad = model.train(), pad_token_id
         self._max_grad_norm, self._micro_batch_tokens = max_grad_norm, micro_batch_tokens

@@ -58,7 +58,9 @@ class MissingRoles:
                     self._reminders[role] = Reminders()
                 if not self._reminders[role].due(now):
                     continue
-                lines.append(f"waiting: no {NAMES[role]} has joined; start one with `{COMMANDS[role].format(run=self._run)}`")
+                lines.append(
+                    f"waiting: no {NAMES[role]} has joined; start one with `{COMMANDS[role].format(run=self._run)}`"
+                )
         return lines
 
 

@@ -32,7 +32,9 @@ class EpisodeShowcase:
         folder: of the run.
     """
 
-    def __init__(self, trackers: TrackerGroup, section: TrackersSection, transcripts: TranscriptFactory, folder: Path) -> None:
+    def __init__(
+        self, trackers: TrackerGroup, section: TrackersSection, transcripts: TranscriptFactory, folder: Path
+    ) -> None:
         self._trackers, self._section, self._transcripts, self._folder = trackers, section, transcripts, folder
         self._newest: dict[str, wire.Group] = {}  # by domain, of those that were accepted
         self._undrawn: set[str] = set()  # domains without pictures
@@ -64,7 +66,9 @@ class EpisodeShowcase:
         for row in rows:
             of_domain[row["domain"]].append(row)
         if self._section.texts_every:
-            self._trackers.texts(step, {f"evaluated/{domain}": _texts(own) for domain, own in sorted(of_domain.items())})
+            self._trackers.texts(
+                step, {f"evaluated/{domain}": _texts(own) for domain, own in sorted(of_domain.items())}
+            )
         for domain, own in sorted(of_domain.items()):
             drawable = next((row for row in own if row["frames"]), None)
             if self._section.pictures and drawable is not None and domain not in self._undrawn:
@@ -87,7 +91,9 @@ def _texts(rows: Sequence[Mapping[str, Any]]) -> str:
     solved = [row for row in rows if row["success"][0]][:EACH]
     failed = [row for row in rows if not row["success"][0]][:EACH]
     return "\n\n".join(
-        Transcript(row["prompt"], row["text"], row["reward"][0], row["success"][0]).markdown(f"task {row['task_index']}")
+        Transcript(row["prompt"], row["text"], row["reward"][0], row["success"][0]).markdown(
+            f"task {row['task_index']}"
+        )
         for row in [*solved, *failed]
     )
 
@@ -112,7 +118,17 @@ def render(folder: Path, row: Mapping[str, Any], step: int, out: Path) -> None:
         raise UserError(f"its hub wrote frames of an unknown format: {type(error).__name__}: {error}") from None
     place = ["--domain", row["domain"], "--task-index", task, "--seed", seed, "--split", split]
     what = ["--actions", json.dumps(actions), "--title", f"step {step}, task {task}"]
-    command = [sys.executable, "-m", "envhub.cli", "render", str(folder / "config.yaml"), *place, *what, "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "envhub.cli",
+        "render",
+        str(folder / "config.yaml"),
+        *place,
+        *what,
+        "--out",
+        str(out),
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=RENDER_TIMEOUT_S)
     except subprocess.TimeoutExpired:

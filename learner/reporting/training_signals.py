@@ -66,43 +66,50 @@ RULES: Final[dict[str, WarningRule]] = {
     "reward": WarningRule(
         _lowest_reward,
         10,
-        "every reward of the last 10 steps was the lowest so far, {reward_max:.4g}: read a few episodes (rlearner show), check the "
+        "every reward of the last 10 steps was the lowest so far, {reward_max:.4g}: read a few episodes (rlearner "
+        "show), check the "
         "reward and the answer format that the prompt asks for, or begin with easier tasks",
     ),
     "equal_rewards": WarningRule(
         lambda line, _: line["frac_reward_zero_std"] >= 1 if "frac_reward_zero_std" in line else None,
         5,
-        "in the last 5 steps all rewards of each group were equal, so every advantage was zero: use tasks that are neither solved nor "
+        "in the last 5 steps all rewards of each group were equal, so every advantage was zero: use tasks that are "
+        "neither solved nor "
         "hopeless, a larger group_size, or a higher temperature",
     ),
     "clip_ratio": WarningRule(
         _cut_responses,
         1,
-        "{response_length_clip_ratio:.0%} of the responses were cut for their length: raise sampling.max_tokens or max_context_tokens, or "
+        "{response_length_clip_ratio:.0%} of the responses were cut for their length: raise sampling.max_tokens or "
+        "max_context_tokens, or "
         "check that the model knows how to end (its chat template, sampling.stop)",
     ),
     "entropy": WarningRule(
         lambda line, _: line["actor/entropy"] < 0.01 if "actor/entropy" in line else None,
         5,
-        "the policy's entropy is {actor_entropy:.2g}, near zero for 5 steps, so it no longer explores: lower train.lr, raise "
+        "the policy's entropy is {actor_entropy:.2g}, near zero for 5 steps, so it no longer explores: lower train.lr, "
+        "raise "
         "algorithm.entropy_coef or clip_high, or go back to an earlier checkpoint",
     ),
     "kl": WarningRule(
         _above(10.0, "actor/kl_loss", "actor/reward_kl", "actor/ppo_kl"),
         1,
-        "the divergence from the earlier policy is above 10 nats per token: lower train.lr, raise algorithm.kl_coef, and check the reward "
+        "the divergence from the earlier policy is above 10 nats per token: lower train.lr, raise algorithm.kl_coef, "
+        "and check the reward "
         "for something that can be exploited",
     ),
     "no_gradient": WarningRule(
         _no_gradient,
         1,
-        "the gradient was zero although rewards differed: check that tokens are trained at all (algorithm.mask_truncated, correction_low, "
+        "the gradient was zero although rewards differed: check that tokens are trained at all "
+        "(algorithm.mask_truncated, correction_low, "
         "correction_high, advantage_clip), and train.lora.target_modules",
     ),
     "not_finite": WarningRule(
         _above(0.0, "actor/skipped"),  # a non-finite norm is not written
         1,
-        "the gradient was not finite, so the update was skipped: lower train.lr, set train.max_grad_norm, or try model.dtype=float32",
+        "the gradient was not finite, so the update was skipped: lower train.lr, set train.max_grad_norm, or try "
+        "model.dtype=float32",
     ),
 }
 

@@ -50,7 +50,9 @@ class WeightOffering:
             mine = {name: factor.shape for name, factor in backend.factors().items()}
             theirs = factor_shapes(backend.shapes(), self.adapter.targets, self.adapter.rank)
             if mine != {name: factor.shape for name, factor in theirs.items()}:  # servers could not map them
-                log.warning("weights: servers could not tell which weights the adapters change, so the whole model is sent")
+                log.warning(
+                    "weights: servers could not tell which weights the adapters change, so the whole model is sent"
+                )
                 self.adapter = None
 
     def sender(self, bus: Bus, roster: Roster, epoch: int) -> WeightSender:
@@ -63,12 +65,16 @@ class WeightOffering:
         if self.adapter is None:
             plan = plan_of(self._backend.shapes(), train.weights_bucket_mib, dtype=train.weights_dtype)
         else:
-            plan = plan_of(factor_shapes(self._backend.shapes(), self.adapter.targets, self.adapter.rank), train.weights_bucket_mib)
+            plan = plan_of(
+                factor_shapes(self._backend.shapes(), self.adapter.targets, self.adapter.rank), train.weights_bucket_mib
+            )
         return WeightSender(
             bus,
             plan,
             epoch=epoch,
-            settings=TransferSettings("nccl" if carrier == "nccl" else "gloo", shared=shared, timeout_s=train.weights_timeout_s),
+            settings=TransferSettings(
+                "nccl" if carrier == "nccl" else "gloo", shared=shared, timeout_s=train.weights_timeout_s
+            ),
             roster=roster,
             device=device,
             delta_full_every=train.weights_full_every if train.weights_delta else None,

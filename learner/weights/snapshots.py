@@ -22,7 +22,9 @@ FOLDER: Final = "snapshots"  # in the run's
 CLOSE_S: Final = 5.0  # for open downloads when the learner ends
 
 
-async def open_snapshots(stack: AsyncExitStack, train: TrainSection, bind: str, folder: Path, run: str, sender: WeightSender) -> None:
+async def open_snapshots(
+    stack: AsyncExitStack, train: TrainSection, bind: str, folder: Path, run: str, sender: WeightSender
+) -> None:
     """Make the sender write snapshots of its versions.
 
     Args:
@@ -66,7 +68,9 @@ class SnapshotServer:
         try:
             await web.TCPSite(self._runner, bind, port).start()
         except OSError as error:
-            raise ConfigError("train.weights_snapshot_port", port, f"unavailable ({error.strerror}); give another, or 0") from None
+            raise ConfigError(
+                "train.weights_snapshot_port", port, f"unavailable ({error.strerror}); give another, or 0"
+            ) from None
         host, taken = self._runner.addresses[0][:2]
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{taken}"
         log.info("snapshots of the weights at %s, API key in %s", self.address, self._where)
@@ -79,7 +83,9 @@ class SnapshotServer:
 
     async def _file(self, request: web.Request) -> web.StreamResponse:
         if not api_keys.matches(request.headers.get("Authorization"), self._key):
-            return web.Response(status=401, text="the API key is missing or wrong; send it as Authorization: Bearer KEY\n")
+            return web.Response(
+                status=401, text="the API key is missing or wrong; send it as Authorization: Bearer KEY\n"
+            )
         name = request.match_info["name"]
         path = self._folder / name
         if (name != NEWEST and NAME.fullmatch(name) is None) or not path.is_file():

@@ -34,7 +34,8 @@ OUTCOMES: Final = ("compiled", "timeout", "memory", "crashed")
 class CodeArgs(Section):
     """Arguments of the reward ``code``."""
 
-    sandbox: Literal["bubblewrap", "none"] = "bubblewrap"  # none: programs of the policy run unprotected, as the hub's own user
+    # none: programs of the policy run unprotected, as the hub's own user
+    sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
     all_or_nothing: bool = False  # 1 if every test passes, else 0; otherwise the share that passes
     timeout_s: PositiveFloat = 8.0  # wall time of all tests of one response
     cpu_s: PositiveInt = 4  # processor time of one program, for each pair
@@ -60,7 +61,8 @@ class CodeReward:
     def __init__(self, args: CodeArgs) -> None:
         self._args = args
         limits = SandboxLimits(
-            wall_s=args.timeout_s, cpu_s=args.cpu_s, memory_mib=args.memory_mib, processes=args.processes, open_files=args.open_files,
+            wall_s=args.timeout_s, cpu_s=args.cpu_s, memory_mib=args.memory_mib, processes=args.processes,
+            open_files=args.open_files,
             output_kib=args.output_kib, file_mib=args.file_mib,
         )  # fmt: skip
         if args.sandbox == "none":
@@ -79,12 +81,16 @@ class CodeReward:
             try:
                 self._last = (sample.reference, parse(sample.reference))
             except InvalidTestsError as error:
-                raise InvalidScoreError(f"domain {sample.domain!r}, task {sample.task_index}, its tests: {error}") from None
+                raise InvalidScoreError(
+                    f"domain {sample.domain!r}, task {sample.task_index}, its tests: {error}"
+                ) from None
         program = last_block(sample.response)
         if program is None:
             return self._scored(0.0, [])
         tests = self._last[1]
-        return self._scored(*(self._pairs(program, tests) if isinstance(tests, StdioTests) else self._in_one(program, tests)))
+        return self._scored(
+            *(self._pairs(program, tests) if isinstance(tests, StdioTests) else self._in_one(program, tests))
+        )
 
     def _in_one(self, program: str, tests: FunctionCallTests | StatementTests) -> tuple[float, list[ProgramEnd]]:
         """Run all tests of functions with one process of the program."""
@@ -106,7 +112,9 @@ class CodeReward:
                 break
             runs.append(self._sandbox.run(program, stdin=given.encode(), wall_s=left))
             right += (
-                runs[-1].exit_code == 0 and not runs[-1].killed_for and same_output(runs[-1].stdout.decode("utf-8", "replace"), expected)
+                runs[-1].exit_code == 0
+                and not runs[-1].killed_for
+                and same_output(runs[-1].stdout.decode("utf-8", "replace"), expected)
             )
         return right / len(tests.inputs), runs
 
@@ -137,7 +145,9 @@ def last_block(response: str) -> str | None:
 
 def same_output(got: str, expected: str) -> bool:
     """Compare outputs by line, ignoring trailing blanks and trailing empty lines."""
-    return [line.rstrip() for line in got.rstrip().splitlines()] == [line.rstrip() for line in expected.rstrip().splitlines()]
+    return [line.rstrip() for line in got.rstrip().splitlines()] == [
+        line.rstrip() for line in expected.rstrip().splitlines()
+    ]
 
 
 def _same_value(answer: str | None, expected: Any) -> bool:
@@ -153,7 +163,9 @@ def _same_value(answer: str | None, expected: Any) -> bool:
 
 def main() -> int:
     """Check the tests in a JSONL file; return 0 if all are well formed."""
-    options = argparse.ArgumentParser(prog="python -m rewardhub.rewards.code", description="Check the tests in a JSONL file.")
+    options = argparse.ArgumentParser(
+        prog="python -m rewardhub.rewards.code", description="Check the tests in a JSONL file."
+    )
     options.add_argument("file", help="JSONL")
     options.add_argument("--tests", default="tests", metavar="COLUMN", help="the column with the tests (tests)")
     asked = options.parse_args()

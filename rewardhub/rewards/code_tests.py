@@ -72,7 +72,13 @@ def parse(reference: str) -> Tests:
     except (ValueError, RecursionError) as error:
         raise InvalidTestsError(f"not JSON: {error}") from None
     tests = _mapping(value) if isinstance(value, dict) else _list(value)
-    size = len(tests.each if isinstance(tests, StatementTests) else tests.inputs if isinstance(tests, StdioTests) else tests.arguments)
+    size = len(
+        tests.each
+        if isinstance(tests, StatementTests)
+        else tests.inputs
+        if isinstance(tests, StdioTests)
+        else tests.arguments
+    )
     if not 1 <= size <= MAX_TESTS:
         raise InvalidTestsError(f"{size} tests; between 1 and {MAX_TESTS} are allowed")
     return _checked(tests)
@@ -89,7 +95,9 @@ def _checked(tests: Tests) -> Tests:
         if names.unsafe:
             raise InvalidTestsError(f"they use {names.unsafe[0]}, so a program's results would run inside its tests")
         if not names.program and not names.imports and MODULE not in tests.first + "".join(tests.each):
-            raise InvalidTestsError("they use no name of the program; builtins and modules of Python's library are never the program's")
+            raise InvalidTestsError(
+                "they use no name of the program; builtins and modules of Python's library are never the program's"
+            )
     return tests
 
 
@@ -106,7 +114,9 @@ def _list(value: list[Any]) -> StdioTests | StatementTests:
 def _mapping(value: dict[str, Any]) -> StdioTests | FunctionCallTests:
     inputs, outputs = value.get("inputs"), value.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list):
-        raise InvalidTestsError(f"a mapping needs the lists inputs and outputs; it has {', '.join(sorted(value)) or 'nothing'}")
+        raise InvalidTestsError(
+            f"a mapping needs the lists inputs and outputs; it has {', '.join(sorted(value)) or 'nothing'}"
+        )
     if len(inputs) != len(outputs):
         raise InvalidTestsError(f"{len(inputs)} inputs, but {len(outputs)} outputs")
     name = value.get("fn_name")
@@ -186,15 +196,26 @@ def _is_guard(node: ast.stmt) -> bool:
     return isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
 
 
-_SILENT: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.Pass)
+_SILENT: Final = (
+    ast.FunctionDef,
+    ast.AsyncFunctionDef,
+    ast.ClassDef,
+    ast.Import,
+    ast.ImportFrom,
+    ast.Assign,
+    ast.AnnAssign,
+    ast.Pass,
+)
 # One test each; a skipped test counts as failed.
 _UNITTEST: Final = (
     "import unittest\n_outcome = unittest.TestResult()\nunittest.TestSuite([{name}({method!r})]).run(_outcome)\n"
-    "assert _outcome.testsRun == 1 and _outcome.wasSuccessful() and not _outcome.skipped, _outcome.errors + _outcome.failures"
+    "assert _outcome.testsRun == 1 and _outcome.wasSuccessful() and not _outcome.skipped, _outcome.errors + "
+    "_outcome.failures"
 )
 _PLAIN: Final = (
     "_instance = {name}()\n"
-    "if hasattr(_instance, 'setup_method'): _instance.setup_method(*[None] * (_instance.setup_method.__code__.co_argcount - 1))\n"
+    "if hasattr(_instance, 'setup_method'): _instance.setup_method(*[None] * "
+    "(_instance.setup_method.__code__.co_argcount - 1))\n"
     "_instance.{method}()"
 )
 _ASYNC: Final = "import asyncio\nasyncio.run({name}())"

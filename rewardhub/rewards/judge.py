@@ -20,7 +20,15 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final, Self
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from broker.errors import UserError
 from broker.settings.config import HttpUrl, Section
@@ -39,7 +47,8 @@ TEMPLATE: Final = """Judge how well the response answers the question.
 [Response]
 {response}
 
-Say in a sentence or two what is right and wrong about it. End with a line `Score: N`, where N is a number from {low} to {high}."""
+Say in a sentence or two what is right and wrong about it. End with a line `Score: N`, where N is a \
+number from {low} to {high}."""
 AGAIN: Final = "That holds no line `Score: N` with a number N from {low} to {high}. Answer with that line alone."
 SLOTS: Final = re.compile(r"\{(prompt|response|reference|low|high)\}")
 NUMBER: Final = r"(?i)score\W{0,5}(-?\d+(?:\.\d+)?)"
@@ -145,7 +154,9 @@ class JudgeReward:
         if not self._model and len(names) != 1:
             raise UserError(f"{args.base_url} serves {', '.join(names) or 'no model that it lists'}; set args.model")
         self._model = self._model or names[0]
-        self._endpoint = EndpointClient(args.base_url, key, timeout_s=args.try_timeout_s, retries=args.retries, base_s=args.backoff_s)
+        self._endpoint = EndpointClient(
+            args.base_url, key, timeout_s=args.try_timeout_s, retries=args.retries, base_s=args.backoff_s
+        )
 
     async def score(self, sample: Sample) -> Scored:
         """Return the reward of one response.
@@ -231,12 +242,18 @@ class JudgeReward:
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": again}]
         shown = " ".join(said.split())[-120:]
         raise NoScore(
-            f"the judge gave no score from {args.low:g} to {args.high:g} in {args.asks_again + 1} answers; the last ends {shown!r}"
+            f"the judge gave no score from {args.low:g} to {args.high:g} in {args.asks_again + 1} answers; the last "
+            f"ends {shown!r}"
         )
 
     def _body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
         args = self._args
-        body = {"messages": messages, "temperature": args.temperature, args.max_tokens_field: args.max_tokens, **args.extra_body}
+        body = {
+            "messages": messages,
+            "temperature": args.temperature,
+            args.max_tokens_field: args.max_tokens,
+            **args.extra_body,
+        }
         if self._model:
             body.setdefault("model", self._model)
         return {name: value for name, value in body.items() if value is not None}

@@ -1,7 +1,7 @@
 """Loads a reward by its name: a class of the registry, or a user's own function.
 
-A function is called as ``function(sample, **args)`` with a ``rewardhub.rewards.base.Sample``, and returns a number or a mapping
-of part names to numbers; it may be a coroutine function.
+A function is called as ``function(sample, **args)`` with a ``rewardhub.rewards.base.Sample``, and returns a number or a
+mapping of part names to numbers; it may be a coroutine function.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ def _resolve(name: str, key: str) -> Any:
     except ConfigError as error:
         raise ConfigError(f"{key}.name", name, error.allowed) from None
     if not callable(found):
-        raise ConfigError(f"{key}.name", name, f"expected a function or a class, found an object of type {type(found).__name__}")
+        raise ConfigError(
+            f"{key}.name", name, f"expected a function or a class, found an object of type {type(found).__name__}"
+        )
     if inspect.isclass(found):
         check_method(f"{key}.name", name, found, "score", ("sample",))
     return found
@@ -114,4 +116,6 @@ def _check_call(function: Any, args: Mapping[str, Any], key: str) -> None:
         signature.bind(None, **args)
     except TypeError as error:
         shown = f"{getattr(function, '__name__', 'it')}{signature}"
-        raise ConfigError(f"{key}.args", dict(args), f"{shown} is called with a sample and these arguments, but {error}") from None
+        raise ConfigError(
+            f"{key}.args", dict(args), f"{shown} is called with a sample and these arguments, but {error}"
+        ) from None

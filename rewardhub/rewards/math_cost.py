@@ -74,7 +74,9 @@ def _log10(node: Any) -> float:
         return children[0] * _magnitude(children[1]) if children[0] else 0.0  # not 0 * infinity
     if isinstance(node, sympy.exp):
         return 0.44 * _magnitude(children[0])
-    if isinstance(node, (sympy.factorial, sympy.factorial2, sympy.RisingFactorial, sympy.FallingFactorial, sympy.gamma)):
+    if isinstance(
+        node, (sympy.factorial, sympy.factorial2, sympy.RisingFactorial, sympy.FallingFactorial, sympy.gamma)
+    ):
         size = _magnitude(max(children))
         return size * math.log10(size + 1)
     if isinstance(node, sympy.binomial):

@@ -34,7 +34,9 @@ _TEXT_COMMAND: Final = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|o
 _TRIGONOMETRIC: Final = ("sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh")
 _COMMANDS: Final = (*_TRIGONOMETRIC, "log", "ln", "exp", "pi")  # written with a backslash in LaTeX
 _FUNCTIONS: Final = frozenset((*_COMMANDS, "sqrt", "max", "min", "gcd", "lcm", "det", "mod", "infty", "and", "or"))
-_BARE_FUNCTION: Final = re.compile(rf"(?<![\\A-Za-z{{])({'|'.join(sorted(_COMMANDS, key=len, reverse=True))})(?![A-Za-z])")
+_BARE_FUNCTION: Final = re.compile(
+    rf"(?<![\\A-Za-z{{])({'|'.join(sorted(_COMMANDS, key=len, reverse=True))})(?![A-Za-z])"
+)
 _WORD_BEFORE_TERM: Final = re.compile(r"(?<![A-Za-z])([A-Za-z]{2,})\s+(?=[A-Za-z0-9$])")
 _POWER: Final = re.compile(r"(?:\*\*|\^)\s*(-?\d+(?:\.\d+)?|\((-?\d+(?:\.\d+)?)\))")
 _IMAGINARY: Final = re.compile(r"(?<=[\d)}])i(?![A-Za-z])")
@@ -66,7 +68,11 @@ def answer_of(text: str, marker: str) -> ExtractedAnswer:
     line = strip_markup(text)
     if boxes or not line or "\n" in line or len(line) > LONGEST_LINE or _DELIMITED.search(line):
         return ExtractedAnswer(text, bare=False)
-    return ExtractedAnswer(line, bare=number(line) is not None or is_formula(line)) if line else ExtractedAnswer("", bare=True)
+    return (
+        ExtractedAnswer(line, bare=number(line) is not None or is_formula(line))
+        if line
+        else ExtractedAnswer("", bare=True)
+    )
 
 
 def boxed(text: str) -> list[str]:
@@ -112,7 +118,11 @@ def strip_markup(text: str) -> str:
 def number(text: str) -> tuple[Fraction, bool] | None:
     """Return a plain decimal number and whether it has a decimal point; None for any other text."""
     text = text.strip().removeprefix("$").removesuffix("$") if text.count("$") == 2 else text.strip()
-    if len(text) > LONGEST_NUMBER or (found := _NUMBER.fullmatch(text.strip())) is None or not (found["whole"] or found["part"]):
+    if (
+        len(text) > LONGEST_NUMBER
+        or (found := _NUMBER.fullmatch(text.strip())) is None
+        or not (found["whole"] or found["part"])
+    ):
         return None
     digits = re.sub(r"\D", "", found["whole"] or "0") + (found["part"] or "")
     value = Fraction(digits + (found["power"] or ""))
@@ -152,7 +162,9 @@ def is_formula(text: str) -> bool:
     if "\\" in text or len(text) == 1:
         return True
     # "no", "left": letters alone are words unless they are one variable.
-    return re.fullmatch(r"[A-Za-z\s.,'!?]*", text) is None and not any(len(word) == 3 and word not in _FUNCTIONS for word in words)
+    return re.fullmatch(r"[A-Za-z\s.,'!?]*", text) is None and not any(
+        len(word) == 3 and word not in _FUNCTIONS for word in words
+    )
 
 
 def has_control_characters(text: str) -> bool:

@@ -46,7 +46,9 @@ class ScoringModel:
                 )
                 self._model.config.pad_token_id = self._pad = self._tokenizer.pad_token_id
             else:
-                self._model = transformers.AutoModel.from_pretrained(args.path, dtype=dtype, trust_remote_code=args.trust_remote_code)
+                self._model = transformers.AutoModel.from_pretrained(
+                    args.path, dtype=dtype, trust_remote_code=args.trust_remote_code
+                )
                 self._head, self._pad = _value_head(args.path, dtype), self._tokenizer.pad_token_id
                 self._head.to(self._device)
         except (OSError, ValueError) as error:
@@ -57,7 +59,9 @@ class ScoringModel:
     def _check_label(self) -> None:
         if self._head is None and self._args.label >= self._model.config.num_labels:
             raise ConfigError(
-                "rewards.args.label", self._args.label, f"below {self._model.config.num_labels}, the labels of {self._args.path}"
+                "rewards.args.label",
+                self._args.label,
+                f"below {self._model.config.num_labels}, the labels of {self._args.path}",
             )
 
     def tokens(self, prompt: str, response: str) -> tuple[list[int], bool]:
@@ -113,10 +117,16 @@ def _value_head(path: str, dtype: torch.dtype) -> torch.nn.Linear:
             for name in tensors.keys():  # noqa: SIM118 - it is not a mapping
                 if any(name in (f"{head}.weight", f"{head}.bias") for head in HEADS):
                     found[name] = tensors.get_tensor(name)
-    weights = {name: tensor for name, tensor in found.items() if name.endswith(".weight") and tensor.ndim == 2 and tensor.shape[0] == 1}
+    weights = {
+        name: tensor
+        for name, tensor in found.items()
+        if name.endswith(".weight") and tensor.ndim == 2 and tensor.shape[0] == 1
+    }
     if len(weights) != 1:
         known = ", ".join(f"{head}.weight" for head in HEADS)
-        raise ConfigError(_KEY, path, f"a sequence classifier, or a model with one value head of shape [1, hidden] among {known}")
+        raise ConfigError(
+            _KEY, path, f"a sequence classifier, or a model with one value head of shape [1, hidden] among {known}"
+        )
     ((name, weight),) = weights.items()
     bias = found.get(name.removesuffix("weight") + "bias")
     head = torch.nn.Linear(weight.shape[1], 1, bias=bias is not None, dtype=dtype)

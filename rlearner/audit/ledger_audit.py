@@ -28,7 +28,10 @@ class LedgerAudit:
     """
 
     def __init__(
-        self, lines: Iterable[LedgerLine], report: AuditReport, checkpoints: Mapping[int, Mapping[str, Any]] | None = None
+        self,
+        lines: Iterable[LedgerLine],
+        report: AuditReport,
+        checkpoints: Mapping[int, Mapping[str, Any]] | None = None,
     ) -> None:
         self.issued: dict[int, LedgerLine] = {}
         self.arrived: dict[int, LedgerLine] = {}
@@ -87,7 +90,10 @@ class LedgerAudit:
         before, self._rules = self._rules, line.rules or self._rules
         if line.state == "unrecorded":
             self._first_step = line.step
-            fail(f"the ledger file begins at step {line.step}: the states of tickets 1-{line.counts.get('issued', 0)} are not recorded")
+            fail(
+                f"the ledger file begins at step {line.step}: the states of tickets 1-{line.counts.get('issued', 0)} "
+                f"are not recorded"
+            )
         elif line.state == "boundary":
             self._boundary(line)
         elif line.state == "lost":
@@ -144,10 +150,16 @@ class LedgerAudit:
         if line.step not in (before, before + bool(previous)):
             report.fail(f"the ledger file has no end of step {before + bool(previous)} before that of step {line.step}")
         found = {name: self._sums[name] for name in SUMS} | {"open": len(self.open)}
-        wrong = [f"{name} {line.counts.get(name, 0)} instead of {found[name]}" for name in SUMS if line.counts.get(name, 0) != found[name]]
+        wrong = [
+            f"{name} {line.counts.get(name, 0)} instead of {found[name]}"
+            for name in SUMS
+            if line.counts.get(name, 0) != found[name]
+        ]
         if wrong:
             report.fail(f"step {line.step}: the ledger counted {', '.join(wrong)} that have a line")
-            self._shortfall = max(self._shortfall, max(line.counts.get(name, 0) - found[name] for name in ("issued", *FINAL)))
+            self._shortfall = max(
+                self._shortfall, max(line.counts.get(name, 0) - found[name] for name in ("issued", *FINAL))
+            )
         if line.counts.get("issued", 0) != sum(line.counts.get(name, 0) for name in (*FINAL, "open")):
             report.fail(f"step {line.step}: issued is not trained + filtered + dropped + dead + open: {line.counts}")
         if (state := self._checkpoints.get(line.step)) is not None:
@@ -166,7 +178,9 @@ class LedgerAudit:
         live = {int(number) for number in state["live"]}
         here = self.open
         self._report.fail_all(f"checkpoint {line.step} holds tickets {{}} that the ledger file has ended", live - here)
-        self._report.fail_all(f"checkpoint {line.step} has ended tickets {{}} that the ledger file has open", here - live)
+        self._report.fail_all(
+            f"checkpoint {line.step} has ended tickets {{}} that the ledger file has open", here - live
+        )
         queued = {int(entry["number"]): int(entry["seq"]) for entry in state["taken"] + state["queue"]}
         arrived = {number: group.seq for number, group in self._held.items()}
         if queued != arrived and live == here:
@@ -183,7 +197,9 @@ class LedgerAudit:
             self._report.fail(f"checkpoint {step} matches no boundary of the ledger file")
         lost = {number for number, lines in self.ended.items() if lines[0].reason == LOST}
         if lost:
-            self._report.notes.append(f"rebase: the broker had lost its store; tickets {ranges(lost)} were counted dead")
+            self._report.notes.append(
+                f"rebase: the broker had lost its store; tickets {ranges(lost)} were counted dead"
+            )
         counts = {state: sum(1 for lines in self.ended.values() if lines[0].state == state) for state in FINAL}
         self._report.counts = {"tickets": len(self.issued), **counts, "open": len(self.open)}
         if (unexplained := self._shortfall - len(self._report.lost) - self._report.lost_records) > 0:
@@ -213,7 +229,10 @@ class LedgerAudit:
         report.lost_records += len(missing)
         for seq, lines in sorted(self.records.items()):
             if len(lines) > 1:
-                report.fail(f"record {seq} was consumed {len(lines)} times, for tickets {', '.join(str(line.ticket) for line in lines)}")
+                report.fail(
+                    f"record {seq} was consumed {len(lines)} times, for tickets "
+                    f"{', '.join(str(line.ticket) for line in lines)}"
+                )
 
     def _check_steps(self) -> None:
         trained: dict[int, list[LedgerLine]] = {}
@@ -227,7 +246,9 @@ class LedgerAudit:
             self._check_step(step, trained.get(step, []), (1 + most_staleness) * most_groups)
             sizes = [size for size, _ in self._limits[step]]
             if step and step != first and not min(sizes) <= made_of[step] <= max(sizes):
-                self._report.fail(f"step {step} was made of {made_of[step]} groups, train.groups_per_step is {end.groups_per_step}")
+                self._report.fail(
+                    f"step {step} was made of {made_of[step]} groups, train.groups_per_step is {end.groups_per_step}"
+                )
 
     def _check_step(self, step: int, trained: list[LedgerLine], credit: int) -> None:
         """Check one step.
@@ -241,7 +262,9 @@ class LedgerAudit:
             check_staleness(report, line, line.oldest, line.newest, self.max_staleness(step), "the ledger file")
             group = self.arrived.get(line.ticket)
             if group is None or (group.seq, group.digest) != (line.seq, line.digest):
-                report.fail(f"ticket {line.ticket} was trained in step {step}, but no record {line.seq} of it had arrived")
+                report.fail(
+                    f"ticket {line.ticket} was trained in step {step}, but no record {line.seq} of it had arrived"
+                )
         if end.counts.get("open", 0) > credit:
             report.fail(f"after step {step} {end.counts['open']} tickets are open, credit allows {credit}")
 
@@ -250,6 +273,12 @@ def check_staleness(report: AuditReport, line: LedgerLine, oldest: int, newest: 
     """Check a trained group's token versions, as one source gives them (-1: it sampled none)."""
     version = line.step - 1  # the version that was trained
     if oldest >= 0 and bound >= 0 and version - oldest > bound:
-        report.fail(f"ticket {line.ticket}, trained in step {line.step}: {source} has a token of version {oldest}, the bound is {bound}")
+        report.fail(
+            f"ticket {line.ticket}, trained in step {line.step}: {source} has a token of version {oldest}, the bound "
+            f"is {bound}"
+        )
     if newest > version:
-        report.fail(f"ticket {line.ticket}, trained in step {line.step}: {source} has a token of version {newest}, newer than that")
+        report.fail(
+            f"ticket {line.ticket}, trained in step {line.step}: {source} has a token of version {newest}, newer than "
+            f"that"
+        )

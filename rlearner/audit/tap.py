@@ -2,10 +2,10 @@
 
     python -m rlearner.audit.tap --broker URL --run RUN --out FILE
 
-Plain subscriptions of nats-py next to the streams, MessagePack read without this project's decoders: what the learner's own books
-say can be held against it (``rlearner audit RUN --tap FILE``). It sees every attempt to publish. One JSON line for each message,
-numbered; lines of other events say when it could not see. A server that is cut off from its cluster passes nothing on and does not
-say so; a test that cuts it off sends SIGUSR1.
+Plain subscriptions of nats-py next to the streams, MessagePack read without this project's decoders: what the learner's
+own books say can be held against it (``rlearner audit RUN --tap FILE``). It sees every attempt to publish. One JSON
+line for each message, numbered; lines of other events say when it could not see. A server that is cut off from its
+cluster passes nothing on and does not say so; a test that cuts it off sends SIGUSR1.
 """
 
 from __future__ import annotations
@@ -51,7 +51,12 @@ class TapFile:
 
     def note_ticket(self, message: Msg) -> None:
         body = _decode(message.data, _Ticket) or _Ticket()
-        content = {"domain": body.domain, "task_index": body.task_index, "seed": body.seed, "min_version": body.min_version}
+        content = {
+            "domain": body.domain,
+            "task_index": body.task_index,
+            "seed": body.seed,
+            "min_version": body.min_version,
+        }
         self.write("ticket", ticket=body.number, **content, **_envelope(message))
 
     def note_sample(self, message: Msg) -> None:
@@ -148,7 +153,11 @@ async def tap(url: str, run: str, out: Path, stop: asyncio.Event, ready: asyncio
     subscribed = []
     try:
         for stream, handle in ((TICKETS, recorder.ticket), (SAMPLES, recorder.sample)):
-            subscribed.append(await client.subscribe(stream.all_subjects(run), cb=handle, pending_msgs_limit=-1, pending_bytes_limit=-1))
+            subscribed.append(
+                await client.subscribe(
+                    stream.all_subjects(run), cb=handle, pending_msgs_limit=-1, pending_bytes_limit=-1
+                )
+            )
         await client.flush()
         recorder.write("open", run=run, broker=url)
         if ready is not None:
@@ -165,7 +174,9 @@ async def tap(url: str, run: str, out: Path, stop: asyncio.Event, ready: asyncio
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until SIGINT or SIGTERM."""
-    parser = argparse.ArgumentParser(prog="python -m rlearner.audit.tap", description="Record a run's tickets and samples on the wire.")
+    parser = argparse.ArgumentParser(
+        prog="python -m rlearner.audit.tap", description="Record a run's tickets and samples on the wire."
+    )
     parser.add_argument("--broker", required=True, metavar="URL")
     parser.add_argument("--run", required=True, metavar="NAME")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE")

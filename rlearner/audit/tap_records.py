@@ -61,7 +61,9 @@ def check_tap(lines: Sequence[Mapping[str, Any]], tally: LedgerAudit, report: Au
     )
 
 
-def _check_tickets(seen: Sequence[Mapping[str, Any]], tally: LedgerAudit, report: AuditReport, *, done: bool, whole: bool) -> None:
+def _check_tickets(
+    seen: Sequence[Mapping[str, Any]], tally: LedgerAudit, report: AuditReport, *, done: bool, whole: bool
+) -> None:
     contents: dict[int, Mapping[str, Any]] = {}
     for line in seen:
         number = int(line["ticket"])
@@ -76,7 +78,11 @@ def _check_tickets(seen: Sequence[Mapping[str, Any]], tally: LedgerAudit, report
     skipped = {number for number, line in tally.issued.items() if not line.domain}  # by a rebase
     if whole:
         # the newest may not have been published when the learner was killed
-        unseen = {number for number in tally.issued.keys() - contents.keys() if number in tally.ended or number < max(contents, default=0)}
+        unseen = {
+            number
+            for number in tally.issued.keys() - contents.keys()
+            if number in tally.ended or number < max(contents, default=0)
+        }
         report.fail_all("tap: tickets {} never went out", unseen - skipped)
     for number, line in sorted(contents.items()):
         issued = tally.issued.get(number)
@@ -93,13 +99,18 @@ def _check_tickets(seen: Sequence[Mapping[str, Any]], tally: LedgerAudit, report
             report.fail(f"tap: ticket {number} went out with contents that differ from the ledger file")
 
 
-def _check_samples(seen: Sequence[Mapping[str, Any]], tally: LedgerAudit, report: AuditReport, *, done: bool, whole: bool) -> None:
+def _check_samples(
+    seen: Sequence[Mapping[str, Any]], tally: LedgerAudit, report: AuditReport, *, done: bool, whole: bool
+) -> None:
     times = Counter((int(line["ticket"]), str(line["digest"])) for line in seen)
     consumed = Counter((line.ticket, line.digest) for lines in tally.records.values() for line in lines)
     if whole:
         for (number, digest), count in sorted(consumed.items()):
             if times[number, digest] < count:
-                report.fail(f"tap: record {digest} of ticket {number} was consumed {count} times, seen {times[number, digest]} times")
+                report.fail(
+                    f"tap: record {digest} of ticket {number} was consumed {count} times, seen {times[number, digest]} "
+                    f"times"
+                )
     if done:
         lost = {number for number, _ in times if number in tally.issued and number not in tally.ended}
         report.lost |= lost
@@ -111,4 +122,11 @@ def _check_samples(seen: Sequence[Mapping[str, Any]], tally: LedgerAudit, report
             continue  # counted above
         if line.get("kind") != "Group":
             report.fail(f"tap: what trained ticket {number} was a {line.get('kind')}")
-        check_staleness(report, end, int(line.get("oldest", -1)), int(line.get("newest", -1)), tally.max_staleness(end.step), "the tap")
+        check_staleness(
+            report,
+            end,
+            int(line.get("oldest", -1)),
+            int(line.get("newest", -1)),
+            tally.max_staleness(end.step),
+            "the tap",
+        )

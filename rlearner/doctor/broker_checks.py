@@ -38,7 +38,9 @@ def server_findings(needs: MachineRequirements) -> list[PreflightFinding]:
     return judge_server(path, version, clustered, needs)
 
 
-def judge_server(path: str, version: Version, clustered: tuple[str, Version] | None, needs: MachineRequirements) -> list[PreflightFinding]:
+def judge_server(
+    path: str, version: Version, clustered: tuple[str, Version] | None, needs: MachineRequirements
+) -> list[PreflightFinding]:
     """Return what a server of that version can do.
 
     Args:
@@ -47,10 +49,17 @@ def judge_server(path: str, version: Version, clustered: tuple[str, Version] | N
     said = f"{_text(version)} at {path}"
     if version < OLDEST_SYNC_ALWAYS:
         said += f"; no --sync-always, which needs {_text(OLDEST_SYNC_ALWAYS)}"
-    here = [PreflightFinding("broker", "nats-server", "ok" if version >= OLDEST else "missing", said, "" if version >= OLDEST else WHEEL)]
+    here = [
+        PreflightFinding(
+            "broker", "nats-server", "ok" if version >= OLDEST else "missing", said, "" if version >= OLDEST else WHEEL
+        )
+    ]
     if clustered is None:
         why = f"no nats-server here is {_text(OLDEST_CLUSTER)} or newer; older ones may lose a stream"
-        return [*here, PreflightFinding("broker", "cluster", "missing" if needs.replicas == 3 else "absent", why, WHEEL)]
+        return [
+            *here,
+            PreflightFinding("broker", "cluster", "missing" if needs.replicas == 3 else "absent", why, WHEEL),
+        ]
     return [*here, PreflightFinding("broker", "cluster", "ok", f"{_text(clustered[1])} at {clustered[0]} can form one")]
 
 
@@ -61,20 +70,28 @@ def address_findings(needs: MachineRequirements, environ: Mapping[str, str] = os
     try:
         servers = split(url)
     except BrokerUnreachable as error:
-        return [PreflightFinding("broker", "broker address", "missing", f"RL_BROKER: {error}", f"export RL_BROKER={DEFAULT}")]
+        return [
+            PreflightFinding(
+                "broker", "broker address", "missing", f"RL_BROKER: {error}", f"export RL_BROKER={DEFAULT}"
+            )
+        ]
     problem = ""
     for server in servers:  # the first of a cluster that answers
         info, problem = read_server_info(server)
         if info is not None:
             return [judge_address(without_passwords(server), bool(named), info, "", needs)]
-    return [judge_address(without_passwords(url), bool(named), None, problem, needs, port=urlsplit(servers[0]).port or 4222)]
+    return [
+        judge_address(without_passwords(url), bool(named), None, problem, needs, port=urlsplit(servers[0]).port or 4222)
+    ]
 
 
 def read_server_info(url: str) -> tuple[dict[str, Any] | None, str]:
     """Return the ``INFO {…}`` that a NATS server sends to a new connection, or why there is none. Sends nothing."""
     parts = urlsplit(url)
     try:
-        with socket.create_connection((parts.hostname or "127.0.0.1", parts.port or 4222), timeout=ANSWER_WITHIN_S) as talk:
+        with socket.create_connection(
+            (parts.hostname or "127.0.0.1", parts.port or 4222), timeout=ANSWER_WITHIN_S
+        ) as talk:
             line = talk.makefile("rb").readline(65536).decode(errors="replace")
     except OSError as error:
         return None, str(error.strerror or error)
@@ -87,7 +104,13 @@ def read_server_info(url: str) -> tuple[dict[str, Any] | None, str]:
 
 
 def judge_address(
-    url: str, asked_for: bool, info: Mapping[str, Any] | None, problem: str, needs: MachineRequirements, *, port: int = 4222
+    url: str,
+    asked_for: bool,
+    info: Mapping[str, Any] | None,
+    problem: str,
+    needs: MachineRequirements,
+    *,
+    port: int = 4222,
 ) -> PreflightFinding:
     """Return the finding about an address.
 
@@ -100,27 +123,49 @@ def judge_address(
     if info is None:
         if asked_for:
             return PreflightFinding(
-                "broker", name, "missing", f"{url} of RL_BROKER: {problem}", f"broker serve --port {port}  # or: unset RL_BROKER"
+                "broker",
+                name,
+                "missing",
+                f"{url} of RL_BROKER: {problem}",
+                f"broker serve --port {port}  # or: unset RL_BROKER",
             )
         if "no NATS server" in problem:
             return PreflightFinding(
-                "broker", name, "warning", f"{url}: {problem}", "broker serve --port 4322 and RL_BROKER=nats://127.0.0.1:4322"
+                "broker",
+                name,
+                "warning",
+                f"{url}: {problem}",
+                "broker serve --port 4322 and RL_BROKER=nats://127.0.0.1:4322",
             )
-        return PreflightFinding("broker", name, "absent", f"no broker at {url}; rlearner up starts its own", f"broker serve --port {port}")
+        return PreflightFinding(
+            "broker", name, "absent", f"no broker at {url}; rlearner up starts its own", f"broker serve --port {port}"
+        )
     version = str(info.get("version", "?"))
     said = f"{url}: nats-server {version}{', cluster ' + str(info['cluster']) if info.get('cluster') else ''}"
     if not info.get("jetstream"):
         return PreflightFinding(
-            "broker", name, "missing" if asked_for else "warning", f"{said}, without JetStream", "nats-server -js  # restart it"
+            "broker",
+            name,
+            "missing" if asked_for else "warning",
+            f"{said}, without JetStream",
+            "nats-server -js  # restart it",
         )
     numbers = tuple(int(part) for part in version.split("-")[0].split(".") if part.isdigit())
     if info.get("cluster") and numbers < OLDEST_CLUSTER:
         return PreflightFinding(
-            "broker", name, "missing", f"{said}; a cluster needs {_text(OLDEST_CLUSTER)}, older ones may lose a stream", WHEEL
+            "broker",
+            name,
+            "missing",
+            f"{said}; a cluster needs {_text(OLDEST_CLUSTER)}, older ones may lose a stream",
+            WHEEL,
         )
     if needs.replicas == 3 and not info.get("cluster"):
         return PreflightFinding(
-            "broker", name, "missing", f"{said}, alone; broker.replicas is 3", "broker serve --cluster …  # see docs/cluster.md"
+            "broker",
+            name,
+            "missing",
+            f"{said}, alone; broker.replicas is 3",
+            "broker serve --cluster …  # see docs/cluster.md",
         )
     return PreflightFinding("broker", name, "ok", said)
 
@@ -133,7 +178,9 @@ def port_findings(needs: MachineRequirements) -> list[PreflightFinding]:
             refuse_taken(needs.bind, port)
         except UserError as error:
             said = str(error).partition(",")[0].partition(";")[0]
-            result.append(PreflightFinding("broker", key, "missing", said, f"{key}=0  # any free port, or another number"))
+            result.append(
+                PreflightFinding("broker", key, "missing", said, f"{key}=0  # any free port, or another number")
+            )
         else:
             result.append(PreflightFinding("broker", key, "ok", f"port {port} on {needs.bind} is free"))
     return result
@@ -145,7 +192,11 @@ def store_finding(folder: Path) -> PreflightFinding | None:
     if os.access(folder, os.W_OK):
         return None
     return PreflightFinding(
-        "machine", "run.dir", "missing", f"{folder} cannot be written", "run.dir=FOLDER  # a folder that you may write to"
+        "machine",
+        "run.dir",
+        "missing",
+        f"{folder} cannot be written",
+        "run.dir=FOLDER  # a folder that you may write to",
     )
 
 

@@ -80,7 +80,9 @@ def configuration(path: str, config: dict[str, Any]) -> PreflightFinding:
     except (ConfigError, NotInstalled) as error:
         if isinstance(error, ConfigError) and LACKING not in str(error):
             raise
-        return PreflightFinding("configuration", path, "missing", str(error), "see the package below, or choose another")
+        return PreflightFinding(
+            "configuration", path, "missing", str(error), "see the package below, or choose another"
+        )
     return PreflightFinding("configuration", path, "ok", "valid")
 
 
@@ -94,7 +96,11 @@ def _looks(config: dict[str, Any], wanted: MachineRequirements) -> list[prefligh
         *preflight.preflight_checks(config, wanted),
         lambda: sandbox.sandbox_findings(wanted),
         lambda: preflight.gpus(wanted),
-        lambda: [*broker_checks.server_findings(wanted), *broker_checks.address_findings(wanted), *broker_checks.port_findings(wanted)],
+        lambda: [
+            *broker_checks.server_findings(wanted),
+            *broker_checks.address_findings(wanted),
+            *broker_checks.port_findings(wanted),
+        ],
         lambda: [*python(), *packages.base_findings(project)],
         lambda: _machine(wanted),
     ]
@@ -102,7 +108,9 @@ def _looks(config: dict[str, Any], wanted: MachineRequirements) -> list[prefligh
 
 def _machine(wanted: MachineRequirements) -> list[PreflightFinding]:
     folder = Path(wanted.run_dir)
-    judged = machine.machine_findings(machine.measure_machine(wanted.run_dir), wanted, machine.model_bytes(wanted.model_path))
+    judged = machine.machine_findings(
+        machine.measure_machine(wanted.run_dir), wanted, machine.model_bytes(wanted.model_path)
+    )
     unwritable = broker_checks.store_finding(folder.absolute())
     return judged if unwritable is None else [*judged, unwritable]
 
@@ -111,7 +119,11 @@ def python(version: tuple[int, ...] = sys.version_info[:3]) -> list[PreflightFin
     """Check the interpreter and the project itself."""
     text = ".".join(map(str, version))
     if version < OLDEST_PYTHON:
-        return [PreflightFinding("python", "Python", "missing", f"{text} at {sys.executable}", "make setup PYTHON=python3.11")]
+        return [
+            PreflightFinding(
+                "python", "Python", "missing", f"{text} at {sys.executable}", "make setup PYTHON=python3.11"
+            )
+        ]
     try:
         own = metadata(packages.PROJECT)["Version"]
     except ModuleNotFoundError:

@@ -79,7 +79,9 @@ def find_gpus() -> tuple[list[GpuInfo], str]:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return [], f"nvidia-smi: {error}"
-    return parse_smi(answer.stdout), "" if answer.returncode == 0 else " ".join((answer.stdout + answer.stderr).split())[:200]
+    return parse_smi(answer.stdout), "" if answer.returncode == 0 else " ".join(
+        (answer.stdout + answer.stderr).split()
+    )[:200]
 
 
 def find_torch() -> TorchBuild | None:
@@ -100,7 +102,11 @@ def _nccl() -> str:
 
 
 def gpu_findings(
-    gpus: Sequence[GpuInfo], problem: str, torch: TorchBuild | None, needs: MachineRequirements, num_devices: int | None = None
+    gpus: Sequence[GpuInfo],
+    problem: str,
+    torch: TorchBuild | None,
+    needs: MachineRequirements,
+    num_devices: int | None = None,
 ) -> list[PreflightFinding]:
     """Return which GPUs there are, whether torch can use them, and whether they suffice.
 
@@ -110,7 +116,12 @@ def gpu_findings(
     """
     count = max(len(gpus), num_devices or 0)
     cuda = [_cuda(gpus, torch, needs, count)] if torch else []
-    return [*_devices(gpus, problem, needs, count), *cuda, *_nccl_findings(torch, count), *_weights(torch, needs, count)]
+    return [
+        *_devices(gpus, problem, needs, count),
+        *cuda,
+        *_nccl_findings(torch, count),
+        *_weights(torch, needs, count),
+    ]
 
 
 def _weights(torch: TorchBuild | None, needs: MachineRequirements, count: int) -> list[PreflightFinding]:
@@ -119,7 +130,10 @@ def _weights(torch: TorchBuild | None, needs: MachineRequirements, count: int) -
         return []
     if needs.weights_by_ipc:
         if needs.weights_to_host:
-            why = f"train.weights_backend=ipc has no effect: engine {needs.engine} takes weights in host memory, so they go by gloo"
+            why = (
+                f"train.weights_backend=ipc has no effect: engine {needs.engine} takes weights in host memory, so "
+                f"they go by gloo"
+            )
             return [PreflightFinding("gpu", "weights", "warning", why, "train.weights_backend=shared")]
         why = "train.weights_backend=ipc: CUDA IPC was not run on a GPU before this release"
         return [PreflightFinding("gpu", "weights", "warning", why, "train.weights_backend=shared  # if it fails here")]
@@ -138,23 +152,39 @@ def _devices(gpus: Sequence[GpuInfo], problem: str, needs: MachineRequirements, 
     if problem:
         return [
             PreflightFinding(
-                "gpu", "driver", "missing" if needs.cuda else "warning", problem, "nvidia-smi  # must list the GPUs; fix the driver"
+                "gpu",
+                "driver",
+                "missing" if needs.cuda else "warning",
+                problem,
+                "nvidia-smi  # must list the GPUs; fix the driver",
             )
         ]
     if not count:
         wanted = "missing" if needs.num_gpus or needs.cuda else "absent"
-        remedy = "rlearner doctor … train.device=auto rollout.engine=hf  # or a machine with an NVIDIA GPU" if wanted == "missing" else ""
-        return [PreflightFinding("gpu", "GPUs", "missing" if remedy else "absent", "no NVIDIA GPU on this machine", remedy)]
+        remedy = (
+            "rlearner doctor … train.device=auto rollout.engine=hf  # or a machine with an NVIDIA GPU"
+            if wanted == "missing"
+            else ""
+        )
+        return [
+            PreflightFinding("gpu", "GPUs", "missing" if remedy else "absent", "no NVIDIA GPU on this machine", remedy)
+        ]
     result = []
     if count < needs.num_gpus:
         remedy = f"rlearner start … train.ranks={count}  # or smaller sizes in rollout.engine_args"
-        result.append(PreflightFinding("gpu", "GPUs", "missing", f"{count}, but the configuration needs {needs.num_gpus}", remedy))
+        result.append(
+            PreflightFinding("gpu", "GPUs", "missing", f"{count}, but the configuration needs {needs.num_gpus}", remedy)
+        )
     for gpu in gpus:
         said = f"{gpu.name}, {gpu.total_mib / 1024:.0f} GiB, driver {gpu.driver}, compute capability {gpu.capability}"
         taken = gpu.total_mib and gpu.used_mib > MOST_USED * gpu.total_mib
         if taken:
             said += f"; {gpu.used_mib / 1024:.1f} GiB in use by other processes"
-        remedy = "nvidia-smi --query-compute-apps=pid,used_memory,name --format=csv  # stop those, or see --gpus" if taken else ""
+        remedy = (
+            "nvidia-smi --query-compute-apps=pid,used_memory,name --format=csv  # stop those, or see --gpus"
+            if taken
+            else ""
+        )
         result.append(PreflightFinding("gpu", f"GPU {gpu.index}", "warning" if taken else "ok", said, remedy))
     return result
 
@@ -163,7 +193,10 @@ def _cuda(gpus: Sequence[GpuInfo], torch: TorchBuild, needs: MachineRequirements
     if not torch.cuda:
         plain = torch.version.partition("+")[0]
         said = f"torch {torch.version} is built without CUDA"
-        remedy = f"pip install --force-reinstall torch=={plain}  # the CUDA build; in the source folder: make setup TORCH=torch=={plain}"
+        remedy = (
+            f"pip install --force-reinstall torch=={plain}  # the CUDA build; in the source folder: make setup "
+            f"TORCH=torch=={plain}"
+        )
         if needs.cuda:
             return PreflightFinding("gpu", "CUDA", "missing", said, remedy)
         return (
@@ -176,16 +209,21 @@ def _cuda(gpus: Sequence[GpuInfo], torch: TorchBuild, needs: MachineRequirements
     old = [driver for driver in drivers if least and _numbers(driver)[:2] < least]
     if old and least:
         said = (
-            f"torch {torch.version} is built for CUDA {torch.cuda}, which needs driver {'.'.join(map(str, least))} or newer, not {old[0]}"
+            f"torch {torch.version} is built for CUDA {torch.cuda}, which needs driver {'.'.join(map(str, least))} "
+            f"or newer, not {old[0]}"
         )
-        return PreflightFinding("gpu", "CUDA", "missing" if needs.cuda else "warning", said, "apt-get install --only-upgrade nvidia-driver")
+        return PreflightFinding(
+            "gpu", "CUDA", "missing" if needs.cuda else "warning", said, "apt-get install --only-upgrade nvidia-driver"
+        )
     return PreflightFinding("gpu", "CUDA", "ok", f"torch {torch.version} is built for CUDA {torch.cuda}")
 
 
 def _nccl_findings(torch: TorchBuild | None, count: int) -> list[PreflightFinding]:
     if torch is None or not torch.cuda:
         return [PreflightFinding("gpu", "NCCL", "absent", "not in this torch; weights go by gloo")]
-    return [PreflightFinding("gpu", "NCCL", "ok", torch.nccl + ("" if count > 1 else "; used only with two GPUs or more"))]
+    return [
+        PreflightFinding("gpu", "NCCL", "ok", torch.nccl + ("" if count > 1 else "; used only with two GPUs or more"))
+    ]
 
 
 def _numbers(version: str) -> tuple[int, ...]:

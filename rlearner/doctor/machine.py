@@ -78,7 +78,9 @@ def model_bytes(path: str | None) -> tuple[int, int]:
     folder = Path(path).expanduser() if path else None
     if folder is None or not folder.is_dir():
         return 0, 4
-    size = sum(file.stat().st_size for pattern in ("*.safetensors", "pytorch_model*.bin") for file in folder.glob(pattern))
+    size = sum(
+        file.stat().st_size for pattern in ("*.safetensors", "pytorch_model*.bin") for file in folder.glob(pattern)
+    )
     try:
         config: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
@@ -87,7 +89,9 @@ def model_bytes(path: str | None) -> tuple[int, int]:
     return size, 2 if "16" in dtype else 1 if "float8" in dtype else 4
 
 
-def machine_findings(machine: MachineResources, needs: MachineRequirements, weights: tuple[int, int] = (0, 4)) -> list[PreflightFinding]:
+def machine_findings(
+    machine: MachineResources, needs: MachineRequirements, weights: tuple[int, int] = (0, 4)
+) -> list[PreflightFinding]:
     """Return the findings about a machine.
 
     Args:
@@ -111,7 +115,10 @@ def _files(limits: tuple[int, int], needs: MachineRequirements) -> PreflightFind
     said += f"; this configuration may need {needs.nofile}"
     if _enough(hard, needs.nofile):
         return PreflightFinding("machine", "open files", "missing", said, f"ulimit -n {needs.nofile}")
-    raised = f"echo '* - nofile {needs.nofile}' >> /etc/security/limits.conf  # as root, then log in again; or a smaller envhub.n"
+    raised = (
+        f"echo '* - nofile {needs.nofile}' >> /etc/security/limits.conf  # as root, then log in again; or a "
+        f"smaller envhub.n"
+    )
     return PreflightFinding("machine", "open files", "missing", said, raised)
 
 
@@ -126,7 +133,9 @@ def _enough(limit: int, needed: int) -> bool:
 def _disk(machine: MachineResources, needs: MachineRequirements, weights: tuple[int, int]) -> PreflightFinding:
     name = "disk"
     if machine.disk_free is None:
-        return PreflightFinding("machine", name, "warning", f"{machine.disk_of}: the free space is unknown", f"df -h {machine.disk_of}")
+        return PreflightFinding(
+            "machine", name, "warning", f"{machine.disk_of}: the free space is unknown", f"df -h {machine.disk_of}"
+        )
     size, width = weights
     trained = 0 if "lora" in needs.plugins.values() else size // width  # adapters are tiny compared with the model
     needed = SPARE_BYTES + needs.checkpoints * (size + trained * ADAM_BYTES)
@@ -144,11 +153,19 @@ def _shm(size: int | None, needs: MachineRequirements) -> PreflightFinding:
     remedy = "mount -o remount,size=8G /dev/shm  # as root; start a container with --shm-size=8g"
     if size is None:
         return PreflightFinding(
-            "machine", "/dev/shm", "warning" if needs.shared_memory else "absent", "not there", remedy if needs.shared_memory else ""
+            "machine",
+            "/dev/shm",
+            "warning" if needs.shared_memory else "absent",
+            "not there",
+            remedy if needs.shared_memory else "",
         )
     said = f"{size / GIB:.2f} GiB"
     if size >= SHM_BYTES or not needs.shared_memory:
         return PreflightFinding("machine", "/dev/shm", "ok", said)
     return PreflightFinding(
-        "machine", "/dev/shm", "warning", f"{said}; processes that share a model over NCCL or gloo may need more", remedy
+        "machine",
+        "/dev/shm",
+        "warning",
+        f"{said}; processes that share a model over NCCL or gloo may need more",
+        remedy,
     )

@@ -20,7 +20,17 @@ from rollout.engines import ENGINES
 
 PROJECT: Final = "rlearner"
 SOURCE: Final = Path(__file__).resolve().parents[2]
-SHOWN: Final = ("torch", "transformers", "safetensors", "tokenizers", "numpy", "nats-py", "pyzmq", "msgspec", "pydantic")
+SHOWN: Final = (
+    "torch",
+    "transformers",
+    "safetensors",
+    "tokenizers",
+    "numpy",
+    "nats-py",
+    "pyzmq",
+    "msgspec",
+    "pydantic",
+)
 
 # Plug-in name to distributions, of which one is enough. Other plug-ins need the extra of their name, if there is one.
 TOOLS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -79,7 +89,9 @@ def find_project(folder: Path = SOURCE) -> ProjectRequirements:
         return ProjectRequirements((), {}, None)
     base = tuple(one for one in lines if one.marker is None)
     names = sorted({extra for one in lines for extra in _extras_of(one)})
-    return ProjectRequirements(base, {name: tuple(one for one in lines if name in _extras_of(one)) for name in names}, None)
+    return ProjectRequirements(
+        base, {name: tuple(one for one in lines if name in _extras_of(one)) for name in names}, None
+    )
 
 
 def parsed(lines: Sequence[str]) -> tuple[Requirement, ...]:
@@ -112,7 +124,11 @@ def base_findings(project: ProjectRequirements, found: Installed = installed) ->
     for requirement in project.base:
         status, said = _judge(requirement, found)
         if status != "ok" or canonicalize_name(requirement.name) in SHOWN:
-            result.append(PreflightFinding("python", requirement.name, status, said, "" if status == "ok" else project.install("")))
+            result.append(
+                PreflightFinding(
+                    "python", requirement.name, status, said, "" if status == "ok" else project.install("")
+                )
+            )
     return result
 
 
@@ -139,13 +155,19 @@ def tool_findings(
     return result
 
 
-def _tool(area: str, name: str, project: ProjectRequirements, asked_by: str, found: Installed, *, gpus: bool = True) -> PreflightFinding:
+def _tool(
+    area: str, name: str, project: ProjectRequirements, asked_by: str, found: Installed, *, gpus: bool = True
+) -> PreflightFinding:
     """Check one plug-in's packages. ``asked_by``: the setting that names it, or empty."""
     extra = next((one for one in project.extras if canonicalize_name(one) == canonicalize_name(name)), None)
     requirements = project.extras.get(extra, ()) if extra else ()
     alternatives = TOOLS.get(name, ())
     there = {one: at for one in alternatives if (at := found(one))}
-    judged = [(one, *_judge(one, found)) for one in requirements if canonicalize_name(one.name) not in map(canonicalize_name, alternatives)]
+    judged = [
+        (one, *_judge(one, found))
+        for one in requirements
+        if canonicalize_name(one.name) not in map(canonicalize_name, alternatives)
+    ]
     bad = [f"{one.name} {said}" for one, status, said in judged if status != "ok"]
     if (there or not alternatives) and not bad:
         versions = there or {one.name: said for one, _, said in judged}
@@ -161,7 +183,9 @@ def _tool(area: str, name: str, project: ProjectRequirements, asked_by: str, fou
     return PreflightFinding(area, name, "absent", what, remedy)
 
 
-def program_findings(programs: Mapping[str, str], which: Callable[[str], str | None] = shutil.which) -> list[PreflightFinding]:
+def program_findings(
+    programs: Mapping[str, str], which: Callable[[str], str | None] = shutil.which
+) -> list[PreflightFinding]:
     """Check the programs that settings name (setting to program)."""
     found = {key: which(program) for key, program in programs.items()}
     return [

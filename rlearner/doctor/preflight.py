@@ -16,7 +16,11 @@ from rlearner.doctor.references import reference_findings
 from rlearner.doctor.requirements import MachineRequirements, requirements_of
 
 # Each role's own checks, by name, as roles do not import each other.
-ROLES: Final = ("rollout.preflight:preflight_findings", "envhub.preflight:preflight_findings", "rewardhub.preflight:preflight_findings")
+ROLES: Final = (
+    "rollout.preflight:preflight_findings",
+    "envhub.preflight:preflight_findings",
+    "rewardhub.preflight:preflight_findings",
+)
 OTHERS: Final = ("rollout.", "domains.")  # settings whose packages the learner does not need
 
 Look = Callable[[], list[PreflightFinding]]
@@ -75,7 +79,11 @@ def weights_overrides(config: dict[str, Any]) -> list[str]:
     """
     if config["train"].get("weights_backend") not in (None, "auto"):
         return []
-    return [finding.remedy for finding in gpus(requirements_of(config)) if finding.name == "weights" and finding.status == "missing"]
+    return [
+        finding.remedy
+        for finding in gpus(requirements_of(config))
+        if finding.name == "weights" and finding.status == "missing"
+    ]
 
 
 def learner_findings(config: dict[str, Any]) -> list[PreflightFinding]:

@@ -73,7 +73,10 @@ def requirements_of(config: Mapping[str, Any]) -> MachineRequirements:
     device = str(train.get("device") or "auto")
     engine, command = rollout.get("engine"), engine_args.get("command") or []  # a server's own program
     declared = declaration(str(engine or ""))
-    ports = {"rollout.http_port": rollout.get("http_port"), "train.weights_snapshot_port": train.get("weights_snapshot_port")}
+    ports = {
+        "rollout.http_port": rollout.get("http_port"),
+        "train.weights_snapshot_port": train.get("weights_snapshot_port"),
+    }
     plugins = {"rollout.engine": str(engine)} if engine and not command else {}
     plugins |= {"train.backend": train["backend"]} if "backend" in train else {}
     plugins |= {f"trackers.use.{name}": name for name in (config.get("trackers") or {}).get("use") or []}

@@ -34,10 +34,14 @@ def judge(problem: str, version: str, needs: MachineRequirements) -> PreflightFi
     if not problem:
         return PreflightFinding("sandbox", "bubblewrap", "ok", f"{version or 'bubblewrap'}, a program ran in it")
     command = (
-        found[1] if (found := _COMMAND.search(problem)) else "rewards: [{name: code, args: {sandbox: none}}]  # programs run unprotected"
+        found[1]
+        if (found := _COMMAND.search(problem))
+        else "rewards: [{name: code, args: {sandbox: none}}]  # programs run unprotected"
     )
     if needs.sandbox:
-        return PreflightFinding("sandbox", "bubblewrap", "missing", f"{problem}; required by a reward named code", command)
+        return PreflightFinding(
+            "sandbox", "bubblewrap", "missing", f"{problem}; required by a reward named code", command
+        )
     return PreflightFinding("sandbox", "bubblewrap", "absent", problem, command)
 
 
@@ -45,8 +49,12 @@ def namespaces(settings: Path, root: bool) -> PreflightFinding:
     """Report user namespaces, which bubblewrap needs except for root; for information, as the probe decides."""
     most, allowed = _read(settings / "user/max_user_namespaces"), _read(settings / "kernel/unprivileged_userns_clone")
     if most in ("", "0") or allowed == "0":
-        return PreflightFinding("sandbox", "user namespaces", "absent", "disabled" + ("; root needs none" if root else ""))
-    return PreflightFinding("sandbox", "user namespaces", "ok", f"at most {most}" + ("; root needs none" if root else ""))
+        return PreflightFinding(
+            "sandbox", "user namespaces", "absent", "disabled" + ("; root needs none" if root else "")
+        )
+    return PreflightFinding(
+        "sandbox", "user namespaces", "ok", f"at most {most}" + ("; root needs none" if root else "")
+    )
 
 
 def _read(file: Path) -> str:
@@ -65,6 +73,8 @@ def _version() -> str:
     if path is None:
         return ""
     try:
-        return subprocess.run([path, "--version"], capture_output=True, text=True, timeout=5, check=False).stdout.strip()
+        return subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=5, check=False
+        ).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""

@@ -98,11 +98,16 @@ async def _joined(
         await bus.ensure_streams()
         digests = await asyncio.to_thread(data_digests, config)
         await publish_runspec(
-            bus, wire.RunSpec(run=run, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=model, data_digests=digests)
+            bus,
+            wire.RunSpec(
+                run=run, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=model, data_digests=digests
+            ),
         )
         await (await bus.key_value(CONTROL)).put(run, wire.DesiredState(state="running"))
         fleet.env |= {"RL_BROKER": url, "RL_RUN": run}
-        fleet.add("rollout-server", "rollout.cli", ["--policy", POLICY, "--model", model, "--gpus", gpus, "--id", "rollout-1"])
+        fleet.add(
+            "rollout-server", "rollout.cli", ["--policy", POLICY, "--model", model, "--gpus", gpus, "--id", "rollout-1"]
+        )
         fleet.add("envhub", "envhub.cli", ["--id", "envhub-1"])
         fleet.add("rewardhub", "rewardhub.cli", ["--id", "rewardhub-1"])
         roster = Roster(bus, beats=("rollout",))
@@ -131,14 +136,18 @@ async def _end(tasks: list[asyncio.Task[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def wait_until_measured(fleet: ProcessFleet, evaluator: Evaluator, asked: Evaluation, stop: Stop, *, quiet: bool) -> None:
+async def wait_until_measured(
+    fleet: ProcessFleet, evaluator: Evaluator, asked: Evaluation, stop: Stop, *, quiet: bool
+) -> None:
     """Show progress until all tasks are measured and kept, a child cannot run, or a stop is requested."""
     total, said = len(asked.waiting), 0.0
     bar = Progress(disable=quiet or not sys.stdout.isatty())
     with bar:
         line = bar.add_task("measuring", total=total)
         while (
-            evaluator.busy and not stop.asked.is_set() and not any(child.exit_code not in (None, *ENDED_WELL) for child in fleet.children)
+            evaluator.busy
+            and not stop.asked.is_set()
+            and not any(child.exit_code not in (None, *ENDED_WELL) for child in fleet.children)
         ):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.asked.wait(), LOOK_EVERY_S)

@@ -21,7 +21,9 @@ async def set_state(options: argparse.Namespace) -> int:
     """Publish the desired state and return the exit code."""
     run, url = _target(options)
     arguments = ["control", STATES[options.command], "--run", run, "--broker", url, "--reason", options.reason]
-    await broker_cli.operate(broker_cli.parser().parse_args([*arguments, "--connect-deadline", str(options.connect_deadline)]))
+    await broker_cli.operate(
+        broker_cli.parser().parse_args([*arguments, "--connect-deadline", str(options.connect_deadline)])
+    )
     if options.command == "drain":
         bus = await Bus.connect(url, run, name=f"operator-{os.getpid()}", deadline_s=options.connect_deadline)
         try:
@@ -39,7 +41,10 @@ def drain_lines(run: str, present: Sequence[wire.Presence]) -> list[str]:
             case "learner":
                 does = "writes a checkpoint of the last completed step, then exits"
             case "envhub":
-                does = f"starts no new episodes, finishes the running ones ({one.running} of {one.slots} slots), then exits"
+                does = (
+                    f"starts no new episodes, finishes the running ones ({one.running} of {one.slots} slots), then "
+                    f"exits"
+                )
             case _:
                 does = f"stays, because hubs still need it and the run may continue; `rlearner stop {run}` stops it"
         lines.append(f"  {one.role} {one.id}: {does}")

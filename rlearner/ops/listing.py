@@ -31,7 +31,8 @@ class RunSummary:
     """One row of the list.
 
     Attributes:
-        state: training, starting, finished, stopped, ``broker away`` (its broker does not answer, so it may train), evaluation, unreadable.
+        state: training, starting, finished, stopped, ``broker away`` (its broker does not answer, so it may train),
+        evaluation, unreadable.
         step: steps made, of ``steps``.
         size_bytes: size on disk.
         changed: when the last step was made or the settings were written; seconds since 1970.
@@ -113,7 +114,13 @@ def _table(runs: list[RunSummary]) -> None:
     for title in ("run", "state", "steps", "size", "last change"):
         table.add_column(title, justify="right" if title in ("steps", "size") else "left", no_wrap=True)
     for run in runs:
-        table.add_row(run.name, run.state, f"{run.step}/{run.steps}", size_text(run.size_bytes), f"{age(time.time() - run.changed)} ago")
+        table.add_row(
+            run.name,
+            run.state,
+            f"{run.step}/{run.steps}",
+            size_text(run.size_bytes),
+            f"{age(time.time() - run.changed)} ago",
+        )
     Console().print(table)
 
 
@@ -165,7 +172,9 @@ def _prune(runs: list[RunSummary], *, sure: bool) -> None:
         return
     for run in runs:
         if paths := sizes[run.folder]:
-            with lock(Path(run.folder) / UP_LOCK, f"run {run.name} was started in the meantime; its files were not deleted"):
+            with lock(
+                Path(run.folder) / UP_LOCK, f"run {run.name} was started in the meantime; its files were not deleted"
+            ):
                 for path in paths:
                     _delete(path)
     print(f"deleted {total}")

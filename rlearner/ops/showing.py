@@ -27,11 +27,16 @@ async def show_run(options: argparse.Namespace) -> int:
     """Print one group and return the exit code."""
     place = find_run(options.run_name, options.dir)
     own = ticket_lines(place, options.group)
-    record = await _record(options, place, next((line.seq for line in reversed(own) if line.seq and line.state not in NO_RECORD), 0))
+    record = await _record(
+        options, place, next((line.seq for line in reversed(own) if line.seq and line.state not in NO_RECORD), 0)
+    )
     found = ticket_summary(own)
     if not isinstance(record.message, wire.Group):
         told = describe(record)
-        raise UserError(f"ticket {options.group} has no group: {told.get('reason', 'malformed')}, {told.get('detail') or 'no details'}")
+        raise UserError(
+            f"ticket {options.group} has no group: {told.get('reason', 'malformed')}, "
+            f"{told.get('detail') or 'no details'}"
+        )
     tokenizer, found["tokenizer"] = load_tokenizer(place.config, place.folder)
     found["trajectories"] = [trajectory_of(one, tokenizer) for one in _chosen(record.message, options.episode)]
     print(json.dumps(found, ensure_ascii=False) if options.json else "\n".join(text_of(found, options.tokens)))
@@ -87,7 +92,11 @@ def trajectory_of(trajectory: wire.Trajectory, tokenizer: Tokenizer | None) -> d
             number = numbers.get(start, pieces[-1].get("turn", 0) if pieces else 0)
             tokens = [
                 {"position": at, "id": int(ids[at]), "text": decode(ids[at : at + 1], tokenizer)}
-                | {"logprob": float(logprobs[at]), "policy_version": span["policy_version"], "reward": float(rewards[at])}
+                | {
+                    "logprob": float(logprobs[at]),
+                    "policy_version": span["policy_version"],
+                    "reward": float(rewards[at]),
+                }
                 for at in range(start, end)
             ]
             total = float(logprobs[start:end].sum(dtype=np.float64))
@@ -121,7 +130,8 @@ def text_of(found: dict[str, Any], tokens: bool) -> Iterator[str]:
         parts = ", ".join(f"{name} {value:g}" for name, value in trajectory["reward_parts"].items())
         solved, greedy = "solved" if trajectory["success"] else "not solved", ", greedy" if trajectory["greedy"] else ""
         yield ""
-        yield f"episode {trajectory['episode']}: reward {trajectory['reward']:g} ({parts}), {solved}, {trajectory['end']}{greedy}"
+        reward, end = f"reward {trajectory['reward']:g} ({parts})", trajectory["end"]
+        yield f"episode {trajectory['episode']}: {reward}, {solved}, {end}{greedy}"
         for piece in trajectory["pieces"]:
             yield from _piece(piece, tokens)
 

@@ -58,7 +58,9 @@ async def _peek(bus: Bus, seq: int) -> tuple[LogRecord, str] | None:
 
 def _step_time(folder: Path, step: int) -> str:
     """Return when the step's line was written, as ISO 8601 in UTC."""
-    times = [float(row["time"]) for row in read_lines(folder / "metrics.jsonl") if row["step"] == step and "time" in row]
+    times = [
+        float(row["time"]) for row in read_lines(folder / "metrics.jsonl") if row["step"] == step and "time" in row
+    ]
     return datetime.fromtimestamp(times[0], UTC).isoformat(timespec="milliseconds") if times else ""
 
 
@@ -127,7 +129,9 @@ def _trajectory(trajectory: wire.Trajectory) -> dict[str, Any]:
 
 def spans(trajectory: wire.Trajectory) -> list[dict[str, Any]]:
     """Return the spans of sampled tokens by turn, cut where the policy version changes; ``end`` is exclusive."""
-    runs = [(int(version), int(count)) for version, count in trajectory.version_runs.array().reshape(-1, 2) if count > 0]
+    runs = [
+        (int(version), int(count)) for version, count in trajectory.version_runs.array().reshape(-1, 2) if count > 0
+    ]
     found: list[dict[str, Any]] = []
     for turn in trajectory.turns:
         position = turn.start

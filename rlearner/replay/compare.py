@@ -27,7 +27,11 @@ def differences(found: Mapping[str, float], row: Mapping[str, Any] | None) -> li
         return ["metrics.jsonl has no line"]
     families = {name.partition("/")[0] for name in found} - set(CLOCKS)
     names = found.keys() | {name for name in row if "/" in name and name.partition("/")[0] in families}
-    return [f"{name} is {_text(found, name)}, the run had {_text(row, name)}" for name in sorted(names) if found.get(name) != row.get(name)]
+    return [
+        f"{name} is {_text(found, name)}, the run had {_text(row, name)}"
+        for name in sorted(names)
+        if found.get(name) != row.get(name)
+    ]
 
 
 def tickets_by_step(lines: Iterable[LedgerLine]) -> dict[int, list[int]]:
@@ -64,7 +68,9 @@ class ReplayComparison:
     def __init__(self, folder: Path) -> None:
         self._rows = {int(row["step"]): row for row in read_lines(folder / "metrics.jsonl")}
         self._made_of = tickets_by_step(ledger_segments.LedgerLines(folder / ledger_segments.FOLDER))
-        self.kept = {checkpoint.read_checkpoint(path).step: path for path in checkpoint.list_checkpoints(folder / "checkpoints")}
+        self.kept = {
+            checkpoint.read_checkpoint(path).step: path for path in checkpoint.list_checkpoints(folder / "checkpoints")
+        }
         self.steps: list[dict[str, Any]] = []
         self.digests: dict[int, tuple[str, str]] = {}
 
@@ -98,9 +104,15 @@ class ReplayComparison:
             RuntimeError: if the steps were made of different groups.
         """
         if made.tickets != self._made_of.get(made.step):
-            raise RuntimeError(f"step {made.step} was made of tickets {made.tickets}, the run's of {self._made_of.get(made.step)}")
+            raise RuntimeError(
+                f"step {made.step} was made of tickets {made.tickets}, the run's of {self._made_of.get(made.step)}"
+            )
         row = self._rows.get(made.step, {})
-        shown = [f"{name} {made.values[name]:.4g} (run {row[name]:.4g})" for name in names if name in made.values and name in row]
+        shown = [
+            f"{name} {made.values[name]:.4g} (run {row[name]:.4g})"
+            for name in names
+            if name in made.values and name in row
+        ]
         return f"step {made.step}: {', '.join(shown)}"
 
     def figures(self) -> dict[str, Any]:
@@ -118,5 +130,9 @@ class ReplayComparison:
         first = next((step for step in self.steps if step["differences"]), None)
         if first is not None:
             return f"DIFFERENT: first at step {first['step']}: {first['differences'][0]}"
-        compared = f"and all tensors of checkpoint {', '.join(map(str, self.digests))}" if self.digests else "no checkpoint to compare with"
+        compared = (
+            f"and all tensors of checkpoint {', '.join(map(str, self.digests))}"
+            if self.digests
+            else "no checkpoint to compare with"
+        )
         return f"identical: {len(self.steps)} steps, {compared}"

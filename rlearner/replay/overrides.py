@@ -38,10 +38,14 @@ def changed_settings(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> 
     for key, value in found.items():
         if key in FIXED or key.partition(".")[0] not in SECTIONS:
             raise ConfigError(
-                key, value, f"a replay trains on the same data; it may change algorithm.* and train.* except {', '.join(FIXED)}"
+                key,
+                value,
+                f"a replay trains on the same data; it may change algorithm.* and train.* except {', '.join(FIXED)}",
             )
         if key == "algorithm.adv_estimator" and GREEDY in (value, before.get(key)):
-            raise ConfigError(key, value, f"{GREEDY} needs greedy episodes, and the run was recorded with {before[key]}")
+            raise ConfigError(
+                key, value, f"{GREEDY} needs greedy episodes, and the run was recorded with {before[key]}"
+            )
     return found
 
 

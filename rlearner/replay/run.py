@@ -91,7 +91,8 @@ class ReplayTraining:
         """Return the groups that had arrived but were not trained at the start."""
         groups: dict[int, wire.Group] = {}
         frames = {
-            frame.seq: frame for frame in archive.select_frames(self._folder / archive.FOLDER, [one.seq for one in self.ledger.arrived])
+            frame.seq: frame
+            for frame in archive.select_frames(self._folder / archive.FOLDER, [one.seq for one in self.ledger.arrived])
         }
         for entry in self.ledger.arrived:
             message = frames[entry.seq].record().message if entry.seq in frames else None

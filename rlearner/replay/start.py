@@ -50,7 +50,9 @@ def find_start(folder: Path, config: Mapping[str, Any], step: int) -> ReplayStar
     """
     if not archive.archive_files(folder / archive.FOLDER):
         raise UserError(f"{folder / archive.FOLDER}: no records to replay; a run keeps them with samples.keep=true")
-    kept = {one.step: one for one in map(checkpoint.read_checkpoint, checkpoint.list_checkpoints(folder / "checkpoints"))}
+    kept = {
+        one.step: one for one in map(checkpoint.read_checkpoint, checkpoint.list_checkpoints(folder / "checkpoints"))
+    }
     if step and step not in kept:
         raise UserError(f"--from {step}: no checkpoint of step {step} is kept; {_starts(folder, config, sorted(kept))}")
     ledger = Ledger.load(kept[step].ledger) if step else Ledger(_first_rules(folder / archive.FOLDER))

@@ -16,7 +16,11 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("up", help=text, description=text)
     add_config(parser)
     add_force(parser)
-    parser.add_argument("--rebase", action="store_true", help="if the broker's store is lost, count the open tickets as dead and continue")
+    parser.add_argument(
+        "--rebase",
+        action="store_true",
+        help="if the broker's store is lost, count the open tickets as dead and continue",
+    )
     parser.set_defaults(run=run)
 
 

@@ -97,7 +97,9 @@ class ProcessFleet:
     def _start(self, child: FleetProcess) -> None:
         self.logs.mkdir(parents=True, exist_ok=True)
         with child.log.open("ab") as log:
-            child.process = spawn([sys.executable, "-m", child.module, *child.args], log, env={**os.environ, **self.env})
+            child.process = spawn(
+                [sys.executable, "-m", child.module, *child.args], log, env={**os.environ, **self.env}
+            )
         child.started = time.monotonic()
 
     def watch(self) -> list[str]:
@@ -180,4 +182,7 @@ class ProcessFleet:
                 raise UserError(f"{child.name}: {errors[-1]}")
         for child in self.children:
             if child.exit_code not in (None, *ENDED_WELL):
-                raise UserError(f"{child.name} died with exit code {child.exit_code}: {' '.join(child.last_lines(1))} (see {child.log})")
+                raise UserError(
+                    f"{child.name} died with exit code {child.exit_code}: {' '.join(child.last_lines(1))} (see "
+                    f"{child.log})"
+                )

@@ -101,7 +101,11 @@ class LiveRunState:
 
     def said(self) -> list[str]:
         """Return the newest warning or error of each process that is not already shown as a signal."""
-        return [f"{one.role} {one.id}: {one.said}" for one in self.processes.values() if one.said and not self._is_known(one.said)]
+        return [
+            f"{one.role} {one.id}: {one.said}"
+            for one in self.processes.values()
+            if one.said and not self._is_known(one.said)
+        ]
 
     def _is_known(self, said: str) -> bool:
         """Return whether this is a warning about learning, which the learner logs as well."""
@@ -109,7 +113,11 @@ class LiveRunState:
 
     def problems(self) -> list[str]:
         """Return why processes take no work, one line each."""
-        return [f"{presence.role} {presence.id}: {presence.problem}" for presence in self.processes.values() if presence.problem]
+        return [
+            f"{presence.role} {presence.id}: {presence.problem}"
+            for presence in self.processes.values()
+            if presence.problem
+        ]
 
     def eta_s(self) -> float | None:
         """Return the seconds until the last step at the pace so far, None before two steps."""

@@ -66,7 +66,9 @@ def _where(config: dict[str, Any]) -> tuple[str, Path]:
     return config["run"]["name"], Path(config["run"]["dir"]) / config["run"]["name"]
 
 
-async def up(config: dict[str, Any], arguments: list[str], stop: Stop, *, force: bool = False, rebase: bool = False) -> None:
+async def up(
+    config: dict[str, Any], arguments: list[str], stop: Stop, *, force: bool = False, rebase: bool = False
+) -> None:
     """Start everything, show it, and stop it when the learner is done, on a signal, or when a child cannot run.
 
     Args:
@@ -90,7 +92,9 @@ async def up(config: dict[str, Any], arguments: list[str], stop: Stop, *, force:
         await _up(config, run, folder, [*arguments, *flags], stop, claim)
 
 
-async def _up(config: dict[str, Any], run: str, folder: Path, arguments: list[str], stop: Stop, claim: RunClaim) -> None:
+async def _up(
+    config: dict[str, Any], run: str, folder: Path, arguments: list[str], stop: Stop, claim: RunClaim
+) -> None:
     settings = section(config, "broker", BrokerSection)
     logs = folder / "logs"
     started, epoch = time.monotonic(), noted_epoch(folder)
@@ -108,7 +112,11 @@ async def _up(config: dict[str, Any], run: str, folder: Path, arguments: list[st
             evaluation = section(config, "eval", EvalSection)
             if evaluation.every_steps and "random" in (evaluation.baseline, *evaluation.against):
                 engine_args = f"engine_args={json.dumps(evaluation.baseline_args)}"  # YAML reads JSON
-                fleet.add("rollout-random", "rollout.cli", ["--engine", "random", "--policy", "random", "--id", "random-1", engine_args])
+                fleet.add(
+                    "rollout-random",
+                    "rollout.cli",
+                    ["--engine", "random", "--policy", "random", "--id", "random-1", engine_args],
+                )
             await _show(config, broker, fleet, learner, stop)
             used = {child.name: sum(child.cpu.values()) for child in fleet.children} | {
                 "broker": sum(cpu_seconds([broker.pid]).values()),
@@ -125,11 +133,16 @@ async def _up(config: dict[str, Any], run: str, folder: Path, arguments: list[st
             print(continue_line(config), end="", flush=True)
         raise
     write_artifacts(
-        folder, time.monotonic() - started, used, continue_line(config).strip() or f"again: rlearner up {shlex.join(arguments)}"
+        folder,
+        time.monotonic() - started,
+        used,
+        continue_line(config).strip() or f"again: rlearner up {shlex.join(arguments)}",
     )
 
 
-async def _show(config: dict[str, Any], broker: BrokerServer, fleet: ProcessFleet, learner: FleetProcess, stop: Stop) -> None:
+async def _show(
+    config: dict[str, Any], broker: BrokerServer, fleet: ProcessFleet, learner: FleetProcess, stop: Stop
+) -> None:
     """Show the run until the learner exits, a child cannot run, or a signal arrives."""
     console = Console()
     board = LiveRunState(config["run"]["name"], section(config, "train", TrainSection).steps)
@@ -142,14 +155,19 @@ async def _show(config: dict[str, Any], broker: BrokerServer, fleet: ProcessFlee
         await roster.start()
         steps: asyncio.Queue[str] = asyncio.Queue()
         listening = asyncio.create_task(_listen(bus, board, steps))
-        with Live(console=console, refresh_per_second=4, transient=False) if console.is_terminal else contextlib.nullcontext() as live:
+        with (
+            Live(console=console, refresh_per_second=4, transient=False)
+            if console.is_terminal
+            else contextlib.nullcontext() as live
+        ):
             phase = ""
             while not stop.asked.is_set() and not _ended(fleet, learner):
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(stop.asked.wait(), DRAW_EVERY_S)
                 happened = fleet.watch() + await asyncio.to_thread(keeper.look)
                 happened += board.see(
-                    [p for role in ("learner", "rollout", "envhub", "rewardhub") for p in roster.alive(role)], time.monotonic()
+                    [p for role in ("learner", "rollout", "envhub", "rewardhub") for p in roster.alive(role)],
+                    time.monotonic(),
                 )
                 events += happened
                 news = [board.news.pop(0) for _ in range(len(board.news))]

@@ -24,7 +24,10 @@ async def refuse_other_broker(folder: Path, run: str) -> None:
     learners, problem = await ask_broker(url, run)
     if learners:
         one = learners[0]
-        raise UserError(f"run {run} is live at {url} (learner on {one.host}, process {one.pid}); `rlearner status {folder}` shows it")
+        raise UserError(
+            f"run {run} is live at {url} (learner on {one.host}, process {one.pid}); `rlearner status {folder}` shows "
+            f"it"
+        )
     trained_by_up = not private_addresses(folder) and (folder / STORE / "jetstream").exists()  # older version
     if noted_epoch(folder) and not trained_by_up:
         last = "; if it has lost its store, add --rebase, which counts the open tickets as dead" if problem else ""

@@ -43,7 +43,9 @@ def guides_of(body: ChatBody, tokenizer: Tokenizer) -> list[wire.Guide]:
         raise HttpError(400, f"{param}: its schema is nested too deeply", param=param) from None
     if made:
         if (size := sum(len(one.schema) + len(one.before) + len(one.after) for one in made)) > MAX_GUIDE_CHARS:
-            raise HttpError(400, f"{param}: schemas of {size} characters are not allowed; at most {MAX_GUIDE_CHARS}", param=param)
+            raise HttpError(
+                400, f"{param}: schemas of {size} characters are not allowed; at most {MAX_GUIDE_CHARS}", param=param
+            )
         try:
             _guides(tokenizer).check(made)
         except GuideError as error:
@@ -72,7 +74,9 @@ def close_objects(schema: Any) -> Any:
         if isinstance(schema[key], dict):
             made[key] = {name: close_objects(one) for name, one in schema[key].items()}
     for key in _LISTED & schema.keys():
-        made[key] = [close_objects(one) for one in schema[key]] if isinstance(schema[key], list) else close_objects(schema[key])
+        made[key] = (
+            [close_objects(one) for one in schema[key]] if isinstance(schema[key], list) else close_objects(schema[key])
+        )
     return made if "properties" not in schema or _OPEN & schema.keys() else made | {"additionalProperties": False}
 
 

@@ -19,7 +19,9 @@ from rlearner_text.tokenizer import Tokenizer
 class GenerateHandler(Protocol):
     """Samples one choice, and streams it to a tap if the engine can."""
 
-    def __call__(self, request: wire.GenerateRequest, tap: TokenListener | None = None, /) -> Awaitable[wire.GenerateReply]: ...
+    def __call__(
+        self, request: wire.GenerateRequest, tap: TokenListener | None = None, /
+    ) -> Awaitable[wire.GenerateReply]: ...
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,12 @@ class SingleKeyBackend:
             except ConfigError as error:
                 raise HttpError(400, error.allowed, param="messages") from None
         assert isinstance(body, CompletionBody)
-        return [await asyncio.to_thread(self._tokenizer.encode, one) if isinstance(one, str) else one for one in body.prompts()]
+        return [
+            await asyncio.to_thread(self._tokenizer.encode, one) if isinstance(one, str) else one
+            for one in body.prompts()
+        ]
 
     def _encoded(self, body: ChatBody) -> list[int]:
-        return self._tokenizer.encode(self._tokenizer.render_chat([one.plain() for one in body.messages], tools=body.offered))
+        return self._tokenizer.encode(
+            self._tokenizer.render_chat([one.plain() for one in body.messages], tools=body.offered)
+        )

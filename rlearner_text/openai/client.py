@@ -103,7 +103,9 @@ class EndpointClient:
         for attempt in range(1, self._retries + 2):
             headers: Mapping[str, str] = {}
             try:
-                async with self._session.request(method, self._base_url + path, json=body, allow_redirects=False) as response:
+                async with self._session.request(
+                    method, self._base_url + path, json=body, allow_redirects=False
+                ) as response:
                     if response.status == 200:
                         return _object(await _read(response))
                     problem = f"{response.status}: {self._without_key(_message(await _read(response)))}"

@@ -104,14 +104,19 @@ def _conversation(body: GenerationBody) -> str:
 
 def _check_model(body: GenerationBody, served: ServedModel) -> None:
     if not served.any_model and body.model not in (None, served.model, served.path):
-        raise HttpError(404, f"there is no model {body.model!r}, only {served.model!r}", param="model", code="model_not_found")
+        raise HttpError(
+            404, f"there is no model {body.model!r}, only {served.model!r}", param="model", code="model_not_found"
+        )
 
 
 def _check_top(body: GenerationBody, served: ServedModel) -> None:
     """Check ``top_logprobs``; a completion's ``logprobs: 1`` only requests those of sampled tokens, always known."""
     if not served.top_logprobs and body.wanted_top > (1 if isinstance(body, CompletionBody) else 0):
         param = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
-        message = f"{param}: {body.wanted_top} is not supported by this server; its engine returns the logprobs of sampled tokens only"
+        message = (
+            f"{param}: {body.wanted_top} is not supported by this server; its engine returns the logprobs of "
+            f"sampled tokens only"
+        )
         raise HttpError(400, message, param=param, code="unsupported_parameter")
 
 
@@ -122,7 +127,9 @@ def _check_prompts(body: GenerationBody, prompts: Sequence[Sequence[int]], serve
         raise HttpError(400, f"{len(prompts)} prompts with n={body.n}: at most {MOST_CHOICES} choices", param="n")
     if (longest := max(map(len, prompts))) >= served.max_context_tokens:
         message = f"the prompt has {longest} tokens and leaves no room to generate in {served.max_context_tokens}"
-        raise HttpError(400, message, param="messages" if isinstance(body, ChatBody) else "prompt", code="context_length_exceeded")
+        raise HttpError(
+            400, message, param="messages" if isinstance(body, ChatBody) else "prompt", code="context_length_exceeded"
+        )
 
 
 def _ask(
@@ -159,7 +166,9 @@ def _ask(
     )
 
 
-async def _heard(desk: ApiBackend, index: int, prompt: Sequence[int], ask: wire.GenerateRequest, feed: TokenBuffer) -> AnswerChoice:
+async def _heard(
+    desk: ApiBackend, index: int, prompt: Sequence[int], ask: wire.GenerateRequest, feed: TokenBuffer
+) -> AnswerChoice:
     """Sample one choice, with the likeliest tokens from its feed."""
     if not feed.tap.top_logprobs:
         return await _one(desk, index, prompt, ask)

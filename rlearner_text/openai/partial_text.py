@@ -45,7 +45,9 @@ class PartialText:
         opener: marker of a tool call; empty: any text may be one; None: no tool calls.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, ends: frozenset[int], stops: Sequence[str] = (), opener: str | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, ends: frozenset[int], stops: Sequence[str] = (), opener: str | None = None
+    ) -> None:
         self._shown = IncrementalDecoder(tokenizer, skip_special_tokens=True)
         self._raw = IncrementalDecoder(tokenizer, skip_special_tokens=False) if opener else None
         self._ends, self._stops, self._opener = ends, stops, opener

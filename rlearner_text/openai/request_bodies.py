@@ -177,7 +177,11 @@ class ChatMessage(StrictModel):
         made: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         if self.tool_calls:
             made["tool_calls"] = [
-                {"id": one.id, "type": "function", "function": {"name": one.function.name, "arguments": json.loads(one.function.arguments)}}
+                {
+                    "id": one.id,
+                    "type": "function",
+                    "function": {"name": one.function.name, "arguments": json.loads(one.function.arguments)},
+                }
                 for one in self.tool_calls
             ]
         if self.tool_call_id is not None:
@@ -199,7 +203,9 @@ class GenerationBody(StrictModel):
     temperature: Annotated[float, Field(ge=0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     seed: Annotated[int, Field(ge=0, lt=2**62)] | None = None
-    stop: Annotated[str, Field(min_length=1)] | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=64)] = []
+    stop: (
+        Annotated[str, Field(min_length=1)] | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=64)]
+    ) = []
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -332,14 +338,19 @@ def parse(raw: bytes, model: type[B]) -> B:
         check_extra(body.model_extra, "")
     if isinstance(body, ChatBody):
         if body.top_logprobs and not body.logprobs:
-            raise HttpError(400, f"top_logprobs: {body.top_logprobs} is not allowed without logprobs: true", param="top_logprobs")
+            raise HttpError(
+                400, f"top_logprobs: {body.top_logprobs} is not allowed without logprobs: true", param="top_logprobs"
+            )
         for number, message in enumerate(body.messages):
             check_extra(message.model_extra, f"messages.{number}.", ignored=frozenset({"name", "refusal"}))
     return body
 
 
 def check_extra(
-    extra: Mapping[str, Any] | None, where: str, ignored: frozenset[str] = _IGNORED, neutral: Mapping[str, tuple[object, ...]] = _NEUTRAL
+    extra: Mapping[str, Any] | None,
+    where: str,
+    ignored: frozenset[str] = _IGNORED,
+    neutral: Mapping[str, tuple[object, ...]] = _NEUTRAL,
 ) -> None:
     """Reject an unknown field that would change the output.
 
@@ -354,18 +365,24 @@ def check_extra(
     """
     for key, value in (extra or {}).items():
         if value is not None and key not in ignored and value not in neutral.get(key, ()):
-            raise HttpError(400, f"{where}{key} is not supported by this server", param=where + key, code="unsupported_parameter")
+            raise HttpError(
+                400, f"{where}{key} is not supported by this server", param=where + key, code="unsupported_parameter"
+            )
 
 
 def validation_error(error: ValidationError, where: str = "") -> HttpError:
     """Convert the first error of a body, or of its part at ``where``, to an error answer."""
     first = error.errors()[0]
     # The location names branches of a union by type, such as ``str`` or ``list[str]``, which are not in the request.
-    parts = [str(part) for part in first["loc"] if isinstance(part, int) or (part.isidentifier() and part not in _TYPE_NAMES)]
+    parts = [
+        str(part) for part in first["loc"] if isinstance(part, int) or (part.isidentifier() and part not in _TYPE_NAMES)
+    ]
     param = ".".join([where, *parts] if where else parts)
     if first["type"] == "missing":
         return HttpError(400, f"{param} must be given", param=param)
     said = repr(first["input"])
     return HttpError(
-        400, f"{param}: {said if len(said) <= 80 else said[:77] + '...'} is not allowed; {sentence(first['msg'])}", param=param
+        400,
+        f"{param}: {said if len(said) <= 80 else said[:77] + '...'} is not allowed; {sentence(first['msg'])}",
+        param=param,
     )

@@ -13,14 +13,23 @@ from pydantic import Field, PositiveInt, ValidationError
 
 from rlearner_text.openai.answer_store import AnswerStore, Item
 from rlearner_text.openai.http_errors import HttpError
-from rlearner_text.openai.request_bodies import MOST_TOP_LOGPROBS, ChatBody, GenerationBody, StrictModel, check_extra, validation_error
+from rlearner_text.openai.request_bodies import (
+    MOST_TOP_LOGPROBS,
+    ChatBody,
+    GenerationBody,
+    StrictModel,
+    check_extra,
+    validation_error,
+)
 
 T = TypeVar("T", bound=StrictModel)
 
 _LOGPROBS: Final = "message.output_text.logprobs"
 _TEXTS: Final = ("input_text", "output_text", "text")
 # About the client, or about features that only OpenAI's own models have.
-_IGNORED: Final = frozenset({"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_retention", "max_tool_calls"})
+_IGNORED: Final = frozenset(
+    {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_retention", "max_tool_calls"}
+)
 _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {"background": (False,), "truncation": ("disabled", "auto")}
 
 
@@ -120,7 +129,10 @@ def chat_of(body: ResponsesBody, items: list[Item]) -> ChatBody:
     if not messages:
         raise HttpError(400, "input: [] is not allowed; at least one item", param="input")
     fields = {name: getattr(body, name) for name in GenerationBody.model_fields if name in body.model_fields_set}
-    fields |= {"messages": messages, "tools": [_tool(tool, f"tools.{number}") for number, tool in enumerate(body.tools)]}
+    fields |= {
+        "messages": messages,
+        "tools": [_tool(tool, f"tools.{number}") for number, tool in enumerate(body.tools)],
+    }
     fields |= {"tool_choice": _choice(body.tool_choice), "parallel_tool_calls": body.parallel_tool_calls}
     fields |= {"logprobs": body.wants_logprobs, "top_logprobs": body.top_logprobs}
     if (form := _form(body.text.format)) is not None:
@@ -160,7 +172,9 @@ def _resolved(item: Item, number: int, kept: AnswerStore) -> Item:
 
 def _unknown(param: str, value: object) -> HttpError:
     return HttpError(
-        400, f"{param}: {value!r} is not allowed; this server keeps no answer with this id; send the items instead", param=param
+        400,
+        f"{param}: {value!r} is not allowed; this server keeps no answer with this id; send the items instead",
+        param=param,
     )
 
 
@@ -199,7 +213,9 @@ def _checked(model: type[T], value: dict[str, Any], where: str) -> T:
     content = value.get("content", value.get("output"))
     for part in content if isinstance(content, list) else ():
         if isinstance(part, dict) and part.get("type") not in _TEXTS:
-            raise HttpError(400, f"{where}: only text parts are supported, found type {part.get('type')!r}", param=where)
+            raise HttpError(
+                400, f"{where}: only text parts are supported, found type {part.get('type')!r}", param=where
+            )
     try:
         return model.model_validate({key: one for key, one in value.items() if one is not None})
     except ValidationError as error:

@@ -60,7 +60,10 @@ class HttpServer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, desk: Callable[[str | None], ApiBackend | None], health: Callable[[], tuple[str, int]]
+        self,
+        tokenizer: Tokenizer,
+        desk: Callable[[str | None], ApiBackend | None],
+        health: Callable[[], tuple[str, int]],
     ) -> None:
         self._tokenizer, self._desk, self._health_of = tokenizer, desk, health
         self._began = int(time.time())
@@ -73,7 +76,9 @@ class HttpServer:
         """Return a server with one key, one model and one engine."""
         desk = SingleKeyBackend(handle, tokenizer, served)
         return cls(
-            tokenizer, lambda header: desk if api_keys.matches(header, key) else None, lambda: (served.state(), served.policy_version())
+            tokenizer,
+            lambda header: desk if api_keys.matches(header, key) else None,
+            lambda: (served.state(), served.policy_version()),
         )
 
     async def start(self, bind: str, port: int) -> None:
@@ -109,7 +114,9 @@ class HttpServer:
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/responses", self._responses)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, logger=_connections, shutdown_timeout=CLOSE_S)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, logger=_connections, shutdown_timeout=CLOSE_S
+        )
         await self._runner.setup()
         await web.SockSite(self._runner, self._taken).start()
         host, taken = self._runner.addresses[0][:2]
@@ -127,7 +134,9 @@ class HttpServer:
     # ---------------------------------------------------------------------------------------------- every call
 
     @web.middleware
-    async def _guard(self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
         """Check the key and convert all errors to error answers."""
         try:
             if request.path != "/health":
@@ -140,7 +149,9 @@ class HttpServer:
         except web.HTTPRequestEntityTooLarge:
             return _answer(HttpError(413, f"the body is larger than {wire.MAX_PAYLOAD_BYTES} bytes"))
         except web.HTTPException as error:
-            return _answer(HttpError(error.status, f"{request.method} {request.path}: {HTTPStatus(error.status).phrase.lower()}"))
+            return _answer(
+                HttpError(error.status, f"{request.method} {request.path}: {HTTPStatus(error.status).phrase.lower()}")
+            )
         except Exception:
             log.exception("a request to %s failed", request.path)
             return _answer(HttpError(500, FAILED))
@@ -148,7 +159,9 @@ class HttpServer:
     def _desk_of(self, request: web.Request) -> ApiBackend:
         desk = self._desk(request.headers.get("Authorization"))
         if desk is None:
-            raise HttpError(401, "the API key is missing or wrong; send it as Authorization: Bearer KEY", code="invalid_api_key")
+            raise HttpError(
+                401, "the API key is missing or wrong; send it as Authorization: Bearer KEY", code="invalid_api_key"
+            )
         return desk
 
     async def _health(self, _: web.Request) -> web.Response:
@@ -174,12 +187,16 @@ class HttpServer:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = parse(await request.read(), ChatBody)
         made = partial(ChatFormat, body, self._tokenizer)
-        return await generate(request, self._desk_of(request), self._tokenizer, body, body.max_completion_tokens or body.max_tokens, made)
+        return await generate(
+            request, self._desk_of(request), self._tokenizer, body, body.max_completion_tokens or body.max_tokens, made
+        )
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = parse(await request.read(), CompletionBody)
         made = partial(ChatFormat, body, self._tokenizer)
-        return await generate(request, self._desk_of(request), self._tokenizer, body, body.max_tokens or COMPLETION_TOKENS, made)
+        return await generate(
+            request, self._desk_of(request), self._tokenizer, body, body.max_tokens or COMPLETION_TOKENS, made
+        )
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
         desk, raw = self._desk_of(request), await request.read()

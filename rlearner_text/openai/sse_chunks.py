@@ -24,7 +24,9 @@ class ChunkEvents:
         top: likeliest tokens at every position so far, see ``rlearner_text.openai.token_events``.
     """
 
-    def __init__(self, body: GenerationBody, tokenizer: Tokenizer, writer: AnswerWriter, index: int, prompt: Sequence[int]) -> None:
+    def __init__(
+        self, body: GenerationBody, tokenizer: Tokenizer, writer: AnswerWriter, index: int, prompt: Sequence[int]
+    ) -> None:
         self._body, self._writer, self._index, self._prompt = body, writer, index, prompt
         self._chat = isinstance(body, ChatBody)
         self._spoken = partial_text_of(body, tokenizer)
@@ -52,7 +54,11 @@ class ChunkEvents:
         ids = choice.reply.token_ids.array().tolist()[self._told :]
         logprobs = choice.reply.logprobs.array().tolist()[self._told :]
         rest = self._spoken.rest(text)
-        made = [self._chunk(rest, ids, logprobs, _behind(runs_of(choice.reply), self._told), ())] if ids or rest or not self._begun else []
+        made = (
+            [self._chunk(rest, ids, logprobs, _behind(runs_of(choice.reply), self._told), ())]
+            if ids or rest or not self._begun
+            else []
+        )
         if calls:
             made.append(self._object({"delta": {"tool_calls": [{"index": n} | one for n, one in enumerate(calls)]}}))
         end: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
@@ -62,7 +68,12 @@ class ChunkEvents:
         return made
 
     def _chunk(
-        self, text: str, ids: Sequence[int], logprobs: Sequence[float], runs: list[list[int]], top: Sequence[TopLogprobs]
+        self,
+        text: str,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        runs: list[list[int]],
+        top: Sequence[TopLogprobs],
     ) -> dict[str, Any]:
         said: dict[str, Any] = {"text": text} if not self._chat else {"delta": {"content": text}}
         if self._chat and not self._begun:
@@ -95,7 +106,9 @@ def partial_text_of(body: GenerationBody, tokenizer: Tokenizer) -> PartialText:
 
 def usage_chunk(writer: AnswerWriter, body: GenerationBody, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
     """Return the chunk that ``stream_options.include_usage`` requests."""
-    return writer.object("chat.completion.chunk" if isinstance(body, ChatBody) else "text_completion", []) | {"usage": usage(choices)}
+    return writer.object("chat.completion.chunk" if isinstance(body, ChatBody) else "text_completion", []) | {
+        "usage": usage(choices)
+    }
 
 
 class ChatFormat:
@@ -109,7 +122,9 @@ class ChatFormat:
         return ChunkEvents(self._body, self._tokenizer, self._writer, index, prompt)
 
     def ending(self, choices: Sequence[AnswerChoice]) -> list[bytes]:
-        counted = [encode(usage_chunk(self._writer, self._body, choices))] if self._body.stream_options.include_usage else []
+        counted = (
+            [encode(usage_chunk(self._writer, self._body, choices))] if self._body.stream_options.include_usage else []
+        )
         return [*counted, b"[DONE]"]
 
 

@@ -68,7 +68,9 @@ class EventStream:
         ending: Callable[[Sequence[AnswerChoice]], list[bytes]], news: asyncio.Event,
     ) -> None:  # fmt: skip
         self._ending = ending
-        self._open: list[tuple[TokenBuffer, asyncio.Task[AnswerChoice], ChoiceEvents]] = list(zip(feeds, tasks, chunks, strict=True))
+        self._open: list[tuple[TokenBuffer, asyncio.Task[AnswerChoice], ChoiceEvents]] = list(
+            zip(feeds, tasks, chunks, strict=True)
+        )
         self._choices: list[AnswerChoice] = []
         self._news = news
         self._response = web.StreamResponse(headers=HEADERS)
@@ -97,7 +99,9 @@ class EventStream:
         await self._response.write_eof()
         return self._response
 
-    async def _forward(self, request: web.Request, feed: TokenBuffer, task: asyncio.Task[AnswerChoice], chunks: ChoiceEvents) -> None:
+    async def _forward(
+        self, request: web.Request, feed: TokenBuffer, task: asyncio.Task[AnswerChoice], chunks: ChoiceEvents
+    ) -> None:
         ended = task.done()  # read first: all pieces arrive before the task ends
         if pieces := feed.take():
             for chunk in chunks.of(pieces):

@@ -16,7 +16,10 @@ from rlearner_text.tool_calls import PROBE, ToolCall, ToolCallError, ToolSyntax,
 _ASKED: Final = {"role": "user", "content": "probe question 21312"}
 _SAID: Final = "probe answer 31213"
 _OFFERED: Final = [
-    {"type": "function", "function": {"name": "probe", "description": "probe", "parameters": {"type": "object", "properties": {}}}}
+    {
+        "type": "function",
+        "function": {"name": "probe", "description": "probe", "parameters": {"type": "object", "properties": {}}},
+    }
 ]
 
 
@@ -28,7 +31,9 @@ def tool_syntax(tokenizer: Tokenizer) -> ToolSyntax:
         HttpError: 400 if it does not write them as JSON.
     """
     try:
-        words = tokenizer.render_chat([_ASKED, {"role": "assistant", "content": _SAID}], add_generation_prompt=False, tools=_OFFERED)
+        words = tokenizer.render_chat(
+            [_ASKED, {"role": "assistant", "content": _SAID}], add_generation_prompt=False, tools=_OFFERED
+        )
         called = tokenizer.render_chat([_ASKED, PROBE], add_generation_prompt=False, tools=_OFFERED)
         found = learn_syntax(called, words[: words.index(_SAID)])[0]
         return replace(found, after=found.after[: _end(found.after, tokenizer)])
@@ -65,7 +70,9 @@ def split_calls(text: str, how: ToolSyntax, prefix: str, most: int | None = None
     except ToolCallError:
         return text, []
     words = text.partition(how.opener)[0] if how.opener else ""
-    return (words.rstrip() if calls else text), [_call(one, f"{prefix}{number:02d}") for number, one in enumerate(calls)]
+    return (words.rstrip() if calls else text), [
+        _call(one, f"{prefix}{number:02d}") for number, one in enumerate(calls)
+    ]
 
 
 def prefix_of(reply_id: str, index: int) -> str:
@@ -74,4 +81,8 @@ def prefix_of(reply_id: str, index: int) -> str:
 
 
 def _call(call: ToolCall, identifier: str) -> dict[str, Any]:
-    return {"id": identifier, "type": "function", "function": {"name": call.name, "arguments": json.dumps(call.arguments)}}
+    return {
+        "id": identifier,
+        "type": "function",
+        "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+    }

@@ -78,7 +78,9 @@ class VLLMArgs(EngineArgs):
 
     tensor_parallel: PositiveInt = 1  # GPUs per engine; a server with a multiple of them starts several engines
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9  # share of each GPU's memory for weights and KV
-    kv_cache_gib: PositiveFloat | None = None  # KV cache of each GPU; None: what gpu_memory_utilization leaves, 1 GiB on the CPU
-    enforce_eager: bool | None = None  # no compilation, no CUDA graphs: starts faster, runs slower; None: on the CPU only
+    # KV cache of each GPU; None: what gpu_memory_utilization leaves, 1 GiB on the CPU
+    kv_cache_gib: PositiveFloat | None = None
+    # no compilation, no CUDA graphs: starts faster, runs slower; None: on the CPU only
+    enforce_eager: bool | None = None
     quantization: Literal["fp8"] | None = None  # weights are quantised at startup and at every update; GPU only
     extra: dict[str, Any] = Field(default_factory=dict)  # further fields of vLLM's EngineArgs

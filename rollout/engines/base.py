@@ -31,7 +31,8 @@ class EngineConfig:
         dtype: name of a torch dtype, from ``model.dtype``.
         trust_remote_code: from ``model.trust_remote_code``.
         device: ``cpu``, ``cuda``, or ``auto``: cuda if available.
-        policy_version: of the weights in ``model_path``; NO_VERSION holds every request until ``adopt`` or ``update_weights``.
+        policy_version: of the weights in ``model_path``; NO_VERSION holds every request until ``adopt`` or
+        ``update_weights``.
     """
 
     model_path: str
@@ -135,7 +136,9 @@ class Engine(Protocol):
         """Declare that the weights already held are this version; caches stay valid."""
         ...
 
-    async def update_weights(self, tensors: Mapping[str, torch.Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None) -> float:
+    async def update_weights(
+        self, tensors: Mapping[str, torch.Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None
+    ) -> float:
         """Load new weights between two tokens, serve them once the probe matches, and return the seconds of pause.
 
         Requests in flight continue with the KV they have (``keep``) or with KV rebuilt before their next token
@@ -192,7 +195,10 @@ def request_problem(request: wire.GenerateRequest, *, max_context_tokens: int, v
     if tokens.size == 0:
         return "the prompt is empty"
     if tokens.size >= max_context_tokens:
-        return f"the prompt has {tokens.size} tokens and leaves no room to generate in rollout.max_context_tokens={max_context_tokens}"
+        return (
+            f"the prompt has {tokens.size} tokens and leaves no room to generate in "
+            f"rollout.max_context_tokens={max_context_tokens}"
+        )
     if vocab_size is not None and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
         bad = next(int(t) for t in tokens if not 0 <= t < vocab_size)
         return f"token id {bad} is outside the model's vocabulary of {vocab_size}"
@@ -209,5 +215,8 @@ def _scoring_problem(num_tokens: int, k: int, vocab_size: int | None) -> str:
     if k > vocab_size:
         return f"prompt_top_k={k} is not allowed; the model's vocabulary has {vocab_size}"
     if (size := (num_tokens - 1) * k * 8) > wire.MAX_PAYLOAD_BYTES - REPLY_ROOM_BYTES:
-        return f"{num_tokens} tokens with prompt_top_k={k}: the reply has {size} bytes, at most {wire.MAX_PAYLOAD_BYTES} fit"
+        return (
+            f"{num_tokens} tokens with prompt_top_k={k}: the reply has {size} bytes, at most "
+            f"{wire.MAX_PAYLOAD_BYTES} fit"
+        )
     return ""

@@ -130,7 +130,9 @@ class RandomEngine(WeightlessEngine):
             raise GuideError(why)
         return LogitOffsets(sampling, self._tokenizer.vocab_size, self._ends(sampling), self._guides)
 
-    async def _tell(self, pieces: Sequence[TokenEvent], deadline: float, aborted: asyncio.Event, tap: TokenListener) -> int:
+    async def _tell(
+        self, pieces: Sequence[TokenEvent], deadline: float, aborted: asyncio.Event, tap: TokenListener
+    ) -> int:
         """Stream the pieces one by one, each after its delay, and return how many fit into the time."""
         due = time.monotonic()
         for count, piece in enumerate(pieces):
@@ -167,7 +169,9 @@ class RandomEngine(WeightlessEngine):
         own = sampling.ignore_eos and not sampling.guides
         return {*(() if own else self._tokenizer.eos_token_ids), *sampling.stop_token_ids}
 
-    def _draw_reshaped(self, request: wire.GenerateRequest, reshaping: LogitOffsets) -> tuple[list[int], list[float], wire.FinishReason]:
+    def _draw_reshaped(
+        self, request: wire.GenerateRequest, reshaping: LogitOffsets
+    ) -> tuple[list[int], list[float], wire.FinishReason]:
         """Draw like ``_uniform``, from equal logits plus the request's own offsets."""
         rng, limit = self._start(request)
         sampling, size, ends = request.sampling, self._tokenizer.vocab_size, self._ends(request.sampling)
@@ -185,7 +189,9 @@ class RandomEngine(WeightlessEngine):
             stopped = token in ends or (stops is not None and stops.hit(tokens))
         return tokens, logprobs, "stop" if stopped else "length"
 
-    def _uniform(self, rng: random.Random, sampling: wire.SamplingParams, limit: int) -> tuple[list[int], list[float], wire.FinishReason]:
+    def _uniform(
+        self, rng: random.Random, sampling: wire.SamplingParams, limit: int
+    ) -> tuple[list[int], list[float], wire.FinishReason]:
         size = self._tokenizer.vocab_size
         ends = self._ends(sampling)
         stops = StopStrings(self._tokenizer, sampling.stop) if sampling.stop else None

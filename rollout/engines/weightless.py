@@ -35,7 +35,9 @@ class WeightlessEngine:
     async def adopt(self, version: int) -> None:
         raise NotImplementedError(f"engine {self.name} has no weights")
 
-    async def update_weights(self, tensors: Mapping[str, torch.Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None) -> float:
+    async def update_weights(
+        self, tensors: Mapping[str, torch.Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None
+    ) -> float:
         raise NotImplementedError(f"engine {self.name} has no weights")
 
     async def logprobs(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:

@@ -34,7 +34,9 @@ def config(folder: Path, run: str, *, steps: int, pace_s: float = 0.05, **sectio
     Args:
         pace_s: how long a reward takes at first, which keeps steps from being over too soon; see ``set_pace``.
     """
-    (folder / "sums.jsonl").write_text("".join(f'{{"question": "{n}+{n}=", "answer": "{2 * n}"}}\n' for n in range(200)), encoding="utf-8")
+    (folder / "sums.jsonl").write_text(
+        "".join(f'{{"question": "{n}+{n}=", "answer": "{2 * n}"}}\n' for n in range(200)), encoding="utf-8"
+    )
     (folder / "length_reward.py").write_text(REWARD, encoding="utf-8")
     set_pace(folder, pace_s)
     common = {"group_size": 2, "max_context_tokens": 64, "deadline_s": 90, "sampling": {"max_tokens": 4}}

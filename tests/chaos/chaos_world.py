@@ -20,10 +20,12 @@ from broker.jetstream.bus import Bus
 
 KILLS = int(os.environ.get("RL_CHAOS_KILLS", "5"))  # of each role; `make chaos` has 50
 BROKER_KILLS = int(os.environ.get("RL_CHAOS_BROKER_KILLS", "0"))  # in a run of its own; `make chaos` has 20
-FREEZE_S = float(os.environ.get("RL_CHAOS_FREEZE_S", "6"))  # longer than ack_wait and the presence TTL; `make chaos` has 60
+# longer than ack_wait and the presence TTL; `make chaos` has 60
+FREEZE_S = float(os.environ.get("RL_CHAOS_FREEZE_S", "6"))
 SEED = int(os.environ.get("RL_CHAOS_SEED", "0"))
 LIMIT_S = 240.0  # longest wait for anything, a learner's start on a busy machine among it
-# For runs in which the watch itself may lose its broker for longer than two checkpoints take: behind the oldest the log is trimmed.
+# For runs in which the watch itself may lose its broker for longer than two checkpoints take: behind the oldest the log
+# is trimmed.
 KEEP_ALL: dict[str, Any] = {"every_steps": 5, "keep": 1000}
 
 
@@ -43,7 +45,9 @@ class World:
         os.kill(self.tap_pid, signal.SIGUSR1)
 
     async def state(self) -> str:
-        """What to look at when something has not happened: the newest line, the queues, what is in flight, the end of each log."""
+        """What to look at when something has not happened: the newest line, the queues, what is in flight, the end of
+        each log.
+        """
         said = [f"newest line: {self.watch.lines()[-1:]}", f"crashes: {self.fleet.crashes}"]
         try:
             async with asyncio.timeout(10):
@@ -51,7 +55,9 @@ class World:
                 said.append(f"without a record: {sorted(await self.watch.in_flight())}")
         except TimeoutError:
             said.append("the broker says nothing")
-        return "\n".join([*said, *(f"--- {child.name}, running: {child.running}\n{child.tail(20)}" for child in self.fleet.children)])
+        return "\n".join(
+            [*said, *(f"--- {child.name}, running: {child.running}\n{child.tail(20)}" for child in self.fleet.children)]
+        )
 
     async def finish(self) -> None:
         """The run ends by itself, everyone leaves with 0, and all books agree."""
@@ -67,7 +73,9 @@ class World:
             assert "Traceback" not in log.read_text(), log
         issued = await self.bus.last_seq(TICKETS)
         check_lines(self.watch.lines(), steps=self.steps, max_staleness=chaos.MAX_STALENESS)
-        books = reconcile(self.watch.folder, self.watch.first, self.tap, issued=issued, steps=self.steps, groups=chaos.GROUPS)
+        books = reconcile(
+            self.watch.folder, self.watch.first, self.tap, issued=issued, steps=self.steps, groups=chaos.GROUPS
+        )
         assert (books.lost, books.trained_twice, books.wrong) == (set(), set(), []), books
         assert books.trained == self.steps * chaos.GROUPS
         audit = await asyncio.to_thread(run_audit, self.watch.folder, self.fleet.url, self.tap)

@@ -1,4 +1,6 @@
-"""The harness's own books: the log as it was read while the run went on, and the tap, against what the learner wrote. No learner code."""
+"""The harness's own books: the log as it was read while the run went on, and the tap, against what the learner wrote.
+No learner code.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class Books:
     wrong: list[str]
 
 
-def reconcile(folder: Path, first: Mapping[int, tuple[int, str]], tap: Path, *, issued: int, steps: int, groups: int) -> Books:
+def reconcile(
+    folder: Path, first: Mapping[int, tuple[int, str]], tap: Path, *, issued: int, steps: int, groups: int
+) -> Books:
     """Compare.
 
     Args:
@@ -33,22 +37,38 @@ def reconcile(folder: Path, first: Mapping[int, tuple[int, str]], tap: Path, *, 
         issued: tickets that the broker has a sequence for.
         steps: of the run, each of ``groups`` groups unless a bound was met.
     """
-    rows = [json.loads(row) for path in sorted((folder / "ledger").glob("step-*.jsonl")) for row in path.read_text().splitlines()]
+    rows = [
+        json.loads(row)
+        for path in sorted((folder / "ledger").glob("step-*.jsonl"))
+        for row in path.read_text().splitlines()
+    ]
     ended = Counter(row["ticket"] for row in rows if row["state"] in FINAL)
     trained = [row for row in rows if row["state"] == "trained"]
     times = Counter(row["ticket"] for row in trained)
     seen = [json.loads(row) for row in tap.read_text().splitlines()]
-    wrong = [f"ticket {row['ticket']} ended more than once" for row in rows if row["state"] in FINAL and ended[row["ticket"]] > 1]
+    wrong = [
+        f"ticket {row['ticket']} ended more than once"
+        for row in rows
+        if row["state"] in FINAL and ended[row["ticket"]] > 1
+    ]
     for row in trained:
         seq, kind = first.get(row["ticket"], (0, ""))
         if (row["seq"], "Group") != (seq, kind):
             wrong.append(f"ticket {row['ticket']} was trained by record {row['seq']}, its first record is {kind} {seq}")
     per_step = Counter(row["step"] for row in trained)
-    wrong += [f"step {step} was trained on {per_step[step]} groups" for step in range(1, steps + 1) if per_step[step] != groups]
+    wrong += [
+        f"step {step} was trained on {per_step[step]} groups"
+        for step in range(1, steps + 1)
+        if per_step[step] != groups
+    ]
     tickets = set(range(1, issued + 1))
-    observed: set[int] = {line["ticket"] for line in seen if line["event"] in ("ticket", "sample") and line.get("kind") != "RulesChange"}
+    observed: set[int] = {
+        line["ticket"] for line in seen if line["event"] in ("ticket", "sample") and line.get("kind") != "RulesChange"
+    }
     lost = (tickets - ended.keys()) | (tickets - first.keys()) | (observed - ended.keys())
-    return Books(issued, len(trained), lost, {number for number, count in times.items() if count > 1}, sorted(set(wrong)))
+    return Books(
+        issued, len(trained), lost, {number for number, count in times.items() if count > 1}, sorted(set(wrong))
+    )
 
 
 def check_lines(lines: list[dict[str, Any]], *, steps: int, max_staleness: int) -> None:

@@ -1,4 +1,6 @@
-"""The calendar clocks of the processes started with it, set together while they run, as ``date -s`` would. Everyone else's stay true."""
+"""The calendar clocks of the processes started with it, set together while they run, as ``date -s`` would. Everyone
+else's stay true.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,18 @@ class ShiftedClock:
         if compiler is None:
             raise NoLibraryError("there is no C compiler")
         self.library, self._file = folder / "shifted_clock.so", folder / "shifted_clock.offset"
-        command = [compiler, "-shared", "-fPIC", "-O2", "-Wall", "-Werror", "-o", str(self.library), str(SOURCE), "-pthread"]
+        command = [
+            compiler,
+            "-shared",
+            "-fPIC",
+            "-O2",
+            "-Wall",
+            "-Werror",
+            "-o",
+            str(self.library),
+            str(SOURCE),
+            "-pthread",
+        ]
         built = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         if built.returncode:
             raise NoLibraryError(f"{compiler} cannot build {SOURCE.name}: {built.stderr.strip()[-300:]}")

@@ -1,4 +1,6 @@
-"""A learner a hundred times slower than the hubs: they wait, nothing is dropped, queues hold what credit permits, memory stays level."""
+"""A learner a hundred times slower than the hubs: they wait, nothing is dropped, queues hold what credit permits,
+memory stays level.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class Gauge:
 
     async def serve(self) -> None:
         while True:
-            pids = {child.name: child.pid for child in self._world.fleet.children} | {"nats-server": self._world.fleet.broker_pid}
+            pids = {child.name: child.pid for child in self._world.fleet.children} | {
+                "nats-server": self._world.fleet.broker_pid
+            }
             for name, pid in pids.items():
                 self.resident[name].append(await asyncio.to_thread(resident_mib, pid))
             for stream in (TICKETS, EPISODES, SAMPLES):
@@ -60,7 +64,9 @@ def resident_mib(pid: int) -> float:
 
 
 def times_slower(tap: Path) -> float:
-    """A step of the learner, against the time from its tickets to their last record; medians, both as the tap saw them."""
+    """A step of the learner, against the time from its tickets to their last record; medians, both as the tap saw
+    them.
+    """
     issued: dict[int, float] = {}
     scored: dict[int, float] = {}
     for row in map(json.loads, tap.read_text().splitlines()):
@@ -96,7 +102,16 @@ async def test_a_learner_a_hundred_times_slower_than_the_hubs(tmp_path: Path, mo
     lines = w.watch.lines()
     levels = {name: (round(first, 1), round(last, 1)) for name, (first, last) in sorted(gauge.levels().items())}
     slower = times_slower(w.tap)
-    print(json.dumps({"times_slower": round(slower), "mib": levels, "deepest": gauge.deepest, "seconds": len(gauge.resident["learner"])}))
+    print(
+        json.dumps(
+            {
+                "times_slower": round(slower),
+                "mib": levels,
+                "deepest": gauge.deepest,
+                "seconds": len(gauge.resident["learner"]),
+            }
+        )
+    )
     assert {name: levels[name] for name, (first, last) in levels.items() if last - first > MAY_GROW_MIB} == {}
     assert gauge.deepest["tickets"] <= CREDIT
     assert gauge.deepest["episodes"] <= CREDIT

@@ -24,7 +24,13 @@ BUCKET_MIB = 4096 / 2**20
 TRAIN: dict[str, dict[str, Any]] = {
     "whole": {"weights_backend": "gloo"},
     "shared": {"weights_backend": "shared"},
-    "delta": {"weights_backend": "gloo", "weights_delta": True, "weights_full_every": 7, "weights_dtype": "bfloat16", "lr": 1e-6},
+    "delta": {
+        "weights_backend": "gloo",
+        "weights_delta": True,
+        "weights_full_every": 7,
+        "weights_dtype": "bfloat16",
+        "lr": 1e-6,
+    },
 }
 INTERMEDIATE_SIZE = {"whole": 96, "shared": 96, "delta": 256}
 
@@ -47,7 +53,9 @@ def serves(server: RunProcess, version: int, behind: int) -> bool:
     return any(int(number) >= version for number in said)
 
 
-@pytest.mark.skipif(not EVERY, reason="set RL_CHAOS_BUCKETS=1; tests/contract/test_weights.py kills both ends too, outside of a run")
+@pytest.mark.skipif(
+    not EVERY, reason="set RL_CHAOS_BUCKETS=1; tests/contract/test_weights.py kills both ends too, outside of a run"
+)
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("sent", ["whole", "delta", "shared"])
 async def test_both_ends_are_killed_behind_every_bucket(tmp_path: Path, sent: str) -> None:
@@ -76,10 +84,19 @@ async def test_both_ends_are_killed_behind_every_bucket(tmp_path: Path, sent: st
             server = w.fleet.of("rollout")[after % 2]
             behind, version = server.log.stat().st_size, w.watch.step()
             delays["rollout"].append(await strike(w, plugin, server, after))
-            await w.watch.until(lambda server=server, version=version, behind=behind: serves(server, version, behind), LIMIT_S)  # type: ignore[misc]
+            await w.watch.until(
+                lambda server=server, version=version, behind=behind: serves(server, version, behind), LIMIT_S
+            )
             delays["learner"].append(await strike(w, plugin, w.fleet.of("learner")[0], after))
             behind, version = server.log.stat().st_size, w.watch.step()
-            await w.watch.until(lambda server=server, version=version, behind=behind: serves(server, version, behind), LIMIT_S)  # type: ignore[misc]
+            await w.watch.until(
+                lambda server=server, version=version, behind=behind: serves(server, version, behind), LIMIT_S
+            )
         await w.finish()
-    print(json.dumps({"sent": sent, "buckets": num_buckets} | {role: [round(s, 1) for s in times] for role, times in delays.items()}))
+    print(
+        json.dumps(
+            {"sent": sent, "buckets": num_buckets}
+            | {role: [round(s, 1) for s in times] for role, times in delays.items()}
+        )
+    )
     assert max(delays["rollout"]) < TIMEOUT_S

@@ -1,7 +1,8 @@
 """The calendar clock of every Python process set forward and back while a run trains: nobody decides anything by it.
 
-Not by libfaketime (0.9.10): told to leave the monotonic clock alone it still rewrites waits that end by it, so that every
-``time.sleep`` of Python 3.11 fails with EINVAL, at an offset of 0, too. ``shifted_clock.c`` touches the calendar clock only.
+Not by libfaketime (0.9.10): told to leave the monotonic clock alone it still rewrites waits that end by it, so that
+every ``time.sleep`` of Python 3.11 fails with EINVAL, at an offset of 0, too. ``shifted_clock.c`` touches the calendar
+clock only.
 
 The broker is a static Go program and keeps the true time, as a broker on another machine would.
 """
@@ -60,7 +61,11 @@ def clock(tmp_path: Path) -> ShiftedClock:
 
 def test_the_calendar_clock_moves_and_the_monotonic_one_does_not(clock: ShiftedClock) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", PROBE], env=os.environ | clock.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PROBE],
+        env=os.environ | clock.environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as probe:
         assert probe.stdin is not None
         assert probe.stdout is not None
@@ -98,7 +103,9 @@ class Seen:
 
 def processes(w: World) -> dict[int, set[int]]:
     """By process of a role, those that it and its workers have started."""
-    return {child.pid: {kid.pid for kid in psutil.Process(child.pid).children(recursive=True)} for child in w.fleet.children}
+    return {
+        child.pid: {kid.pid for kid in psutil.Process(child.pid).children(recursive=True)} for child in w.fleet.children
+    }
 
 
 def checkpoints(w: World) -> list[int]:
@@ -108,14 +115,22 @@ def checkpoints(w: World) -> list[int]:
 def check_checkpoints(steps: list[int], lines: list[dict[str, Any]], moves: list[int]) -> None:
     """Some between any two moves of the clock, and none sooner than is set; the last one is that of the run's end."""
     for after, until in itertools.pairwise([0, *moves, len(lines)]):
-        assert [step for step in steps if after < step <= until], f"no checkpoint in steps {after + 1} to {until}, but {steps}"
+        assert [step for step in steps if after < step <= until], (
+            f"no checkpoint in steps {after + 1} to {until}, but {steps}"
+        )
     for one, other in itertools.pairwise([step for step in steps if 0 < step < len(lines)]):
-        assert sum(line["time/step"] for line in lines[one:other]) > 0.9 * CHECKPOINT_S, f"checkpoints {one} and {other}"
+        assert sum(line["time/step"] for line in lines[one:other]) > 0.9 * CHECKPOINT_S, (
+            f"checkpoints {one} and {other}"
+        )
 
 
-@pytest.mark.skipif(not os.environ.get("RL_CHAOS_CLOCKS"), reason="a minute or more; with make chaos (RL_CHAOS_CLOCKS=1)")
+@pytest.mark.skipif(
+    not os.environ.get("RL_CHAOS_CLOCKS"), reason="a minute or more; with make chaos (RL_CHAOS_CLOCKS=1)"
+)
 @pytest.mark.timeout(600)
-async def test_clocks_are_set_forward_and_back(tmp_path: Path, clock: ShiftedClock, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_clocks_are_set_forward_and_back(
+    tmp_path: Path, clock: ShiftedClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in clock.environment.items():
         monkeypatch.setenv(name, value)
     moves: list[int] = []
@@ -147,6 +162,11 @@ async def test_clocks_are_set_forward_and_back(tmp_path: Path, clock: ShiftedClo
         assert set(started) == {child.pid for child in w.fleet.children}
     jumps = [round((after["time"] - before["time"]) / HOUR_S) for before, after in itertools.pairwise(lines)]
     assert [jump for jump in jumps if jump] == [1, -2, 1]
-    assert {name: line[name] for line in lines for name in line if name.startswith("time/") and not 0 <= line[name] < LIMIT_S} == {}
+    assert {
+        name: line[name]
+        for line in lines
+        for name in line
+        if name.startswith("time/") and not 0 <= line[name] < LIMIT_S
+    } == {}
     print(f"checkpoints at {checkpoints(w)}, clocks moved after steps {moves}")
     check_checkpoints(checkpoints(w), lines, moves)

@@ -1,4 +1,6 @@
-"""A whole run on three brokers, each of them killed again and again: nothing lost, nothing trained twice, and how long a recovery takes."""
+"""A whole run on three brokers, each of them killed again and again: nothing lost, nothing trained twice, and how long
+a recovery takes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ DOWN_S = 3.0  # longer than an election may take, so that the other two must do 
 
 
 @pytest.mark.skipif(ROUNDS == 0, reason="minutes; with make chaos (RL_CHAOS_CLUSTER=5)")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # nats-py's sockets of attempts at a dead broker
+# nats-py's sockets of attempts at a dead broker
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.timeout(200 + 150 * ROUNDS)
 async def test_each_of_three_brokers_is_killed_in_a_run(tmp_path: Path) -> None:
     rng = random.Random(SEED)
@@ -40,4 +43,8 @@ async def test_each_of_three_brokers_is_killed_in_a_run(tmp_path: Path) -> None:
             await w.reach(before + 2)
             await fleet.nodes.settled(w.bus)
         await w.finish()
-    print(json.dumps({"recoveries_s": [round(s, 1) for s in sorted(took)], "kills": len(took), "repeated": w.watch.repeated}))
+    print(
+        json.dumps(
+            {"recoveries_s": [round(s, 1) for s in sorted(took)], "kills": len(took), "repeated": w.watch.repeated}
+        )
+    )

@@ -1,4 +1,6 @@
-"""SIGSTOP and SIGCONT of every role; processes that leave and join, and a learner that wakes up when another one has taken its place."""
+"""SIGSTOP and SIGCONT of every role; processes that leave and join, and a learner that wakes up when another one has
+taken its place.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ async def test_each_role_is_frozen_for_a_while(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(600)
 async def test_others_leave_and_join_and_a_learner_that_wakes_up_behind_another_is_fenced(tmp_path: Path) -> None:
-    """SIGTERM drains: hubs and servers hand back what they have not finished, and end with 0; others join at any time."""
+    """SIGTERM drains: hubs and servers hand back what they have not finished, and end with 0; others join at any
+    time.
+    """
     async with world(tmp_path, "elastic", steps=60) as w:
         await w.reach(6)
         leaving = [w.fleet.of(role)[0] for role in ("rollout", "envhub", "rewardhub")]

@@ -1,4 +1,6 @@
-"""The broker's store is full in the middle of a step: nothing is lost, the learner comes back, and trimming carries the run to its end."""
+"""The broker's store is full in the middle of a step: nothing is lost, the learner comes back, and trimming carries the
+run to its end.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,8 @@ async def test_the_store_is_full_in_the_middle_of_a_step(tmp_path: Path) -> None
         await w.finish()
         assert await w.bus.first_seq(SAMPLES) > reached * chaos.GROUPS  # trimmed behind what had filled it
         times = {child.name: child.log.read_text().count(SAID) for child in w.fleet.children}
-        assert {name: count for name, count in times.items() if count > 4} == {}  # filled twice, and a short respite by the reserve
+        # filled twice, and a short respite by the reserve
+        assert {name: count for name, count in times.items() if count > 4} == {}
         assert len(checkpoint.list_checkpoints(w.watch.folder / "checkpoints")) == 2
         assert int((await w.bus.info(RESERVE))["state"]["bytes"]) >= reserve.PIECES * reserve.PIECE_BYTES
 

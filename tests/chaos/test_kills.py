@@ -1,4 +1,6 @@
-"""kill -9 of every role while a run trains: nothing lost, nothing trained twice, by the audit, by a tap, and by the harness's own books."""
+"""kill -9 of every role while a run trains: nothing lost, nothing trained twice, by the audit, by a tap, and by the
+harness's own books.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ class Striker:
     async def _hit(self, role: str, window: str) -> None:
         """Kill one of a role in a window, and wait until all that was in flight has its record.
 
-        That is later than that survivors hold the victim's work. For the learner: until it has completed a step that it had not before.
+        That is later than that survivors hold the victim's work. For the learner: until it has completed a step that it
+        had not before.
         """
         watch = self._world.watch
         killed_at: list[float] = []
@@ -71,7 +74,12 @@ class Striker:
     def report(self) -> str:
         took = {role: [round(s, 2) for s in sorted(times)] for role, times in self.recoveries.items()}
         return json.dumps(
-            took | {"windows": dict(sorted(self.hits.items())), "repeated": self._world.watch.repeated, "closed": self._world.watch.reasons}
+            took
+            | {
+                "windows": dict(sorted(self.hits.items())),
+                "repeated": self._world.watch.repeated,
+                "closed": self._world.watch.reasons,
+            }
         )
 
 
@@ -101,7 +109,10 @@ async def test_each_role_is_killed_again_and_again(tmp_path: Path) -> None:
 @pytest.mark.timeout(120 + 30 * BROKER_KILLS)
 async def test_the_broker_is_killed_again_and_again_under_load(tmp_path: Path) -> None:
     rng = random.Random(SEED)
-    async with world(tmp_path, "broker", 3 * BROKER_KILLS + 10, 0.02) as w, windows(w.fleet.url, "broker", w.watch) as look:
+    async with (
+        world(tmp_path, "broker", 3 * BROKER_KILLS + 10, 0.02) as w,
+        windows(w.fleet.url, "broker", w.watch) as look,
+    ):
         striker = Striker(w, look, rng)
         for number in range(BROKER_KILLS):
             await w.reach(3 * number + 2)

@@ -1,4 +1,5 @@
-"""Each kind of process cut from the broker without a word, a hub cut from a server, and one broker of three cut from its peers.
+"""Each kind of process cut from the broker without a word, a hub cut from a server, and one broker of three cut from
+its peers.
 
 Real packets through real namespaces; what is cut vanishes, nothing is reset, so only silence tells.
 """
@@ -19,15 +20,19 @@ from partitioned_fleet import PartitionedFleet
 from broker.contract import wire
 from broker.contract.streams import MEMBERS
 
-# Seconds of each partition. `make chaos` has 1, 30 and 180; nothing in the system remembers a message id for longer than 120 s.
+# Seconds of each partition. `make chaos` has 1, 30 and 180; nothing in the system remembers a message id for longer
+# than 120 s.
 PARTITION_S = [float(number) for number in os.environ.get("RL_CHAOS_PARTITION_S", "1").split(",")]
 VICTIMS = ("envhub-0", "rewardhub-0", "rollout-0", "learner", "hub from server")
 CHOSEN = os.environ.get("RL_CHAOS_PARTITION_VICTIMS", ",".join(VICTIMS)).split(",")
 
 pytestmark = [
-    pytest.mark.skipif("RL_CHAOS_PARTITION_S" not in os.environ, reason="minutes; with make chaos (RL_CHAOS_PARTITION_S=1,30,180)"),
+    pytest.mark.skipif(
+        "RL_CHAOS_PARTITION_S" not in os.environ, reason="minutes; with make chaos (RL_CHAOS_PARTITION_S=1,30,180)"
+    ),
     pytest.mark.skipif(bool(why := why_not()), reason=why),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # nats-py's sockets of attempts that nobody answered
+    # nats-py's sockets of attempts that nobody answered
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 
@@ -50,7 +55,9 @@ async def trains_on(w: World) -> float:
 async def test_each_role_is_cut_from_the_broker(tmp_path: Path, seconds: float) -> None:
     with network(1) as net:
         make = functools.partial(PartitionedFleet, network=net)
-        async with world(tmp_path, "cut", steps=20 * len(CHOSEN) + 4, pace_s=max(seconds / 25, 0.05), make_fleet=make) as w:
+        async with world(
+            tmp_path, "cut", steps=20 * len(CHOSEN) + 4, pace_s=max(seconds / 25, 0.05), make_fleet=make
+        ) as w:
             fleet = w.fleet
             assert isinstance(fleet, PartitionedFleet)
             took = {}
@@ -67,7 +74,11 @@ async def test_each_role_is_cut_from_the_broker(tmp_path: Path, seconds: float) 
                 await w.watch.until(lambda pending=pending: pending <= w.watch.first.keys(), LIMIT_S)  # type: ignore[misc]
                 await trains_on(w)
                 took[victim] = round(time.monotonic() - began - seconds, 1)
-            print(f"cut for {seconds:g} s each; after that, all that was in flight had come and two steps were done within", took)
+            print(
+                f"cut for {seconds:g} s each; after that, all that was in flight had come and two steps were done "
+                f"within",
+                took,
+            )
             await w.reach(w.steps, LIMIT_S + 6 * len(CHOSEN) * seconds)
             await w.finish()
 

@@ -1,4 +1,6 @@
-"""kill -9 of every process in its first seconds, and two learners of one run at once: the run comes up and its books agree."""
+"""kill -9 of every process in its first seconds, and two learners of one run at once: the run comes up and its books
+agree.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,16 @@ RIVALRIES = int(os.environ.get("RL_CHAOS_RIVALRIES", "1"))  # rounds of two lear
 async def kill_early(w: World, child: RunProcess, rng: random.Random, ages: list[float]) -> None:
     """Kill one process at a random moment, each of its first lives; notes its ages in seconds.
 
-    In every other life it is just behind one of its first lines in the log: on a busy machine its imports alone take EARLY_S.
+    In every other life it is just behind one of its first lines in the log: on a busy machine its imports alone take
+    EARLY_S.
     """
     for number in range(EARLY_KILLS):
         await w.watch.until(lambda: child.running or child.done, LIMIT_S)
         if number % 2 == 0:
             line, until = rng.randint(1, LINES), time.monotonic() + WITHIN_S
-            await w.watch.until(lambda line=line, until=until: child.num_lines >= line or time.monotonic() > until, LIMIT_S)  # type: ignore[misc]
+            await w.watch.until(
+                lambda line=line, until=until: child.num_lines >= line or time.monotonic() > until, LIMIT_S
+            )
             await asyncio.sleep(rng.random())
         else:
             await asyncio.sleep(max(0.0, child.started + rng.random() * EARLY_S - time.monotonic()))
@@ -58,7 +63,10 @@ async def test_every_process_is_killed_in_its_first_seconds(tmp_path: Path) -> N
     rng, steps = random.Random(SEED), 6 + 10 * EARLY_KILLS
     ages: dict[str, list[float]] = {}
     async with world(tmp_path, "starts", steps) as w:
-        kills = [kill_early(w, child, random.Random(rng.random()), ages.setdefault(child.name, [])) for child in w.fleet.children]
+        kills = [
+            kill_early(w, child, random.Random(rng.random()), ages.setdefault(child.name, []))
+            for child in w.fleet.children
+        ]
         await asyncio.gather(*kills, kill_the_broker_early(w, rng, ages.setdefault("broker", [])))
         await w.finish()
     print({name: [round(age, 1) for age in found] for name, found in ages.items()})
@@ -74,7 +82,8 @@ class Rivals:
         self.won: Counter[str] = Counter()
 
     async def settled(self) -> RunProcess:
-        """Wait until one of them has been fenced and the other one has made a step that was not there before; the other one.
+        """Wait until one of them has been fenced and the other one has made a step that was not there before; the other
+        one.
 
         Until then rewards are slow, so that the run is not over before a learner has started, however slow the machine.
         """

@@ -1,7 +1,8 @@
 """Where a process is hit: just behind a message that crosses the wire, or a change in the run's folder.
 
-A plain subscriber sees a message when the broker takes it in, which is before its writer has the confirmation: a hub that is killed
-then has its record in the log and its ticket unacknowledged; a broker that is killed then has confirmed nothing.
+A plain subscriber sees a message when the broker takes it in, which is before its writer has the confirmation: a hub
+that is killed then has its record in the log and its ticket unacknowledged; a broker that is killed then has confirmed
+nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from bench.support.watch import FleetWatch
 from broker.contract.streams import EPISODES, SAMPLES, TICKETS, WEIGHTS, WEIGHTSYNC, Stream
 
 ANYWHERE = "anywhere"
-FILES = ("ledger", "line", "checkpoint", "trim")  # of the learner: its books, its line, a checkpoint begun, a checkpoint complete
+# of the learner: its books, its line, a checkpoint begun, a checkpoint complete
+FILES = ("ledger", "line", "checkpoint", "trim")
 # The first five of each role are those of a short run.
 WINDOWS: dict[str, tuple[str, ...]] = {
     "learner": ("ticket", "ledger", "checkpoint", "trim", "offer", ANYWHERE, "line", "join", "trimmed", "sample"),
@@ -91,7 +93,9 @@ class Windows:
         return conditions[window]
 
     async def _on_file(self, window: str, act: Strike) -> str:
-        checkpoints, metrics, ledger = (self._watch.folder / name for name in ("checkpoints", "metrics.jsonl", "ledger"))
+        checkpoints, metrics, ledger = (
+            self._watch.folder / name for name in ("checkpoints", "metrics.jsonl", "ledger")
+        )
 
         def size_of_ledger() -> int:
             return sum(path.stat().st_size for path in ledger.glob("step-*.jsonl"))
@@ -122,7 +126,9 @@ async def windows(url: str, run: str, watch: FleetWatch) -> AsyncIterator[Window
     async def ignore(_: Exception) -> None:
         """The connection comes back by itself."""
 
-    client = await nats.connect(url, name="windows", max_reconnect_attempts=-1, reconnect_time_wait=0.1, error_cb=ignore)
+    client = await nats.connect(
+        url, name="windows", max_reconnect_attempts=-1, reconnect_time_wait=0.1, error_cb=ignore
+    )
     try:
         await client.subscribe(f"rl.{run}.>", cb=made.on_message)
         await client.subscribe(f"$JS.API.STREAM.PURGE.{SAMPLES.stream_name(run)}", cb=made.on_message)

@@ -1,4 +1,6 @@
-"""Three brokers, each of them killed under load: what was confirmed is there, whoever was connected goes on, nobody is told otherwise."""
+"""Three brokers, each of them killed under load: what was confirmed is there, whoever was connected goes on, nobody is
+told otherwise.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ class Load:
         """Tickets with expected-last-sequence; by one issuer alone each must be stored at its own number."""
         while not self.stop.is_set():
             number = self.issued + 1
-            assert await self.issuer.publish(TICKETS, ticket(number), key="lake", expected_last_seq=number - 1) == number
+            assert (
+                await self.issuer.publish(TICKETS, ticket(number), key="lake", expected_last_seq=number - 1) == number
+            )
             self.issued = number
             await asyncio.sleep(0.01)
 
@@ -114,7 +118,8 @@ async def until(what: Callable[[], bool], tasks: list[asyncio.Task[None]], withi
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # nats-py's sockets of attempts at a dead server
+# nats-py's sockets of attempts at a dead server
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_any_one_server_may_be_killed_under_load(nodes: ClusterNodes) -> None:
     buses = [await Bus.connect(nodes.url, "demo", name=f"bus-{number}", deadline_s=30) for number in range(4)]
     await buses[0].ensure_streams()
@@ -144,7 +149,10 @@ async def test_any_one_server_may_be_killed_under_load(nodes: ClusterNodes) -> N
             await nodes.settled(buses[0])
         load.stop.set()
         await asyncio.gather(*ending)
-        await until(lambda: {ticket for _, ticket in load.read} >= set(range(1, load.issued + 1)) and load.seen == load.swapped, endless)
+        await until(
+            lambda: {ticket for _, ticket in load.read} >= set(range(1, load.issued + 1)) and load.seen == load.swapped,
+            endless,
+        )
         last = await buses[0].last_seq(SAMPLES)
         await until(lambda: load.read[-1][0] == last, endless)
     finally:
@@ -157,4 +165,7 @@ async def test_any_one_server_may_be_killed_under_load(nodes: ClusterNodes) -> N
     assert [seq for seq, _ in load.read] == list(range(1, last + 1))  # in order, without a gap
     assert set(load.confirmed) <= set(range(1, last + 1))
     repeated = len(load.read) - load.issued
-    print(f"{load.issued} tickets, {load.swapped} swaps, {repeated} records repeated; gone on after {[round(s, 1) for s in took]} s")
+    print(
+        f"{load.issued} tickets, {load.swapped} swaps, {repeated} records repeated; gone on after "
+        f"{[round(s, 1) for s in took]} s"
+    )

@@ -42,7 +42,9 @@ def trainer_of(path: str, dtype: str = "float32", weights_dtype: str | None = No
 
 
 @asynccontextmanager
-async def sender_of(bus: Bus, trainer: TorchBackend, dtype: str = "float32") -> AsyncIterator[tuple[WeightSender, WeightOffering]]:
+async def sender_of(
+    bus: Bus, trainer: TorchBackend, dtype: str = "float32"
+) -> AsyncIterator[tuple[WeightSender, WeightOffering]]:
     offering = WeightOffering(trainer, TrainSection.model_validate({"device": "cpu"}), dtype)
     sender = offering.sender(bus, Roster(bus), 1)
     await sender.start()
@@ -54,11 +56,22 @@ class Server:
     """An engine and its receiver, joined as in ``rollout.service``."""
 
     def __init__(
-        self, bus: Bus, name: str, path: str, dtype: str = "float32", weights_dtype: str | None = None, *, first: str | None = None
+        self,
+        bus: Bus,
+        name: str,
+        path: str,
+        dtype: str = "float32",
+        weights_dtype: str | None = None,
+        *,
+        first: str | None = None,
     ) -> None:
         self.bus, self.name, self.weights_dtype, self.first = bus, name, weights_dtype, first
         self.config = EngineConfig(
-            path, RolloutSection(max_running=2, max_context_tokens=64, num_threads=1), dtype=dtype, device="cpu", policy_version=-1
+            path,
+            RolloutSection(max_running=2, max_context_tokens=64, num_threads=1),
+            dtype=dtype,
+            device="cpu",
+            policy_version=-1,
         )
         self.engine = HFEngine(self.config)
         self.seen: list[Mapping[str, Tensor]] = []
@@ -67,7 +80,9 @@ class Server:
         await self.engine.start()
         stack.push_async_callback(self.engine.close)
         held = self.engine.weights()
-        self.receiver = WeightReceiver(self.bus, self.name, held, self.load, bucket_mib=32, dtype=self.weights_dtype, first=self.base)
+        self.receiver = WeightReceiver(
+            self.bus, self.name, held, self.load, bucket_mib=32, dtype=self.weights_dtype, first=self.base
+        )
         await self.receiver.start()
         stack.push_async_callback(self.receiver.close)
         return self
@@ -110,7 +125,8 @@ async def test_what_is_sent_is_the_adapter_and_the_engine_computes_as_the_traine
         assert sender.metrics()["weights/sent_bytes"] == sender.plan.size_bytes
         for server in (*servers, late):
             held = server.engine.weights()
-            assert all(torch.equal(held[name], merged[name]) for name in held)  # to the bit: both merge by the same function
+            # to the bit: both merge by the same function
+            assert all(torch.equal(held[name], merged[name]) for name in held)
             found = torch.from_numpy(await server.engine.logprobs(PROBE))
             torch.testing.assert_close(found, expected, atol=1e-5 if dtype == "float32" else 0.1, rtol=0)
         assert (trainer.logprobs(PROBE) - backend(path).logprobs(PROBE)).abs().max() > 1e-2  # it has learned something
@@ -123,7 +139,9 @@ async def test_a_server_with_another_model_below_is_refused_in_one_line(tmp_path
         server = await Server(bus, "s", other).start(stack)
         sender.offer(0, offering.tensors(), offering.probe())
         await until(lambda: server.receiver.refused, LONG_S)
-        assert server.receiver.refused.startswith("the learner's adapters belong to another model than the one here: digest ")
+        assert server.receiver.refused.startswith(
+            "the learner's adapters belong to another model than the one here: digest "
+        )
         assert "\n" not in server.receiver.refused
         assert server.seen == []
 
@@ -138,7 +156,10 @@ async def test_other_layers_than_the_adapters_are_told_by_name(tmp_path: Path, b
         sender._adapter = wire.Adapter(base=sender._adapter.base, targets=["q_proj"], rank=2, scale=3.0)
         sender.offer(0, offering.tensors(), offering.probe())
         await until(lambda: server.receiver.refused, LONG_S)
-        assert "is another model than the one here: base_model.model.model.layers.0.mlp.down_proj.lora_A.weight" in server.receiver.refused
+        assert (
+            "is another model than the one here: base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
+            in server.receiver.refused
+        )
 
 
 def test_a_server_finds_its_first_weights_in_the_engine_or_else_in_the_folder(tmp_path: Path) -> None:

@@ -43,17 +43,20 @@ def close(found, expected):
             assert one[name] == pytest.approx(other[name], rel=1e-5, abs=1e-5), name
 
 
-# Of whole weights and two moments, which part a rank of two holds; ZeRO keeps float32 copies beside the weights that it trains.
+# Of whole weights and two moments, which part a rank of two holds; ZeRO keeps float32 copies beside the weights that it
+# trains.
 HELD = {"fsdp2": 1 / 2, "deepspeed-1": 5 / 6, "deepspeed-2": 5 / 6, "deepspeed-2-offload": 5 / 6}
 HELD |= {"deepspeed-3": 2 / 3, "deepspeed-3-offload": 2 / 3}
-# Norms (224 of 18,368) lie whole on both ranks, and of 23 tokens each has 12; a pipeline's first stage has the embedding and one layer.
+# Norms (224 of 18,368) lie whole on both ranks, and of 23 tokens each has 12; a pipeline's first stage has the
+# embedding and one layer.
 HELD |= {"megatron-tp2": (224 + (18368 - 224 + 32) / 2) / 18368, "megatron-pp2": (736 + 8704 + 96) / 18368}
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_backend(path, expected, tmp_path, monkeypatch, name):
-    # One life: as the torch backend, a checkpoint in the middle; a second: bit for bit the same from there, then a rank is killed.
+    # One life: as the torch backend, a checkpoint in the middle; a second: bit for bit the same from there, then a rank
+    # is killed.
     first = make(name, path)
     try:
         held = sum(tensor.numel() for tensor in first.worker.optimizer.tensors() if tensor.ndim)
@@ -105,8 +108,9 @@ def test_backend(path, expected, tmp_path, monkeypatch, name):
 
 @pytest.mark.timeout(120)
 def test_two_ranks_give_the_gradient_of_one_in_every_aggregation(path):
-    # A token's weight differs in seq-mean-token-mean alone; the other three differ in the denominator, which is rank 0's to know.
-    frozen = {"lr": 1e-30, "betas": (0.0, 0.999), "max_grad_norm": 0.0}  # no weight moves, and the first moment is the gradient
+    # A token's weight differs in seq-mean-token-mean alone; the other three differ in the denominator, which is rank
+    # 0's to know. no weight moves, and the first moment is the gradient
+    frozen = {"lr": 1e-30, "betas": (0.0, 0.999), "max_grad_norm": 0.0}
     for modes in (("token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"), ("seq-mean-token-mean",)):
         pair = make("ddp", path, algorithm=AlgorithmSection(loss_agg_mode=modes[0]), **frozen)
         try:

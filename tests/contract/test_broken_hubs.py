@@ -1,4 +1,6 @@
-"""Hubs on hosts where nothing works: they stop taking work and say why, every ticket survives, and they return by themselves."""
+"""Hubs on hosts where nothing works: they stop taking work and say why, every ticket survives, and they return by
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,14 @@ from rlearner.ops.status import on_broker, text_of
 
 NUM_TICKETS = 12
 ON_DISK = {
-    "run": "r", "folder": "runs/r", "step": 0, "steps": 1, "step_at": None, "ledger_file": "none yet", "checkpoints": [], "figures": {},
+    "run": "r", "folder": "runs/r", "step": 0, "steps": 1, "step_at": None, "ledger_file": "none yet",
+    "checkpoints": [], "figures": {},
     "warnings": [], "tickets": {}, "dead": {},
 }  # fmt: skip
 # A hub whose workers are started with another interpreter than its own, which may not be there.
-OTHER_PYTHON = "import os, sys; sys.executable = os.environ['WORKER_PYTHON']; from {role}.cli import main; sys.exit(main())"
+OTHER_PYTHON = (
+    "import os, sys; sys.executable = os.environ['WORKER_PYTHON']; from {role}.cli import main; sys.exit(main())"
+)
 SCORE = {"env": "qa", "rewards": [{"name": f"{Path(KIT).parent}/bad_host.py:score"}]}
 CRASHES = {"env": "qa", "rewards": [{"name": f"{reward_world.FUNCTIONS}:crashes"}]}
 LENGTH = {"env": "qa", "rewards": [{"name": f"{reward_world.FUNCTIONS}:length"}]}
@@ -115,7 +120,9 @@ async def test_where_all_hubs_are_broken_the_run_waits_and_goes_on_when_one_is_r
         assert presence.problem.startswith(
             f"domain d: 2 tickets in a row failed here, the last: {'reset' if env == 'Simulator' else 'step'} raised"
         )
-        assert any("domain d: 2 tickets in a row" in line for line in text_of({**ON_DISK, **await on_broker(world.bus)}, 0.0))
+        assert any(
+            "domain d: 2 tickets in a row" in line for line in text_of({**ON_DISK, **await on_broker(world.bus)}, 0.0)
+        )
         await until(lambda: "and 3 trials failed here" in getattr(roster.get("h"), "problem", ""))
         assert await world.bus.last_seq(SAMPLES) == 0
         flag.unlink()
@@ -126,15 +133,24 @@ async def test_where_all_hubs_are_broken_the_run_waits_and_goes_on_when_one_is_r
     assert max(group.deliveries for group in groups.values()) <= 4  # trials cost none
 
 
-async def test_a_host_where_no_worker_process_can_be_started_gets_no_tickets_until_one_can(world: World, roster: Roster) -> None:
-    await world.publish_spec({"d": {"env": f"{KIT}:Count", "isolation": "process", "group_size": 2, "max_turns": 5}, "lake": LAKE})
+async def test_a_host_where_no_worker_process_can_be_started_gets_no_tickets_until_one_can(
+    world: World, roster: Roster
+) -> None:
+    await world.publish_spec(
+        {"d": {"env": f"{KIT}:Count", "isolation": "process", "group_size": 2, "max_turns": 5}, "lake": LAKE}
+    )
     await world.server()
     interpreter = world.folder / "python"
     for _ in range(6):
         await world.ticket("d")
-    child = world.spawn("--n", "16", "--id", "h", program=("-c", OTHER_PYTHON.format(role="envhub")), WORKER_PYTHON=str(interpreter))
+    child = world.spawn(
+        "--n", "16", "--id", "h", program=("-c", OTHER_PYTHON.format(role="envhub")), WORKER_PYTHON=str(interpreter)
+    )
     presence = await seen(roster, "h", "serving", serves=["lake"])
-    assert "5 tickets in a row failed here, the last: no worker process can be had: [Errno 2] No such file" in presence.problem
+    assert (
+        "5 tickets in a row failed here, the last: no worker process can be had: [Errno 2] No such file"
+        in presence.problem
+    )
     await asyncio.sleep(3)  # a trial or two
     assert await world.bus.last_seq(SAMPLES) == 0
     python(interpreter)
@@ -149,10 +165,19 @@ async def test_a_host_where_no_worker_process_can_be_started_gets_no_tickets_unt
     assert len([line for line in lines if "domain d works again" in line]) == 1
 
 
-async def test_a_hub_that_plays_few_tickets_at_once_does_not_wait_for_more_to_hang(world: World, roster: Roster) -> None:
+async def test_a_hub_that_plays_few_tickets_at_once_does_not_wait_for_more_to_hang(
+    world: World, roster: Roster
+) -> None:
     """With four tickets at once and retries it would else hang for 4 x 4 seconds before a fifth could fail."""
     await world.publish_spec(
-        {"d": {"env": f"{KIT}:Count", "env_args": {"trouble": "hang in step", "seconds": 600}, "max_turns": 5, "group_size": 4}},
+        {
+            "d": {
+                "env": f"{KIT}:Count",
+                "env_args": {"trouble": "hang in step", "seconds": 600},
+                "max_turns": 5,
+                "group_size": 4,
+            }
+        },
         sections={"envhub": {"step_timeout_s": 1.0, "max_retries": 3}},
     )
     await world.server()
@@ -160,14 +185,21 @@ async def test_a_hub_that_plays_few_tickets_at_once_does_not_wait_for_more_to_ha
         await world.ticket("d", group_size=4)
     async with world.hub("--n", "8", "--id", "h"):
         presence = await seen(roster, "h", "failed", serves=[])
-        assert presence.problem.startswith("domain d: 2 tickets in a row failed here, the last: step did not return within 1 s")
+        assert presence.problem.startswith(
+            "domain d: 2 tickets in a row failed here, the last: step did not return within 1 s"
+        )
         (queue,) = [await world.bus.depth(TICKETS)]
         assert await world.bus.last_seq(SAMPLES) == 0
     assert sum(queue.values()) == 4
 
 
 async def test_a_ticket_that_fails_where_others_succeed_is_closed_with_its_reason(world: World) -> None:
-    domain = {"env": f"{Path(KIT).parent}/envhub_bad.py:Bad", "env_args": {"does": ["raises"]}, "max_turns": 5, "group_size": 2}
+    domain = {
+        "env": f"{Path(KIT).parent}/envhub_bad.py:Bad",
+        "env_args": {"does": ["raises"]},
+        "max_turns": 5,
+        "group_size": 2,
+    }
     await world.publish_spec({"bad": domain}, sections={"envhub": {"max_retries": 1}})
     await world.server()
     for _ in range(6):
@@ -229,7 +261,8 @@ async def test_a_reward_hub_whose_workers_cannot_start_any_more_hands_back_and_s
     async with reward_world.hub(broker_url, bus.run, "h", program=program, WORKER_PYTHON=str(interpreter)):
         await seen(roster, "h", "serving", serves=["default"])
         interpreter.unlink()
-        await reward_world.put(bus, reward_world.group(1, "four", domain="crash", pools=("default",)))  # ends the only worker
+        # ends the only worker
+        await reward_world.put(bus, reward_world.group(1, "four", domain="crash", pools=("default",)))
         for ticket in range(2, 8):
             await reward_world.put(bus, reward_world.group(ticket, "four", pools=("default",)))
         presence = await seen(roster, "h", "failed", serves=[])

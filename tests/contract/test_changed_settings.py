@@ -20,7 +20,14 @@ from broker.runtime.process import Stop
 from learner.credit import ledger_segments
 from learner.service import serve
 
-LAKE = {"env": "frozenlake", "group_size": 2, "max_turns": 4, "max_context_tokens": 64, "deadline_s": 20, "sampling": {"max_tokens": 4}}
+LAKE = {
+    "env": "frozenlake",
+    "group_size": 2,
+    "max_turns": 4,
+    "max_context_tokens": 64,
+    "deadline_s": 20,
+    "sampling": {"max_tokens": 4},
+}
 
 
 def lines(config: dict[str, Any]) -> list[dict[str, Any]]:
@@ -70,9 +77,13 @@ async def test_a_domain_that_is_renamed(bus: Bus, broker_url: str, run_name: str
     assert issued == 8 + dropped
 
 
-async def test_settings_apply_from_the_end_of_the_log_on(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
+async def test_settings_apply_from_the_end_of_the_log_on(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+) -> None:
     """A learner that dies without a checkpoint: what had arrived by then is trained by the rules of then."""
-    config = fleet.config(str(tmp_path), run_name, train={"steps": 4, "max_staleness": 1}, checkpoint={"every_steps": 100})
+    config = fleet.config(
+        str(tmp_path), run_name, train={"steps": 4, "max_staleness": 1}, checkpoint={"every_steps": 100}
+    )
     await bus.ensure_streams()
     path, queue = tmp_path / run_name / "metrics.jsonl", await bus.work_queue(TICKETS, "lake")
     async with asyncio.timeout(120):
@@ -85,7 +96,9 @@ async def test_settings_apply_from_the_end_of_the_log_on(bus: Bus, broker_url: s
         await until(lambda: path.exists() and len(lines(config)) >= 2)
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
-    strict = fleet.config(str(tmp_path), run_name, train={"steps": 4, "max_staleness": 0}, checkpoint={"every_steps": 100})
+    strict = fleet.config(
+        str(tmp_path), run_name, train={"steps": 4, "max_staleness": 0}, checkpoint={"every_steps": 100}
+    )
     async with asyncio.timeout(120):
         second = asyncio.create_task(serve(strict, broker_url, Stop(), connect_deadline_s=60))
         async for entry in bus.read_log(SAMPLES, 6):  # behind the first rules and four groups
@@ -95,10 +108,12 @@ async def test_settings_apply_from_the_end_of_the_log_on(bus: Bus, broker_url: s
             await second
     found = lines(strict)
     assert [line["step"] for line in found] == [1, 2, 3, 4]
-    assert [line["staleness/max"] for line in found] == [0.0, 1.0, 0.0, 0.0]  # step 2 used groups of version 0, as it did before
+    # step 2 used groups of version 0, as it did before
+    assert [line["staleness/max"] for line in found] == [0.0, 1.0, 0.0, 0.0]
     issued, trained, _, dropped, dead, still_open = tickets_of(found[-1])
     assert (trained, dead, still_open) == (8, 0, 0)
-    # Of tickets 5-8 two are withdrawn, and 5 and 6, which ask for version 1 or newer, come with tokens too old for version 2.
+    # Of tickets 5-8 two are withdrawn, and 5 and 6, which ask for version 1 or newer, come with tokens too old for
+    # version 2.
     assert (issued, dropped, found[-1]["ticket/closed_withdrawn"]) == (12, 4, 2)
 
 
@@ -127,12 +142,16 @@ async def test_a_checkpoint_that_is_ahead_of_the_tickets_stream(
     assert tickets_of(lines(config)[-1]) == (40, 40, 0, 0, 0, 0)
 
 
-async def test_a_ticket_that_waits_in_its_queue_does_not_age(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
+async def test_a_ticket_that_waits_in_its_queue_does_not_age(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+) -> None:
     """Eight tickets wait for a hub that takes one after the other, up to three times as long as a ticket may take."""
     timing = {"ticket_timeout_s": 3.0, "steps": 2, "groups_per_step": 4, "max_staleness": 1}
     config = fleet.config(str(tmp_path), run_name, train=timing, domains={"lake": {**LAKE, "deadline_s": 2.0}})
     await bus.ensure_streams()
-    here = wire.Presence(role="envhub", id="hub", host=socket.gethostname(), pid=1, state="serving", slots=1, serves=["lake"])
+    here = wire.Presence(
+        role="envhub", id="hub", host=socket.gethostname(), pid=1, state="serving", slots=1, serves=["lake"]
+    )
     announcer = Announcer(bus, lambda: here)
     await announcer.start()
     played = await life(bus, broker_url, config, work_s=1.2)
@@ -141,11 +160,15 @@ async def test_a_ticket_that_waits_in_its_queue_does_not_age(bus: Bus, broker_ur
     assert tickets_of(lines(config)[-1]) == (8, 8, 0, 0, 0, 0)
 
 
-async def test_a_ticket_that_its_hub_forgot_is_closed_and_withdrawn(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
+async def test_a_ticket_that_its_hub_forgot_is_closed_and_withdrawn(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+) -> None:
     timing = {"ticket_timeout_s": 3.0, "steps": 1, "groups_per_step": 2, "max_staleness": 0}
     config = fleet.config(str(tmp_path), run_name, train=timing, domains={"lake": {**LAKE, "deadline_s": 2.0}})
     await bus.ensure_streams()
-    here = wire.Presence(role="envhub", id="hub", host=socket.gethostname(), pid=1, state="serving", slots=1, serves=["lake"])
+    here = wire.Presence(
+        role="envhub", id="hub", host=socket.gethostname(), pid=1, state="serving", slots=1, serves=["lake"]
+    )
     announcer, queue = Announcer(bus, lambda: here), await bus.work_queue(TICKETS, "lake")
     await announcer.start()
     async with asyncio.timeout(120):
@@ -160,5 +183,9 @@ async def test_a_ticket_that_its_hub_forgot_is_closed_and_withdrawn(bus: Bus, br
     assert tickets_of(lines(config)[-1]) == (3, 2, 0, 0, 1, 0)
     assert lines(config)[-1]["ticket/closed_timeout"] == 1
     assert await bus.depth(TICKETS) == {}
-    closed = [line for line in ledger_segments.LedgerLines(tmp_path / run_name / ledger_segments.FOLDER) if line.state == "dead"]
+    closed = [
+        line
+        for line in ledger_segments.LedgerLines(tmp_path / run_name / ledger_segments.FOLDER)
+        if line.state == "dead"
+    ]
     assert [(line.ticket, line.reason) for line in closed] == [(1, "timeout")]

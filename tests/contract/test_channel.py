@@ -130,13 +130,18 @@ async def test_a_reply_comes_back_whole(serve: Serve, client: ChannelClient) -> 
 async def test_many_requests_run_at_once_and_answers_find_their_askers(serve: Serve, client: ChannelClient) -> None:
     engine = Engine(at_once=False)
     server = await serve(engine)
-    tasks = [asyncio.create_task(client.generate(server.address, request(f"r{n}", tokens=n + 1), timeout_s=60)) for n in range(100)]
+    tasks = [
+        asyncio.create_task(client.generate(server.address, request(f"r{n}", tokens=n + 1), timeout_s=60))
+        for n in range(100)
+    ]
     await until(lambda: len(engine.seen) == 100)
     assert engine.most == 100
     for n in reversed(range(100)):  # answered in another order than asked
         engine.events[f"r{n}"].set()
     replies = await asyncio.gather(*tasks)
-    assert [(reply.request_id, len(reply.token_ids.array())) for reply in replies] == [(f"r{n}", n + 1) for n in range(100)]
+    assert [(reply.request_id, len(reply.token_ids.array())) for reply in replies] == [
+        (f"r{n}", n + 1) for n in range(100)
+    ]
 
 
 async def test_two_askers_and_two_servers_do_not_mix(serve: Serve, client: ChannelClient, kind: str, bus: Bus) -> None:
@@ -171,7 +176,8 @@ async def test_no_answer_in_time_fails_and_aborts(serve: Serve, client: ChannelC
     with pytest.raises(RequestFailed, match=r"no answer within 0\.3 s"):
         await client.generate(server.address, request(), timeout_s=0.3)
     await until(lambda: engine.aborted == ["r1"])
-    assert len((await client.generate(server.address, request("r1"), timeout_s=60)).token_ids.array()) == 3  # the line still works
+    # the line still works
+    assert len((await client.generate(server.address, request("r1"), timeout_s=60)).token_ids.array()) == 3
 
 
 async def test_a_cancelled_asker_aborts(serve: Serve, client: ChannelClient) -> None:
@@ -222,7 +228,9 @@ async def test_a_request_that_breaks_the_rules_is_not_sent(serve: Serve, client:
     assert engine.seen == []
 
 
-async def test_a_handler_that_raises_answers_an_error_and_the_next_request_works(serve: Serve, client: ChannelClient) -> None:
+async def test_a_handler_that_raises_answers_an_error_and_the_next_request_works(
+    serve: Serve, client: ChannelClient
+) -> None:
     engine = Engine()
     server = await serve(engine)
     await server.close()
@@ -269,7 +277,9 @@ async def send_raw(kind: str, bus: Bus, address: str, data: bytes) -> bytes:
         context.term()
 
 
-async def test_a_malformed_request_is_buried_and_answered_with_an_error(serve: Serve, client: ChannelClient, kind: str, bus: Bus) -> None:
+async def test_a_malformed_request_is_buried_and_answered_with_an_error(
+    serve: Serve, client: ChannelClient, kind: str, bus: Bus
+) -> None:
     engine = Engine()
     server = await serve(engine)
     async with asyncio.timeout(LONG_S):
@@ -334,7 +344,9 @@ async def test_an_answer_to_another_request_fails(client: ChannelClient, kind: s
 async def test_a_closing_server_returns_partial_outputs(serve: Serve, client: ChannelClient) -> None:
     engine = Engine(at_once=False)
     server = await serve(engine)
-    tasks = [asyncio.create_task(client.generate(server.address, request(f"r{n}", 1000), timeout_s=60)) for n in range(200)]
+    tasks = [
+        asyncio.create_task(client.generate(server.address, request(f"r{n}", 1000), timeout_s=60)) for n in range(200)
+    ]
     await until(lambda: len(engine.seen) == 200)
     await server.close()  # the connection ends right behind the answers
     assert [reply.finish_reason for reply in await asyncio.gather(*tasks)] == ["abort"] * 200
@@ -374,7 +386,9 @@ async def test_a_large_request_and_reply_pass(serve: Serve, client: ChannelClien
 
 
 def test_only_loopback_may_be_bound() -> None:
-    with pytest.raises(ConfigError, match=r"broker\.bind: '0\.0\.0\.0' is not allowed; only a loopback address .* encrypted"):
+    with pytest.raises(
+        ConfigError, match=r"broker\.bind: '0\.0\.0\.0' is not allowed; only a loopback address .* encrypted"
+    ):
         carriers.serve("zmq", None, "s1", bind="0.0.0.0")  # type: ignore[arg-type]
 
 
@@ -399,7 +413,8 @@ asyncio.run(main())
 
 
 async def test_a_killed_zmq_server_fails_its_requests_at_once(bus: Bus) -> None:
-    with subprocess.Popen([sys.executable, "-c", SERVER_PROGRAM], stdout=subprocess.PIPE, text=True) as process:  # noqa: ASYNC220
+    program = [sys.executable, "-c", SERVER_PROGRAM]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:  # noqa: ASYNC220
         assert process.stdout is not None
         client = carriers.connect("zmq", bus)
         try:
@@ -440,7 +455,9 @@ async def test_a_client_without_sockets_left_fails_the_request_and_goes_on(bus: 
     client._context.set(zmq.MAX_SOCKETS, 30)
     outcomes = await ask_closed_ports(client, range(1, 21))
     assert {type(outcome) for outcome in outcomes} == {RequestFailed}
-    assert "no connection can be opened: Too many open files" in {str(outcome).partition(": ")[2] for outcome in outcomes}
+    assert "no connection can be opened: Too many open files" in {
+        str(outcome).partition(": ")[2] for outcome in outcomes
+    }
     for port in range(1, 21):
         await client.forget(f"tcp://127.0.0.1:{port}")
     async with asyncio.timeout(LONG_S):  # sockets are freed by a thread of ZeroMQ's

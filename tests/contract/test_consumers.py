@@ -22,8 +22,15 @@ from broker.jetstream.consumers import _takes, adopted, differences, ensure_cons
 async def make(bus: Bus, **changes: Any) -> None:
     """The consumer of another program, with the broker's defaults except for these."""
     name = TICKETS.stream_name(bus.run)
-    config = {"durable_name": "lake", "filter_subject": TICKETS.subject(bus.run, "lake"), "ack_policy": "explicit", **changes}
-    await ask(bus.link, f"CONSUMER.DURABLE.CREATE.{name}.{config['durable_name']}", {"stream_name": name, "config": config})
+    config = {
+        "durable_name": "lake",
+        "filter_subject": TICKETS.subject(bus.run, "lake"),
+        "ack_policy": "explicit",
+        **changes,
+    }
+    await ask(
+        bus.link, f"CONSUMER.DURABLE.CREATE.{name}.{config['durable_name']}", {"stream_name": name, "config": config}
+    )
 
 
 async def found(bus: Bus, name: str = "lake") -> dict[str, Any]:
@@ -38,7 +45,10 @@ async def found(bus: Bus, name: str = "lake") -> dict[str, Any]:
         ({"ack_wait": 1_000_000_000}, {"ack_wait": 6_000_000_000}),
         ({"ack_wait": 600_000_000_000}, {"ack_wait": 6_000_000_000}),
         ({"max_deliver": 3, "max_ack_pending": 1}, {"max_deliver": -1, "max_ack_pending": -1}),
-        ({"headers_only": True, "max_batch": 1, "inactive_threshold": 60_000_000_000}, {"headers_only": None, "max_batch": None}),
+        (
+            {"headers_only": True, "max_batch": 1, "inactive_threshold": 60_000_000_000},
+            {"headers_only": None, "max_batch": None},
+        ),
         ({"mem_storage": True}, {"mem_storage": True}),
         ({"durable_name": "mine"}, {"name": "mine", "max_deliver": -1}),
     ],
@@ -69,19 +79,25 @@ async def test_a_consumer_of_another_program_is_adopted(
         ({"durable_name": "mine", "filter": "*"}, "it takes messages of other subjects"),
     ],
 )
-async def test_a_consumer_that_cannot_be_used_is_named_with_what_is_wrong(bus: Bus, changes: dict[str, Any], says: str) -> None:
+async def test_a_consumer_that_cannot_be_used_is_named_with_what_is_wrong(
+    bus: Bus, changes: dict[str, Any], says: str
+) -> None:
     if changes.pop("filter", None):
         changes["filter_subject"] = TICKETS.all_subjects(bus.run)
     await make(bus, **changes)
     with pytest.raises(UserError) as caught:
         await bus.work_queue(TICKETS, "lake")
     name = changes.get("durable_name", "lake")
-    assert f"the consumer {name} of stream {TICKETS.stream_name(bus.run)}, which another program made" in str(caught.value)
+    assert f"the consumer {name} of stream {TICKETS.stream_name(bus.run)}, which another program made" in str(
+        caught.value
+    )
     assert says in str(caught.value)
     assert f"nats consumer rm {TICKETS.stream_name(bus.run)} {name}" in str(caught.value)
 
 
-async def test_a_hub_ends_with_one_line_where_it_cannot_use_the_consumer(bus: Bus, broker_url: str, tmp_path: Path) -> None:
+async def test_a_hub_ends_with_one_line_where_it_cannot_use_the_consumer(
+    bus: Bus, broker_url: str, tmp_path: Path
+) -> None:
     world = World(bus, broker_url, tmp_path)
     await world.publish_spec({"lake": LAKE})
     await make(bus, deliver_subject="elsewhere")
@@ -108,7 +124,13 @@ async def test_ours_is_made_once_and_not_changed(bus: Bus) -> None:
 
 def test_what_is_kept_of_another_programs_settings() -> None:
     wanted = settings("lake", "rl.r.tickets.lake")
-    theirs = {"durable_name": "mine", "ack_wait": 30_000_000_000, "max_waiting": 7, "max_deliver": 3, "replay_policy": "instant"}
+    theirs = {
+        "durable_name": "mine",
+        "ack_wait": 30_000_000_000,
+        "max_waiting": 7,
+        "max_deliver": 3,
+        "replay_policy": "instant",
+    }
     assert adopted(theirs, wanted) == wanted | {"durable_name": "mine", "ack_wait": 30_000_000_000, "max_waiting": 7}
 
 

@@ -42,14 +42,20 @@ async def test_a_second_life_says_what_changed_and_makes_no_warm_start(
 ) -> None:
     await life(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 1}))
     rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "U"}]}) + "\n")
+    rows.write_text(
+        json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "U"}]}) + "\n"
+    )
     warm = {"steps": 3, "data": str(rows), "batch_size": 1}
     with caplog.at_level(logging.INFO):
-        await life(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 2, "lr": 2e-3}, warm_start=warm))
+        await life(
+            bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 2, "lr": 2e-3}, warm_start=warm)
+        )
     said = [record.getMessage() for record in caplog.records]
     assert "changed since the last start: train.lr: 0.001 -> 0.002" in said
     assert "changed since the last start: train.steps: 1 -> 2" in said
-    assert not [line for line in said if "changed" in line and line.split(": ")[1].split(".")[0] not in ("train", "warm_start")]
+    assert not [
+        line for line in said if "changed" in line and line.split(": ")[1].split(".")[0] not in ("train", "warm_start")
+    ]
     assert not [line for line in said if line.startswith("warm start")]
     assert not (tmp_path / run_name / "warm_start").exists()
     assert (tmp_path / run_name / "checkpoints" / "step-000002").is_dir()
@@ -60,7 +66,9 @@ async def test_first_weights_that_are_gone_are_made_again_for_a_reference_only(
     bus: Bus, broker_url: str, run_name: str, tmp_path: Path, kl_coef: float
 ) -> None:
     rows, first = tmp_path / "rows.jsonl", tmp_path / run_name / "warm_start"
-    rows.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "U"}]}) + "\n")
+    rows.write_text(
+        json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "U"}]}) + "\n"
+    )
     settings = {"warm_start": {"steps": 3, "data": str(rows), "batch_size": 1}, "algorithm": {"kl_coef": kl_coef}}
     await life(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 1}, **settings))
     weights = (first / "model.safetensors").read_bytes()
@@ -78,7 +86,12 @@ async def test_another_model_and_other_domains_are_refused_before_the_epoch(
     await life(bus, broker_url, first)
     written = (tmp_path / run_name / "config.yaml").read_bytes()
     with pytest.raises(ConfigError, match=r"^model.tiny.hidden_size: 32 is not allowed"):
-        await life(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 2}, model={"tiny": OTHER}), force=True)
+        await life(
+            bus,
+            broker_url,
+            fleet.config(str(tmp_path), run_name, train={"steps": 2}, model={"tiny": OTHER}),
+            force=True,
+        )
     pond = fleet.config(str(tmp_path), run_name, train={"steps": 2})
     pond["domains"] = {"pond": pond["domains"]["lake"]}
     with pytest.raises(ConfigError, match=r"^domains: 'pond' is not allowed"):
@@ -101,7 +114,9 @@ async def test_up_refuses_a_model_of_another_shape_before_it_starts_anything(
     file.write_text(to_yaml(config))
     command = [sys.executable, "-m", "rlearner.cli", "up", str(file), "train.steps=2", f"model.path={other}", "--force"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=120, env=env, check=False)
+    done = await asyncio.to_thread(
+        subprocess.run, command, capture_output=True, text=True, timeout=120, env=env, check=False
+    )
     held = tmp_path / run_name / "checkpoints" / "step-000001"
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[-1] == (

@@ -1,4 +1,6 @@
-"""A critic beside adapters on two ranks: the losses and values of one process, whether the policy is whole on each rank or sharded."""
+"""A critic beside adapters on two ranks: the losses and values of one process, whether the policy is whole on each rank
+or sharded.
+"""
 
 import os
 
@@ -16,7 +18,11 @@ def start(name, path, first=None):
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    "name", ["fsdp2", pytest.param("ddp", marks=pytest.mark.skipif("RL_OPTIONS" not in os.environ, reason="make test-options"))]
+    "name",
+    [
+        "fsdp2",
+        pytest.param("ddp", marks=pytest.mark.skipif("RL_OPTIONS" not in os.environ, reason="make test-options")),
+    ],
 )
 def test_a_critic_on_two_ranks(tmp_path, name):
     path = kit.save_model(tmp_path / "first")
@@ -28,7 +34,9 @@ def test_a_critic_on_two_ranks(tmp_path, name):
     try:
         pair.load_state(snapshot.state)  # the others take the critic from rank 0
         before = pair.snapshot().state
-        assert all(torch.equal(before[key], value) for key, value in snapshot.state.items() if key.startswith("critic."))
+        assert all(
+            torch.equal(before[key], value) for key, value in snapshot.state.items() if key.startswith("critic.")
+        )
         agree(steps(pair, range(2, 4)), steps(alone, range(2, 4)))
         first, second = pair.snapshot(), alone.snapshot()
         for key in (key for key in second.state if key.startswith("critic.weight.")):

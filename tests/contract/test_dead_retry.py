@@ -38,7 +38,9 @@ async def positions(bus: Bus) -> list[int]:
     return [await bus.last_seq(stream) for stream in (TICKETS, EPISODES, SAMPLES, EVALTICKETS, EVALS, DEAD)]
 
 
-async def test_a_dead_ticket_is_played_again_and_nothing_is_stored(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_dead_ticket_is_played_again_and_nothing_is_stored(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
     rewards = [{"name": f"{KIT}/reward_functions.py:length", "weight": 2.0}]
     domains = {"bad": bad("raises", group_size=1), "lake": {**LAKE, "rewards": rewards}}
     await world.publish_spec(domains, sections={"envhub": {"max_retries": 1}, "rewardhub": {"workers": 1}})
@@ -50,10 +52,13 @@ async def test_a_dead_ticket_is_played_again_and_nothing_is_stored(world: World,
         assert isinstance(closed, wire.Closed)
         for number, domain in ((2, "bad"), (3, "lake"), (4, "sea")):
             ticket = wire.Ticket(
-                number=number, domain=domain, task_index=1, seed=5, min_version=0, max_staleness=1, group_size=2, min_group_size=2,
+                number=number, domain=domain, task_index=1, seed=5, min_version=0, max_staleness=1, group_size=2,
+                min_group_size=2,
                 deadline_s=60.0,
             )  # fmt: skip
-            await world.bus.dead_letter(TICKETS, seq=0, ticket=number, reason="deadline: too slow", data=codec.encode(ticket))
+            await world.bus.dead_letter(
+                TICKETS, seq=0, ticket=number, reason="deadline: too slow", data=codec.encode(ticket)
+            )
         await world.bus.dead_letter(TICKETS, seq=0, ticket=9, reason="malformed", data=b"\xc1")
         await world.bus.dead_letter(EVALS, seq=0, ticket=9, reason="odd", data=codec.encode(EXAMPLES[wire.Closed]))
         before = await positions(world.bus)
@@ -102,7 +107,9 @@ async def served(bus: Bus, name: str) -> bool:
     return any(one.id == name and one.state == "serving" for one in await census(bus, bus.run))
 
 
-async def test_a_dead_group_is_scored_again_elsewhere_if_there_is_an_elsewhere(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_dead_group_is_scored_again_elsewhere_if_there_is_an_elsewhere(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
     await reward_world.publish_spec(world.bus)
     dead = reward_world.group(1, "fine", "x", domain="trap", pools=("default",))
     await world.bus.publish(DEAD, letter(dead), key="episodes")
@@ -126,4 +133,6 @@ async def test_a_dead_group_is_scored_again_elsewhere_if_there_is_an_elsewhere(w
 
 
 def letter(group: wire.Group) -> wire.DeadLetter:
-    return wire.DeadLetter(stream="episodes", sequence=0, ticket=group.ticket, reason="reward_error: odd", by="a", data=codec.encode(group))
+    return wire.DeadLetter(
+        stream="episodes", sequence=0, ticket=group.ticket, reason="reward_error: odd", by="a", data=codec.encode(group)
+    )

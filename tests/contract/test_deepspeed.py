@@ -1,4 +1,6 @@
-"""What only the backend deepspeed has: low precision, checkpointed blocks, rows in packs, one rank with its optimizer in host memory."""
+"""What only the backend deepspeed has: low precision, checkpointed blocks, rows in packs, one rank with its optimizer
+in host memory.
+"""
 
 import numpy as np
 import pytest
@@ -57,7 +59,7 @@ def test_bfloat16_over_float32_weights_resumes_bit_for_bit(tmp_path, variant, ra
         assert tensor.dtype == torch.float32
         if ranks == 1:
             torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-7)
-        else:  # slices of other shapes round otherwise in bfloat16, and AdamW's updates are of like size whatever the gradient's
+        else:  # slices of other shapes round differently in bfloat16; AdamW's updates hide the gradient's size
             assert (tensor - expected[name]).abs().mean() < 1e-5, name
     second = make(variant, str(tmp_path / "saved"), model=model, lr=1e-4, ranks=ranks)
     try:
@@ -95,6 +97,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing(path):
         assert backend.step()["actor/skipped"] == 1.0
         assert all(torch.equal(tensor, before[name]) for name, tensor in backend.weights().items())
         expected = make("torch", path)
-        assert run(backend, [0])[0]["actor/grad_norm"] == pytest.approx(run(expected, [0])[0]["actor/grad_norm"], rel=1e-5)
+        assert run(backend, [0])[0]["actor/grad_norm"] == pytest.approx(
+            run(expected, [0])[0]["actor/grad_norm"], rel=1e-5
+        )
     finally:
         backend.close()

@@ -99,7 +99,9 @@ def test_offloaded_activations_and_compiled_blocks_make_the_same_steps(path, mon
 
 
 def watch(backend, monkeypatch):
-    """Counts what goes to host memory as if this were a GPU, what is gathered, and what of that is there as a backward pass begins."""
+    """Counts what goes to host memory as if this were a GPU, what is gathered, and what of that is there as a backward
+    pass begins.
+    """
     seen, gathered, leaves = dict.fromkeys(("moved", "weights", "gathered", "kept"), 0), [], activation_offload._leaves
     module, optimizer = backend.policy.module, backend.worker.optimizer
     backward = optimizer.backward
@@ -130,7 +132,13 @@ def watch(backend, monkeypatch):
     monkeypatch.setattr(optimizer, "backward", watched)
     if not optimizer._sharded:
         return seen
-    within = {id(part) for block in module.modules() if hasattr(block, "_z3_leaf") for part in block.modules() if part is not block}
+    within = {
+        id(part)
+        for block in module.modules()
+        if hasattr(block, "_z3_leaf")
+        for part in block.modules()
+        if part is not block
+    }
     for part in module.modules():
         if id(part) not in within and (hasattr(part, "_z3_leaf") or not list(part.children())):
             part.register_forward_pre_hook(before)  # after DeepSpeed's own

@@ -1,6 +1,6 @@
-"""Weights by a device's memory between real processes: who sees the device reads it there, the others get them by gloo; the learner is
-killed, a server comes late, sleeps while what it reads is overwritten, and is killed. All but the device's own few calls is what runs with
-a GPU."""
+"""Weights by a device's memory between real processes: who sees the device reads it there, the others get them by gloo;
+the learner is killed, a server comes late, sleeps while what it reads is overwritten, and is killed. All but the
+device's own few calls is what runs with a GPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ class Beside:
     def __init__(self, bus: Bus) -> None:
         self._held = make_tensors(0)
         self.loaded: dict[tuple[int, int], str] = {}
-        self.receiver = WeightReceiver(bus, "r2", self._held, self._load, bucket_mib=1, settings=SHARED, memory=Memfd(visible=["right"]))
+        self.receiver = WeightReceiver(
+            bus, "r2", self._held, self._load, bucket_mib=1, settings=SHARED, memory=Memfd(visible=["right"])
+        )
 
     async def _load(self, tensors: Mapping[str, Tensor], offered: wire.WeightsOffer) -> None:
         for name, tensor in tensors.items():
@@ -72,19 +74,26 @@ async def test_a_run_on_one_device(bus: Bus, spawn: Spawn, caplog: pytest.LogCap
         assert await both(2, 0) == {expected}
         await until(lambda: "weights/shared" in sender.metrics())
         assert (sender.metrics()["weights/receivers"], sender.metrics()["weights/shared"]) == (2, 1)
-        why = "the learner's memory cannot be read from here (unit left------------ is hidden from this process), so it sends them"
+        why = (
+            "the learner's memory cannot be read from here (unit left------------ is hidden from this process), so "
+            "it sends them"
+        )
         assert f"weights: {why}" in caplog.messages
 
         late = await spawn("r3", visible=["left", "right"], at_bucket=6, do="stop", then_kill_at=45)
         await late.hears(event="stop")  # in the middle of version 0, which nobody packs any more
-        await until(lambda: sender.metrics()["weights/failures"] == 1)  # by the timeout alone, for nobody says who is there
+        # by the timeout alone, for nobody says who is there
+        await until(lambda: sender.metrics()["weights/failures"] == 1)
         for version in (1, 2):  # both buffers are written again
             expected = offer(sender, version)
             assert await both(2, version) == {expected}
         os.kill(late.pid, signal.SIGCONT)
         assert await loaded(2, late) == {expected}
         assert [said["event"] for said in late.said] == ["ready", "stop", "error", "loaded"]
-        assert "overwritten while it was read" in late.said[2]["reason"] or "the learner stopped it" in late.said[2]["reason"]
+        assert (
+            "overwritten while it was read" in late.said[2]["reason"]
+            or "the learner stopped it" in late.said[2]["reason"]
+        )
         assert mapped(late) == (1, 1)
 
         for version in (3, 4):
@@ -93,7 +102,9 @@ async def test_a_run_on_one_device(bus: Bus, spawn: Spawn, caplog: pytest.LogCap
                 await late.hears(event="kill")  # in the middle of it
             assert await both(2, version) == {expected}
         assert {said["event"] for said in near.said} <= {"ready", "loaded", "error"}
-        assert [said for said in near.said if said["event"] == "loaded" and said["epoch"] == 1 and said["version"] != 0] == []
+        assert [
+            said for said in near.said if said["event"] == "loaded" and said["epoch"] == 1 and said["version"] != 0
+        ] == []
         assert (1, 1) not in hidden.loaded
     finally:
         await hidden.receiver.close()

@@ -26,7 +26,8 @@ from rollout.config import RolloutSection
 from rollout.engines import ENGINE_ARGS, ENGINES
 from rollout.engines.base import NO_VERSION, Engine, EngineConfig, GenerationOutput
 
-HERE = sorted(ENGINES.keys() - {"vllm"})  # which has an environment of its own, where tests/vllm_engine holds it to the same suite
+# which has an environment of its own, where tests/vllm_engine holds it to the same suite
+HERE = sorted(ENGINES.keys() - {"vllm"})
 MAX_CONTEXT = 128
 
 
@@ -36,15 +37,27 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def build(
-    name: str, model_path: str, *, version: int = 0, url: str = "http://127.0.0.1:1/v1", command: list[str] | None = None, **section: Any
+    name: str,
+    model_path: str,
+    *,
+    version: int = 0,
+    url: str = "http://127.0.0.1:1/v1",
+    command: list[str] | None = None,
+    **section: Any,
 ) -> Engine:
     """An engine that forwards does so to ``url``; one that starts a server of its own does so by ``command``."""
     if name == "openai":
-        section = {"policy": "judge", "engine_args": {"base_url": url, "api": "completions", "token_ids": True}, **section}
+        section = {
+            "policy": "judge",
+            "engine_args": {"base_url": url, "api": "completions", "token_ids": True},
+            **section,
+        }
     if name == "sglang":
         section = {"engine_args": {"command": command or ["/bin/false"]}, **section}
     settings = RolloutSection(engine=name, max_running=4, max_context_tokens=MAX_CONTEXT, num_threads=1, **section)
-    engine: Engine = resolve("engines", name, ENGINES)(EngineConfig(model_path, settings, device="cpu", policy_version=version))
+    engine: Engine = resolve("engines", name, ENGINES)(
+        EngineConfig(model_path, settings, device="cpu", policy_version=version)
+    )
     return engine
 
 
@@ -64,7 +77,9 @@ async def command() -> AsyncIterator[list[str]]:
 
 
 @pytest.fixture(params=HERE)
-async def engine(request: pytest.FixtureRequest, model_path: str, url: str, command: list[str]) -> AsyncIterator[Engine]:
+async def engine(
+    request: pytest.FixtureRequest, model_path: str, url: str, command: list[str]
+) -> AsyncIterator[Engine]:
     made = build(request.param, model_path, url=url, command=command)
     await made.start()
     yield made
@@ -87,7 +102,9 @@ async def test_as_many_tokens_as_asked_for(engine: Engine) -> None:
 
 
 async def test_the_seed_decides(engine: Engine) -> None:
-    first, again, other = await asyncio.gather(*(engine.generate(ask(n, seed=s, max_tokens=30)) for n, s in (("a", 1), ("b", 1), ("c", 2))))
+    first, again, other = await asyncio.gather(
+        *(engine.generate(ask(n, seed=s, max_tokens=30)) for n, s in (("a", 1), ("b", 1), ("c", 2)))
+    )
     assert list(first.token_ids) == list(again.token_ids) != list(other.token_ids)
 
 
@@ -113,7 +130,9 @@ async def test_stop_strings_end_and_are_kept(engine: Engine, model_path: str) ->
 
 async def test_end_tokens_end_unless_ignored(engine: Engine, model_path: str) -> None:
     ends = Tokenizer.load(model_path).eos_token_ids
-    outputs = await asyncio.gather(*(engine.generate(ask(f"{s}", seed=s, max_tokens=100, ignore_eos=False)) for s in range(40)))
+    outputs = await asyncio.gather(
+        *(engine.generate(ask(f"{s}", seed=s, max_tokens=100, ignore_eos=False)) for s in range(40))
+    )
     assert "stop" in {output.finish_reason for output in outputs}
     for output in outputs:
         check_output(output)
@@ -133,19 +152,24 @@ async def test_the_context_bounds_the_output(engine: Engine) -> None:
         (
             [5] * MAX_CONTEXT,
             {},
-            f"the prompt has {MAX_CONTEXT} tokens and leaves no room to generate in rollout.max_context_tokens={MAX_CONTEXT}",
+            f"the prompt has {MAX_CONTEXT} tokens and leaves no room to generate in "
+            f"rollout.max_context_tokens={MAX_CONTEXT}",
         ),
         (PROMPT, {"max_tokens": 0}, "max_tokens=0 is not allowed; at least 1"),
     ],
     ids=["empty", "too long", "no tokens"],
 )
-async def test_what_cannot_run_is_answered_with_one_line(engine: Engine, prompt: list[int], sampling: dict[str, Any], error: str) -> None:
+async def test_what_cannot_run_is_answered_with_one_line(
+    engine: Engine, prompt: list[int], sampling: dict[str, Any], error: str
+) -> None:
     assert await engine.generate(ask("bad", prompt, **sampling)) == GenerationOutput(error=error)
     check_output(await engine.generate(ask("good")))
 
 
 async def test_a_request_id_twice_at_once_is_refused_and_the_first_goes_on(engine: Engine) -> None:
-    first, second = await asyncio.gather(engine.generate(ask("x", max_tokens=60)), engine.generate(ask("x")), return_exceptions=False)
+    first, second = await asyncio.gather(
+        engine.generate(ask("x", max_tokens=60)), engine.generate(ask("x")), return_exceptions=False
+    )
     done = [output for output in (first, second) if not output.error]
     assert done
     check_output(done[0])
@@ -175,7 +199,8 @@ async def test_a_deadline_returns_what_there_is(engine: Engine) -> None:
 
 async def test_abort_returns_what_there_is_and_unknown_ids_do_nothing(engine: Engine) -> None:
     engine.abort("never seen")
-    running = [asyncio.create_task(engine.generate(ask(f"{i}", max_tokens=110))) for i in range(10)]  # more than run at once
+    # more than run at once
+    running = [asyncio.create_task(engine.generate(ask(f"{i}", max_tokens=110))) for i in range(10)]
     await asyncio.sleep(0.01)
     for i in range(10):
         engine.abort(f"{i}")

@@ -37,14 +37,22 @@ def count(**env_args: Any) -> dict[str, Any]:
 
 async def test_tickets_become_groups_in_the_log(world: World) -> None:
     await world.publish_spec({"lake": LAKE})
-    server = await world.server(script=lambda request, context: "RRDDDR"[context.count("<|im_assistant|>") - 1], version=4)
+    server = await world.server(
+        script=lambda request, context: "RRDDDR"[context.count("<|im_assistant|>") - 1], version=4
+    )
     numbers = [await world.ticket(group_size=3) for _ in range(4)]
     async with world.hub("--n", "8", "--id", "hub1"):
         groups = await world.groups(4)
         await world.settled()
     assert sorted(groups) == numbers
     for number, group in groups.items():
-        assert (group.domain, group.task_index, group.hub, group.deliveries, group.pools) == ("lake", number - 1, "hub1", 1, [])
+        assert (group.domain, group.task_index, group.hub, group.deliveries, group.pools) == (
+            "lake",
+            number - 1,
+            "hub1",
+            1,
+            [],
+        )
         assert [one.episode for one in group.trajectories] == [0, 1, 2]
         assert group.generate_s > 0
         assert group.env_step_s > 0
@@ -59,7 +67,9 @@ async def test_tickets_become_groups_in_the_log(world: World) -> None:
 
 async def test_greedy_episodes_come_last_and_are_marked(world: World) -> None:
     await world.publish_spec({"lake": LAKE})
-    server = await world.server(script=lambda request, context: "RRDDDR"[context.count("<|im_assistant|>") - 1], version=4)
+    server = await world.server(
+        script=lambda request, context: "RRDDDR"[context.count("<|im_assistant|>") - 1], version=4
+    )
     number = await world.ticket(group_size=3, min_group_size=3, num_greedy=1)
     async with world.hub("--n", "8"):
         groups = await world.groups(1)
@@ -109,7 +119,10 @@ async def test_evaluations_are_held_out_and_recorded_and_asked_of_their_policy_o
     async with world.hub():
         groups = await world.groups(2, EVALS)
         await world.settled(EVALTICKETS)
-    assert [(groups[n].eval_step, groups[n].policy, groups[n].task_index) for n in (1, 2)] == [(7, "actor", 0), (7, "random", 1)]
+    assert [(groups[n].eval_step, groups[n].policy, groups[n].task_index) for n in (1, 2)] == [
+        (7, "actor", 0),
+        (7, "random", 1),
+    ]
     assert {turn.server for one in groups[1].trajectories for turn in one.turns} == {"s1"}
     assert {turn.server for one in groups[2].trajectories for turn in one.turns} == {"s2"}
     assert {request.sampling.temperature for request in actor.asked} == {0.0}
@@ -124,9 +137,18 @@ async def test_what_is_no_ticket_goes_to_the_dead_and_work_goes_on(world: World)
     await world.publish_spec({"lake": LAKE})
     await world.server()
     await world.raw(TICKETS, b"no ticket", ticket=1)
-    await world.raw(TICKETS, codec.encode(wire.DesiredState(state="running")))  # no header either: its number is its sequence
+    # no header either: its number is its sequence
+    await world.raw(TICKETS, codec.encode(wire.DesiredState(state="running")))
     other = wire.Ticket(
-        number=3, domain="sea", task_index=0, seed=0, min_version=0, max_staleness=0, group_size=1, min_group_size=1, deadline_s=1
+        number=3,
+        domain="sea",
+        task_index=0,
+        seed=0,
+        min_version=0,
+        max_staleness=0,
+        group_size=1,
+        min_group_size=1,
+        deadline_s=1,
     )
     await world.raw(TICKETS, codec.encode(other), ticket=3)
     await world.raw(EVALTICKETS, b"\xc1", ticket=5)
@@ -220,7 +242,11 @@ async def test_a_run_that_is_stopped_ends_the_hub_at_once(world: World) -> None:
 
 
 async def test_bad_environments_cost_only_their_own_tickets(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    domains = {"hangs": count(trouble="hang in step", seconds=30), "raises": count(trouble="raise in reset"), "lake": LAKE}
+    domains = {
+        "hangs": count(trouble="hang in step", seconds=30),
+        "raises": count(trouble="raise in reset"),
+        "lake": LAKE,
+    }
     await world.publish_spec(domains, sections={"envhub": {"step_timeout_s": 1.0, "max_retries": 1}})
     await world.server()
     for domain in ("hangs", "raises"):
@@ -229,15 +255,24 @@ async def test_bad_environments_cost_only_their_own_tickets(world: World, caplog
         await world.ticket()
     async with world.hub("--n", "4"):
         records = {record.ticket: record for record in await world.records(5)}
-    assert (records[1].reason, records[1].detail) == ("env_error", "episode 0, attempt 2: step did not return within 1 s")
+    assert (records[1].reason, records[1].detail) == (
+        "env_error",
+        "episode 0, attempt 2: step did not return within 1 s",
+    )
     broken = "ValueError: broken in reset (envhub_kit.py:88 in _trouble)"
     assert (records[2].reason, records[2].detail) == ("env_error", f"episode 0, attempt 2: reset raised {broken}")
     assert all(isinstance(records[n], wire.Group) for n in (3, 4, 5))
-    failures = [record for record in caplog.records if f"reset raised {broken}" in record.getMessage() and "failed" in record.getMessage()]
+    failures = [
+        record
+        for record in caplog.records
+        if f"reset raised {broken}" in record.getMessage() and "failed" in record.getMessage()
+    ]
     ends = [record.getMessage().rpartition("; ")[2] for record in failures]
     again, back = "the episode starts again", "its ticket goes back to the queue and will be played again"
-    assert ends[:-1] == [again, back, again, back, again]  # nothing else of the domain shows whether this host is to blame
-    assert [vars(record).get("traceback", "").count("Traceback") for record in failures] == [1, 0, 0, 0, 0, 0]  # each only once
+    # nothing else of the domain shows whether this host is to blame
+    assert ends[:-1] == [again, back, again, back, again]
+    # each only once
+    assert [vars(record).get("traceback", "").count("Traceback") for record in failures] == [1, 0, 0, 0, 0, 0]
 
 
 async def test_a_hub_with_fewer_slots_than_queues_hands_nothing_back(world: World) -> None:
@@ -316,7 +351,10 @@ async def test_a_group_that_cannot_be_in_time_is_given_up_where_late_ones_are_dr
         assert await world.bus.last_seq(SAMPLES) == 0
         server.version = 5
         (closed,) = await world.records(1)
-    assert (closed.reason, closed.detail) == ("late", "oldest token of version 3, version 5 is being trained, max_staleness 1")
+    assert (closed.reason, closed.detail) == (
+        "late",
+        "oldest token of version 3, version 5 is being trained, max_staleness 1",
+    )
 
 
 async def test_a_group_beyond_the_largest_message_is_closed(world: World) -> None:
@@ -396,11 +434,20 @@ async def test_a_hub_that_cannot_serve_the_run_says_why(world: World, tmp_path: 
     assert f"{data}: content differs from the run's" in lines[0]
 
 
-async def test_agents_of_a_hub_that_is_killed_die_with_it_and_their_tickets_are_redelivered(world: World, tmp_path: Path) -> None:
+async def test_agents_of_a_hub_that_is_killed_die_with_it_and_their_tickets_are_redelivered(
+    world: World, tmp_path: Path
+) -> None:
     pids = tmp_path / "pids"
     programs = Path(KIT).with_name("agent_programs.py")
     args = {"command": ["python", str(programs), "waits"], "env": {"PIDS": str(pids)}}
-    agent = {"env": "agent", "env_args": args, "context": "steps", "max_turns": 4, "group_size": 2, "sampling": {"max_tokens": 4}}
+    agent = {
+        "env": "agent",
+        "env_args": args,
+        "context": "steps",
+        "max_turns": 4,
+        "group_size": 2,
+        "sampling": {"max_tokens": 4},
+    }
     await world.publish_spec({"game": agent})
     holding = await world.server("s1", lambda *_: asyncio.Event().wait(), version=2)  # type: ignore[arg-type,return-value]
     number = await world.ticket("game")

@@ -27,7 +27,9 @@ def domain(request: pytest.FixtureRequest, tmp_path: Path) -> Domain:
         example = bare.example(tmp_path)
     except NotInstalled as error:
         pytest.skip(str(error))
-    section = DomainSection(env=request.param, env_args=example, rewards=[] if bare.has_reward else [{"name": "math_answer"}])  # type: ignore[list-item]
+    section = DomainSection(
+        env=request.param, env_args=example, rewards=[] if bare.has_reward else [{"name": "math_answer"}]
+    )
     made = load_domain("d", section)
     made.check()
     return made
@@ -45,7 +47,9 @@ async def call(environment: Environment, method: str, *args: Any) -> Any:
     return await result if inspect.isawaitable(result) else result
 
 
-async def episode(environment: Environment, texts: Any, split: str = "train", index: int = 0, seed: int = 1) -> list[str]:
+async def episode(
+    environment: Environment, texts: Any, split: str = "train", index: int = 0, seed: int = 1
+) -> list[str]:
     """Observations of one episode whose actions come from ``texts(turn)``."""
     observation = await call(environment, "reset", index, split, seed)
     assert isinstance(observation, Observation)

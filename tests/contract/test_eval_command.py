@@ -17,7 +17,9 @@ LAKE = ["envhub.n=16", "eval.tasks=6", "eval.group_size=2", "rollout.num_threads
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tiny = TinyModel(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48, vocab="chars")
+    tiny = TinyModel(
+        hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48, vocab="chars"
+    )
     return build_tiny(tmp_path_factory.mktemp("eval") / "model", tiny)
 
 
@@ -41,7 +43,9 @@ def test_a_model_is_measured_on_every_task_and_leaves_its_episodes(tmp_path: Pat
     done = command(tmp_path, model, *LAKE, "run.name=measured", "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    rows = [json.loads(line) for line in (tmp_path / "measured/evals/evaluated-step-000000.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "measured/evals/evaluated-step-000000.jsonl").read_text().splitlines()
+    ]
     assert [row["task_index"] for row in rows] == list(range(6))
     assert all(len(row["success"]) == 2 for row in rows)
     right = [sum(row["success"]) for row in rows]
@@ -57,10 +61,16 @@ def test_a_model_is_measured_on_every_task_and_leaves_its_episodes(tmp_path: Pat
     [
         ("/nowhere/model", [], "error: MODEL: '/nowhere/model' is not allowed"),
         (None, ["eval.taks=3"], "error: eval.taks: 3 is not allowed"),
-        (None, ["rollout.model_path=x"], "error: rollout.model_path: 'x' is not allowed; null with rollout.policy actor"),
+        (
+            None,
+            ["rollout.model_path=x"],
+            "error: rollout.model_path: 'x' is not allowed; null with rollout.policy actor",
+        ),
     ],
 )
-def test_bad_input_is_one_line(tmp_path: Path, model: Path, model_name: str | None, arguments: list[str], says: str) -> None:
+def test_bad_input_is_one_line(
+    tmp_path: Path, model: Path, model_name: str | None, arguments: list[str], says: str
+) -> None:
     done = command(tmp_path, model_name or model, *arguments)
     assert done.returncode == 2
     assert done.stdout == ""

@@ -29,9 +29,17 @@ TASKS = 6
 async def evaluating(bus: Bus, folder: Path, timeout_s: float) -> AsyncIterator[Evaluator]:
     """As the learner opens it."""
     section = EvalSection(tasks=TASKS, every_steps=1, timeout_s=timeout_s)
-    evaluations = EvaluationQueue(section, {"lake": DomainSection(env="lake", deadline_s=60)}, 1, await bus.last_seq(EVALTICKETS) + 1)
+    evaluations = EvaluationQueue(
+        section, {"lake": DomainSection(env="lake", deadline_s=60)}, 1, await bus.last_seq(EVALTICKETS) + 1
+    )
     made = Evaluator(
-        bus, evaluations, None, folder / "evals", "", DiskRetry(folder, Stop(), "nothing is kept"), TranscriptFactory({}, folder)
+        bus,
+        evaluations,
+        None,
+        folder / "evals",
+        "",
+        DiskRetry(folder, Stop(), "nothing is kept"),
+        TranscriptFactory({}, folder),
     )  # type: ignore[arg-type]
     await made.open()
     tasks = [asyncio.create_task(work) for work in made.services()]

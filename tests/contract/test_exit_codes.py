@@ -1,4 +1,6 @@
-"""Exit codes of whole runs: ended by a signal, by the operator, and after the last step. Real processes on a private broker."""
+"""Exit codes of whole runs: ended by a signal, by the operator, and after the last step. Real processes on a private
+broker.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ LIMIT_S = 3 * LONG_S  # of one life of a whole run
 SETTINGS = [
     "configs/quickstart.yaml",
     "run.name=codes",
-    "model.tiny={hidden_size: 16, num_layers: 1, num_heads: 1, num_kv_heads: 1, head_dim: 16, intermediate_size: 32, vocab: chars}",
+    "model.tiny={hidden_size: 16, num_layers: 1, num_heads: 1, num_kv_heads: 1, head_dim: 16, intermediate_size: 32, "
+    "vocab: chars}",
     "warm_start.steps=0",
     "eval.every_steps=0",
     "domains.lake.group_size=2",
@@ -32,7 +35,15 @@ async def up(folder: Path, *settings: str) -> AsyncIterator[asyncio.subprocess.P
     """``rlearner up``, killed if the test ends before it does; its output goes to ``up.log``."""
     with (folder / "up.log").open("ab") as log:
         child = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "rlearner.cli", "up", *SETTINGS, f"run.dir={folder}", *settings, stdout=log, stderr=log
+            sys.executable,
+            "-m",
+            "rlearner.cli",
+            "up",
+            *SETTINGS,
+            f"run.dir={folder}",
+            *settings,
+            stdout=log,
+            stderr=log,
         )
     try:
         async with asyncio.timeout(LIMIT_S):
@@ -46,7 +57,9 @@ async def up(folder: Path, *settings: str) -> AsyncIterator[asyncio.subprocess.P
 async def trains(child: asyncio.subprocess.Process, folder: Path, past: int) -> None:
     """Return once the run has made more steps than ``past``."""
     rows = folder / "codes" / "metrics.jsonl"
-    await until(lambda: child.returncode is not None or (rows.exists() and rows.read_text().count("\n") > past), LIMIT_S)
+    await until(
+        lambda: child.returncode is not None or (rows.exists() and rows.read_text().count("\n") > past), LIMIT_S
+    )
     assert child.returncode is None, (folder / "up.log").read_text()
 
 

@@ -1,4 +1,6 @@
-"""Weights that travel as FP8: everybody computes from the same ones, however they came, and the learner says what these compute."""
+"""Weights that travel as FP8: everybody computes from the same ones, however they came, and the learner says what these
+compute.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,9 @@ class Server:
         await self.engine.start()
         stack.push_async_callback(self.engine.close)
         held, only = self.engine.weights(), source is not None
-        self.receiver = WeightReceiver(bus, name, held, self.load, dtype="fp8", kept=True, snapshots=source, only_snapshots=only)
+        self.receiver = WeightReceiver(
+            bus, name, held, self.load, dtype="fp8", kept=True, snapshots=source, only_snapshots=only
+        )
         await self.receiver.start()
         stack.push_async_callback(self.receiver.close)
 

@@ -1,4 +1,6 @@
-"""The requests that other libraries send by their defaults (``framework_requests.json``, long texts cut) are answered in their form."""
+"""The requests that other libraries send by their defaults (``framework_requests.json``, long texts cut) are answered
+in their form.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +43,7 @@ async def test_a_request_of_a_library_is_answered(served: Api, request_: dict[st
         form, names = body.get("response_format"), {tool["function"]["name"] for tool in body.get("tools", ())}
     if form is not None:
         assert json.loads(words)["even"] in ("yes", "no")
-    if forced and request_["from"] != "smolagents_tools":  # whose answer may be any text, without end on a random engine
+    # whose answer may be any text, without end on a random engine
+    if forced and request_["from"] != "smolagents_tools":
         ((name, arguments),) = calls
         assert (name in names, isinstance(json.loads(arguments), dict)) == (True, True)

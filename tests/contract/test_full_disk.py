@@ -42,7 +42,9 @@ def small(tmp_path: Path) -> Iterator[Callable[[Path], Path]]:
 
     def mount(folder: Path) -> Path:
         folder.mkdir(parents=True)
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE_MIB}m", "none", str(folder)], capture_output=True, check=False)
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={SIZE_MIB}m", "none", str(folder)], capture_output=True, check=False
+        )
         if done.returncode:
             pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.decode().strip()}")
         mounted.append(folder)
@@ -92,7 +94,9 @@ async def test_a_learner_waits_for_space_and_goes_on(
     caplog: pytest.LogCaptureFixture,
     where: str,
 ) -> None:
-    """``checkpoints``: only they lack space, and training runs on for a while; ``.``: the whole run's folder is full."""
+    """``checkpoints``: only they lack space, and training runs on for a while; ``.``: the whole run's folder is
+    full.
+    """
     caplog.set_level("INFO")
     steps = {"steps": 30, "groups_per_step": 1, "max_staleness": 1}
     keep = {"every_steps": 2}
@@ -116,7 +120,8 @@ async def test_a_learner_waits_for_space_and_goes_on(
         filler.fill()
         await asyncio.sleep(0.3)
         before, trimmed = lines(), await bus.first_seq(SAMPLES)
-        kept = [checkpoint.read_checkpoint(path) for path in checkpoint.list_checkpoints(run / "checkpoints")]  # whole ones only
+        # whole ones only
+        kept = [checkpoint.read_checkpoint(path) for path in checkpoint.list_checkpoints(run / "checkpoints")]
         assert len(kept) == 2
         await asyncio.sleep(1.0)
         assert not learner.done()
@@ -125,15 +130,24 @@ async def test_a_learner_waits_for_space_and_goes_on(
         filler.free()
         await learner
     assert lines() == 30
-    assert [checkpoint.read_checkpoint(path).step for path in checkpoint.list_checkpoints(run / "checkpoints")][-1] == 30
+    assert [checkpoint.read_checkpoint(path).step for path in checkpoint.list_checkpoints(run / "checkpoints")][
+        -1
+    ] == 30
     assert said("can be written again")
     assert not list((run / "checkpoints").glob(".step-*"))
 
 
 async def test_a_stop_on_a_full_folder_ends_with_one_line(
-    bus: Bus, broker_url: str, run_name: str, tmp_path: Path, small: Callable[[Path], Path], caplog: pytest.LogCaptureFixture
+    bus: Bus,
+    broker_url: str,
+    run_name: str,
+    tmp_path: Path,
+    small: Callable[[Path], Path],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    config = fleet.config(str(tmp_path), run_name, train={"steps": 500, "groups_per_step": 1}, checkpoint={"every_steps": 1})
+    config = fleet.config(
+        str(tmp_path), run_name, train={"steps": 500, "groups_per_step": 1}, checkpoint={"every_steps": 1}
+    )
     folder = small(tmp_path / run_name / "checkpoints")
     filler, stop = Filler(folder), Stop()
     async with paced(bus):
@@ -148,7 +162,9 @@ async def test_a_stop_on_a_full_folder_ends_with_one_line(
     assert checkpoint.newest_checkpoint(folder) is not None
 
 
-def test_what_safetensors_says_of_a_full_disk_is_the_operating_systems_word(tmp_path: Path, small: Callable[[Path], Path]) -> None:
+def test_what_safetensors_says_of_a_full_disk_is_the_operating_systems_word(
+    tmp_path: Path, small: Callable[[Path], Path]
+) -> None:
     import torch
 
     from learner.backends.base import Snapshot

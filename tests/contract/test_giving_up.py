@@ -41,10 +41,15 @@ async def test_a_run_where_every_group_fails_ends_and_resumes_when_it_is_repaire
     async with fleet.Hub(bus, failing) as hub, asyncio.timeout(120):
         with pytest.raises(UserError) as caught:
             await serve(config, broker_url, Stop(), connect_deadline_s=60)
-    assert str(caught.value).startswith(f"all of the first 8 groups failed, most often (8 of 8) by env_error: {WHY}; fix that")
+    assert str(caught.value).startswith(
+        f"all of the first 8 groups failed, most often (8 of 8) by env_error: {WHY}; fix that"
+    )
     assert len(hub.tickets) <= 8 + 4
     assert await desired(bus) == wire.DesiredState(state="stopped", reason=str(caught.value))
-    assert [checkpoint.read_checkpoint(path).step for path in checkpoint.list_checkpoints(tmp_path / run_name / "checkpoints")] == [0]
+    assert [
+        checkpoint.read_checkpoint(path).step
+        for path in checkpoint.list_checkpoints(tmp_path / run_name / "checkpoints")
+    ] == [0]
 
     def mostly_bad(ticket: wire.Ticket) -> list[wire.Message | bytes]:  # seven more failures: those before do not count
         return failing(ticket) if ticket.number <= len(hub.tickets) + 7 else good(ticket)
@@ -56,10 +61,15 @@ async def test_a_run_where_every_group_fails_ends_and_resumes_when_it_is_repaire
 
 async def test_a_run_whose_only_hub_stays_broken_ends(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
     config = fleet.config(str(tmp_path), run_name, failures={"give_up_after_s": 2.0})
-    broken = wire.Presence(role="envhub", id="h", host="here", pid=1, state="failed", problem=f"domain lake: the last: {WHY}")
+    broken = wire.Presence(
+        role="envhub", id="h", host="here", pid=1, state="failed", problem=f"domain lake: the last: {WHY}"
+    )
     announcer = Announcer(bus, lambda: broken)
     await announcer.start()
     async with asyncio.timeout(120):
-        with pytest.raises(UserError, match="for 2 s every hub of domain lake was broken and no group was trained: h: domain lake: the l"):
+        with pytest.raises(
+            UserError,
+            match="for 2 s every hub of domain lake was broken and no group was trained: h: domain lake: the l",
+        ):
             await serve(config, broker_url, Stop(), connect_deadline_s=60)
     await announcer.close()

@@ -1,4 +1,6 @@
-"""The OpenAI-compatible API: answers, streams, errors, disconnects, keys; in this process, and as a real one on a real broker."""
+"""The OpenAI-compatible API: answers, streams, errors, disconnects, keys; in this process, and as a real one on a real
+broker.
+"""
 
 from __future__ import annotations
 
@@ -55,14 +57,23 @@ async def events(response: aiohttp.ClientResponse) -> list[Any]:
 
 
 async def test_a_conversation_is_rendered_and_answered_with_tokens_and_versions(served: Api) -> None:
-    ask = {"model": "actor", "messages": HELLO, "seed": 7, "max_completion_tokens": 9, "ignore_eos": True, "logprobs": True}
+    ask = {
+        "model": "actor",
+        "messages": HELLO,
+        "seed": 7,
+        "max_completion_tokens": 9,
+        "ignore_eos": True,
+        "logprobs": True,
+    }
     answer = await served.post("/chat/completions", ask)
     (choice,) = answer["choices"]
     assert answer["prompt_token_ids"] == served.tokenizer.encode_chat(HELLO)
     assert (choice["finish_reason"], len(choice["token_ids"]), choice["version_runs"]) == ("length", 9, [[0, 9]])
     assert choice["message"] == {"role": "assistant", "content": served.tokenizer.decode(choice["token_ids"])}
     assert answer["policy_version"] == 0
-    assert choice["logprobs"]["content"][3]["logprob"] == pytest.approx(-math.log(served.tokenizer.vocab_size), rel=1e-6)
+    assert choice["logprobs"]["content"][3]["logprob"] == pytest.approx(
+        -math.log(served.tokenizer.vocab_size), rel=1e-6
+    )
     again = await served.post("/chat/completions", ask)
     assert again["choices"][0]["token_ids"] == choice["token_ids"]
     bare = await served.post("/chat/completions", {"messages": HELLO, "max_tokens": 3, "return_token_ids": False})
@@ -84,7 +95,9 @@ async def test_prompts_as_text_and_as_tokens_with_several_choices_each(served: A
     assert both[0]["usage"]["prompt_tokens"] == len(ids)
     many = await served.post("/completions", {"prompt": [ids, [5, 6]], "max_tokens": 1, "ignore_eos": True})
     assert [choice["prompt_token_ids"] for choice in many["choices"]] == [ids, [5, 6]]
-    assert len((await served.post("/completions", {"prompt": ids, "ignore_eos": True}))["choices"][0]["token_ids"]) == 16
+    assert (
+        len((await served.post("/completions", {"prompt": ids, "ignore_eos": True}))["choices"][0]["token_ids"]) == 16
+    )
 
 
 async def test_stop_strings_are_kept_as_tokens_and_cut_as_text(served: Api) -> None:
@@ -119,7 +132,10 @@ async def test_models_and_health(served: Api) -> None:
     async with served.client.get(served.address + "/models") as response:
         (model,) = (await response.json())["data"]
         assert (model["id"], model["max_model_len"], model["policy_version"]) == ("actor", 128, 0)
-    async with aiohttp.ClientSession() as nobody, nobody.get(served.address.removesuffix("/v1") + "/health") as response:
+    async with (
+        aiohttp.ClientSession() as nobody,
+        nobody.get(served.address.removesuffix("/v1") + "/health") as response,
+    ):
         assert (response.status, await response.json()) == (200, {"status": "serving", "policy_version": 0})
 
 
@@ -127,7 +143,12 @@ async def test_models_and_health(served: Api) -> None:
     ("path", "body", "status", "says"),
     [
         ("/chat/completions", {"model": "gpt-9", "messages": HELLO}, 404, "there is no model 'gpt-9', only 'actor'"),
-        ("/chat/completions", {"messages": HELLO, "top_p": 2}, 400, "top_p: 2 is not allowed; input should be less than or equal to 1"),
+        (
+            "/chat/completions",
+            {"messages": HELLO, "top_p": 2},
+            400,
+            "top_p: 2 is not allowed; input should be less than or equal to 1",
+        ),
         ("/completions", {"prompt": []}, 400, "the prompt is empty"),
         ("/completions", {"prompt": [5] * 128}, 400, "the prompt has 128 tokens and leaves no room to generate in 128"),
         ("/completions", {"prompt": ["a"] * 9, "n": 99}, 400, "9 prompts with n=99: at most 256 choices"),
@@ -177,7 +198,9 @@ async def test_what_is_no_http_costs_a_line(served: Api, sent: bytes, caplog: py
 
 async def test_a_client_that_leaves_aborts_its_request(model_path: str) -> None:
     async with api(model_path, delay_s=0.2) as served:
-        asking = asyncio.create_task(served.post("/completions", {"prompt": "a", "n": 3, "max_tokens": 100, "ignore_eos": True}))
+        asking = asyncio.create_task(
+            served.post("/completions", {"prompt": "a", "n": 3, "max_tokens": 100, "ignore_eos": True})
+        )
         async with asyncio.timeout(LONG_S):
             while served.engine.stats().running < 3:  # noqa: ASYNC110 - engines tell their numbers, not when they change
                 await asyncio.sleep(0.01)
@@ -199,14 +222,23 @@ async def test_deadlines_drains_and_a_broken_engine(model_path: str) -> None:
             assert (response.status, response.headers["Retry-After"]) == (503, "1")
     async with api(model_path) as served:
         await served.engine.close()
-        assert (await served.post("/completions", ask, 500))["error"]["message"] == "the engine failed: the engine has stopped"
+        assert (await served.post("/completions", ask, 500))["error"][
+            "message"
+        ] == "the engine failed: the engine has stopped"
 
 
 async def test_a_judge_asks_it(served: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", KEY)
-    args = {"base_url": served.address, "api_key_env": "JUDGE_KEY", "template": "{response}", "max_tokens": 4, "asks_again": 1}
+    args = {
+        "base_url": served.address,
+        "api_key_env": "JUDGE_KEY",
+        "template": "{response}",
+        "max_tokens": 4,
+        "asks_again": 1,
+    }
     sample = Sample(
-        domain="d", task_index=1, prompt="", response="hello", reference="", reward=0.0, reward_parts={}, success=False, end="terminated",
+        domain="d", task_index=1, prompt="", response="hello", reference="", reward=0.0, reward_parts={},
+        success=False, end="terminated",
         num_turns=1, num_tokens=1, metrics={},
     )  # fmt: skip
     judge = JudgeReward(JudgeArgs.model_validate(args))
@@ -220,7 +252,9 @@ async def test_a_judge_asks_it(served: Api, monkeypatch: pytest.MonkeyPatch) -> 
 async def test_a_port_that_is_taken(served: Api, model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(api_keys.VARIABLE, "long-enough-to-be-a-key")
     port = int(served.address.split(":")[2].removesuffix("/v1"))
-    with pytest.raises(ConfigError, match=rf"^rollout\.http_port: {port} is not allowed; the port is not available \(.*in use.*\)"):
+    with pytest.raises(
+        ConfigError, match=rf"^rollout\.http_port: {port} is not allowed; the port is not available \(.*in use.*\)"
+    ):
         await prepare_http(
             served.service.handle,
             ServedModel("actor", model_path, 64, lambda: "serving", lambda: 0),
@@ -247,12 +281,16 @@ def test_a_key_is_made_once_and_for_this_user_alone(tmp_path: Path, monkeypatch:
     assert api_keys.find_key() == ("long-enough-to-be-a-key", "RL_API_KEY")
 
 
-async def test_a_server_process_offers_it_beside_the_stream(bus: Bus, broker_url: str, model_path: str, tmp_path: Path) -> None:
-    config = runspec.validate({"rollout": {"max_context_tokens": 128}, "domains": {"lake": {"env": "frozenlake", "max_context_tokens": 64,
+async def test_a_server_process_offers_it_beside_the_stream(
+    bus: Bus, broker_url: str, model_path: str, tmp_path: Path
+) -> None:
+    config = runspec.validate({"rollout": {"max_context_tokens": 128}, "domains": {"lake": {"env": "frozenlake",
+        "max_context_tokens": 64,
                                "sampling": {"max_tokens": 4}}}})  # fmt: skip
     spec = wire.RunSpec(run=bus.run, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=model_path)
     await runspec.publish_runspec(bus, spec)
-    command = [sys.executable, "-m", "rollout.cli", "--broker", broker_url, "--run", bus.run, "--gpus", "cpu", "--http=0",
+    command = [sys.executable, "-m", "rollout.cli", "--broker", broker_url, "--run", bus.run, "--gpus", "cpu",
+        "--http=0",
                "--engine", "random", "--policy", "random", "engine_args.choices=[left, up]"]  # fmt: skip
     env = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path), "RL_API_KEY": "", "RL_RUN": "", "RL_BROKER": ""}
     process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env)
@@ -266,7 +304,10 @@ async def test_a_server_process_offers_it_beside_the_stream(bus: Bus, broker_url
                 said += line
         key = (await asyncio.to_thread(Path(found[2]).read_text)).strip()
         sent = {"url": found[1] + "/chat/completions", "json": {"model": "random", "messages": HELLO}}
-        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as client, client.post(**sent) as response:
+        async with (
+            aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as client,
+            client.post(**sent) as response,
+        ):
             answer = await response.json()
         assert answer["choices"][0]["message"]["content"] in ("left", "up")
         assert answer["choices"][0]["finish_reason"] == "stop"

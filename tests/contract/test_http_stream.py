@@ -1,4 +1,6 @@
-"""Streams and likeliest tokens of the OpenAI-compatible API: against transformers, by OpenAI's own client, with clients slow or gone."""
+"""Streams and likeliest tokens of the OpenAI-compatible API: against transformers, by OpenAI's own client, with clients
+slow or gone.
+"""
 
 from __future__ import annotations
 
@@ -59,10 +61,21 @@ def table(model_path: str, prompt: list[int], output: list[int]) -> torch.Tensor
 async def test_openais_client_streams_what_it_gets_whole(served: Api) -> None:
     openai = pytest.importorskip("openai", reason="OpenAI's client is in the extra agents")
     client = openai.AsyncOpenAI(base_url=served.address, api_key=KEY, max_retries=0)
-    ask: dict[str, Any] = {"model": "actor", "messages": HELLO, "temperature": 0, "max_completion_tokens": 40, "logprobs": True}
+    ask: dict[str, Any] = {
+        "model": "actor",
+        "messages": HELLO,
+        "temperature": 0,
+        "max_completion_tokens": 40,
+        "logprobs": True,
+    }
     ask |= {"top_logprobs": 3, "extra_body": {"ignore_eos": True}}
     whole = await client.chat.completions.create(**ask)
-    chunks = [chunk async for chunk in await client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True})]
+    chunks = [
+        chunk
+        async for chunk in await client.chat.completions.create(
+            **ask, stream=True, stream_options={"include_usage": True}
+        )
+    ]
     await client.close()
     (choice,) = whole.choices
     parts = [chunk.choices[0] for chunk in chunks[:-1]]
@@ -72,8 +85,12 @@ async def test_openais_client_streams_what_it_gets_whole(served: Api) -> None:
     assert [entry.token for entry in told] == [entry.token for entry in choice.logprobs.content]
     for one, other in zip(told, choice.logprobs.content, strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
-        assert [(best.token, best.bytes) for best in one.top_logprobs] == [(best.token, best.bytes) for best in other.top_logprobs]
-        assert [best.logprob for best in one.top_logprobs] == pytest.approx([best.logprob for best in other.top_logprobs], abs=1e-4)
+        assert [(best.token, best.bytes) for best in one.top_logprobs] == [
+            (best.token, best.bytes) for best in other.top_logprobs
+        ]
+        assert [best.logprob for best in one.top_logprobs] == pytest.approx(
+            [best.logprob for best in other.top_logprobs], abs=1e-4
+        )
     runs = [run for part in parts[:-1] for run in part.model_extra["version_runs"]]
     assert ({version for version, _ in runs}, sum(count for _, count in runs)) == ({0}, 40)
     assert (parts[0].delta.role, parts[-1].finish_reason) == ("assistant", "length")
@@ -84,13 +101,23 @@ async def test_openais_client_streams_what_it_gets_whole(served: Api) -> None:
 async def test_openais_client_streams_a_response_and_goes_on_from_it(served: Api) -> None:
     openai = pytest.importorskip("openai", reason="OpenAI's client is in the extra agents")
     client = openai.AsyncOpenAI(base_url=served.address, api_key=KEY, max_retries=0)
-    ask: dict[str, Any] = {"model": "actor", "input": "hello", "instructions": "be brief", "temperature": 0, "max_output_tokens": 20}
+    ask: dict[str, Any] = {
+        "model": "actor",
+        "input": "hello",
+        "instructions": "be brief",
+        "temperature": 0,
+        "max_output_tokens": 20,
+    }
     ask |= {"extra_body": {"ignore_eos": True}, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
     whole = await client.responses.create(**ask)
     events = [event async for event in await client.responses.create(**ask, stream=True)]
     chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
     assert whole.model_extra["prompt_token_ids"] == served.tokenizer.encode_chat(chat)
-    assert (whole.status, whole.incomplete_details.reason, whole.usage.output_tokens) == ("incomplete", "max_output_tokens", 20)
+    assert (whole.status, whole.incomplete_details.reason, whole.usage.output_tokens) == (
+        "incomplete",
+        "max_output_tokens",
+        20,
+    )
     assert whole.output_text == served.tokenizer.decode(whole.model_extra["token_ids"])
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
     assert len([event for event in events if event.type == "response.output_text.delta"]) > 10  # as they are sampled
@@ -100,7 +127,9 @@ async def test_openais_client_streams_a_response_and_goes_on_from_it(served: Api
     entries = whole.output[0].content[0].logprobs
     assert [len(entry.top_logprobs) for entry in entries] == [2] * 20
     assert all(entry.top_logprobs[0].token == entry.token for entry in entries)  # greedy
-    more = await client.responses.create(model="actor", input="more", previous_response_id=last.response.id, max_output_tokens=3)
+    more = await client.responses.create(
+        model="actor", input="more", previous_response_id=last.response.id, max_output_tokens=3
+    )
     await client.close()
     chat = [*chat[1:], {"role": "assistant", "content": whole.output_text}, {"role": "user", "content": "more"}]
     assert more.model_extra["prompt_token_ids"] == served.tokenizer.encode_chat(chat)
@@ -114,22 +143,43 @@ async def test_the_likeliest_tokens_are_those_of_the_model(served: Api, model_pa
         rows = (table(model_path, prompt, choice["token_ids"]) / (temperature or 1)).log_softmax(-1)
         for row, told in zip(rows, choice["logprobs"]["top_logprobs"], strict=True):
             values, ids = row.topk(4)
-            assert list(told) == [served.tokenizer.decode([one], skip_special_tokens=False) for one in reversed(ids.tolist())]
+            assert list(told) == [
+                served.tokenizer.decode([one], skip_special_tokens=False) for one in reversed(ids.tolist())
+            ]
             assert list(told.values()) == pytest.approx(list(reversed(values.tolist())), abs=1e-3)
 
 
 async def test_tokens_that_are_cut_off_are_not_among_the_likeliest(served: Api, model_path: str) -> None:
     prompt = served.tokenizer.encode("the goal")
-    ask = {"prompt": prompt, "max_tokens": 6, "ignore_eos": True, "logprobs": 5, "seed": 3, "top_k": 3, "temperature": 2.0, "n": 2}
+    ask = {
+        "prompt": prompt,
+        "max_tokens": 6,
+        "ignore_eos": True,
+        "logprobs": 5,
+        "seed": 3,
+        "top_k": 3,
+        "temperature": 2.0,
+        "n": 2,
+    }
     for choice in (await served.post("/completions", ask))["choices"]:
         rows = table(model_path, prompt, choice["token_ids"]) / 2
-        for row, told, logprob in zip(rows, *(choice["logprobs"][key] for key in ("top_logprobs", "token_logprobs")), strict=True):
+        for row, told, logprob in zip(
+            rows, *(choice["logprobs"][key] for key in ("top_logprobs", "token_logprobs")), strict=True
+        ):
             assert sorted(told.values()) == pytest.approx(sorted(row.topk(3).values.log_softmax(-1).tolist()), abs=1e-3)
             assert min(abs(value - logprob) for value in told.values()) < 1e-5
 
 
 async def test_several_choices_stream_side_by_side(served: Api) -> None:
-    ask = {"prompt": ["the goal", "a"], "n": 2, "seed": 5, "max_tokens": 9, "ignore_eos": True, "stop": "x", "logprobs": 0}
+    ask = {
+        "prompt": ["the goal", "a"],
+        "n": 2,
+        "seed": 5,
+        "max_tokens": 9,
+        "ignore_eos": True,
+        "stop": "x",
+        "logprobs": 0,
+    }
     whole = await served.post("/completions", ask)
     parts = [chunk["choices"][0] for chunk in await events(served, "/completions", ask)]
     for choice in whole["choices"]:
@@ -138,7 +188,10 @@ async def test_several_choices_stream_side_by_side(served: Api) -> None:
         assert [one for part in mine[:-1] for one in part["token_ids"]] == choice["token_ids"]
         told = [one for part in mine[:-1] for one in part["logprobs"]["token_logprobs"]]
         assert told == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-4)
-        assert (mine[0]["prompt_token_ids"], mine[-1]["finish_reason"]) == (choice["prompt_token_ids"], choice["finish_reason"])
+        assert (mine[0]["prompt_token_ids"], mine[-1]["finish_reason"]) == (
+            choice["prompt_token_ids"],
+            choice["finish_reason"],
+        )
 
 
 async def test_new_weights_show_in_the_stream(served: Api) -> None:
@@ -185,14 +238,19 @@ async def test_a_slow_client_does_not_slow_the_engine(model_path: str) -> None:
     async with api(model_path, delay_s=0.005) as served:
         for site in cast(Any, served.server)._runner.sites:
             site._server.sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections inherit it
-        body = json.dumps({"prompt": "a", "n": 16, "max_tokens": 120, "ignore_eos": True, "stream": True, "logprobs": 0}).encode()
+        body = json.dumps(
+            {"prompt": "a", "n": 16, "max_tokens": 120, "ignore_eos": True, "stream": True, "logprobs": 0}
+        ).encode()
         host, port = served.address.removeprefix("http://").removesuffix("/v1").split(":")
         with socket.socket() as slow:
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             slow.setblocking(False)
             loop = asyncio.get_running_loop()
             await loop.sock_connect(slow, (host, int(port)))
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\nContent-Length: "
+                f"{len(body)}\r\n\r\n"
+            )
             await loop.sock_sendall(slow, head.encode() + body)
             await until(lambda: served.engine.stats().finished.get("length") == 16)  # and not a byte was read
             other = await served.post("/completions", {"prompt": "a", "max_tokens": 3, "ignore_eos": True})

@@ -1,4 +1,6 @@
-"""Programs that know nothing of this project but MessagePack and NATS read every message, and write messages that we read."""
+"""Programs that know nothing of this project but MessagePack and NATS read every message, and write messages that we
+read.
+"""
 
 from __future__ import annotations
 
@@ -65,13 +67,22 @@ async def test_another_client_reads_a_ticket_and_writes_its_end(bus: Bus, broker
     client = await nats.connect(broker_url)
     try:
         stream = client.jetstream()
-        queue = await stream.pull_subscribe(TICKETS.subject(bus.run, ticket.domain), durable="lake", stream=TICKETS.stream_name(bus.run))
+        queue = await stream.pull_subscribe(
+            TICKETS.subject(bus.run, ticket.domain), durable="lake", stream=TICKETS.stream_name(bus.run)
+        )
         (message,) = await queue.fetch(1, timeout=60)
         assert message.headers is not None
         assert message.headers[wire.TICKET_HEADER] == "417"
         plain = msgpack.unpackb(message.data)
         assert plain == expected(ticket)
-        closed = {"type": "Closed", "ticket": plain["number"], "domain": plain["domain"], "reason": "env_error", "detail": "x", "by": "go"}
+        closed = {
+            "type": "Closed",
+            "ticket": plain["number"],
+            "domain": plain["domain"],
+            "reason": "env_error",
+            "detail": "x",
+            "by": "go",
+        }
         headers = {wire.TICKET_HEADER: str(plain["number"])}
         await stream.publish(SAMPLES.subject(bus.run), msgpack.packb(closed), headers=headers)
         await stream.publish(SAMPLES.subject(bus.run), b"\x80", headers=headers)

@@ -1,5 +1,5 @@
-"""Whatever an environment or a reward does, with real hubs and real worker processes: its own tickets are closed with the reason
-and kept for the operator, all others become groups."""
+"""Whatever an environment or a reward does, with real hubs and real worker processes: its own tickets are closed with
+the reason and kept for the operator, all others become groups."""
 
 from __future__ import annotations
 
@@ -40,7 +40,13 @@ async def world(bus: Bus, broker_url: str, tmp_path: Path) -> AsyncIterator[Worl
 
 
 def bad(*does: str, **section: Any) -> dict[str, Any]:
-    return {"env": f"{KIT}/envhub_bad.py:Bad", "env_args": {"does": list(does)}, "max_turns": 5, "group_size": 2, **section}
+    return {
+        "env": f"{KIT}/envhub_bad.py:Bad",
+        "env_args": {"does": list(does)},
+        "max_turns": 5,
+        "group_size": 2,
+        **section,
+    }
 
 
 async def letters(bus: Bus, count: int) -> dict[int, wire.DeadLetter]:
@@ -88,7 +94,9 @@ async def test_an_environment_may_do_whatever_it_likes(world: World) -> None:
 async def test_a_group_goes_on_without_its_straggler_where_that_is_allowed(world: World) -> None:
     """Environments hang in one episode of each group: at the deadline it closes with the others, or without a group."""
     env = f"{KIT}/envhub_bad.py:Straggler"
-    await world.publish_spec({"slow": {"env": env, "env_args": {"folder": str(world.folder)}, "max_turns": 5, "group_size": 3}})
+    await world.publish_spec(
+        {"slow": {"env": env, "env_args": {"folder": str(world.folder)}, "max_turns": 5, "group_size": 3}}
+    )
     await world.server()
     await world.ticket("slow", group_size=3, min_group_size=2, deadline_s=8.0)
     await world.ticket("slow", group_size=3, min_group_size=3, deadline_s=8.0)
@@ -130,7 +138,9 @@ async def test_a_reward_may_do_whatever_it_likes(bus: Bus, broker_url: str) -> N
         "too_many_parts": "a reward has at most 64 parts with printable names of at most 100 characters",
     }
     fine = {"prints_much": 3.0, "length": 4.0}
-    domains = {name: {"env": "qa", "rewards": [{"name": f"{reward_world.FUNCTIONS}:{name}"}]} for name in (*faults, *fine)}
+    domains = {
+        name: {"env": "qa", "rewards": [{"name": f"{reward_world.FUNCTIONS}:{name}"}]} for name in (*faults, *fine)
+    }
     section = {"workers": 2, "timeout_s": 4.0, "max_retries": 1, "worker_memory_mib": 150}
     await reward_world.publish_spec(bus, {"domains": domains, "rewardhub": section})
     names = [*faults, *fine, *["length"] * 10]

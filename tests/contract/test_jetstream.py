@@ -21,7 +21,19 @@ from waits import LONG_S, until
 
 from broker.contract import wire
 from broker.contract.examples import EXAMPLES
-from broker.contract.streams import ACK_WAIT_S, CONTROL, DEAD, EPISODES, EVALS, METRICS, SAMPLES, TICKETS, WEIGHTS, WEIGHTSYNC, Stream
+from broker.contract.streams import (
+    ACK_WAIT_S,
+    CONTROL,
+    DEAD,
+    EPISODES,
+    EVALS,
+    METRICS,
+    SAMPLES,
+    TICKETS,
+    WEIGHTS,
+    WEIGHTSYNC,
+    Stream,
+)
 from broker.errors import BrokerUnreachable, ConfigError, LostState, RequestFailed, WireError
 from broker.jetstream import log_reader as reader
 from broker.jetstream.api import StoredEntry, ask
@@ -94,7 +106,9 @@ async def test_fetch_gives_what_was_published_and_ack_removes_it(bus: Bus) -> No
     for number in (1, 2, 3):
         assert await bus.publish(TICKETS, ticket(number), key="lake", ticket=number) == number
     deliveries = await queue.fetch(10, 5.0)
-    assert [(d.seq, d.ticket, d.num_delivered, d.message, d.error) for d in deliveries] == [(n, n, 1, ticket(n), "") for n in (1, 2, 3)]
+    assert [(d.seq, d.ticket, d.num_delivered, d.message, d.error) for d in deliveries] == [
+        (n, n, 1, ticket(n), "") for n in (1, 2, 3)
+    ]
     assert await bus.depth(TICKETS) == {"lake": 3}
     await asyncio.gather(*(delivery.ack() for delivery in deliveries))
     assert await bus.depth(TICKETS) == {}
@@ -229,7 +243,8 @@ asyncio.run(hold())
 
 async def test_what_a_killed_process_held_is_delivered_again(bus: Bus, broker_url: str) -> None:
     await bus.publish(TICKETS, ticket(1), key="lake")
-    with subprocess.Popen([sys.executable, "-c", _HOLD_ONE, broker_url, bus.run], stdout=subprocess.PIPE) as victim:  # noqa: ASYNC220
+    program = [sys.executable, "-c", _HOLD_ONE, broker_url, bus.run]
+    with subprocess.Popen(program, stdout=subprocess.PIPE) as victim:  # noqa: ASYNC220
         assert victim.stdout is not None
         try:
             assert (await asyncio.to_thread(victim.stdout.readline)).strip() == b"held"
@@ -279,7 +294,9 @@ async def test_a_message_id_is_stored_once(bus: Bus) -> None:
     assert await bus.depth(SAMPLES) == {"": 1}
 
 
-async def test_a_repeated_issue_after_a_lost_confirmation_is_recognised(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_repeated_issue_after_a_lost_confirmation_is_recognised(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first publish arrives, its confirmation does not; the repetition must not look like somebody else's."""
     call = bus.link.call
     lost: list[object] = []
@@ -329,7 +346,9 @@ async def test_publishing_to_a_purged_run_says_so(bus: Bus, monkeypatch: pytest.
 async def test_a_log_is_read_from_any_position_and_waits_at_its_end(bus: Bus) -> None:
     for number in range(1, 6):
         await bus.publish(SAMPLES, closed(number), ticket=number)
-    assert [(r.seq, r.ticket, r.message) for r in await take(bus, SAMPLES, 3, 3)] == [(n, n, closed(n)) for n in (3, 4, 5)]
+    assert [(r.seq, r.ticket, r.message) for r in await take(bus, SAMPLES, 3, 3)] == [
+        (n, n, closed(n)) for n in (3, 4, 5)
+    ]
     waiting = asyncio.create_task(take(bus, SAMPLES, 6, 1))
     await asyncio.sleep(0.3)
     assert not waiting.done()
@@ -345,7 +364,13 @@ async def test_a_long_log_comes_in_order_across_many_pulls(bus: Bus) -> None:
 
 async def test_a_malformed_record_is_an_error_in_its_place(bus: Bus) -> None:
     await bus.publish(SAMPLES, closed(1), ticket=1)
-    await store(bus.link, SAMPLES.stream_name(bus.run), SAMPLES.subject(bus.run), b"junk", {MESSAGE_ID: "j", wire.TICKET_HEADER: "2"})
+    await store(
+        bus.link,
+        SAMPLES.stream_name(bus.run),
+        SAMPLES.subject(bus.run),
+        b"junk",
+        {MESSAGE_ID: "j", wire.TICKET_HEADER: "2"},
+    )
     await bus.publish(SAMPLES, closed(3), ticket=3)
     one, two, three = await take(bus, SAMPLES, 1, 3)
     assert (one.message, one.error) == (closed(1), "")
@@ -373,7 +398,10 @@ async def test_a_deleted_ticket_is_not_delivered_and_numbers_go_on(bus: Bus) -> 
     assert [await bus.delete(TICKETS, seq) for seq in (2, 4, 99)] == [False] * 3  # deleted already, or never there
     await held.nak()  # whoever held it may still end it; it does not come again
     assert await bus.publish(TICKETS, ticket(5), key="lake", ticket=5, expected_last_seq=4) == 5
-    assert [one.message for one in await (await bus.work_queue(TICKETS, "lake")).fetch(9, 5.0)] == [ticket(3), ticket(5)]
+    assert [one.message for one in await (await bus.work_queue(TICKETS, "lake")).fetch(9, 5.0)] == [
+        ticket(3),
+        ticket(5),
+    ]
     await bus.trim(TICKETS, 4)
     assert await bus.delete(TICKETS, 3) is False
 
@@ -407,8 +435,12 @@ async def test_a_deleted_consumer_is_replaced_without_a_gap(bus: Bus) -> None:
 
 
 def offer(version: int) -> wire.WeightsOffer:
-    probe = wire.Probe(token_ids=wire.column([1, 2, 3], "<i4"), logprobs=wire.column([-1.0, -2.0], "<f4"), tolerance=0.1)
-    return wire.WeightsOffer(epoch=1, version=version, digest="d0", plan="p0", size_bytes=4, backend="gloo", probe=probe)
+    probe = wire.Probe(
+        token_ids=wire.column([1, 2, 3], "<i4"), logprobs=wire.column([-1.0, -2.0], "<f4"), tolerance=0.1
+    )
+    return wire.WeightsOffer(
+        epoch=1, version=version, digest="d0", plan="p0", size_bytes=4, backend="gloo", probe=probe
+    )
 
 
 async def test_the_last_value_is_there_for_who_comes_late_and_newer_ones_follow(bus: Bus) -> None:
@@ -484,7 +516,9 @@ async def test_dead_letters_keep_reason_and_bytes(bus: Bus) -> None:
     await bus.dead_letter(EPISODES, seq=9, ticket=4, reason="unknown field\n`x`", data=b"abc")
     await bus.dead_letter(EPISODES, seq=9, ticket=4, reason="the same again", data=b"abc")
     (record,) = await take(bus, DEAD, 1, 1)
-    assert record.message == wire.DeadLetter(stream="episodes", sequence=9, ticket=4, reason="unknown field `x`", by=bus.name, data=b"abc")
+    assert record.message == wire.DeadLetter(
+        stream="episodes", sequence=9, ticket=4, reason="unknown field `x`", by=bus.name, data=b"abc"
+    )
     assert (record.ticket, await bus.depth(DEAD)) == (4, {"": 1})
 
 
@@ -496,7 +530,9 @@ async def test_requests_are_answered_or_fail(bus: Bus, other: Bus) -> None:
         assert isinstance(message, wire.WeightsJoin)
         if message.server == "mute":
             return None
-        return wire.WeightsSession(session=message.server, rank=1, world_size=2, host="h", port=5, version=3, timeout_s=1.0)
+        return wire.WeightsSession(
+            session=message.server, rank=1, world_size=2, host="h", port=5, version=3, timeout_s=1.0
+        )
 
     serving = await respond(bus, WEIGHTSYNC, "1", answer)
 
@@ -603,8 +639,12 @@ async def test_a_password_in_the_address_is_not_shown() -> None:
     assert "secret" not in str(caught.value)
 
 
-async def test_nothing_confirmed_is_lost_and_everything_goes_on_after_the_broker_is_killed(binary: str, tmp_path: Path) -> None:
-    """kill -9 while a reader, a publisher, a hub with work in hand and a watcher are at it; again on the same store and port."""
+async def test_nothing_confirmed_is_lost_and_everything_goes_on_after_the_broker_is_killed(
+    binary: str, tmp_path: Path
+) -> None:
+    """kill -9 while a reader, a publisher, a hub with work in hand and a watcher are at it; again on the same store and
+    port.
+    """
     server = BrokerServer(str(tmp_path), binary=binary)
     server.start()
     port = int(server.url.rpartition(":")[2])

@@ -1,4 +1,6 @@
-"""Joining a run: in any start order, by name or by being the only one, refused with one line, following the operator."""
+"""Joining a run: in any start order, by name or by being the only one, refused with one line, following the
+operator.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ from broker.settings import runspec
 @pytest.fixture
 def own_broker() -> Iterator[str]:
     """A broker on which no other run is."""
-    with tempfile.TemporaryDirectory(prefix="rlearner-test-broker-") as folder, BrokerServer(folder, store_max_gib=1024) as server:
+    with (
+        tempfile.TemporaryDirectory(prefix="rlearner-test-broker-") as folder,
+        BrokerServer(folder, store_max_gib=1024) as server,
+    ):
         yield server.url
 
 
@@ -42,7 +47,9 @@ def options(url: str, *arguments: str) -> argparse.Namespace:
 
 
 def spec(run: str, **fields: Any) -> wire.RunSpec:
-    return msgspec.structs.replace(wire.RunSpec(run=run, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path="m"), **fields)
+    return msgspec.structs.replace(
+        wire.RunSpec(run=run, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path="m"), **fields
+    )
 
 
 @asynccontextmanager
@@ -90,7 +97,12 @@ async def test_a_member_that_comes_first_waits_for_the_learner(bus: Bus, broker_
     assert joined == []
     await runspec.publish_runspec(bus, spec(bus.run, config={"train": {"steps": 3}}))
     await until(lambda: bool(joined))
-    assert (joined[0].id, joined[0].role, joined[0].spec.config, joined[0].bus.run) == ("e1", "envhub", {"train": {"steps": 3}}, bus.run)
+    assert (joined[0].id, joined[0].role, joined[0].spec.config, joined[0].bus.run) == (
+        "e1",
+        "envhub",
+        {"train": {"steps": 3}},
+        bus.run,
+    )
     await desire(bus, "stopped")
     async with asyncio.timeout(LONG_S):
         await task
@@ -115,7 +127,9 @@ async def test_a_member_follows_the_operator_and_the_learner(bus: Bus, broker_ur
 
 
 @pytest.mark.parametrize("named", [True, False])
-async def test_a_member_that_waits_outlives_a_store_that_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture, named: bool) -> None:
+async def test_a_member_that_waits_outlives_a_store_that_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, named: bool
+) -> None:
     first = BrokerServer(str(tmp_path / "first"))
     first.start()
     task = asyncio.create_task(_joined(options(first.url, *(["--run", "r"] if named else []))))
@@ -135,7 +149,9 @@ async def _joined(arguments: argparse.Namespace) -> tuple[str, int]:
         return member.bus.run, member.spec.epoch
 
 
-async def test_an_environment_hub_does_not_join_a_run_that_drains(bus: Bus, broker_url: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_environment_hub_does_not_join_a_run_that_drains(
+    bus: Bus, broker_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     await runspec.publish_runspec(bus, spec(bus.run))
     await desire(bus, "draining")
     task = asyncio.create_task(_joined(options(broker_url, "--run", bus.run)))
@@ -238,7 +254,9 @@ async def test_the_only_run_that_is_not_stopped_is_found(own_broker: str) -> Non
         assert found == ["new"]
         await runspec.publish_runspec(learner, spec("third"))
         with pytest.raises(
-            UserError, match=r"several runs on this broker: new, third; choose one with --run or RL_RUN, or end one with `rlearner stop`"
+            UserError,
+            match=r"several runs on this broker: new, third; choose one with --run or RL_RUN, "
+            r"or end one with `rlearner stop`",
         ):
             async with join("rollout", options(own_broker), Stop()):
                 pass
@@ -265,9 +283,13 @@ async def test_a_stopped_run_is_waited_for_until_it_is_resumed(bus: Bus, broker_
 
 
 async def test_another_wire_version_is_refused_even_with_unknown_fields(bus: Bus, broker_url: str) -> None:
-    newer = msgspec.msgpack.encode({"type": "RunSpec", "run": bus.run, "wire_version": wire.WIRE_VERSION + 1, "novelty": 1})
+    newer = msgspec.msgpack.encode(
+        {"type": "RunSpec", "run": bus.run, "wire_version": wire.WIRE_VERSION + 1, "novelty": 1}
+    )
     await store(bus.link, "KV_rl_runs", f"$KV.rl_runs.{bus.run}", newer, {MESSAGE_ID: f"newer-{bus.run}"})
-    with pytest.raises(UserError, match=rf"run {bus.run} speaks wire version {wire.WIRE_VERSION + 1}, this program {wire.WIRE_VERSION}"):
+    with pytest.raises(
+        UserError, match=rf"run {bus.run} speaks wire version {wire.WIRE_VERSION + 1}, this program {wire.WIRE_VERSION}"
+    ):
         async with join("envhub", options(broker_url, "--run", bus.run), Stop()):
             pass
     with pytest.raises(UserError, match="speaks wire version"):
@@ -304,7 +326,9 @@ async def test_bad_options(broker_url: str, name: str, value: str) -> None:
             pass
 
 
-@pytest.mark.parametrize("address", ["http://x:4222", "nats://x:port", "localhost", "nats://", "nats://a:1,http://b", "nats://a:1,"])
+@pytest.mark.parametrize(
+    "address", ["http://x:4222", "nats://x:port", "localhost", "nats://", "nats://a:1,http://b", "nats://a:1,"]
+)
 async def test_an_address_that_is_none(address: str) -> None:
     with pytest.raises(BrokerUnreachable, match=f"{address} is no address of a broker; write nats://host:port"):
         async with join("envhub", options(address), Stop()):
@@ -338,7 +362,16 @@ def test_an_unreachable_broker_is_one_line_and_exit_code_2_at_the_deadline() -> 
 async def test_a_process_of_a_run_that_ends_exits_with_zero(bus: Bus, broker_url: str) -> None:
     await runspec.publish_runspec(bus, spec(bus.run))
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-W", "error", "-c", _MEMBER, "--broker", broker_url, "--run", bus.run, stderr=asyncio.subprocess.PIPE
+        sys.executable,
+        "-W",
+        "error",
+        "-c",
+        _MEMBER,
+        "--broker",
+        broker_url,
+        "--run",
+        bus.run,
+        stderr=asyncio.subprocess.PIPE,
     )
     assert child.stderr is not None
     async with asyncio.timeout(LONG_S):

@@ -25,7 +25,9 @@ BINARIES = sorted({find_binary(), find_binary(sync_always=True)})
 def small(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "small"
     folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE_MIB}m", "none", str(folder)], capture_output=True, check=False)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={SIZE_MIB}m", "none", str(folder)], capture_output=True, check=False
+    )
     if done.returncode:
         pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.decode().strip()}")
     yield folder
@@ -37,7 +39,9 @@ def closing(number: int) -> Closed:
 
 
 @pytest.mark.parametrize("binary", BINARIES)
-async def test_who_publishes_waits_for_space_and_nothing_confirmed_is_lost(small: Path, run_name: str, binary: str) -> None:
+async def test_who_publishes_waits_for_space_and_nothing_confirmed_is_lost(
+    small: Path, run_name: str, binary: str
+) -> None:
     with BrokerServer(str(small / "store"), binary=binary) as server:
         keeper, bus = ServerSupervisor(server), await Bus.connect(server.url, run_name, name="test")
         try:

@@ -16,13 +16,18 @@ from broker.jetstream.bus import Bus
 from broker.runtime.process import Stop
 
 PPO = {
-    "adv_estimator": "gae", "critic": {"enabled": True, "lr": 1e-3}, "num_epochs": 2, "num_minibatches": 2, "correction": "tis",
+    "adv_estimator": "gae", "critic": {"enabled": True, "lr": 1e-3}, "num_epochs": 2, "num_minibatches": 2,
+    "correction": "tis",
     "kl_coef": 0.05, "kl_placement": "reward", "kl_target": 0.1, "kl_horizon": 100.0,
 }  # fmt: skip
 
 
 async def test_ppo_with_a_critic_resumes_bit_for_bit(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"train": {"max_staleness": 1, "steps": 4}, "algorithm": PPO, "checkpoint": {"every_steps": 1}}
+    settings: dict[str, Any] = {
+        "train": {"max_staleness": 1, "steps": 4},
+        "algorithm": PPO,
+        "checkpoint": {"every_steps": 1},
+    }
     whole = fleet.config(str(tmp_path), f"{run_name}-whole", **settings)
     await run_apart(broker_url, whole)
 
@@ -53,7 +58,9 @@ async def test_ppo_with_a_critic_resumes_bit_for_bit(bus: Bus, broker_url: str, 
     assert any("critic.weight" in name for name in names)
 
 
-async def test_starpo_s_counts_what_it_leaves_out_as_filtered(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
+async def test_starpo_s_counts_what_it_leaves_out_as_filtered(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+) -> None:
     def answer(ticket: wire.Ticket) -> list[wire.Message | bytes]:
         return [fleet.group(ticket, ticket.min_version, (0.0, float(ticket.number % 4)))]
 
@@ -67,7 +74,9 @@ async def test_starpo_s_counts_what_it_leaves_out_as_filtered(bus: Bus, broker_u
     assert [line["actor/num_rows"] for line in found] == [4.0, 4.0]
 
 
-async def test_remax_asks_for_a_greedy_episode_and_does_not_train_on_it(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
+async def test_remax_asks_for_a_greedy_episode_and_does_not_train_on_it(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+) -> None:
     def answer(ticket: wire.Ticket) -> list[wire.Message | bytes]:
         group = fleet.group(ticket, ticket.min_version, (0.0, 1.0, 0.25))
         group.trajectories[2] = msgspec.structs.replace(group.trajectories[2], greedy=True)
@@ -82,13 +91,18 @@ async def test_remax_asks_for_a_greedy_episode_and_does_not_train_on_it(bus: Bus
         assert json.dumps(line)
 
 
-async def test_waiting_for_the_whole_step_changes_no_bit(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
+async def test_waiting_for_the_whole_step_changes_no_bit(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+) -> None:
     configs = [
         fleet.config(str(tmp_path), name, train={"streaming": streaming})
         for name, streaming in ((run_name, "auto"), (f"{run_name}-w", "never"))
     ]
     await run(bus, broker_url, configs[0])
     await run_apart(broker_url, configs[1])
-    one, two = (load_file(tmp_path / each["run"]["name"] / "checkpoints" / "step-000003" / "model.safetensors") for each in configs)
+    one, two = (
+        load_file(tmp_path / each["run"]["name"] / "checkpoints" / "step-000003" / "model.safetensors")
+        for each in configs
+    )
     assert one.keys() == two.keys()
     assert all((one[name] == two[name]).all() for name in one)

@@ -28,7 +28,12 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 def rlearner(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "rlearner.cli", *arguments], capture_output=True, text=True, timeout=120, env=ENV, check=False
+        [sys.executable, "-m", "rlearner.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=ENV,
+        check=False,
     )
 
 
@@ -44,17 +49,25 @@ def test_check_prints_the_whole_configuration() -> None:
     ("arguments", "said"),
     [
         (["no-such.yaml"], "no-such.yaml: no such file"),
-        (["configs/quickstart.yaml", "train.stepz=3"], "train.stepz: 3 is not allowed; unknown key, did you mean 'train.steps'?"),
+        (
+            ["configs/quickstart.yaml", "train.stepz=3"],
+            "train.stepz: 3 is not allowed; unknown key, did you mean 'train.steps'?",
+        ),
         (["configs/quickstart.yaml", "train.steps=0"], "train.steps: 0 is not allowed; "),
         (["configs/quickstart.yaml", "domains.lake.env=pond"], "frozenlake"),
         (["configs/quickstart.yaml", "rollout.engine=vlm"], "hf"),
-        (["configs/quickstart.yaml", "model.path=/no/such/model"], "model.path: '/no/such/model' is not allowed; no such folder"),
+        (
+            ["configs/quickstart.yaml", "model.path=/no/such/model"],
+            "model.path: '/no/such/model' is not allowed; no such folder",
+        ),
         (["configs/quickstart.yaml", "nonsense"], "override 'nonsense' is not allowed; write key=value"),
         (["configs/quickstart.yaml", "run=5"], "run: 5 is not allowed; expected a mapping"),
         (["configs/quickstart.yaml", "run.dir=README.md"], "README.md is a file"),
     ],
 )
-def test_check_says_in_one_line_what_is_wrong(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_says_in_one_line_what_is_wrong(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["check", *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -67,12 +80,16 @@ def test_start_refuses_bad_input_with_one_line_and_exit_code_2() -> None:
     done = rlearner("start", "configs/quickstart.yaml", "algorithm.pg_variant=pppo")
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr.splitlines()[-1].startswith("error: algorithm.pg_variant: 'pppo' is not allowed; did you mean 'ppo'?")
+    assert done.stderr.splitlines()[-1].startswith(
+        "error: algorithm.pg_variant: 'pppo' is not allowed; did you mean 'ppo'?"
+    )
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("arguments", [["up", "x.yaml", "--no-such"], ["no-such-command"], []])
-def test_unknown_options_and_commands_are_usage_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_options_and_commands_are_usage_errors(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
@@ -92,12 +109,17 @@ def test_an_unreachable_broker_is_waited_for_until_the_deadline(tmp_path: Path) 
 
 
 def test_nothing_heavy_is_imported_for_the_command_line() -> None:
-    code = "import sys, rlearner.cli, learner.config, learner.service; print({'torch', 'transformers', 'gymnasium'} & set(sys.modules))"
+    code = (
+        "import sys, rlearner.cli, learner.config, learner.service; print({'torch', 'transformers', 'gymnasium'} & "
+        "set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "set()"
 
 
-async def test_sigterm_leaves_a_checkpoint_and_exit_code_130(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
+async def test_sigterm_leaves_a_checkpoint_and_exit_code_130(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+) -> None:
     config = fleet.config(str(tmp_path), run_name, train={"steps": 1000, "groups_per_step": 2, "max_staleness": 1})
     file = tmp_path / "run.yaml"
     file.write_text(to_yaml(config))
@@ -129,7 +151,9 @@ async def test_sigterm_leaves_a_checkpoint_and_exit_code_130(bus: Bus, broker_ur
     assert newest.step == lines[-1]["step"]
 
 
-async def test_kill_9_and_resume_trains_every_ticket_once(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
+async def test_kill_9_and_resume_trains_every_ticket_once(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+) -> None:
     train = {"steps": 8, "groups_per_step": 2, "max_staleness": 1}
     file = tmp_path / "run.yaml"
     file.write_text(to_yaml(fleet.config(str(tmp_path), run_name, train=train, checkpoint={"every_steps": 3})))
@@ -154,12 +178,20 @@ async def test_kill_9_and_resume_trains_every_ticket_once(bus: Bus, broker_url: 
                 process = await asyncio.create_subprocess_exec(*command, stdout=output, stderr=output, env=ENV)
             assert await process.wait() == expected, (tmp_path / "learner.log").read_text()
     assert killed == [4]  # after the checkpoint of step 3
-    assert [ticket.number for ticket in hub.tickets] == list(range(1, 18))  # 16 and the replacement, each delivered once
+    # 16 and the replacement, each delivered once
+    assert [ticket.number for ticket in hub.tickets] == list(range(1, 18))
     assert await bus.last_seq(TICKETS) == 17
     lines = [json.loads(line) for line in (tmp_path / run_name / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 9))
     last = lines[-1]
-    assert [last[f"ticket/{name}"] for name in ("issued", "trained", "filtered", "dropped", "dead", "open")] == [17, 16, 0, 0, 1, 0]
+    assert [last[f"ticket/{name}"] for name in ("issued", "trained", "filtered", "dropped", "dead", "open")] == [
+        17,
+        16,
+        0,
+        0,
+        1,
+        0,
+    ]
     assert "resuming from" in (tmp_path / "learner.log").read_text()
 
 

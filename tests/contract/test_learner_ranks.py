@@ -42,7 +42,9 @@ async def test_a_killed_rank_ends_the_learner_in_one_line_and_it_resumes(
         train["megatron"] = {"tensor_parallel": 2}
         model["tiny"] = {**fleet.TINY, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
     file, log = tmp_path / "run.yaml", tmp_path / "learner.log"
-    file.write_text(to_yaml(fleet.config(str(tmp_path), run_name, train=train, model=model, checkpoint={"every_steps": 3})))
+    file.write_text(
+        to_yaml(fleet.config(str(tmp_path), run_name, train=train, model=model, checkpoint={"every_steps": 3}))
+    )
     command = [sys.executable, "-m", "rlearner.cli", "start", str(file), "--broker", broker_url]
     killed: list[int] = []
     process: asyncio.subprocess.Process | None = None
@@ -52,7 +54,11 @@ async def test_a_killed_rank_ends_the_learner_in_one_line_and_it_resumes(
             assert process is not None
             while not (tmp_path / run_name / "checkpoints" / "step-000003").exists():
                 time.sleep(0.01)
-            (rank,) = [one for one in psutil.Process(process.pid).children() if "learner.backends.ranks.follower" in one.cmdline()]
+            (rank,) = [
+                one
+                for one in psutil.Process(process.pid).children()
+                if "learner.backends.ranks.follower" in one.cmdline()
+            ]
             rank.send_signal(signal.SIGKILL)
             killed.append(rank.pid)
         return [fleet.group(ticket, ticket.min_version)]

@@ -31,7 +31,9 @@ def plain(ticket: wire.Ticket) -> list[wire.Message | bytes]:
     return [fleet.group(ticket, ticket.min_version)]
 
 
-async def run(bus: Bus, url: str, config: dict[str, Any], answer: Answer = plain, stop: Stop | None = None) -> fleet.Hub:
+async def run(
+    bus: Bus, url: str, config: dict[str, Any], answer: Answer = plain, stop: Stop | None = None
+) -> fleet.Hub:
     async with fleet.Hub(bus, answer) as hub, asyncio.timeout(240):
         await serve(config, url, stop or Stop(), connect_deadline_s=60)
     return hub
@@ -112,7 +114,9 @@ async def test_credit_steps_and_lines(
         assert line["actor/grad_norm"] > 0
 
 
-async def test_what_is_left_behind(bus: Bus, broker_url: str, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_left_behind(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -168,8 +172,14 @@ async def test_what_is_left_behind(bus: Bus, broker_url: str, run_name: str, tmp
         "eval/domain/lake/success_rate": 0.5,
     }
     rows = [json.loads(line) for line in (folder / "evals" / "actor-step-000003.jsonl").read_text().splitlines()]
-    assert [(row["task_index"], row["success"]) for row in rows] == [(0, [False]), (1, [True]), (2, [False]), (3, [True])]
-    # the log is trimmed behind the oldest checkpoint that is kept: a step consumes two records, behind the one with the rules
+    assert [(row["task_index"], row["success"]) for row in rows] == [
+        (0, [False]),
+        (1, [True]),
+        (2, [False]),
+        (3, [True]),
+    ]
+    # the log is trimmed behind the oldest checkpoint that is kept: a step consumes two records, behind the one with the
+    # rules
     assert await bus.first_seq(SAMPLES) == 1 + 2 * kept[0] + 1
 
 
@@ -220,7 +230,9 @@ async def test_late_groups_are_dropped_and_replaced(bus: Bus, broker_url: str, r
         late = [fleet.group(held.pop(), 0)] if ticket.min_version == 2 and held else []
         return [*late, fleet.group(ticket, ticket.min_version)]
 
-    config = fleet.config(str(tmp_path), run_name, train={"max_staleness": 1, "steps": 4, "groups_per_step": 1, "on_late": "drop"})
+    config = fleet.config(
+        str(tmp_path), run_name, train={"max_staleness": 1, "steps": 4, "groups_per_step": 1, "on_late": "drop"}
+    )
     hub = await run(bus, broker_url, config, answer)
     assert [(ticket.number, ticket.min_version) for ticket in hub.tickets] == [(1, 0), (2, 0), (3, 1), (4, 2), (5, 2)]
     assert tickets_of(lines(config)[-1]) == (5, 4, 0, 1, 0, 0)
@@ -228,7 +240,14 @@ async def test_late_groups_are_dropped_and_replaced(bus: Bus, broker_url: str, r
 
 
 async def test_tickets_that_nobody_ends_are_closed(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
-    lake = {"env": "frozenlake", "group_size": 2, "max_turns": 4, "max_context_tokens": 64, "deadline_s": 1, "sampling": {"max_tokens": 4}}
+    lake = {
+        "env": "frozenlake",
+        "group_size": 2,
+        "max_turns": 4,
+        "max_context_tokens": 64,
+        "deadline_s": 1,
+        "sampling": {"max_tokens": 4},
+    }
     train = {"ticket_timeout_s": 1.5, "steps": 1, "groups_per_step": 1}
     config = fleet.config(str(tmp_path), run_name, train=train, domains={"lake": lake})
     here = wire.Presence(role="envhub", id="hub", host="here", pid=1, state="serving", serves=["lake"])
@@ -241,7 +260,9 @@ async def test_tickets_that_nobody_ends_are_closed(bus: Bus, broker_url: str, ru
     assert last["ticket/closed_timeout"] == 1
 
 
-async def test_a_second_run_of_the_same_name_is_refused(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
+async def test_a_second_run_of_the_same_name_is_refused(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+) -> None:
     config = fleet.config(str(tmp_path / "a"), run_name, train={"steps": 1})
     await run(bus, broker_url, config)
     with pytest.raises(UserError, match=r"the broker already has a run test-.*choose another run\.name"):
@@ -251,7 +272,9 @@ async def test_a_second_run_of_the_same_name_is_refused(bus: Bus, broker_url: st
 async def test_a_completed_run_ends_well_however_often_it_is_started(
     bus: Bus, broker_url: str, run_name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Killed behind its last word, a learner is started again by its supervisor, which takes anything but 0 for a failure."""
+    """Killed behind its last word, a learner is started again by its supervisor, which takes anything but 0 for a
+    failure.
+    """
     config = fleet.config(str(tmp_path), run_name, train={"steps": 1})
     await run(bus, broker_url, config)
     for _ in range(2):
@@ -259,7 +282,8 @@ async def test_a_completed_run_ends_well_however_often_it_is_started(
             await run(bus, broker_url, config)
     assert (
         caplog.messages.count(
-            f"run {run_name} has completed its 1 steps: nothing is left to do; raise train.steps to continue, or choose another run.name"
+            f"run {run_name} has completed its 1 steps: nothing is left to do; raise train.steps to continue, or "
+            f"choose another run.name"
         )
         == 2
     )
@@ -285,7 +309,8 @@ async def test_killed_behind_the_last_checkpoint_the_next_life_tells_the_others(
     config = fleet.config(str(tmp_path), run_name, train={"steps": 1})
     await run(bus, broker_url, config)
     control = await bus.key_value(CONTROL)
-    await control.put(run_name, wire.DesiredState(state="running"))  # as it stands when the kill comes before the last word
+    # as it stands when the kill comes before the last word
+    await control.put(run_name, wire.DesiredState(state="running"))
     with pytest.raises(Stopped):
         await run(bus, broker_url, config)
     found = await control.get(run_name)
@@ -294,7 +319,9 @@ async def test_killed_behind_the_last_checkpoint_the_next_life_tells_the_others(
 
 
 async def test_stop_and_resume_from_the_same_log(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
-    """Stopped in the middle and started again: every ticket trained once, the same weights as a run that was never stopped."""
+    """Stopped in the middle and started again: every ticket trained once, the same weights as a run that was never
+    stopped.
+    """
     from safetensors.numpy import load_file
 
     settings = {"max_staleness": 1, "steps": 4}
@@ -323,7 +350,8 @@ async def test_stop_and_resume_from_the_same_log(bus: Bus, broker_url: str, run_
     assert isinstance(spec[0], wire.RunSpec)
     assert spec[0].epoch == 2
     one, two = (
-        load_file(tmp_path / name / "checkpoints" / "step-000004" / "model.safetensors") for name in (run_name, f"{run_name}-whole")
+        load_file(tmp_path / name / "checkpoints" / "step-000004" / "model.safetensors")
+        for name in (run_name, f"{run_name}-whole")
     )
     assert one.keys() == two.keys()
     assert all((one[name] == two[name]).all() for name in one)

@@ -71,7 +71,9 @@ async def word(bus: Bus) -> str:
 async def test_what_another_learner_has_written_meanwhile_is_gone_on_from(
     bus: Bus, broker_url: str, run_name: str, tmp_path: Path, loaded: Callable[[Meanwhile], list[str]], deleted: bool
 ) -> None:
-    """By the time that a checkpoint is loaded one of step 3 is there, and it may be deleted. No line and no step is lost."""
+    """By the time that a checkpoint is loaded one of step 3 is there, and it may be deleted. No line and no step is
+    lost.
+    """
     config = fleet.config(str(tmp_path), run_name, train={"steps": 3}, checkpoint={"every_steps": 1, "keep": 9})
     await train(bus, broker_url, config)
     folder, hidden = tmp_path / run_name / "checkpoints", tmp_path / "step-000003"
@@ -85,7 +87,11 @@ async def test_what_another_learner_has_written_meanwhile_is_gone_on_from(
 
     paths = loaded(go_on)
     lines = (tmp_path / run_name / "metrics.jsonl").read_text()
-    await train(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 4}, checkpoint={"every_steps": 1, "keep": 9}))
+    await train(
+        bus,
+        broker_url,
+        fleet.config(str(tmp_path), run_name, train={"steps": 4}, checkpoint={"every_steps": 1, "keep": 9}),
+    )
     assert paths == [before.name, "step-000003"]
     kept = older if deleted else [*older, before]
     assert checkpoint.list_checkpoints(folder) == [*kept, folder / "step-000003", folder / "step-000004"]
@@ -143,7 +149,9 @@ async def test_asked_to_stop_while_there_is_no_broker_it_ends(tmp_path: Path, mo
     hub = fleet.Hub(bus, answer)
     try:
         async with hub, asyncio.timeout(LONG_S):
-            await serve(fleet.config(str(tmp_path), "alone", train={"steps": 50}), server.url, stop, connect_deadline_s=60)
+            await serve(
+                fleet.config(str(tmp_path), "alone", train={"steps": 50}), server.url, stop, connect_deadline_s=60
+            )
     finally:
         server.stop()
         await bus.close()
@@ -160,10 +168,14 @@ async def test_a_learner_that_finds_out_by_writing_a_checkpoint_says_who_has_the
 
     monkeypatch.setattr(EpochWatch, "_follow_epoch", never)
     training = asyncio.create_task(
-        train(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 1000}, checkpoint={"every_steps": 1}))
+        train(
+            bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 1000}, checkpoint={"every_steps": 1})
+        )
     )
     await until(lambda: checkpoint.list_checkpoints(tmp_path / run_name / "checkpoints"))
-    await publish_runspec(bus, wire.RunSpec(run=run_name, wire_version=wire.WIRE_VERSION, epoch=0, config={}, model_path=""))
+    await publish_runspec(
+        bus, wire.RunSpec(run=run_name, wire_version=wire.WIRE_VERSION, epoch=0, config={}, model_path="")
+    )
     with pytest.raises(UserError, match="a newer learner took over under epoch 2, this one is epoch 1"):
         await training
 
@@ -171,17 +183,23 @@ async def test_a_learner_that_finds_out_by_writing_a_checkpoint_says_who_has_the
 async def test_a_paused_run_stays_paused_when_its_learner_is_started_again(
     bus: Bus, broker_url: str, run_name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A supervisor starts a learner that died again; only ``resume`` lifts what the operator said. Hubs follow the word that is kept."""
+    """A supervisor starts a learner that died again; only ``resume`` lifts what the operator said. Hubs follow the word
+    that is kept.
+    """
     await train(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 1}))
     control = await bus.key_value(CONTROL)
     await control.put(bus.run, wire.DesiredState(state="paused"))
     training = asyncio.create_task(train(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 2})))
-    await until(lambda: f"run {run_name} is paused and stays so; continue it with `rlearner resume {run_name}`" in caplog.text)
+    await until(
+        lambda: f"run {run_name} is paused and stays so; continue it with `rlearner resume {run_name}`" in caplog.text
+    )
     assert (await word(bus), await epoch(bus)) == ("paused", 2)
     await training  # the made-up hub follows no word
 
 
-async def test_a_checkpoint_without_weights_is_said_to_be_damaged(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
+async def test_a_checkpoint_without_weights_is_said_to_be_damaged(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+) -> None:
     """Its path is none that the user has set."""
     await train(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 1}))
     (newest,) = checkpoint.list_checkpoints(tmp_path / run_name / "checkpoints")

@@ -1,4 +1,6 @@
-"""sft and dpo with adapters: they learn, resume with the same bits, and leave a model that transformers loads and an adapter for peft."""
+"""sft and dpo with adapters: they learn, resume with the same bits, and leave a model that transformers loads and an
+adapter for peft.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def words(place: Path, pipeline: str, name: str, *more: str) -> list[str]:
     settings = {
-        "run.name": name, "run.dir": place / "runs", "model.path": place / "model", "data.train": place / f"{pipeline}.jsonl",
-        "data.eval_share": 0, "train.batch_size": 6, "train.lr": 3e-2, "train.num_threads": 1, "train.steps": 20, "trackers.use": "[]",
+        "run.name": name, "run.dir": place / "runs", "model.path": place / "model",
+        "data.train": place / f"{pipeline}.jsonl",
+        "data.eval_share": 0, "train.batch_size": 6, "train.lr": 3e-2, "train.num_threads": 1, "train.steps": 20,
+        "trackers.use": "[]",
         "train.lr_schedule": "constant", "train.warmup_steps": 0, "train.lora.rank": 8, "checkpoint.every_steps": 10,
     }  # fmt: skip
     return [pipeline, f"configs/{pipeline}.yaml", *(f"{key}={value}" for key, value in settings.items()), *more]
@@ -66,7 +70,9 @@ def test_it_learns_and_resumes(place: Path, pipeline: str, name: str, least: flo
     for file in ("model.safetensors", "adapter/adapter_model.safetensors", "learner/state.safetensors"):
         assert (folders[0] / file).read_bytes() == (folders[1] / file).read_bytes()
     merged = AutoModelForCausalLM.from_pretrained(folders[0])
-    adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(place / "model"), folders[0] / "adapter").eval()
+    adapted = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(place / "model"), folders[0] / "adapter"
+    ).eval()
     ids = torch.arange(24)[None]
     torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=1e-4, atol=1e-4)
 

@@ -20,9 +20,15 @@ OFFLOADED = {"optimizer_offload": True, "activation_offload": True}
 # Backend, its options, and another layout that goes on where it has stopped.
 CASES = [
     pytest.param(
-        "fsdp2", OFFLOADED, "ddp", marks=pytest.mark.skipif("RL_OPTIONS" not in os.environ, reason="five processes: make test-options")
+        "fsdp2",
+        OFFLOADED,
+        "ddp",
+        marks=pytest.mark.skipif("RL_OPTIONS" not in os.environ, reason="five processes: make test-options"),
     ),
-    *(pytest.param(f"deepspeed-{stage}", {}, "torch", id=f"deepspeed-{stage}") for stage in ("1", "2", "3", "3-offload")),
+    *(
+        pytest.param(f"deepspeed-{stage}", {}, "torch", id=f"deepspeed-{stage}")
+        for stage in ("1", "2", "3", "3-offload")
+    ),
     *(
         pytest.param(name, {"gradient_checkpointing": name == "megatron"}, "torch", id=name)
         for name in ("megatron", "megatron-tp2", "megatron-pp2")
@@ -70,7 +76,9 @@ def test_two_ranks_train_adapters_as_one_does(tmp_path, variant, options, anothe
     base = kit.backend(path).weights()
     for name, tensor in MergedModel(base, factors, adapter.targets, adapter.scale).made().items():
         assert torch.equal(tensor, weights[name])
-    assert {name: tensor.shape for name, tensor in state.items()} == {name: tensor.shape for name, tensor in alone.state().items()}
+    assert {name: tensor.shape for name, tensor in state.items()} == {
+        name: tensor.shape for name, tensor in alone.state().items()
+    }
 
     again = start(variant, str(written), path, **options)
     try:
@@ -89,12 +97,15 @@ def test_two_ranks_train_adapters_as_one_does(tmp_path, variant, options, anothe
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("variant", "ranks"), [("deepspeed-1", 1), ("deepspeed-2", 1), ("deepspeed-3", 2), ("megatron-tp2", 2)])
+@pytest.mark.parametrize(
+    ("variant", "ranks"), [("deepspeed-1", 1), ("deepspeed-2", 1), ("deepspeed-3", 2), ("megatron-tp2", 2)]
+)
 def test_float32_adapters_of_a_bfloat16_model(tmp_path, variant, ranks):
     path, model = kit.save_model(tmp_path / "first", dtype=torch.bfloat16, kv_heads=2), ModelSection(dtype="bfloat16")
     whole, alone = start(variant, path, model=model, ranks=ranks), start("torch", path, model=model)
     try:
-        agree(run(whole, range(2)), run(alone, range(2)), 0.05)  # Megatron's norms round otherwise, and the model is a random one
+        # Megatron's norms round otherwise, and the model is a random one
+        agree(run(whole, range(2)), run(alone, range(2)), 0.05)
         factors, expected = dict(whole.factors()), alone.factors()
         assert list(factors) == list(expected)
         assert all(tensor.dtype == torch.float32 for tensor in factors.values())

@@ -69,7 +69,9 @@ async def test_only_what_is_in_no_stream_is_closed(bus: Bus, monkeypatch: pytest
     watching.cancel()
     assert await bus.last_seq(SAMPLES) == 3
     async for entry in bus.read_log(SAMPLES, 3):
-        assert entry.message == wire.Closed(ticket=4, domain="lake", reason="timeout", detail=orphans.DETAIL, by=bus.name)
+        assert entry.message == wire.Closed(
+            ticket=4, domain="lake", reason="timeout", detail=orphans.DETAIL, by=bus.name
+        )
         break
 
 
@@ -78,7 +80,12 @@ async def _holds(bus: Bus, last: int) -> bool:
 
 
 async def test_a_learner_replaces_a_ticket_that_was_acknowledged_without_a_record(
-    bus: Bus, broker_url: str, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    bus: Bus,
+    broker_url: str,
+    run_name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(orphans, "GRACE_S", 0.5)
     monkeypatch.setattr(orphans, "LOOK_EVERY_S", 0.2)

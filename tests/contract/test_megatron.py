@@ -1,4 +1,6 @@
-"""What only the backend megatron has: families of models, low precision, checkpointed blocks, divided vocabularies, layouts."""
+"""What only the backend megatron has: families of models, low precision, checkpointed blocks, divided vocabularies,
+layouts.
+"""
 
 import json
 from pathlib import Path
@@ -26,7 +28,13 @@ def path(tmp_path_factory):
 
 
 def family(folder, name, *, tied):
-    sizes = {"vocab_size": kit.VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "vocab_size": kit.VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     sizes |= {
         "num_key_value_heads": 2,
         "max_position_embeddings": 128,
@@ -38,7 +46,13 @@ def family(folder, name, *, tied):
     if name == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**sizes, rope_parameters={"rope_type": "default", "rope_theta": 1e6}))
     else:
-        rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
+        rope = {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "rope_theta": 5e5,
+        }
         rope["original_max_position_embeddings"] = 16  # so that a short sequence feels the scaling
         model = LlamaForCausalLM(LlamaConfig(**sizes, rms_norm_eps=1e-3, head_dim=16, rope_parameters=rope))
     for parameter_name, parameter in model.named_parameters():  # biases, too, which begin as zeros
@@ -54,7 +68,9 @@ def close(found, expected, tolerance=1e-5):
 
 
 def agree(state, expected):
-    """On moments, that is on gradients of a norm of at most 1: AdamW's updates are of like size even where a gradient is but noise."""
+    """On moments, that is on gradients of a norm of at most 1: AdamW's updates are of like size even where a gradient
+    is but noise.
+    """
     assert state.keys() == expected.keys()
     for key in (key for key in expected if key.startswith("optimizer.exp_avg")):
         torch.testing.assert_close(state[key], expected[key], rtol=0, atol=1e-5)
@@ -81,7 +97,9 @@ def test_families(tmp_path, name, tied, variant, ranks):
         backend.save(tmp_path / "saved")
     finally:
         backend.close()
-    assert json.loads((tmp_path / "saved" / "config.json").read_text())["architectures"] == [f"{name.capitalize()}ForCausalLM"]
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["architectures"] == [
+        f"{name.capitalize()}ForCausalLM"
+    ]
     again = make("torch", str(tmp_path / "saved"))
     assert list(again.weights()) == list(reference.weights())
     assert any("bias" in key for key in again.weights()) == (name == "qwen2")
@@ -103,7 +121,8 @@ def test_four_ranks_that_divide_both_ways(path):
 @pytest.mark.parametrize(("variant", "ranks"), [("megatron", 1), ("megatron-pp2", 2), ("megatron-tp2", 2)])
 def test_checkpointed_blocks_padded_rows_and_logits_in_pieces_change_nothing(path, monkeypatch, variant, ranks):
     expected = run(make("torch", path), range(2))
-    if ranks == 1:  # as with a real vocabulary; ranks that share one must do the same, and the others would not know of it
+    # as with a real vocabulary; ranks that share one must do the same, and the others would not know of it
+    if ranks == 1:
         monkeypatch.setattr(policy, "_LOGIT_BUDGET", 8 * kit.VOCAB)
     for options in ({"gradient_checkpointing": True, "packing": "packed"}, {"packing": "padded"}):
         backend = make(variant, path, ranks=ranks, **options)
@@ -118,7 +137,8 @@ def test_a_reference_an_entropy_bonus_and_temperatures(path, tmp_path, variant, 
     other = kit.save_model(tmp_path / "other", seed=5, kv_heads=2)
     algorithm = AlgorithmSection(kl_coef=0.2, entropy_coef=0.1)
     pair = [
-        make("torch", path, algorithm=algorithm, ref_path=other), make(variant, path, algorithm=algorithm, ref_path=other, ranks=ranks)
+        make("torch", path, algorithm=algorithm, ref_path=other), make(variant, path, algorithm=algorithm,
+            ref_path=other, ranks=ranks)
     ]  # fmt: skip
     try:
         figures = []
@@ -161,10 +181,13 @@ def test_bfloat16_over_float32_weights_resumes_bit_for_bit(tmp_path, variant, ra
         masters = {name: tensor for name, tensor in first.state().items() if name.startswith("optimizer.master.")}
     finally:
         first.close()
-    assert [one["actor/pg_loss"] for one in metrics] == pytest.approx([one["actor/pg_loss"] for one in expected], abs=0.02)
+    assert [one["actor/pg_loss"] for one in metrics] == pytest.approx(
+        [one["actor/pg_loss"] for one in expected], abs=0.02
+    )
     assert snapshot.state.keys() == reference.state().keys()
     masters_of_reference = reference.state()
-    # Torch's norm rounds otherwise than transformers', and AdamW's updates are of like size whatever the gradient's, 3e-4 in all.
+    # Torch's norm rounds otherwise than transformers', and AdamW's updates are of like size whatever the gradient's,
+    # 3e-4 in all.
     for name, tensor in masters.items():
         assert tensor.dtype == torch.float32
         assert (tensor - masters_of_reference[name]).abs().mean() < 6e-5, name
@@ -192,19 +215,28 @@ def test_a_gradient_that_is_not_finite_changes_nothing(path):
 
 def test_what_is_wrong_with_a_model_is_said_before_any_rank_starts(path, tmp_path):
     with pytest.raises(
-        ConfigError, match=r"^train.megatron.tensor_parallel: 4 is not allowed; one of 1, 2: it must divide the model's 2 at"
+        ConfigError,
+        match=r"^train.megatron.tensor_parallel: 4 is not allowed; one of 1, 2: it must divide the model's 2 at",
     ):
         make("megatron", path, ranks=4, megatron={"tensor_parallel": 4})
-    with pytest.raises(ConfigError, match=r"^train.megatron.pipeline_parallel: 3 is not allowed; a divisor of the model's 2 layers"):
+    with pytest.raises(
+        ConfigError, match=r"^train.megatron.pipeline_parallel: 3 is not allowed; a divisor of the model's 2 layers"
+    ):
         make("megatron", path, ranks=3, megatron={"pipeline_parallel": 3})
     torn = tmp_path / "torn"
     kit.save_model(torn, kv_heads=2)
     config = json.loads((torn / "config.json").read_text())
     (torn / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
-    with pytest.raises(ConfigError, match=r"transformers cannot read its configuration: .*`num_hidden_layers` \(3\) must be equal to"):
+    with pytest.raises(
+        ConfigError, match=r"transformers cannot read its configuration: .*`num_hidden_layers` \(3\) must be equal to"
+    ):
         make("megatron", str(torn))
-    (torn / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}))
-    with pytest.raises(ConfigError, match=r"11 of its weights are missing, the first is model.layers.2.input_layernorm.weight$"):
+    (torn / "config.json").write_text(
+        json.dumps({**config, "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3})
+    )
+    with pytest.raises(
+        ConfigError, match=r"11 of its weights are missing, the first is model.layers.2.input_layernorm.weight$"
+    ):
         make("megatron", str(torn))
     (torn / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
     line = r"its model.layers.0.mlp.gate_proj.weight has shape \(48, 32\), its config.json says \(64, 32\)$"

@@ -1,4 +1,6 @@
-"""A critic, compiled layers and offload with the backend megatron: in every layout of two ranks as one process of torch has them."""
+"""A critic, compiled layers and offload with the backend megatron: in every layout of two ranks as one process of torch
+has them.
+"""
 
 import os
 import signal
@@ -168,7 +170,9 @@ def test_offloaded_activations_make_the_same_steps_and_weights_stay(path, monkey
 )
 def test_compiled_layers_make_the_same_steps(path, variant, ranks, more):
     algorithm = AlgorithmSection(kl_coef=0.2)
-    expected = run(make("torch", path, algorithm=algorithm, **({"lora": more["lora"]} if "lora" in more else {})), range(5))
+    expected = run(
+        make("torch", path, algorithm=algorithm, **({"lora": more["lora"]} if "lora" in more else {})), range(5)
+    )
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     backend = make(variant, path, ranks=ranks, algorithm=algorithm, compile=True, **more)

@@ -1,4 +1,6 @@
-"""The commands sft, dpo and distill on a tiny model: they learn, survive kill -9 with the same bits, and refuse bad input in a line."""
+"""The commands sft, dpo and distill on a tiny model: they learn, survive kill -9 with the same bits, and refuse bad
+input in a line.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def words(place: Path, pipeline: str, name: str, *overrides: str) -> list[str]:
     settings = {
-        "run.name": name, "run.dir": place / "runs", "model.path": place / "model", "data.train": place / f"{pipeline}.jsonl",
+        "run.name": name, "run.dir": place / "runs", "model.path": place / "model",
+        "data.train": place / f"{pipeline}.jsonl",
         "data.eval_share": 0.25, "train.steps": 12, "train.batch_size": 5, "train.lr": 1e-2, "train.num_threads": 1,
         "eval.every_steps": 4, "checkpoint.every_steps": 4, "train.warmup_steps": 2,
     }  # fmt: skip
@@ -101,7 +104,13 @@ def state(place: Path, name: str, step: int) -> dict[str, bytes]:
 
 @pytest.mark.timeout(300)  # a second process imports torch, on a busy machine
 def test_killed_and_started_again_the_bits_are_the_same(place: Path) -> None:
-    command = [sys.executable, "-c", NURSERY, str(place), json.dumps({name: words(place, name, f"{name}-killed") for name in PIPELINES})]
+    command = [
+        sys.executable,
+        "-c",
+        NURSERY,
+        str(place),
+        json.dumps({name: words(place, name, f"{name}-killed") for name in PIPELINES}),
+    ]
     nursery = subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
     for name in PIPELINES:  # meanwhile, undisturbed
         assert cli.main(words(place, name, f"{name}-whole")) == 0
@@ -112,12 +121,20 @@ def test_killed_and_started_again_the_bits_are_the_same(place: Path) -> None:
         assert cli.main(words(place, name, f"{name}-killed")) == 0
         assert lines(place, f"{name}-killed") == lines(place, f"{name}-whole")
         assert state(place, f"{name}-killed", 12) == state(place, f"{name}-whole", 12)
-        assert sorted(path.name for path in (place / "runs" / f"{name}-killed" / "checkpoints").iterdir()) == ["step-000008", "step-000012"]
+        assert sorted(path.name for path in (place / "runs" / f"{name}-killed" / "checkpoints").iterdir()) == [
+            "step-000008",
+            "step-000012",
+        ]
         assert list((place / "runs" / f"{name}-killed" / "tensorboard").glob("events.*"))
 
 
 def test_sft_learns_the_rule(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(words(place, "sft", "sft", "train.steps=60", "data.eval_share=0", "data.eval=" + str(place / "sft.jsonl"))) == 0
+    assert (
+        cli.main(
+            words(place, "sft", "sft", "train.steps=60", "data.eval_share=0", "data.eval=" + str(place / "sft.jsonl"))
+        )
+        == 0
+    )
     first, last = lines(place, "sft")[0], lines(place, "sft")[-1]
     assert first["eval/loss"] == pytest.approx(4.6, abs=0.3)  # log of the vocabulary's 102 tokens
     assert last["eval/loss"] < 0.05
@@ -125,7 +142,9 @@ def test_sft_learns_the_rule(place: Path, capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out.startswith(f"wrote {path} after 60 steps")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     for letter, answer in RULE.items():
-        prompt = tokenizer.apply_chat_template([{"role": "user", "content": letter}], add_generation_prompt=True, return_tensors="pt")
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": letter}], add_generation_prompt=True, return_tensors="pt"
+        )
         output = model.generate(**prompt, do_sample=False, max_new_tokens=4)[0, prompt["input_ids"].shape[1] :]
         assert tokenizer.decode(output) == answer + "<|im_end|>"
 
@@ -134,7 +153,8 @@ def test_sft_learns_the_rule(place: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_preferences_are_learned(place: Path, loss: str) -> None:
     assert cli.main(words(place, "dpo", loss, f"dpo.loss={loss}", "train.steps=30", "train.lr=3e-3")) == 0
     first, last = lines(place, loss)[0], lines(place, loss)[-1]
-    # At the reference: log 2, or (0 - 1 / (2 * 0.1))^2 = 25. The beginning shows no preference, the end the right one, held out too.
+    # At the reference: log 2, or (0 - 1 / (2 * 0.1))^2 = 25. The beginning shows no preference, the end the right one,
+    # held out too.
     assert first["eval/loss"] == pytest.approx({"dpo": 0.6931, "ipo": 25.0}[loss], abs=1e-3)
     assert first["eval/reward_margin"] == pytest.approx(0.0, abs=1e-4)
     assert last["train/accuracy"] == last["eval/accuracy"] == 1.0
@@ -144,8 +164,16 @@ def test_preferences_are_learned(place: Path, loss: str) -> None:
 @pytest.mark.parametrize("settings", [["forward"], ["reverse", "distill.top_k=12"]])
 def test_the_student_becomes_its_teacher(place: Path, settings: list[str]) -> None:
     teacher = place / "runs" / "sft" / "checkpoints" / "step-000060"  # of the test above
-    name, settings = settings[0], [f"distill.kl={settings[0]}", f"distill.teacher={teacher}", "train.lr_schedule=constant", *settings[1:]]
-    assert cli.main(words(place, "distill", name, *settings, "train.steps=100", "train.batch_size=9", "eval.every_steps=0")) == 0
+    name, settings = (
+        settings[0],
+        [f"distill.kl={settings[0]}", f"distill.teacher={teacher}", "train.lr_schedule=constant", *settings[1:]],
+    )
+    assert (
+        cli.main(
+            words(place, "distill", name, *settings, "train.steps=100", "train.batch_size=9", "eval.every_steps=0")
+        )
+        == 0
+    )
     first, last = lines(place, name)[0], lines(place, name)[-1]
     assert first["eval/loss"] > 2
     assert last["eval/loss"] < 0.1
@@ -153,12 +181,21 @@ def test_the_student_becomes_its_teacher(place: Path, settings: list[str]) -> No
 
 
 REFUSED = {
-    "an unknown key": (["train.steps_=3"], "error: train.steps_: 3 is not allowed; unknown key, did you mean 'train.steps'?"),
+    "an unknown key": (
+        ["train.steps_=3"],
+        "error: train.steps_: 3 is not allowed; unknown key, did you mean 'train.steps'?",
+    ),
     "a missing file": (["data.train=nowhere.jsonl"], "error: data.train: 'nowhere.jsonl' is not allowed; no such file"),
     "a malformed row": (["data.train={place}/bad.jsonl"], "error: {place}/bad.jsonl:2: not JSON"),
     "no model": (["model.path=/nowhere"], "error: model.path: '/nowhere' is not allowed; no such folder"),
-    "a warm-up without end": (["train.warmup_steps=12"], "error: train.warmup_steps: 12 is not allowed; below train.steps, which is 12"),
-    "too long a row": (["data.max_tokens=5000"], "error: data.max_tokens: 5000 is not allowed; at most 4096, which the model takes"),
+    "a warm-up without end": (
+        ["train.warmup_steps=12"],
+        "error: train.warmup_steps: 12 is not allowed; below train.steps, which is 12",
+    ),
+    "too long a row": (
+        ["data.max_tokens=5000"],
+        "error: data.max_tokens: 5000 is not allowed; at most 4096, which the model takes",
+    ),
     "nothing to train on": (["data.eval_share=0.99"], "error: data.eval_share: 0.99 is not allowed; a smaller share"),
     "an unknown backend": (["train.backend=jax"], "error: train.backend: 'jax' is not allowed; known: "),
 }
@@ -176,10 +213,16 @@ def refused(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str])
 def test_bad_input_is_one_line(place: Path, what: str, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "bad.jsonl").write_text('{"prompt": "p", "response": "r"}\n{"prompt": \n')
     overrides, line = REFUSED[what]
-    refused(words(place, "sft", "refused", *(one.format(place=place) for one in overrides)), line.format(place=place), capsys)
+    refused(
+        words(place, "sft", "refused", *(one.format(place=place) for one in overrides)),
+        line.format(place=place),
+        capsys,
+    )
 
 
-def test_a_full_disk_is_one_line(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_one_line(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -195,15 +238,23 @@ def test_a_teacher_must_speak_the_same_tokens(place: Path, capsys: pytest.Captur
     line = f"error: distill.teacher: '{place / 'other'}' is not allowed; its vocabulary must be the student's: token '"
     refused(words(place, "distill", "refused", f"distill.teacher={place / 'other'}"), line, capsys)
     refused(
-        words(place, "distill", "refused", "distill.teacher=/nowhere"), "error: distill.teacher: '/nowhere' is not allowed; no such", capsys
+        words(place, "distill", "refused", "distill.teacher=/nowhere"),
+        "error: distill.teacher: '/nowhere' is not allowed; no such",
+        capsys,
     )
-    refused(words(place, "distill", "refused", "distill.served=true"), "error: distill.top_k: 0 is not allowed; at least 1", capsys)
+    refused(
+        words(place, "distill", "refused", "distill.served=true"),
+        "error: distill.top_k: 0 is not allowed; at least 1",
+        capsys,
+    )
 
 
 def test_two_processes_never_train_one_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = place / "runs" / "shared"
     folder.mkdir(parents=True)
-    line = f"error: run.name: another process trains run shared in {folder}; wait for its end, or choose another run.name"
+    line = (
+        f"error: run.name: another process trains run shared in {folder}; wait for its end, or choose another run.name"
+    )
     with lock(folder / "lock", "free"):
         refused(words(place, "dpo", "shared", "train.steps=3"), line, capsys)
         refused(words(place, "sft", "shared", "train.steps=3"), line, capsys)
@@ -212,10 +263,22 @@ def test_two_processes_never_train_one_run(place: Path, capsys: pytest.CaptureFi
 
 def test_a_run_goes_on_only_as_it_began(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words(place, "dpo", "began", "train.steps=3")) == 0
-    refused(words(place, "dpo", "began", "train.lr=1e-3"), "error: train.lr: differs from what run began was started with (see ", capsys)
+    refused(
+        words(place, "dpo", "began", "train.lr=1e-3"),
+        "error: train.lr: differs from what run began was started with (see ",
+        capsys,
+    )
     assert cli.main(words(place, "dpo", "began", "train.steps=4")) == 0
     assert [line["step"] for line in lines(place, "began")] == [0, 1, 2, 3, 4]
-    refused(words(place, "dpo", "began", "train.steps=3"), "error: train.steps: 3 is not allowed; the run has made 4 steps already", capsys)
+    refused(
+        words(place, "dpo", "began", "train.steps=3"),
+        "error: train.steps: 3 is not allowed; the run has made 4 steps already",
+        capsys,
+    )
     with (place / "dpo.jsonl").open("a") as file:
         file.write("\n")
-    refused(words(place, "dpo", "began", "train.steps=5"), "error: data.train or data.eval changed since run began was started", capsys)
+    refused(
+        words(place, "dpo", "began", "train.steps=5"),
+        "error: data.train or data.eval changed since run began was started",
+        capsys,
+    )

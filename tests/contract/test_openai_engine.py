@@ -93,27 +93,46 @@ async def ask(
 
 async def test_a_chat_endpoint_gets_messages_and_its_text_becomes_tokens(model_path: str, scripted: Any) -> None:
     tokenizer, script = Tokenizer.load(model_path), await scripted(chat("go left"))
-    output = await ask(model_path, script.url, tokenizer.encode_chat(CHAT), temperature=0.5, seed=3, stop_token_ids=[1], args={
-        "max_tokens_field": "max_completion_tokens", "extra_body": {"top_p": None, "reasoning_effort": "low"}})  # fmt: skip
+    output = await ask(model_path, script.url, tokenizer.encode_chat(CHAT), temperature=0.5, seed=3,
+        stop_token_ids=[1], args={
+        "max_tokens_field": "max_completion_tokens", "extra_body": {"top_p": None,
+            "reasoning_effort": "low"}})  # fmt: skip
     ids = [*tokenizer.encode("go left"), end_token(tokenizer, model_path)]
     assert output == GenerationOutput(ids, [0.0] * len(ids), [(0, len(ids))], "stop")
-    expected = {"model": "m1", "messages": CHAT, "max_completion_tokens": 20, "temperature": 0.5, "seed": 3, "reasoning_effort": "low"}
+    expected = {
+        "model": "m1",
+        "messages": CHAT,
+        "max_completion_tokens": 20,
+        "temperature": 0.5,
+        "seed": 3,
+        "reasoning_effort": "low",
+    }
     assert script.asked == [("/v1/chat/completions", expected)]
 
 
 async def test_text_that_is_longer_here_is_cut(model_path: str, scripted: Any) -> None:
     tokenizer, script = Tokenizer.load(model_path), await scripted(chat("a rather long answer to that", "length"))
     output = await ask(model_path, script.url, tokenizer.encode_chat(CHAT), max_tokens=4)
-    assert (list(output.token_ids), output.finish_reason) == (tokenizer.encode("a rather long answer to that")[:4], "length")
+    assert (list(output.token_ids), output.finish_reason) == (
+        tokenizer.encode("a rather long answer to that")[:4],
+        "length",
+    )
 
 
 async def test_completions_get_the_whole_prompt_as_text(model_path: str, scripted: Any) -> None:
     tokenizer = Tokenizer.load(model_path)
     script = await scripted((200, {"choices": [{"text": "up", "finish_reason": "length"}]}))
-    output = await ask(model_path, script.url, tokenizer.encode_chat(CHAT), args={"api": "completions", "model": "mine"}, stop=["x"])
+    output = await ask(
+        model_path, script.url, tokenizer.encode_chat(CHAT), args={"api": "completions", "model": "mine"}, stop=["x"]
+    )
     assert list(output.token_ids) == tokenizer.encode("up")
     ((path, body),) = script.asked
-    assert (path, body["prompt"], body["model"], body["stop"]) == ("/v1/completions", tokenizer.render_chat(CHAT), "mine", ["x"])
+    assert (path, body["prompt"], body["model"], body["stop"]) == (
+        "/v1/completions",
+        tokenizer.render_chat(CHAT),
+        "mine",
+        ["x"],
+    )
 
 
 @pytest.fixture
@@ -125,15 +144,20 @@ async def served(model_path: str, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
 
 @pytest.mark.parametrize("kind", ["chat", "completions"])
 @pytest.mark.parametrize("token_ids", [True, False])
-async def test_our_own_server_gives_the_same_by_every_way(served: Api, model_path: str, kind: str, token_ids: bool) -> None:
+async def test_our_own_server_gives_the_same_by_every_way(
+    served: Api, model_path: str, kind: str, token_ids: bool
+) -> None:
     args = {"api": kind, "token_ids": token_ids, "api_key_env": "MY_KEY"}
     output = await ask(model_path, served.address, served.tokenizer.encode_chat(CHAT), seed=4, args=args)
     direct = await served.engine.generate(
-        wire.GenerateRequest(request_id="d", conversation_id="d", token_ids=wire.column(served.tokenizer.encode_chat(CHAT), "<i4"),
+        wire.GenerateRequest(request_id="d", conversation_id="d",
+            token_ids=wire.column(served.tokenizer.encode_chat(CHAT), "<i4"),
                              sampling=wire.SamplingParams(max_tokens=20, seed=4))
     )  # fmt: skip
     assert list(output.token_ids) == list(direct.token_ids)
-    assert list(output.logprobs) == (pytest.approx(list(direct.logprobs)) if token_ids else [0.0] * len(direct.token_ids))
+    assert list(output.logprobs) == (
+        pytest.approx(list(direct.logprobs)) if token_ids else [0.0] * len(direct.token_ids)
+    )
 
 
 async def test_throttled_and_broken_answers_are_asked_for_again(model_path: str, scripted: Any) -> None:
@@ -147,10 +171,14 @@ async def test_throttled_and_broken_answers_are_asked_for_again(model_path: str,
 async def test_what_cannot_be_mended_by_asking_again(model_path: str, scripted: Any) -> None:
     prompt = Tokenizer.load(model_path).encode_chat(CHAT)
     refusing = await scripted((400, {"error": {"message": "top_k is\nunknown"}}))
-    assert await ask(model_path, refusing.url, prompt, top_k=4) == GenerationOutput(error="the endpoint answered 400: top_k is unknown")
+    assert await ask(model_path, refusing.url, prompt, top_k=4) == GenerationOutput(
+        error="the endpoint answered 400: top_k is unknown"
+    )
     assert (len(refusing.asked), refusing.asked[0][1]["top_k"]) == (1, 4)
     filtered = await scripted(chat("", "content_filter"))
-    assert (await ask(model_path, filtered.url, prompt)).error == "the endpoint ended the output with finish_reason 'content_filter'"
+    assert (
+        await ask(model_path, filtered.url, prompt)
+    ).error == "the endpoint ended the output with finish_reason 'content_filter'"
     with pytest.raises(RuntimeError, match="the endpoint answered 402: pay first"):
         await ask(model_path, (await scripted((402, {"message": "pay first"}))).url, prompt)
     with pytest.raises(RuntimeError, match=r"chat/completions gave no answer in 3 tries: 500: down"):
@@ -158,7 +186,9 @@ async def test_what_cannot_be_mended_by_asking_again(model_path: str, scripted: 
     with pytest.raises(RuntimeError, match=r"returns no token_ids; set rollout\.engine_args\.token_ids=false"):
         await ask(model_path, (await scripted(chat("x"))).url, prompt, args={"token_ids": True})
     text = await ask(model_path, filtered.url, [5, 6, 7])
-    assert text.error == "the context is not a conversation of the model's chat template; use engine_args.api=completions"
+    assert (
+        text.error == "the context is not a conversation of the model's chat template; use engine_args.api=completions"
+    )
 
 
 async def test_waiting_to_ask_again_ends_at_the_deadline(model_path: str, scripted: Any) -> None:
@@ -167,19 +197,31 @@ async def test_waiting_to_ask_again_ends_at_the_deadline(model_path: str, script
     assert output == GenerationOutput(finish_reason="deadline")
 
 
-async def test_the_wrong_key_no_endpoint_and_no_model_are_one_line(served: Api, model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_wrong_key_no_endpoint_and_no_model_are_one_line(
+    served: Api, model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "wrong")
-    with pytest.raises(UserError, match=r"does not accept the key in OPENAI_API_KEY: the endpoint answered 401: the API key is missing or"):
+    with pytest.raises(
+        UserError,
+        match=r"does not accept the key in OPENAI_API_KEY: the endpoint answered 401: the API key is missing or",
+    ):
         await ask(model_path, served.address, [5])
-    with pytest.raises(UserError, match=r"^http://127\.0\.0\.1:1/v1/models gave no answer in 2 tries: Cannot connect to host"):
+    with pytest.raises(
+        UserError, match=r"^http://127\.0\.0\.1:1/v1/models gave no answer in 2 tries: Cannot connect to host"
+    ):
         await ask(model_path, "http://127.0.0.1:1/v1", [5], args={"retries": 1})
-    with pytest.raises(ConfigError, match=r"^rollout\.engine_args\.model: None is not allowed; .* lists no models; name one"):
+    with pytest.raises(
+        ConfigError, match=r"^rollout\.engine_args\.model: None is not allowed; .* lists no models; name one"
+    ):
         await ask(model_path, served.address + "/nothing", [5], args={"api_key_env": "MY_KEY"})
 
 
 def test_it_never_is_the_policy_that_is_trained(model_path: str) -> None:
     section = RolloutSection(engine="openai", engine_args={"base_url": "http://127.0.0.1:1/v1"})
-    with pytest.raises(ConfigError, match=r"^rollout\.policy: 'actor' is not allowed; engine openai does not follow the learner's weights"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^rollout\.policy: 'actor' is not allowed; engine openai does not follow the learner's weights",
+    ):
         OpenAIEngine(EngineConfig(model_path, section))
 
 
@@ -198,7 +240,8 @@ def test_a_base_url_that_is_none(url: str) -> None:
         (1, {"Retry-After": "7"}, 0.0, 7.0),
         (1, {"Retry-After": "Thu, 01 Jan 1970 00:01:40 GMT", "Date": "Thu, 01 Jan 1970 00:00:10 GMT"}, 0.0, 90.0),
         (1, {"Retry-After": "Thu, 01 Jan 1970 00:00:01 GMT", "Date": "Thu, 01 Jan 1970 00:00:10 GMT"}, 0.0, 0.25),
-        (1, {"Retry-After": "Fri, 01 Jan 2123 00:00:01 GMT"}, 0.0, 0.25),  # counted from nothing: our clock is not theirs
+        # counted from nothing: our clock is not theirs
+        (1, {"Retry-After": "Fri, 01 Jan 2123 00:00:01 GMT"}, 0.0, 0.25),
         (1, {"Retry-After": "Fri, 01 Jan 2123 00:00:01 GMT", "Date": "now"}, 0.0, 0.25),
         (1, {"Retry-After": "Thu, 01 Jan 1970 00:01:40 GMT", "Date": "Thu, 01 Jan 1970 00:00:10"}, 0.0, 90.0),
         (1, {"Retry-After": "soon"}, 0.0, 0.25),

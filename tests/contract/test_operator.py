@@ -88,7 +88,11 @@ async def test_audit_of_a_real_run(bus: Bus, broker_url: str, run_name: str, tmp
     # with checkpoints, the one that the second life resumed from is deleted on the way
     steps, every = (6, 1) if keep else (3, 0)
     config = fleet.config(
-        str(tmp_path), run_name, train={"steps": steps, "max_staleness": 1}, samples={"keep": keep}, checkpoint={"every_steps": every}
+        str(tmp_path),
+        run_name,
+        train={"steps": steps, "max_staleness": 1},
+        samples={"keep": keep},
+        checkpoint={"every_steps": every},
     )
     tap_file = tmp_path / "tap.jsonl"
     await a_run(bus, broker_url, config, tap_file)
@@ -113,10 +117,13 @@ async def test_audit_of_a_real_run(bus: Bus, broker_url: str, run_name: str, tmp
     assert any(note.startswith("the broker's log: ") for note in report["notes"])
     assert any(note.startswith("the archive: ") for note in report["notes"]) == keep
     if not keep:  # one record less in the broker's log: a gap
-        first, last = await bus.first_seq(SAMPLES), await bus.last_seq(SAMPLES)  # the first life trimmed what its checkpoint holds
+        # the first life trimmed what its checkpoint holds
+        first, last = await bus.first_seq(SAMPLES), await bus.last_seq(SAMPLES)
         assert last - first > 1
         with suppress(ApiError):  # a busy broker that answers late is asked again, and has no such message then
-            await ask(bus.link, f"STREAM.MSG.DELETE.{SAMPLES.stream_name(run_name)}", {"seq": first + 1, "no_erase": True})
+            await ask(
+                bus.link, f"STREAM.MSG.DELETE.{SAMPLES.stream_name(run_name)}", {"seq": first + 1, "no_erase": True}
+            )
         code, out, _ = await command("audit", *where)
         assert code == 1
         assert f"PROBLEM: the broker's log: records {first + 1} are missing" in out
@@ -142,7 +149,15 @@ async def test_trace_and_status(bus: Bus, broker_url: str, run_name: str, tmp_pa
     assert (found["record"]["seq"], found["record"]["source"], found["duplicates"]) == (4, "the broker's log", [5])
     assert found["record"]["stored_at"].startswith("20")
     assert found["step_time"].endswith("+00:00")
-    span = {"start": 5, "end": 8, "server": "made-up", "policy_version": 0, "reward": 1.0, "valid": False, "finish_reason": "stop"}
+    span = {
+        "start": 5,
+        "end": 8,
+        "server": "made-up",
+        "policy_version": 0,
+        "reward": 1.0,
+        "valid": False,
+        "finish_reason": "stop",
+    }
     assert found["trajectories"][1]["spans"] == [span]
     assert found["trajectories"][1]["reward_parts"] == {"env": 1.0}
     code, out, _ = await command("trace", run_name, "3", *where)
@@ -154,22 +169,36 @@ async def test_trace_and_status(bus: Bus, broker_url: str, run_name: str, tmp_pa
     await bus.trim(SAMPLES, 10_000)
     code, out, _ = await command("trace", str(tmp_path / run_name), "2", *where)
     assert "record      4, the archive" in out
-    here = wire.Presence(role="envhub", id="hub-7", host="here", pid=1, state="serving", slots=4, running=1, serves=["lake"])
+    here = wire.Presence(
+        role="envhub", id="hub-7", host="here", pid=1, state="serving", slots=4, running=1, serves=["lake"]
+    )
     announcer = Announcer(bus, lambda: here)
     await announcer.start()
     code, out, err = await command("status", run_name, *where, "--json")
     assert (code, err) == (0, "")
     status = json.loads(out)
     assert (status["step"], status["steps"], status["epoch"], status["desired"]) == (2, 2, 2, "stopped")
-    assert status["tickets"] == {"issued": 6, "trained": 4, "filtered": 0, "dropped": 0, "dead": 2, "open": 0, "duplicate": 2}
-    assert [(one["role"], one["id"], one["running"], one["slots"]) for one in status["processes"]] == [("envhub", "hub-7", 1, 4)]
+    assert status["tickets"] == {
+        "issued": 6,
+        "trained": 4,
+        "filtered": 0,
+        "dropped": 0,
+        "dead": 2,
+        "open": 0,
+        "duplicate": 2,
+    }
+    assert [(one["role"], one["id"], one["running"], one["slots"]) for one in status["processes"]] == [
+        ("envhub", "hub-7", 1, 4)
+    ]
     assert (status["weights"]["epoch"], status["weights"]["version"]) == (2, 2)
     assert status["queues"]["samples"]["kept"] == 0
     code, out, _ = await command("status", run_name, *where)
     assert f"run {run_name}: step 2 of 2" in out
     assert "envhub hub-7                 serving   1/4 running" in out
     await announcer.close()
-    code, out, err = await command("status", run_name, *where, "--broker", "nats://127.0.0.1:1", "--connect-deadline", "0.5")
+    code, out, err = await command(
+        "status", run_name, *where, "--broker", "nats://127.0.0.1:1", "--connect-deadline", "0.5"
+    )
     assert code == 2  # a broker that the user named must answer
     assert err.startswith("error: ")
     (tmp_path / run_name / "broker.url").write_text("nats://127.0.0.1:1\n")
@@ -178,7 +207,9 @@ async def test_trace_and_status(bus: Bus, broker_url: str, run_name: str, tmp_pa
     assert "broker       no broker answered at nats://127.0.0.1:1" in out
 
 
-async def test_a_closed_pipe_ends_a_command_without_a_word(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
+async def test_a_closed_pipe_ends_a_command_without_a_word(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+) -> None:
     """Into `head`, which has left: with output written as it comes, and with output written at the end."""
     config = fleet.config(str(tmp_path), run_name, train={"steps": 1, "max_staleness": 0}, samples={"keep": True})
     async with fleet.Hub(bus, eventful), asyncio.timeout(120):
@@ -199,7 +230,13 @@ async def test_a_closed_pipe_ends_a_command_without_a_word(bus: Bus, broker_url:
         os.close(read)
         environment = {**os.environ, "PYTHONUNBUFFERED": "1" if number % 2 else ""}
         child = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "rlearner.cli", *arguments, stdout=write, stderr=asyncio.subprocess.PIPE, env=environment
+            sys.executable,
+            "-m",
+            "rlearner.cli",
+            *arguments,
+            stdout=write,
+            stderr=asyncio.subprocess.PIPE,
+            env=environment,
         )
         os.close(write)
         _, err = await asyncio.wait_for(child.communicate(), LONG_S)
@@ -290,7 +327,9 @@ async def test_status_says_first_that_no_learner_is_running_and_how_to_start_it(
     assert out.splitlines()[0] == first
 
 
-async def test_status_of_a_run_that_its_broker_does_not_have(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
+async def test_status_of_a_run_that_its_broker_does_not_have(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+) -> None:
     """Its first learner makes the first weights, or the broker has lost its store."""
     file = tmp_path / run_name / "config.yaml"
     file.parent.mkdir()
@@ -300,13 +339,20 @@ async def test_status_of_a_run_that_its_broker_does_not_have(bus: Bus, broker_ur
     async with announced(bus, wire.Presence(role="learner", id="learner", host="h", pid=1, state="starting")):
         _, out, _ = await command("status", *where)
     assert out.splitlines()[0] == f"run {run_name}: step 0 of 3"
-    assert f"the learner is starting: the broker at {broker_url} sees its learner, which has not taken the run yet" in out
+    assert (
+        f"the learner is starting: the broker at {broker_url} sees its learner, which has not taken the run yet" in out
+    )
     _, out, _ = await command("status", *where)
     again = f"`rlearner start {relative} --broker URL`"
-    assert out.splitlines()[0] == f"no learner is running; {again} starts the run again, with --rebase if the broker has lost its store"
+    assert (
+        out.splitlines()[0]
+        == f"no learner is running; {again} starts the run again, with --rebase if the broker has lost its store"
+    )
 
 
-async def test_drain_says_who_ends_and_who_stays_and_why(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
+async def test_drain_says_who_ends_and_who_stays_and_why(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+) -> None:
     spec = wire.RunSpec(run=run_name, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path="")
     await (await bus.key_value(RUNS)).put(run_name, spec)
     there = [
@@ -320,6 +366,7 @@ async def test_drain_says_who_ends_and_who_stays_and_why(bus: Bus, broker_url: s
         [
             f"{run_name}: draining",
             "  envhub e1: starts no new episodes, finishes the running ones (3 of 8 slots), then exits",
-            f"  rollout r1: stays, because hubs still need it and the run may continue; `rlearner stop {run_name}` stops it",
+            f"  rollout r1: stays, because hubs still need it and the run may continue; `rlearner stop {run_name}` "
+            f"stops it",
         ],
     )

@@ -1,4 +1,6 @@
-"""What an operator sees on a bad evening, command by command: nine things that once misled, each as a real process on one run."""
+"""What an operator sees on a bad evening, command by command: nine things that once misled, each as a real process on
+one run.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from learner.prepare import to_yaml
 from rlearner_text.config import TinyModel
 from rlearner_text.tiny import build_tiny
 
-ENV = {name: value for name, value in os.environ.items() if name not in ("RL_BROKER", "RL_RUN")} | {"OMP_NUM_THREADS": "1"}
+ENV = {name: value for name, value in os.environ.items() if name not in ("RL_BROKER", "RL_RUN")} | {
+    "OMP_NUM_THREADS": "1"
+}
 OTHER = fleet.TINY | {"hidden_size": 32}
 
 
@@ -65,14 +69,22 @@ async def test_nothing_misleads(bus: Bus, broker_url: str, run_name: str, tmp_pa
         first = Command(*start)
         try:
             await until(
-                lambda: len(checkpoint.list_checkpoints(held)) == 2 and checkpoint.list_checkpoints(held)[0].name > "step-000001",
+                lambda: (
+                    len(checkpoint.list_checkpoints(held)) == 2
+                    and checkpoint.list_checkpoints(held)[0].name > "step-000001"
+                ),
                 2 * LONG_S,
             )
             url = (folder / "broker.url").read_bytes()
 
-            # A second `start` does not take over a healthy run, and `up` beside one says where it is and writes nothing.
+            # A second `start` does not take over a healthy run, and `up` beside one says where it is and writes
+            # nothing.
             code, _, err = await run(*start)
-            assert (code, "is being trained by a learner on" in err, "--take-over takes it over" in err) == (2, True, True)
+            assert (code, "is being trained by a learner on" in err, "--take-over takes it over" in err) == (
+                2,
+                True,
+                True,
+            )
             code, out, err = await run("up", str(file))
             assert (code, out) == (2, "")
             assert err.startswith(f"error: run {run_name} is live at {broker_url} ")
@@ -84,7 +96,8 @@ async def test_nothing_misleads(bus: Bus, broker_url: str, run_name: str, tmp_pa
         code, _, _ = await first.ended()
         assert code == 130
 
-        # Other groups per step and no archive any more: the audit judges each record by the settings in force when it came.
+        # Other groups per step and no archive any more: the audit judges each record by the settings in force when it
+        # came.
         steps = (
             checkpoint.read_checkpoint(checkpoint.list_checkpoints(held)[-1]).step + 4
         )  # the log may hold two steps that count by the old rules
@@ -106,7 +119,9 @@ async def test_nothing_misleads(bus: Bus, broker_url: str, run_name: str, tmp_pa
     code, out, err = await run("replay", *where, "--from", "1", "--to", str(steps))
     kept = [checkpoint.read_checkpoint(path).step for path in checkpoint.list_checkpoints(held)]
     assert (code, out) == (2, "")
-    assert err.startswith(f"error: --from 1: no checkpoint of step 1 is kept; there are checkpoints of steps {kept[0]}, {kept[1]}; ")
+    assert err.startswith(
+        f"error: --from 1: no checkpoint of step 1 is kept; there are checkpoints of steps {kept[0]}, {kept[1]}; "
+    )
 
     # Another model, or other tasks, under the name of a run.
     other = build_tiny(tmp_path / "other", TinyModel.model_validate(OTHER))
@@ -122,7 +137,10 @@ async def test_nothing_misleads(bus: Bus, broker_url: str, run_name: str, tmp_pa
         assert (code, err.splitlines()[-1].startswith(said)) == (2, True), err
     (folder / "broker.url").unlink()  # else `up` leaves a run alone that has a broker elsewhere
     code, _, err = await run("up", str(file), more, f"model.path={other}")
-    assert (code, err.splitlines()[-1].startswith(f"error: model.path: '{other}' is not allowed; its hidden_size is 32")) == (2, True), err
+    assert (
+        code,
+        err.splitlines()[-1].startswith(f"error: model.path: '{other}' is not allowed; its hidden_size is 32"),
+    ) == (2, True), err
     assert await newest_epoch(bus, run_name) == 2
 
     # The pictures that `up` leaves can be had of a run that was started by hand.
@@ -133,7 +151,9 @@ async def test_nothing_misleads(bus: Bus, broker_url: str, run_name: str, tmp_pa
 @pytest.mark.parametrize("given", [None, 4])
 async def test_eval_tasks_are_lowered_unless_somebody_set_them(tmp_path: Path, given: int | None) -> None:
     """To the held-out tasks that there are: three."""
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"question": f"{n}?", "answer": str(n)}) + "\n" for n in range(6)))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"question": f"{n}?", "answer": str(n)}) + "\n" for n in range(6))
+    )
     rows = {"path": str(tmp_path / "rows.jsonl"), "eval_share": 0.5}
     settings = {
         "run": {"name": "few", "dir": str(tmp_path)},

@@ -240,7 +240,10 @@ async def test_many_subjects_are_listed_page_by_page(bus: Bus, monkeypatch: pyte
 
 async def test_a_broker_of_small_messages_takes_any_group(tmp_path: Path) -> None:
     """nats-server's own default is 1 MiB."""
-    with tempfile.TemporaryDirectory(prefix="rlearner-small-") as folder, BrokerServer(folder, store_max_gib=1024) as server:
+    with (
+        tempfile.TemporaryDirectory(prefix="rlearner-small-") as folder,
+        BrokerServer(folder, store_max_gib=1024) as server,
+    ):
         bus = await Bus.connect(server.url, "demo", name="x", deadline_s=60)
         await bus.ensure_streams()
         bus.link._client._max_payload = 1 << 20
@@ -259,7 +262,9 @@ async def test_the_event_loop_goes_on_while_large_groups_are_read(bus: Bus, monk
     count = 6
     for ticket in range(1, count + 1):
         await bus.publish(SAMPLES, group(ticket, 8 * MB if ticket % 2 else MB, pools=[]), ticket=ticket)
-        await bus.publish(SAMPLES, wire.Closed(ticket=ticket, domain="lake", reason="late", detail="", by="x"), ticket=ticket)
+        await bus.publish(
+            SAMPLES, wire.Closed(ticket=ticket, domain="lake", reason="late", detail="", by="x"), ticket=ticket
+        )
     decode, in_loop, aside = codec.decode, list[int](), list[int]()
 
     def watched(data: bytes, *types: type[wire.Message]) -> wire.Message:

@@ -25,9 +25,18 @@ from envhub.tickets.attempts import AttemptNotes
 from envhub.tickets.suspicion import TicketJudgement
 
 DEADLY = f"{Path(__file__).parents[1] / 'kit' / 'deadly_env.py'}:Deadly"
-GONE = f"{this_process().rsplit('/', 2)[0]}/{os.getpid()}/1"  # a process of this machine whose number was given away again
+# a process of this machine whose number was given away again
+GONE = f"{this_process().rsplit('/', 2)[0]}/{os.getpid()}/1"
 TICKET = wire.Ticket(
-    number=7, domain="lake", task_index=6, seed=1, min_version=0, max_staleness=1, group_size=1, min_group_size=1, deadline_s=60.0
+    number=7,
+    domain="lake",
+    task_index=6,
+    seed=1,
+    min_version=0,
+    max_staleness=1,
+    group_size=1,
+    min_group_size=1,
+    deadline_s=60.0,
 )
 
 

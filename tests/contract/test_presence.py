@@ -1,4 +1,6 @@
-"""Presence against a real server: who comes, changes, says farewell, expires, and who is not to blame for our own stall."""
+"""Presence against a real server: who comes, changes, says farewell, expires, and who is not to blame for our own
+stall.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ async def test_processes_come_change_and_say_farewell(bus: Bus) -> None:
     roster = Roster(bus, ttl_s=2 * LONG_S)
     await roster.start()
     first, second = Process("rollout", "r2"), Process("rollout", "r1")
-    announcers = [Announcer(bus, process.describe, every_s=2 * LONG_S) for process in (first, second, Process("envhub", "e1"))]
+    announcers = [
+        Announcer(bus, process.describe, every_s=2 * LONG_S) for process in (first, second, Process("envhub", "e1"))
+    ]
     for announcer in announcers:
         await announcer.start()
     await until_alive(roster, "rollout", ["r1", "r2"])
@@ -107,7 +111,9 @@ async def test_our_own_stall_kills_nobody(bus: Bus, roster: Roster) -> None:
 
 
 async def test_other_runs_are_not_seen(bus: Bus, roster: Roster) -> None:
-    await bus.link.send(PRESENCE.subject(f"{bus.run}x", "rollout.stranger"), codec.encode(Process("rollout", "stranger").presence))
+    await bus.link.send(
+        PRESENCE.subject(f"{bus.run}x", "rollout.stranger"), codec.encode(Process("rollout", "stranger").presence)
+    )
     await beat(bus, Process("rollout", "r1").presence)
     await until_alive(roster, "rollout", ["r1"])
     assert roster.get("stranger") is None

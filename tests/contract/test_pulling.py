@@ -25,7 +25,15 @@ async def other(broker_url: str, bus: Bus) -> AsyncIterator[Bus]:
 
 def ticket(number: int) -> wire.Ticket:
     return wire.Ticket(
-        number=number, domain="lake", task_index=0, seed=1, min_version=0, max_staleness=1, group_size=2, min_group_size=2, deadline_s=9.0
+        number=number,
+        domain="lake",
+        task_index=0,
+        seed=1,
+        min_version=0,
+        max_staleness=1,
+        group_size=2,
+        min_group_size=2,
+        deadline_s=9.0,
     )
 
 

@@ -1,4 +1,6 @@
-"""The broker loses its store between two lives of the learner: a real nats-server whose folder, or one of whose streams, is deleted."""
+"""The broker loses its store between two lives of the learner: a real nats-server whose folder, or one of whose
+streams, is deleted.
+"""
 
 from __future__ import annotations
 
@@ -80,8 +82,8 @@ def settings(tmp_path: Path, *, keep: bool) -> dict[str, Any]:
 class Stragglers:
     """Tickets 3 and 4 are due before 5 and 6, but answered after them; from 7 on nothing is.
 
-    So checkpoint 2 stands behind record 6, at ticket 8, and holds the groups of 5 and 6. Step 3 is made of them without another
-    record, and grants 9 and 10: the learner dies there.
+    So checkpoint 2 stands behind record 6, at ticket 8, and holds the groups of 5 and 6. Step 3 is made of them without
+    another record, and grants 9 and 10: the learner dies there.
     """
 
     def __init__(self) -> None:
@@ -116,13 +118,21 @@ async def first_life(broker: Broker, config: dict[str, Any]) -> None:
         await bus.ensure_streams()
         async with fleet.Hub(bus, answer):
             life = asyncio.create_task(serve(config, broker.url, Stop(), connect_deadline_s=60))
-            await die_when(life, lambda: answer.granted and bool(checkpoint.list_checkpoints(folder / "checkpoints") or every > STEPS))
+            await die_when(
+                life,
+                lambda: answer.granted and bool(checkpoint.list_checkpoints(folder / "checkpoints") or every > STEPS),
+            )
     if every > STEPS:
         return
     found = checkpoint.newest_checkpoint(folder / "checkpoints")
     assert found is not None
     state = found.ledger
-    assert (found.step, state["position"], state["issued"], [one["number"] for one in state["taken"]]) == (2, 7, 8, [5, 6])
+    assert (found.step, state["position"], state["issued"], [one["number"] for one in state["taken"]]) == (
+        2,
+        7,
+        8,
+        [5, 6],
+    )
 
 
 async def last_life(broker: Broker, config: dict[str, Any], *, rebase: bool) -> list[int]:
@@ -136,7 +146,14 @@ async def last_life(broker: Broker, config: dict[str, Any], *, rebase: bool) -> 
 
 def ticket(number: int, version: int) -> wire.Ticket:
     """As the learner issues it where nothing has been replaced."""
-    fields = {"number": number, "domain": "lake", "task_index": number - 1, "seed": 0, "min_version": version, "max_staleness": 1}
+    fields = {
+        "number": number,
+        "domain": "lake",
+        "task_index": number - 1,
+        "seed": 0,
+        "min_version": version,
+        "max_staleness": 1,
+    }
     return wire.Ticket(**fields, group_size=2, min_group_size=2, deadline_s=20.0)  # type: ignore[arg-type]
 
 
@@ -149,7 +166,17 @@ def tickets(folder: Path) -> tuple[int, ...]:
 
 
 async def audited(broker: Broker, folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    arguments = ["audit", RUN, "--dir", str(folder.parent), "--json", "--broker", broker.url, "--connect-deadline", "10"]
+    arguments = [
+        "audit",
+        RUN,
+        "--dir",
+        str(folder.parent),
+        "--json",
+        "--broker",
+        broker.url,
+        "--connect-deadline",
+        "10",
+    ]
     capsys.readouterr()
     code = await asyncio.to_thread(_in_its_own_loop, arguments)
     report: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -165,7 +192,9 @@ def _in_its_own_loop(arguments: list[str]) -> int:
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["log-only", "with-archive"])
-async def test_the_whole_store_is_lost(broker: Broker, tmp_path: Path, keep: bool, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_whole_store_is_lost(
+    broker: Broker, tmp_path: Path, keep: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     config, folder = settings(tmp_path, keep=keep), tmp_path / RUN
     await first_life(broker, config)
     await broker.lose_everything()
@@ -176,7 +205,8 @@ async def test_the_whole_store_is_lost(broker: Broker, tmp_path: Path, keep: boo
         "it lost its store; `rlearner start … --rebase` continues with the open tickets counted dead"
     )
     numbers = await last_life(broker, config, rebase=True)
-    # 9 and 10 were granted behind the checkpoint, 7 and 8 were open; without an archive the groups of 5 and 6 are gone, too
+    # 9 and 10 were granted behind the checkpoint, 7 and 8 were open; without an archive the groups of 5 and 6 are gone,
+    # too
     dead = 4 if keep else 6
     assert numbers == list(range(11, 11 + 12 - 4 - (2 if keep else 0)))
     assert tickets(folder) == (12 + dead, 12, 0, 0, dead, 0)
@@ -202,7 +232,9 @@ def _replay(folder: Path) -> int:
     from rlearner.cli import _parse
     from rlearner.ops.replaying import replay_run
 
-    return asyncio.run(replay_run(_parse(["replay", RUN, "--dir", str(folder.parent), "--from", "0", "--to", str(STEPS)])))
+    return asyncio.run(
+        replay_run(_parse(["replay", RUN, "--dir", str(folder.parent), "--from", "0", "--to", str(STEPS)]))
+    )
 
 
 async def test_only_the_tickets_are_lost(broker: Broker, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,7 +257,9 @@ async def test_before_the_first_checkpoint(broker: Broker, tmp_path: Path, capsy
     config["checkpoint"]["every_steps"] = 100
     await first_life(broker, config)
     await broker.lose_everything()
-    with pytest.raises(UserError, match=r"the broker's samples end at record 0, but 7 were consumed; it lost its store"):
+    with pytest.raises(
+        UserError, match=r"the broker's samples end at record 0, but 7 were consumed; it lost its store"
+    ):
         await last_life(broker, config, rebase=False)
     assert await last_life(broker, config, rebase=True) == list(range(11, 23))
     assert tickets(tmp_path / RUN) == (22, 12, 0, 0, 10, 0)
@@ -236,7 +270,9 @@ async def test_only_the_samples_are_lost(broker: Broker, tmp_path: Path, capsys:
     config = settings(tmp_path, keep=False)
     await first_life(broker, config)
     await broker.lose(SAMPLES)
-    with pytest.raises(UserError, match=r"the broker's samples end at record 0, but 7 were consumed; it lost its store"):
+    with pytest.raises(
+        UserError, match=r"the broker's samples end at record 0, but 7 were consumed; it lost its store"
+    ):
         await last_life(broker, config, rebase=False)
     assert await last_life(broker, config, rebase=True) == list(range(11, 19))
     assert tickets(tmp_path / RUN) == (18, 12, 0, 0, 6, 0)
@@ -253,7 +289,12 @@ async def test_killed_after_a_rebase_the_next_life_needs_no_flag(broker: Broker,
         await die_when(
             life,
             lambda: (
-                [line.ticket for line in ledger_segments.LedgerLines(folder / ledger_segments.FOLDER) if line.reason == "lost"][-1:] == [8]
+                [
+                    line.ticket
+                    for line in ledger_segments.LedgerLines(folder / ledger_segments.FOLDER)
+                    if line.reason == "lost"
+                ][-1:]
+                == [8]
             ),
         )
     assert await last_life(broker, config, rebase=False) == list(range(11, 19))
@@ -294,7 +335,8 @@ async def test_a_folder_without_its_checkpoints_is_left_as_it_is(broker: Broker,
     with pytest.raises(UserError) as refused:
         await last_life(broker, config, rebase=rebase)
     assert str(refused.value) == (
-        f"the broker's samples begin at record {first}, but record 1 is still to be read: the run has made checkpoints that are no longer "
+        f"the broker's samples begin at record {first}, but record 1 is still to be read: the run has made checkpoints "
+        f"that are no longer "
         f"in {folder / 'checkpoints'}; put them back, or choose another run.name"
     )
     assert {path: path.read_bytes() for path in files} == files

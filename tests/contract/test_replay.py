@@ -43,7 +43,9 @@ def rows(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_same_numbers_and_tensors_as_a_run_that_was_killed(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_numbers_and_tensors_as_a_run_that_was_killed(
+    killed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, out, err = replay(capsys, killed, "--from", "0", "--to", str(STEPS), "--json")
     found = json.loads(out)
     assert (code, err) == (0, "")
@@ -97,7 +99,12 @@ def test_other_records_make_a_difference(copied: Path, capsys: pytest.CaptureFix
     found = [frame for frame in archive.frames(folder)]
     shutil.rmtree(folder)
     rules, one, two = found[:3]
-    swapped = [rules, archive.ArchiveFrame(one.seq, two.ticket, two.data), archive.ArchiveFrame(two.seq, one.ticket, one.data), *found[3:]]
+    swapped = [
+        rules,
+        archive.ArchiveFrame(one.seq, two.ticket, two.data),
+        archive.ArchiveFrame(two.seq, one.ticket, one.data),
+        *found[3:],
+    ]
     writer = archive.SampleArchive(folder, 0, 1 << 30)
     for frame in swapped:
         writer.append(frame.record(), archive.digest(frame.data))
@@ -120,10 +127,16 @@ def test_what_is_not_there_is_said_in_one_line(copied: Path, capsys: pytest.Capt
     assert err.endswith("no records to replay; a run keeps them with samples.keep=true\n")
 
 
-def test_a_counterfactual_trains_otherwise_on_the_same_groups(killed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Another learning rate shows from the second step on; in the first, all but the rate itself is the run's own, bit for bit."""
+def test_a_counterfactual_trains_otherwise_on_the_same_groups(
+    killed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another learning rate shows from the second step on; in the first, all but the rate itself is the run's own, bit
+    for bit.
+    """
     out = tmp_path / "faster"
-    code, printed, err = replay(capsys, killed, "--from", "0", "--to", "3", "--out", str(out), "--json", "train.lr=0.01")
+    code, printed, err = replay(
+        capsys, killed, "--from", "0", "--to", "3", "--out", str(out), "--json", "train.lr=0.01"
+    )
     assert (code, err) == (0, "")
     assert json.loads(printed)["overrides"] == {"train.lr": 0.01}
     run, found = rows(killed)[:3], rows(out)
@@ -133,7 +146,10 @@ def test_a_counterfactual_trains_otherwise_on_the_same_groups(killed: Path, tmp_
         same = {name for name in ours if name.startswith(("reward/", "staleness/", "actor/num_"))}
         assert len(same) > 6
         assert {name: ours[name] for name in same} == {name: theirs[name] for name in same}
-    differs = [{name for name in ours if ours[name] != theirs[name]} - {"actor/lr"} for theirs, ours in zip(run, found, strict=True)]
+    differs = [
+        {name for name in ours if ours[name] != theirs[name]} - {"actor/lr"}
+        for theirs, ours in zip(run, found, strict=True)
+    ]
     assert not differs[0]
     assert {"actor/pg_loss", "actor/entropy", "actor/grad_norm"} <= differs[1]
     config = yaml.safe_load((out / "config.yaml").read_text())
@@ -152,10 +168,15 @@ def test_a_counterfactual_trains_otherwise_on_the_same_groups(killed: Path, tmp_
             "algorithm.filter_zero_variance: True is not allowed; a replay trains on the same data",
         ),
         ("domains.lake.group_size=8", "domains.lake.group_size: 8 is not allowed; a replay trains on the same data"),
-        ("algorithm.adv_estimator=remax", "algorithm.adv_estimator: 'remax' is not allowed; remax needs greedy episodes"),
+        (
+            "algorithm.adv_estimator=remax",
+            "algorithm.adv_estimator: 'remax' is not allowed; remax needs greedy episodes",
+        ),
     ],
 )
-def test_what_would_change_the_data_is_refused(killed: Path, override: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_would_change_the_data_is_refused(
+    killed: Path, override: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, _, err = replay(capsys, killed, "--from", "0", "--to", "1", override)
     assert (code, err.count("\n")) == (2, 1)
     assert err.startswith(f"error: {message}")

@@ -63,8 +63,10 @@ def group(
     ticket: int, *responses: str, domain: str = "qa", pools: tuple[str, ...] = ("default", "style"), eval_step: int = -1
 ) -> wire.Group:
     return wire.Group(
-        ticket=ticket, domain=domain, task_index=0, min_version=0, hub="e1", deliveries=1, pools=list(pools), prompt="6 * 7?",
-        reference="6 * 7 = 42\n#### 42", trajectories=[trajectory(i, text) for i, text in enumerate(responses)], eval_step=eval_step,
+        ticket=ticket, domain=domain, task_index=0, min_version=0, hub="e1", deliveries=1, pools=list(pools),
+        prompt="6 * 7?",
+        reference="6 * 7 = 42\n#### 42", trajectories=[trajectory(i, text) for i, text in enumerate(responses)],
+        eval_step=eval_step,
     )  # fmt: skip
 
 
@@ -91,7 +93,8 @@ async def hub(
     url: str, run: str, name: str, *words: str, program: tuple[str, ...] = ("-m", "rewardhub.cli"), **variables: str
 ) -> AsyncIterator[HubProcess]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, *program, "--broker", url, "--run", run, "--id", name, *words, stdout=asyncio.subprocess.DEVNULL,
+        sys.executable, *program, "--broker", url, "--run", run, "--id", name, *words,
+        stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
     )  # fmt: skip
     started = HubProcess(process, name)
@@ -139,7 +142,10 @@ async def test_groups_visit_their_pools_and_end_in_their_log(bus: Bus, broker_ur
     for ticket in (1, 2):
         await put(bus, group(ticket, "#### 42", "#### 41"))
     await put(bus, group(3, "so 42", eval_step=20))
-    async with hub(broker_url, bus.run, "math", "--pools", "default"), hub(broker_url, bus.run, "style", "--pools", "style"):
+    async with (
+        hub(broker_url, bus.run, "math", "--pools", "default"),
+        hub(broker_url, bus.run, "style", "--pools", "style"),
+    ):
         found = await records(bus, SAMPLES, 2)
         (measured,) = await records(bus, EVALS, 1)
         await until(lambda: empty(bus))
@@ -149,7 +155,11 @@ async def test_groups_visit_their_pools_and_end_in_their_log(bus: Bus, broker_ur
         assert isinstance(done, wire.Group)
         assert (done.ticket, done.pools, done.reward_hubs) == (record.ticket, [], ["math", "style"])
         right, wrong = done.trajectories
-        assert (right.reward, right.reward_parts, right.success) == (2.0 - 7 / 8, {"math_answer": 1.0, "length": 7.0}, True)
+        assert (right.reward, right.reward_parts, right.success) == (
+            2.0 - 7 / 8,
+            {"math_answer": 1.0, "length": 7.0},
+            True,
+        )
         assert (wrong.reward, wrong.reward_parts, wrong.success) == (-7 / 8, {"math_answer": 0.0, "length": 7.0}, False)
         assert done.reward_s > 0
         assert done.reference == "6 * 7 = 42\n#### 42"
@@ -177,7 +187,10 @@ async def test_a_group_in_parts_is_scored_and_leaves_one_upload(bus: Bus, broker
     await publish_spec(bus)
     one = large_groups.group(1, 5 * large_groups.MB, domain="qa", pools=["default", "style"], reference="#### 42")
     await put(bus, one)
-    async with hub(broker_url, bus.run, "math", "--pools", "default"), hub(broker_url, bus.run, "style", "--pools", "style"):
+    async with (
+        hub(broker_url, bus.run, "math", "--pools", "default"),
+        hub(broker_url, bus.run, "style", "--pools", "style"),
+    ):
         (record,) = await records(bus, SAMPLES, 1)
         await until(lambda: empty(bus))
         assert isinstance(record.message, wire.Group)
@@ -208,7 +221,9 @@ async def test_a_reward_that_hangs_closes_its_ticket_and_nothing_else(bus: Bus, 
     assert closed.detail.startswith("episode 1: ")
     assert closed.detail.endswith("hangs_on_x: no score within 1 s (after 2 tries)")
     assert sorted(by_ticket) == [2, 3, 4, 5, 6, 7]
-    assert all(isinstance(m, wire.Group) and [t.reward for t in m.trajectories] == [1.0, 1.0] for m in by_ticket.values())
+    assert all(
+        isinstance(m, wire.Group) and [t.reward for t in m.trajectories] == [1.0, 1.0] for m in by_ticket.values()
+    )
     letter = dead.message
     assert isinstance(letter, wire.DeadLetter)
     assert (letter.stream, letter.ticket, letter.by, letter.data) == ("episodes", 1, "h", codec.encode(bad))
@@ -217,7 +232,9 @@ async def test_a_reward_that_hangs_closes_its_ticket_and_nothing_else(bus: Bus, 
 
 async def test_malformed_messages_close_their_ticket_by_the_header_and_work_goes_on(bus: Bus, broker_url: str) -> None:
     await publish_spec(bus)
-    unknown_field = msgspec.msgpack.encode({**msgspec.msgpack.decode(codec.encode(group(12, "a", eval_step=5))), "extra": 1})
+    unknown_field = msgspec.msgpack.encode(
+        {**msgspec.msgpack.decode(codec.encode(group(12, "a", eval_step=5))), "extra": 1}
+    )
     await put_bytes(bus, "default", b"\xc1 not MessagePack", 11)
     await put_bytes(bus, "default", unknown_field, 12, eval_step=5)
     await put_bytes(bus, "default", b"", 0)
@@ -230,13 +247,19 @@ async def test_malformed_messages_close_their_ticket_by_the_header_and_work_goes
         letters = await records(bus, DEAD, 5)
         await until(lambda: empty(bus))
     closed = {r.ticket: r.message for r in [*found, of_evaluation] if isinstance(r.message, wire.Closed)}
-    assert {ticket: message.reason for ticket, message in closed.items()} == dict.fromkeys((11, 12, 13, 14), "malformed")
+    assert {ticket: message.reason for ticket, message in closed.items()} == dict.fromkeys(
+        (11, 12, 13, 14), "malformed"
+    )
     assert (closed[12].eval_step, closed[11].eval_step) == (5, -1)
     assert closed[13].detail == "in the queue of pool default, but its pools are ['style']"
     assert closed[14].detail == "domain 'elsewhere' is not a domain of the run: qa, trap, lake"
     assert [r.ticket for r in found if isinstance(r.message, wire.Group)] == [15]
     assert sorted(r.message.ticket for r in letters if isinstance(r.message, wire.DeadLetter)) == [0, 11, 12, 13, 14]
-    assert {r.message.data for r in letters if isinstance(r.message, wire.DeadLetter)} >= {b"\xc1 not MessagePack", unknown_field, b""}
+    assert {r.message.data for r in letters if isinstance(r.message, wire.DeadLetter)} >= {
+        b"\xc1 not MessagePack",
+        unknown_field,
+        b"",
+    }
 
 
 async def test_a_hub_that_is_killed_loses_nothing(bus: Bus, broker_url: str) -> None:
@@ -318,7 +341,11 @@ async def test_a_run_without_rewards_keeps_the_hub_idle_until_it_ends(bus: Bus, 
     ("words", "change", "line"),
     [
         (("--pools", "styel"), {}, "error: --pools: 'styel' is not allowed; the pools of this run are default, style"),
-        ((), {"name": "/nowhere/f.py:score"}, "error: rewards.name: '/nowhere/f.py:score' is not allowed; there is no file /nowhere/f.py"),
+        (
+            (),
+            {"name": "/nowhere/f.py:score"},
+            "error: rewards.name: '/nowhere/f.py:score' is not allowed; there is no file /nowhere/f.py",
+        ),
     ],
 )
 async def test_bad_input_is_one_line_and_exit_code_two(
@@ -352,7 +379,11 @@ async def test_dedicated_hubs_for_each_kind_of_reward(bus: Bus, broker_url: str)
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    judge = {"base_url": f"http://127.0.0.1:{runner.addresses[0][1]}/v1", "price_in": 1000.0, "template": "{prompt} {response}"}
+    judge = {
+        "base_url": f"http://127.0.0.1:{runner.addresses[0][1]}/v1",
+        "price_in": 1000.0,
+        "template": "{prompt} {response}",
+    }
     rewards = [
         {"name": "judge", "pool": "judges", "args": judge},
         {"name": "format", "weight": 0.5, "args": {"pattern": "#### \\d+"}},
@@ -363,9 +394,15 @@ async def test_dedicated_hubs_for_each_kind_of_reward(bus: Bus, broker_url: str)
     await put(bus, group(2, "nonsense", pools=("judges", "default")))
     async with hub(broker_url, bus.run, "wrong", "--rewards", "format") as one:
         code, error = await one.wait()
-    line = "error: --rewards format: pool default also holds length (domains.qa.rewards.2); give one of them a separate pool"
+    line = (
+        "error: --rewards format: pool default also holds length (domains.qa.rewards.2); give one of them a "
+        "separate pool"
+    )
     assert (code, [text for text in error.splitlines() if text.startswith("error: ")]) == (2, [line])
-    async with hub(broker_url, bus.run, "judging", "--rewards", "judge"), hub(broker_url, bus.run, "rules", "--rewards", "format,length"):
+    async with (
+        hub(broker_url, bus.run, "judging", "--rewards", "judge"),
+        hub(broker_url, bus.run, "rules", "--rewards", "format,length"),
+    ):
         found = {record.ticket: record.message for record in await records(bus, SAMPLES, 2)}
         await until(lambda: empty(bus))
     await runner.cleanup()
@@ -385,7 +422,10 @@ async def test_dedicated_hubs_for_each_kind_of_reward(bus: Bus, broker_url: str)
     assert (good.reward, good.success) == (pytest.approx(0.8 + 0.5 - 0.5), False)
     assert bad.reward == pytest.approx(0.8 - 0.5)
     assert isinstance(closed, wire.Closed)
-    refused = f"episode 0: judge: domain 'qa', task 0: {judge['base_url']}: the endpoint answered 400: the policy of this house"
+    refused = (
+        f"episode 0: judge: domain 'qa', task 0: {judge['base_url']}: the endpoint answered 400: the policy of "
+        f"this house"
+    )
     assert (closed.reason, closed.by, closed.detail) == ("reward_error", "judging", refused)
     assert sorted(asked) == ["6 * 7? #### 42", "6 * 7? no", "6 * 7? nonsense"]
 
@@ -408,7 +448,9 @@ async def test_a_running_hub_follows_the_pools_of_a_new_epoch(bus: Bus, broker_u
     await publish_spec(bus, nothing)
     async with hub(broker_url, bus.run, "h1"):
         await serves()
-        await publish_spec(bus, {**CONFIG, "domains": {"qa": {"env": "qa", "rewards": [{"name": "math_answer", "pool": "late"}]}}})
+        await publish_spec(
+            bus, {**CONFIG, "domains": {"qa": {"env": "qa", "rewards": [{"name": "math_answer", "pool": "late"}]}}}
+        )
         await serves("late")
         await put(bus, group(1, "#### 42", "#### 41", pools=("late",)))
         (record,) = await records(bus, SAMPLES, 1)

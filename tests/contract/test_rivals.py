@@ -1,4 +1,6 @@
-"""A second learner of a run: refused while the first is alive, unless told to take over; a dead one is not waited for."""
+"""A second learner of a run: refused while the first is alive, unless told to take over; a dead one is not waited
+for.
+"""
 
 from __future__ import annotations
 
@@ -155,7 +157,9 @@ async def test_of_two_that_start_at_once_one_trains_and_the_other_is_refused(
 
 
 def presence(process: str, epoch: int = 1) -> wire.Presence:
-    return wire.Presence(role="learner", id="learner", host="node-9", pid=7, state="serving", epoch=epoch, process=process)
+    return wire.Presence(
+        role="learner", id="learner", host="node-9", pid=7, state="serving", epoch=epoch, process=process
+    )
 
 
 @asynccontextmanager
@@ -167,7 +171,9 @@ async def listening(bus: Bus, folder: Path) -> AsyncIterator[RivalDetector]:
 
 
 async def take_epoch(bus: Bus) -> int:
-    return await publish_runspec(bus, wire.RunSpec(run=bus.run, wire_version=wire.WIRE_VERSION, epoch=0, config={}, model_path=""))
+    return await publish_runspec(
+        bus, wire.RunSpec(run=bus.run, wire_version=wire.WIRE_VERSION, epoch=0, config={}, model_path="")
+    )
 
 
 @pytest.fixture
@@ -192,7 +198,9 @@ async def test_nothing_is_waited_for_where_the_holder_has_ended_or_there_is_none
 async def test_a_holder_elsewhere_is_waited_for_and_refused_when_it_beats(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its entry alone says little: it may have died a moment ago. After one presence TTL without a beat the run is free."""
+    """Its entry alone says little: it may have died a moment ago. After one presence TTL without a beat the run is
+    free.
+    """
     note_epoch(tmp_path, await take_epoch(bus), ELSEWHERE)
     async with listening(bus, tmp_path) as silent:
         began = asyncio.get_running_loop().time()
@@ -203,7 +211,9 @@ async def test_a_holder_elsewhere_is_waited_for_and_refused_when_it_beats(
         refusing = asyncio.create_task(patient.refuse())
         announcer = Announcer(bus, lambda: presence(ELSEWHERE))
         await announcer.start()
-        with pytest.raises(UserError, match=r"is being trained by a learner on node-9, process 7; --take-over takes it over"):
+        with pytest.raises(
+            UserError, match=r"is being trained by a learner on node-9, process 7; --take-over takes it over"
+        ):
             await asyncio.wait_for(refusing, LONG_S)
         await announcer.close()
 
@@ -219,7 +229,9 @@ async def test_whoever_takes_the_epoch_first_refuses_the_other_that_started_with
         assert await mine.refuse() == 0  # it is starting, too
         epoch[0] = await take_epoch(bus)
         with pytest.raises(Fenced, match="another learner took epoch 1"):
-            await publish_runspec(bus, wire.RunSpec(run=bus.run, wire_version=8, epoch=0, config={}, model_path=""), seen=0)
+            await publish_runspec(
+                bus, wire.RunSpec(run=bus.run, wire_version=8, epoch=0, config={}, model_path=""), seen=0
+            )
         announcer.poke()
         with pytest.raises(UserError, match="process 7"):
             await asyncio.wait_for(mine.refuse(), LONG_S)

@@ -71,9 +71,23 @@ class Fleet:
         self.servers: list[Server] = []
 
     async def start(self, name: str, *options: str) -> Server:
-        command = ["-m", "rollout.cli", "--broker", self.url, "--run", self.bus.run, "--id", name, "--gpus", "cpu", *options]
+        command = [
+            "-m",
+            "rollout.cli",
+            "--broker",
+            self.url,
+            "--run",
+            self.bus.run,
+            "--id",
+            name,
+            "--gpus",
+            "cpu",
+            *options,
+        ]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "RL_RUN": "", "RL_BROKER": ""}
-        process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env
+        )
         assert process.stdout is not None
         server = Server(name, process, asyncio.create_task(process.stdout.read()))
         self.servers.append(server)
@@ -126,7 +140,8 @@ def ask(
 ) -> wire.GenerateRequest:
     return wire.GenerateRequest(
         request_id=name, conversation_id=conversation or name, token_ids=wire.column(prompt or [10, 11, 12], "<i4"),
-        sampling=wire.SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **sampling}), min_version=min_version, deadline_s=30.0,
+        sampling=wire.SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **sampling}), min_version=min_version,
+        deadline_s=30.0,
     )  # fmt: skip
 
 
@@ -166,7 +181,9 @@ async def test_random_joins_answers_and_leaves(fleet: Fleet) -> None:
     await fleet.seen("r1", lambda p: p is None)
 
 
-async def test_hf_serves_its_first_weights_once_their_probe_matched_and_takes_new_ones(fleet: Fleet, model_path: str) -> None:
+async def test_hf_serves_its_first_weights_once_their_probe_matched_and_takes_new_ones(
+    fleet: Fleet, model_path: str
+) -> None:
     server = await fleet.start("h1")
     presence = await fleet.seen("h1", lambda p: p is not None and p.address != "")
     assert (presence.state, presence.policy_version, presence.engine) == ("starting", -1, "hf")
@@ -182,8 +199,16 @@ async def test_hf_serves_its_first_weights_once_their_probe_matched_and_takes_ne
         presence = await fleet.serving("h1")
         assert (presence.epoch, presence.policy_version) == (3, 0)
 
-        metrics = await anext(m async for m in watch_metrics(fleet.bus) if m.id == "h1" and m.values["weights/version"] == 0)
-        assert {"rollouter/idle_ratio", "perf/tokens_per_s", "rollout/running", "rollout/waiting", "time/pause"} <= metrics.values.keys()
+        metrics = await anext(
+            m async for m in watch_metrics(fleet.bus) if m.id == "h1" and m.values["weights/version"] == 0
+        )
+        assert {
+            "rollouter/idle_ratio",
+            "perf/tokens_per_s",
+            "rollout/running",
+            "rollout/waiting",
+            "time/pause",
+        } <= metrics.values.keys()
         assert 0 <= metrics.values["rollouter/idle_ratio"] <= 1
 
         late = asyncio.create_task(fleet.client.generate(presence.address, ask("late", min_version=1), timeout_s=100))
@@ -258,8 +283,12 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(build_tiny(tmp_path_factory.mktemp("other") / "model", tiny))
 
 
-async def test_a_new_epoch_with_another_model_has_the_server_start_again_with_that(fleet: Fleet, model_path: str, other_model: str) -> None:
-    """As after a start with a wrong model: it could never take the weights of the run, and does once the epoch says which."""
+async def test_a_new_epoch_with_another_model_has_the_server_start_again_with_that(
+    fleet: Fleet, model_path: str, other_model: str
+) -> None:
+    """As after a start with a wrong model: it could never take the weights of the run, and does once the epoch says
+    which.
+    """
     await renew(fleet.bus, model_path=other_model)
     server = await fleet.start("h1")
     before = await fleet.seen("h1", lambda p: p is not None and p.address != "")
@@ -324,7 +353,10 @@ async def test_the_run_stopped_by_the_operator_ends_it(fleet: Fleet) -> None:
 
 
 async def test_killed_it_is_gone_and_another_goes_on(fleet: Fleet) -> None:
-    killed, _ = await fleet.start("k1", "--engine", "random", "engine_args.delay_s=0.1"), await fleet.start("k2", "--engine", "random")
+    killed, _ = (
+        await fleet.start("k1", "--engine", "random", "engine_args.delay_s=0.1"),
+        await fleet.start("k2", "--engine", "random"),
+    )
     first, second = await fleet.serving("k1"), await fleet.serving("k2")
     client: ChannelClient = fleet.client
     lost = asyncio.create_task(client.generate(first.address, ask("lost", max_tokens=100), timeout_s=100))
@@ -345,7 +377,8 @@ async def test_killed_it_is_gone_and_another_goes_on(fleet: Fleet) -> None:
     [
         (
             ("--engine", "randm"),
-            "error: rollout.engine: 'randm' is not allowed; did you mean 'random'? known: hf, openai, random, sglang, vllm",
+            "error: rollout.engine: 'randm' is not allowed; did you mean 'random'? known: hf, openai, random, sglang, "
+            "vllm",
         ),
         pytest.param(
             ("--engine", "vllm"),
@@ -353,7 +386,10 @@ async def test_killed_it_is_gone_and_another_goes_on(fleet: Fleet) -> None:
             marks=pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here"),
         ),
         (("--gpus", "97"), "error: --gpus 97: GPU 97 not on this machine; it has"),
-        (("max_runing=3",), "error: rollout.max_runing: 3 is not allowed; unknown key, did you mean 'rollout.max_running'?"),
+        (
+            ("max_runing=3",),
+            "error: rollout.max_runing: 3 is not allowed; unknown key, did you mean 'rollout.max_running'?",
+        ),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "",
 )
@@ -367,9 +403,16 @@ async def test_bad_input_is_one_line_and_exit_code_2(fleet: Fleet, options: tupl
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("options", [("--broker", "nats://127.0.0.1:9", "--connect-deadline", "0.3"), ("engine_args.never=1",)])
-async def test_what_is_refused_is_refused_before_anything_heavy_is_imported(fleet: Fleet, options: tuple[str, ...]) -> None:
-    program = "import sys; from rollout.cli import main; code = main(sys.argv[1:]); sys.exit(90 if 'torch' in sys.modules else code)"
+@pytest.mark.parametrize(
+    "options", [("--broker", "nats://127.0.0.1:9", "--connect-deadline", "0.3"), ("engine_args.never=1",)]
+)
+async def test_what_is_refused_is_refused_before_anything_heavy_is_imported(
+    fleet: Fleet, options: tuple[str, ...]
+) -> None:
+    program = (
+        "import sys; from rollout.cli import main; code = main(sys.argv[1:]); sys.exit(90 if 'torch' in "
+        "sys.modules else code)"
+    )
     command = [program, "--broker", fleet.url, "--run", fleet.bus.run, "--gpus", "cpu", *options]
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", *command, stderr=subprocess.PIPE)
     _, said = await process.communicate()
@@ -377,7 +420,9 @@ async def test_what_is_refused_is_refused_before_anything_heavy_is_imported(flee
     assert said.decode().splitlines()[-1].startswith("error: ")
 
 
-async def test_a_port_that_is_taken_is_said_before_the_engine_loads(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_port_that_is_taken_is_said_before_the_engine_loads(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -390,7 +435,9 @@ async def test_a_port_that_is_taken_is_said_before_the_engine_loads(fleet: Fleet
 
 async def test_a_model_path_that_is_none(fleet: Fleet, tmp_path: Path) -> None:
     spec = runspec.validate({"rollout": {"max_context_tokens": 128}, "domains": DOMAINS})
-    empty = wire.RunSpec(run=fleet.bus.run, wire_version=wire.WIRE_VERSION, epoch=0, config=spec, model_path=str(tmp_path))
+    empty = wire.RunSpec(
+        run=fleet.bus.run, wire_version=wire.WIRE_VERSION, epoch=0, config=spec, model_path=str(tmp_path)
+    )
     await runspec.publish_runspec(fleet.bus, empty)
     server = await fleet.start("bad")
     code, said = await server.ended(START_S)

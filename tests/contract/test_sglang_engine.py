@@ -25,8 +25,12 @@ from rollout.engines.sglang import request_queue
 from rollout.engines.sglang.engine import SGLangEngine
 
 
-@pytest.mark.parametrize("shape", [{"temperature": 0.0}, {"top_p": 0.7}, {"top_k": 5}, {"min_p": 0.1}, {"temperature": 0.6}])
-async def test_logprobs_are_those_of_the_distribution_drawn_from(shape: dict[str, float], engine: SGLangEngine, trained: SlotModel) -> None:
+@pytest.mark.parametrize(
+    "shape", [{"temperature": 0.0}, {"top_p": 0.7}, {"top_k": 5}, {"min_p": 0.1}, {"temperature": 0.6}]
+)
+async def test_logprobs_are_those_of_the_distribution_drawn_from(
+    shape: dict[str, float], engine: SGLangEngine, trained: SlotModel
+) -> None:
     output = await engine.generate(ask("x", **shape))
     if shape.get("temperature") == 0.0:
         assert list(output.logprobs) == [0.0] * 12
@@ -36,11 +40,15 @@ async def test_logprobs_are_those_of_the_distribution_drawn_from(shape: dict[str
     if "top_k" in shape:
         kept = kept.masked_fill(kept < kept.topk(5).values[:, -1:], float("-inf")).log_softmax(-1)
     elif "min_p" in shape:
-        kept = kept.masked_fill(kept.exp() < 0.1 * kept.exp().max(-1, keepdim=True).values, float("-inf")).log_softmax(-1)
+        kept = kept.masked_fill(kept.exp() < 0.1 * kept.exp().max(-1, keepdim=True).values, float("-inf")).log_softmax(
+            -1
+        )
     elif "top_p" in shape:
         order = kept.sort(descending=True)
         before = order.values.exp().cumsum(-1) - order.values.exp()
-        kept = torch.full_like(kept, float("-inf")).scatter(-1, order.indices, order.values.masked_fill(before >= 0.7, float("-inf")))
+        kept = torch.full_like(kept, float("-inf")).scatter(
+            -1, order.indices, order.values.masked_fill(before >= 0.7, float("-inf"))
+        )
         kept = kept.log_softmax(-1)
     expected = kept.gather(-1, torch.tensor(output.token_ids)[:, None])[:, 0]
     assert np.abs(expected.numpy() - output.logprobs).max() < 1e-4
@@ -54,7 +62,8 @@ def full_logits(trained: SlotModel, tokens: list[int]) -> torch.Tensor:
 
 async def test_the_likeliest_tokens_of_a_context(engine: SGLangEngine, trained: SlotModel) -> None:
     request = wire.GenerateRequest(
-        request_id="s", conversation_id="s", token_ids=wire.column(PROMPT, "<i4"), min_version=0, deadline_s=5.0, prompt_top_k=3,
+        request_id="s", conversation_id="s", token_ids=wire.column(PROMPT, "<i4"), min_version=0, deadline_s=5.0,
+        prompt_top_k=3,
         sampling=wire.SamplingParams(max_tokens=1),
     )  # fmt: skip
     output = await engine.generate(request)
@@ -102,7 +111,9 @@ async def test_what_the_server_does_not_return_is_answered_without_it(
     server._paused = False
 
 
-async def test_an_answer_of_another_shape_costs_its_request_alone(engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_of_another_shape_costs_its_request_alone(
+    engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(request_queue, "read_leg", lambda *_: 1 // 0)
         output = await asyncio.wait_for(engine.generate(ask("x")), LONG_S)
@@ -149,9 +160,12 @@ async def test_a_server_that_cannot_start_says_why(server: Double, model_path: s
     with pytest.raises(UserError) as caught:
         await engine.start()
     said = str(caught.value)
-    assert said.startswith("SGLang cannot start: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20 GiB (exit code 1, see ")
+    assert said.startswith(
+        "SGLang cannot start: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20 GiB (exit code 1, see "
+    )
     assert said.endswith(
-        "lower rollout.engine_args.mem_fraction_static, rollout.max_running or max_context_tokens, or raise tensor_parallel"
+        "lower rollout.engine_args.mem_fraction_static, rollout.max_running or max_context_tokens, or raise "
+        "tensor_parallel"
     )
     with pytest.raises(UserError, match="cannot start /no/such: No such file"):
         await SGLangEngine(config(model_path, ["/no/such"])).start()

@@ -31,7 +31,9 @@ from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.weight_senders import BroadcastSender, meta_tensors
 
 
-@pytest.mark.parametrize(("mode", "spans"), [("keep", True), ("recompute", True), ("keep", False)], ids=["keep", "recompute", "old server"])
+@pytest.mark.parametrize(
+    ("mode", "spans"), [("keep", True), ("recompute", True), ("keep", False)], ids=["keep", "recompute", "old server"]
+)
 async def test_each_token_has_the_version_and_the_logprob_of_the_weights_that_sampled_it(
     mode: Any, spans: bool, model_path: str, trained: SlotModel
 ) -> None:
@@ -52,7 +54,8 @@ async def test_each_token_has_the_version_and_the_logprob_of_the_weights_that_sa
     tokens, start = [*PROMPT, *output.token_ids], len(PROMPT) - 1
     old = logprobs_under(trained, scaled(trained, 1.0), tokens)[start:]
     assert np.abs(old[:before] - output.logprobs[:before]).max() < 1e-4
-    if mode == "recompute" or not spans:  # kept KV is of the old weights, so only rebuilt KV gives the new ones' own logprobs
+    # kept KV is of the old weights, so only rebuilt KV gives the new ones' own logprobs
+    if mode == "recompute" or not spans:
         assert np.abs(logprobs_under(trained, new, tokens)[start + before :] - output.logprobs[before:]).max() < 1e-4
     else:
         assert np.abs(old[before:] - output.logprobs[before:]).max() > 1e-2
@@ -87,7 +90,9 @@ async def test_abort_returns_what_there_was(engine: SGLangEngine, server: Double
     assert list(output.version_runs) == [(0, len(output.token_ids))]
 
 
-async def test_no_later_request_finds_what_was_read_by_older_weights(engine: SGLangEngine, server: Double, trained: SlotModel) -> None:
+async def test_no_later_request_finds_what_was_read_by_older_weights(
+    engine: SGLangEngine, server: Double, trained: SlotModel
+) -> None:
     """The double keeps the old KV through an update in place, as SGLang does: only another name space hides it."""
     prompt = [5 + i % 20 for i in range(100)]
     await engine.generate(ask("first", prompt))
@@ -103,7 +108,9 @@ async def test_no_later_request_finds_what_was_read_by_older_weights(engine: SGL
 
 
 @pytest.mark.parametrize("mode", ["keep", "recompute"])
-async def test_weights_that_fail_their_probe_serve_nobody(mode: Any, engine: SGLangEngine, server: Double, trained: SlotModel) -> None:
+async def test_weights_that_fail_their_probe_serve_nobody(
+    mode: Any, engine: SGLangEngine, server: Double, trained: SlotModel
+) -> None:
     probe = make_probe(PROMPT, await engine.logprobs(PROMPT), tolerance=1e-4)
     running = asyncio.create_task(engine.generate(ask("long", max_tokens=120)))
     await server.stand(30)
@@ -124,7 +131,9 @@ async def test_weights_that_fail_their_probe_serve_nobody(mode: Any, engine: SGL
     assert list((await waiting).version_runs) == [(2, 12)]
 
 
-async def test_a_refused_update_is_told_and_the_next_one_serves(engine: SGLangEngine, server: Double, trained: SlotModel) -> None:
+async def test_a_refused_update_is_told_and_the_next_one_serves(
+    engine: SGLangEngine, server: Double, trained: SlotModel
+) -> None:
     server.refuse = "/update_weights_from_disk"
     with pytest.raises(TransferFailed, match="SGLang answered /update_weights_from_disk with 400: as told refused"):
         await engine.update_weights(scaled(trained, 1.5), 1, "keep", None)
@@ -150,7 +159,9 @@ async def test_a_version_that_is_not_adopted_is_a_failed_transfer(engine: SGLang
     assert engine.policy_version == 0
 
 
-async def test_an_update_that_is_cancelled_leaves_no_version_served(engine: SGLangEngine, server: Double, trained: SlotModel) -> None:
+async def test_an_update_that_is_cancelled_leaves_no_version_served(
+    engine: SGLangEngine, server: Double, trained: SlotModel
+) -> None:
     running = asyncio.create_task(engine.generate(ask("long", max_tokens=120)))
     await server.stand(30)
     server.hold = asyncio.Event()
@@ -170,7 +181,8 @@ async def test_an_update_that_is_cancelled_leaves_no_version_served(engine: SGLa
 
 
 @pytest.mark.parametrize(
-    "error", [OSError(28, "No space left on device"), SafetensorError("I/O error: No space left on device (os error 28)")]
+    "error",
+    [OSError(28, "No space left on device"), SafetensorError("I/O error: No space left on device (os error 28)")],
 )
 async def test_a_full_disk_is_a_failed_transfer_and_the_old_weights_serve(
     error: Exception, engine: SGLangEngine, trained: SlotModel, monkeypatch: pytest.MonkeyPatch
@@ -189,7 +201,9 @@ async def test_a_full_disk_is_a_failed_transfer_and_the_old_weights_serve(
 async def test_an_update_that_does_not_fit_changes_nothing(engine: SGLangEngine, trained: SlotModel) -> None:
     good = scaled(trained, 1.0)
     with pytest.raises(TransferFailed, match=r"the update lacks 1 of \d+ tensors, the first is model.norm.weight"):
-        await engine.update_weights({name: one for name, one in good.items() if name != "model.norm.weight"}, 1, "keep", None)
+        await engine.update_weights(
+            {name: one for name, one in good.items() if name != "model.norm.weight"}, 1, "keep", None
+        )
     with pytest.raises(TransferFailed, match="has 1 unknown tensors, the first is extra"):
         await engine.update_weights(good | {"extra": torch.zeros(1)}, 1, "keep", None)
     with pytest.raises(TransferFailed, match=r"model.norm.weight has shape \(3,\), the model expects \(32,\)"):
@@ -197,10 +211,14 @@ async def test_an_update_that_does_not_fit_changes_nothing(engine: SGLangEngine,
     assert engine.policy_version == 0
 
 
-async def test_the_server_is_given_the_model_that_factors_make_of_the_base(engine: SGLangEngine, trained: SlotModel) -> None:
+async def test_the_server_is_given_the_model_that_factors_make_of_the_base(
+    engine: SGLangEngine, trained: SlotModel
+) -> None:
     base = {name: tensor.clone() for name, tensor in trained.weights().items()}
     shapes = factor_shapes(base, ["q_proj", "up_proj"], 2)
-    merged = MergedModel(base, {name: torch.randn(shape.shape) for name, shape in shapes.items()}, ["q_proj", "up_proj"], 0.5)
+    merged = MergedModel(
+        base, {name: torch.randn(shape.shape) for name, shape in shapes.items()}, ["q_proj", "up_proj"], 0.5
+    )
     expected = logprobs_under(trained, merged.made(), PROMPT)
     assert np.abs(expected - logprobs_under(trained, base, PROMPT)).max() > 1e-2
     await engine.update_weights(merged, 1, "keep", make_probe(PROMPT, expected, tolerance=1e-5))
@@ -223,7 +241,9 @@ async def test_weights_over_a_group_that_a_server_in_another_process_joins(
                         await engine.update_weights(new, version, "keep", None)
                 monkeypatch.undo()
                 assert engine.policy_version == NO_VERSION
-            await engine.update_weights(new, version, "keep", make_probe(PROMPT, logprobs_under(trained, new, PROMPT), tolerance=1e-4))
+            await engine.update_weights(
+                new, version, "keep", make_probe(PROMPT, logprobs_under(trained, new, PROMPT), tolerance=1e-4)
+            )
             output = await engine.generate(ask("x"))
             assert list(output.version_runs) == [(version, 12)]
             expected = logprobs_under(trained, new, [*PROMPT, *output.token_ids])[len(PROMPT) - 1 :]
@@ -236,5 +256,8 @@ def test_names_and_shapes_are_those_of_the_trainer(model_path: str, trained: Slo
     held, settings = meta_tensors(model_path, "float32", trust_remote_code=False)
     own = trained.weights()
     assert list(held) == list(own)
-    assert all(held[name].is_meta and held[name].shape == own[name].shape and held[name].dtype == own[name].dtype for name in own)
+    assert all(
+        held[name].is_meta and held[name].shape == own[name].shape and held[name].dtype == own[name].dtype
+        for name in own
+    )
     assert settings.num_attention_heads == 2

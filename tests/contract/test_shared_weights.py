@@ -1,4 +1,6 @@
-"""Weights by shared memory between real processes: who can read the learner's does, the others get them by gloo, anybody is killed."""
+"""Weights by shared memory between real processes: who can read the learner's does, the others get them by gloo,
+anybody is killed.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ OTHER_PROCESSES = [
 
 
 def sender_of(bus: Bus, epoch: int = 1, delta_full_every: int | None = None) -> WeightSender:
-    return WeightSender(bus, plan_of(make_tensors(0), 1), epoch=epoch, settings=SHARED, delta_full_every=delta_full_every)
+    return WeightSender(
+        bus, plan_of(make_tensors(0), 1), epoch=epoch, settings=SHARED, delta_full_every=delta_full_every
+    )
 
 
 @pytest.fixture
@@ -58,7 +62,9 @@ def mapped(child: Child) -> list[str]:
 
 
 async def apart() -> dict[str, Any]:
-    """How a server is started that cannot read the learner's memory: where it sees no process of the learner's, or told so."""
+    """How a server is started that cannot read the learner's memory: where it sees no process of the learner's, or told
+    so.
+    """
     try:
         await asyncio.to_thread(subprocess.run, [*OTHER_PROCESSES, "true"], check=True, capture_output=True, timeout=60)
     except (OSError, subprocess.SubprocessError):
@@ -83,7 +89,9 @@ async def test_who_can_reads_and_the_others_are_sent_the_same_version(bus: Bus, 
         return sender.metrics()
 
     try:
-        shares = [(await change(version, *near, far))["weights/sent_bytes"] / sender.plan.size_bytes for version in range(3)]
+        shares = [
+            (await change(version, *near, far))["weights/sent_bytes"] / sender.plan.size_bytes for version in range(3)
+        ]
         assert shares[0] == 1.0
         assert max(shares[1:]) < 1 / 8  # who is sent them is sent the changes
         metrics = sender.metrics()
@@ -118,7 +126,10 @@ async def test_readers_killed_or_asleep_in_the_middle_cost_the_others_nothing_an
     os.kill(asleep.pid, signal.SIGCONT)
     assert await loaded(3, asleep) == {expected}
     assert [said["event"] for said in asleep.said] == ["ready", "stop", "error", "loaded"]
-    assert "overwritten while it was read" in asleep.said[2]["reason"] or "the learner stopped it" in asleep.said[2]["reason"]
+    assert (
+        "overwritten while it was read" in asleep.said[2]["reason"]
+        or "the learner stopped it" in asleep.said[2]["reason"]
+    )
     assert [said for child in (near, far) for said in child.said if said["event"] == "error"] == []
 
 

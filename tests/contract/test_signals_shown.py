@@ -19,7 +19,9 @@ from learner.service import serve
 EQUAL = "in the last 5 steps all rewards of each group were equal"
 
 
-async def test_equal_rewards(bus: Bus, broker_url: str, run_name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_equal_rewards(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def equal(ticket: wire.Ticket) -> list[wire.Message | bytes]:
         return [fleet.group(ticket, ticket.min_version, (0.0, 0.0))]
 

@@ -74,7 +74,9 @@ async def test_a_large_publish_over_a_slow_link_is_sent_once(bus: Bus, broker_ur
     assert await bus.depth(SAMPLES) == {"": 1}
 
 
-async def test_a_small_call_behind_a_large_publish_is_not_repeated(bus: Bus, broker_url: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_small_call_behind_a_large_publish_is_not_repeated(
+    bus: Bus, broker_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """It waits in the same line; only what has left may be missed."""
     async with slow_link(broker_url, up=MB) as link:
         far = await Bus.connect(link.url, bus.run, name="far", deadline_s=60)
@@ -87,7 +89,9 @@ async def test_a_small_call_behind_a_large_publish_is_not_repeated(bus: Bus, bro
     assert not [record for record in caplog.records if "again" in record.getMessage()]
 
 
-async def test_a_large_record_is_read_over_a_slow_link(bus: Bus, broker_url: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_large_record_is_read_over_a_slow_link(
+    bus: Bus, broker_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """A reader that is receiving the bytes of a message is not without a sign of life."""
     await bus.publish(SAMPLES, group(1, 8 * MB, pools=[]), ticket=1)
     async with slow_link(broker_url, down=MB) as link:
@@ -100,7 +104,9 @@ async def test_a_large_record_is_read_over_a_slow_link(bus: Bus, broker_url: str
     assert not [record for record in caplog.records if "again" in record.getMessage()]
 
 
-async def test_a_connection_whose_bytes_move_is_kept(bus: Bus, broker_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_whose_bytes_move_is_kept(
+    bus: Bus, broker_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The answers to its pings come behind all that is on the wire; the third one that is late ends a connection."""
     monkeypatch.setattr("broker.nats.connection.PING_EVERY_S", 1)
     monkeypatch.setattr("broker.nats.connection.LOOK_EVERY_S", 0.4)

@@ -1,4 +1,6 @@
-"""A rollout server whose learner is gone starts from a snapshot, over HTTP, and from nothing that is not right to the byte."""
+"""A rollout server whose learner is gone starts from a snapshot, over HTTP, and from nothing that is not right to the
+byte.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,9 @@ async def test_without_the_learner_it_serves_the_snapshot_and_follows_when_it_is
     assert "Traceback" not in said
 
 
-async def test_only_what_belongs_to_snapshots_is_shown_and_only_with_the_key(served: SnapshotServer, tmp_path: Path) -> None:
+async def test_only_what_belongs_to_snapshots_is_shown_and_only_with_the_key(
+    served: SnapshotServer, tmp_path: Path
+) -> None:
     folder = tmp_path / "snapshots"
     folder.mkdir()
     for name in ("newest.json", "1-000001.weights", "secret"):

@@ -38,7 +38,8 @@ class Small(BrokerServer):
         self._account = account
 
     def _configuration(self) -> str:
-        accounts = f"accounts {{ A {{ jetstream {{ max_file: {LIMIT_MIB}MiB, max_mem: 64MiB }}, users: [{{user: a, password: a}}] }} }}"
+        limits = f"{{ max_file: {LIMIT_MIB}MiB, max_mem: 64MiB }}"
+        accounts = f"accounts {{ A {{ jetstream {limits}, users: [{{user: a, password: a}}] }} }}"
         return super()._configuration() + (f"{accounts}\nno_auth_user: a\n" if self._account else "")
 
 
@@ -92,7 +93,9 @@ async def test_a_store_too_small_for_any_run_is_refused_with_the_size_it_needs(t
     with BrokerServer(str(tmp_path / "small"), store_max_gib=0.2) as server:
         other = await Bus.connect(server.url, "r", name="learner", deadline_s=60)
         try:
-            with pytest.raises(UserError, match=r"no room for rl_r_evals: .*; each run reserves 320 MiB, so let the broker store more"):
+            with pytest.raises(
+                UserError, match=r"no room for rl_r_evals: .*; each run reserves 320 MiB, so let the broker store more"
+            ):
                 await other.ensure_streams()
         finally:
             await other.close()
@@ -103,7 +106,9 @@ def big_group(ticket: wire.Ticket) -> wire.Group:
     return msgspec.structs.replace(fleet.group(ticket, ticket.min_version), frames=["x" * (1 << 21)])
 
 
-async def test_it_is_said_once_and_once_more_when_it_is_over(bus: Bus, filler: Filler, caplog: pytest.LogCaptureFixture) -> None:
+async def test_it_is_said_once_and_once_more_when_it_is_over(
+    bus: Bus, filler: Filler, caplog: pytest.LogCaptureFixture
+) -> None:
     await filler.fill()
     publishes = [asyncio.create_task(bus.publish(SAMPLES, closed(number), ticket=number)) for number in range(1, 41)]
     await asyncio.sleep(4.0)  # of the old and the new pauses many have passed
@@ -148,7 +153,9 @@ async def tickets(bus: Bus, ledger: Ledger, count: int) -> None:
         await bus.publish(TICKETS, ticket, key=ticket.domain, ticket=number, expected_last_seq=number - 1)
 
 
-async def test_tickets_wait_until_the_log_is_trimmed(bus: Bus, filler: Filler, caplog: pytest.LogCaptureFixture) -> None:
+async def test_tickets_wait_until_the_log_is_trimmed(
+    bus: Bus, filler: Filler, caplog: pytest.LogCaptureFixture
+) -> None:
     await filler.leave(48)
     ledger, said, relieved = open_ledger(), list[str](), list[bool]()
 
@@ -166,7 +173,8 @@ async def test_tickets_wait_until_the_log_is_trimmed(bus: Bus, filler: Filler, c
     waiting = [asyncio.create_task(gate.wait(number)) for number in range(3, 7)]
     await asyncio.sleep(0.3)
     await gate.look()
-    assert [one.done() for one in waiting] == [True, True, False, False]  # 22 MiB, and 2 for each of four tickets under way
+    # 22 MiB, and 2 for each of four tickets under way
+    assert [one.done() for one in waiting] == [True, True, False, False]
     await bus.publish(SAMPLES, big_group(ledger.ticket(2)), ticket=2)
     await bus.publish(SAMPLES, big_group(ledger.ticket(2)), ticket=2)
     relieved.clear()
@@ -184,8 +192,13 @@ async def test_tickets_wait_until_the_log_is_trimmed(bus: Bus, filler: Filler, c
     assert relieved == []
     lines = [record.getMessage() for record in caplog.records if "store" in record.getMessage()]
     assert len(lines) == 2
-    assert lines[0].startswith("the broker's store is nearly full (334.0 MiB of 352.0 MiB, 22.0 MiB of it this run's): tickets wait until")
-    assert lines[1] == "the broker's store has room again (316.0 MiB of 352.0 MiB, 4.0 MiB of it this run's); tickets go on"
+    assert lines[0].startswith(
+        "the broker's store is nearly full (334.0 MiB of 352.0 MiB, 22.0 MiB of it this run's): tickets wait until"
+    )
+    assert (
+        lines[1]
+        == "the broker's store has room again (316.0 MiB of 352.0 MiB, 4.0 MiB of it this run's); tickets go on"
+    )
     assert said == [lines[0], ""]
 
 
@@ -198,7 +211,9 @@ async def test_a_run_of_many_times_the_store_gets_through_it(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """No schedule asks for a checkpoint; without one nothing is trimmed, and after two dozen groups the store would be full."""
+    """No schedule asks for a checkpoint; without one nothing is trimmed, and after two dozen groups the store would be
+    full.
+    """
     monkeypatch.setattr(gate_module, "LOOK_EVERY_S", 0.3)
     await filler.leave(64)
     steps, groups = 40, 4

@@ -1,4 +1,6 @@
-"""A connection whose reader has ended, or whose broker stood still for longer than the client waits: it is used again."""
+"""A connection whose reader has ended, or whose broker stood still for longer than the client waits: it is used
+again.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ async def test_the_answer_to_a_ping_that_was_given_up_does_no_harm(server: Broke
     await link.close()
 
 
-async def test_a_client_that_has_stopped_reading_is_replaced(server: BrokerServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_has_stopped_reading_is_replaced(
+    server: BrokerServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever stopped it: bytes that go out are no sign of life."""
     monkeypatch.setattr(broker.nats.connection, "LOOK_EVERY_S", 0.05)
     link = NatsLink(server.url, "test")

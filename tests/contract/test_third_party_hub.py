@@ -1,4 +1,6 @@
-"""The hub of docs/third_party_hub.py, which shares no code with this project, under a real learner and a real rollout server."""
+"""The hub of docs/third_party_hub.py, which shares no code with this project, under a real learner and a real rollout
+server.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def test_it_imports_nothing_of_this_project() -> None:
 
 
 async def test_its_groups_are_trained(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
-    train = {"steps": 2, "groups_per_step": 2, "max_staleness": 1}  # every ticket allows version 0, the only one of engine random
+    # every ticket allows version 0, the only one of engine random
+    train = {"steps": 2, "groups_per_step": 2, "max_staleness": 1}
     config = fleet.config(str(tmp_path), run_name, train=train)
     children = [
         subprocess.Popen([sys.executable, *arguments], stderr=subprocess.PIPE, text=True)  # noqa: ASYNC220

@@ -67,7 +67,9 @@ async def test_a_run_that_is_live_is_left_alone(bus: Bus, broker_url: str, run_n
     )
 
 
-async def test_a_learner_notes_its_broker_once_it_holds_the_run(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
+async def test_a_learner_notes_its_broker_once_it_holds_the_run(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+) -> None:
     """Where it may not have the run it leaves the address; and it does not take another broker's run for a lost one."""
     folder, other = tmp_path / run_name, "nats://127.0.0.1:9"
     train = {"steps": 2}
@@ -78,9 +80,12 @@ async def test_a_learner_notes_its_broker_once_it_holds_the_run(bus: Bus, broker
         await bus.ensure_streams()
         note_broker(folder, other)
         with pytest.raises(UserError, match=r"tickets end at number 0, but 4 were issued") as refused:
-            await serve(fleet.config(str(tmp_path), run_name, train={"steps": 3}), broker_url, Stop(), connect_deadline_s=60)
+            await serve(
+                fleet.config(str(tmp_path), run_name, train={"steps": 3}), broker_url, Stop(), connect_deadline_s=60
+            )
     assert str(refused.value).endswith(
-        f"the run was last trained with the broker at {other}: `rlearner start {folder} --broker {other}` continues there; "
+        f"the run was last trained with the broker at {other}: `rlearner start {folder} --broker {other}` continues "
+        f"there; "
         "if that has lost its store, --rebase continues with the open tickets counted dead"
     )
     assert noted_address(folder) == other

@@ -63,7 +63,9 @@ async def spawn(broker_url: str, run_name: str, bus: Bus) -> AsyncIterator[Spawn
     """Starts receivers; all of them are killed afterwards."""
     children: list[Child] = []
 
-    async def start(server: str, *, script: str = "weights_child.py", within: Sequence[str] = (), **options: Any) -> Child:
+    async def start(
+        server: str, *, script: str = "weights_child.py", within: Sequence[str] = (), **options: Any
+    ) -> Child:
         if not within:
             children.append(Child(await NURSERY.bear(script, broker_url, run_name, server, json.dumps(options))))
             return children[-1]
@@ -170,7 +172,9 @@ class StubRoster(Roster):
 
     def alive(self, role: str) -> list[wire.Presence]:
         assert role == "rollout"
-        return [wire.Presence(role=role, id=server, host="h", pid=1, state="serving") for server in sorted(self.servers)]
+        return [
+            wire.Presence(role=role, id=server, host="h", pid=1, state="serving") for server in sorted(self.servers)
+        ]
 
 
 class Held(dict[str, Tensor]):
@@ -201,7 +205,8 @@ async def test_a_version_is_sent_while_it_is_packed(sender: WeightSender, spawn:
         await asyncio.to_thread(sender.offer, version, tensors, probe_of(dict(tensors)))
         assert tensors.was_sending
         assert (await child.hears(event="loaded", version=version))["content"] == content(dict(tensors))
-        failures += late_s > SETTINGS.timeout_s  # the transfer was given up, the packing was not, and the next try is right
+        # the transfer was given up, the packing was not, and the next try is right
+        failures += late_s > SETTINGS.timeout_s
         assert sender.metrics()["weights/failures"] == failures
 
 
@@ -240,7 +245,9 @@ async def test_member_that_lost_presence_ends_a_transfer_before_its_timeout(bus:
     victim, survivor = await spawn("r1", at_bucket=6, do="stop"), await spawn("r2")
     await ready(victim, survivor)
     roster = StubRoster("r1", "r2")
-    sender = WeightSender(bus, plan_of(make_tensors(0), 1), epoch=1, settings=TransferSettings(timeout_s=60.0), roster=roster)
+    sender = WeightSender(
+        bus, plan_of(make_tensors(0), 1), epoch=1, settings=TransferSettings(timeout_s=60.0), roster=roster
+    )
     await sender.start()
     try:
         expected = offer(sender, 0)
@@ -284,7 +291,9 @@ async def test_matching_digest_is_adopted_without_a_transfer(sender: WeightSende
     assert "weights/seconds" not in sender.metrics()
 
 
-async def test_another_model_is_refused_in_one_line_with_the_first_difference(sender: WeightSender, spawn: Spawn) -> None:
+async def test_another_model_is_refused_in_one_line_with_the_first_difference(
+    sender: WeightSender, spawn: Spawn
+) -> None:
     child = await spawn("r1", tensors={**SHAPES, "layers.0.down": [2048, 512]})
     await ready(child)
     offer(sender, 0)
@@ -345,11 +354,15 @@ async def test_learner_that_dies_or_hangs_in_the_middle_is_succeeded(bus: Bus, s
 
 
 @pytest.mark.parametrize("what", ["_publish_versions", "_send"])
-async def test_what_ends_the_sender_is_raised_to_its_owner(bus: Bus, spawn: Spawn, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+async def test_what_ends_the_sender_is_raised_to_its_owner(
+    bus: Bus, spawn: Spawn, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
     def fails(*_: object) -> None:
         raise LookupError("nobody foresaw this")
 
-    monkeypatch.setattr("broker.weights.sender.send.lead" if what == "_send" else "broker.weights.sender.send.OfferStore.publish", fails)
+    monkeypatch.setattr(
+        "broker.weights.sender.send.lead" if what == "_send" else "broker.weights.sender.send.OfferStore.publish", fails
+    )
     sender = WeightSender(bus, plan_of(make_tensors(0), 1), epoch=1, settings=SETTINGS)
     await sender.start()
     joining = asyncio.create_task(sender.join())

@@ -1,4 +1,6 @@
-"""Servers that join a transfer and never take part, as behind a firewall: the others lose at most one transfer to them."""
+"""Servers that join a transfer and never take part, as behind a firewall: the others lose at most one transfer to
+them.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ async def haunt(bus: Bus, sender: WeightSender, does: str, joined: list[str]) ->
     """Join whatever is on offer, as a server of which no data connection ever comes about.
 
     Args:
-        does: ``nothing`` at all; come to the store, say ``ready`` and then nothing; or ``tell`` then that a peer was lost.
+        does: ``nothing`` at all; come to the store, say ``ready`` and then nothing; or ``tell`` then that a peer was
+        lost.
     """
     while True:
         version = int(sender.metrics()["weights/version"])
@@ -86,7 +89,11 @@ async def test_a_server_that_joins_and_never_connects_costs_the_others_one_trans
             sessions = len(joined)
     finally:
         await sender.close()
-    lost = [record.getMessage().partition(" failed:")[0] for record in caplog.records if "weights: sending version" in record.getMessage()]
+    lost = [
+        record.getMessage().partition(" failed:")[0]
+        for record in caplog.records
+        if "weights: sending version" in record.getMessage()
+    ]
     assert sessions >= 2, "it was tried again"
     assert [line for line in lost if "r1" in line or "r2" in line] == ["weights: sending version 0 to ghost, r1, r2"]
     assert len([line for line in lost if line.endswith("to ghost")]) >= 1

@@ -1,4 +1,6 @@
-"""Agents written on other libraries, unmodified and with their defaults: each plays and trains five steps. By ``make test-frameworks``."""
+"""Agents written on other libraries, unmodified and with their defaults: each plays and trains five steps. By ``make
+test-frameworks``.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,14 @@ from template_models import make_tokenizer_folder  # noqa: E402
 PYTHON, MODULES = os.environ.get("RL_FRAMEWORKS_PYTHON"), os.environ.get("RL_FRAMEWORKS_MODULES")
 STEPS = 5
 TOKENS = 16384  # smolagents' own prompts have 7,000 of this model's small tokens
-AGENTS = sorted(path.name for path in (HERE / "agents").iterdir() if path.suffix in (".py", ".mjs") and path.stem != "common")
+AGENTS = sorted(
+    path.name for path in (HERE / "agents").iterdir() if path.suffix in (".py", ".mjs") and path.stem != "common"
+)
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(not (PYTHON and MODULES), reason="needs other frameworks: make test-frameworks")]
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not (PYTHON and MODULES), reason="needs other frameworks: make test-frameworks"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +41,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random model whose chat template has tools."""
     made = make_tokenizer_folder(tmp_path_factory.mktemp("model"), "hermes")
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     config = transformers.Qwen3Config(
-        **sizes, head_dim=16, vocab_size=Tokenizer.load(made).vocab_size, bos_token_id=None, eos_token_id=2, pad_token_id=0,
+        **sizes, head_dim=16, vocab_size=Tokenizer.load(made).vocab_size, bos_token_id=None, eos_token_id=2,
+        pad_token_id=0,
         max_position_embeddings=TOKENS, tie_word_embeddings=True,
     )  # fmt: skip
     transformers.Qwen3ForCausalLM(config).save_pretrained(made)
@@ -58,15 +72,19 @@ def up(command: list[str], model: Path, folder: Path, **sections: dict[str, Any]
                 "sampling": {"max_tokens": 120},
             }
         },
-        "train": {"steps": STEPS, "groups_per_step": 1, "max_staleness": 1, "lr": 1.0e-4, "micro_batch_tokens": TOKENS, "num_threads": 1},
+        "train": {"steps": STEPS, "groups_per_step": 1, "max_staleness": 1, "lr": 1.0e-4, "micro_batch_tokens": TOKENS,
+            "num_threads": 1},
         "algorithm": {"adv_estimator": "grpo", "pg_variant": "ppo"},
-        "rollout": {"engine": "hf", "max_running": 8, "max_context_tokens": TOKENS, "num_threads": 1, "engine_args": {"kv_slots": 8}},
+        "rollout": {"engine": "hf", "max_running": 8, "max_context_tokens": TOKENS, "num_threads": 1,
+            "engine_args": {"kv_slots": 8}},
         "envhub": {"n": 4, "episode_timeout_s": 300.0},
         **sections,
     }  # fmt: skip
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     start = [sys.executable, "-m", "rlearner.cli", "up", str(folder / "config.yaml")]
-    return subprocess.run(start, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=800, check=False)
+    return subprocess.run(
+        start, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=800, check=False
+    )
 
 
 @pytest.mark.parametrize("name", AGENTS)
@@ -85,10 +103,15 @@ def test_an_agent_plays_and_trains(name: str, model: Path, tmp_path: Path) -> No
 
 def test_an_agent_whose_requests_are_always_refused_ends_the_run(model: Path, tmp_path: Path) -> None:
     assert PYTHON is not None
-    agent = "from openai import OpenAI; OpenAI().chat.completions.create(model='m', messages=[{'role': 'user', 'content': 'hi'}], n=0)"
+    agent = (
+        "from openai import OpenAI; OpenAI().chat.completions.create(model='m', messages=[{'role': 'user', "
+        "'content': 'hi'}], n=0)"
+    )
     ended = up([PYTHON, "-c", agent], model, tmp_path, failures={"give_up_after_s": 20.0})
     last = ended.stdout.splitlines()[-1]
     assert ended.returncode == 2, ended.stdout[-4000:]
-    assert last.startswith("error: learner: for 20 s every hub of domain d was broken and no group was trained: envhub-1: domain d: ")
+    assert last.startswith(
+        "error: learner: for 20 s every hub of domain d was broken and no group was trained: envhub-1: domain d: "
+    )
     refusal = "n: 0 is not allowed; input should be greater than or equal to 1"
     assert f"the agent ended with exit code 1: openai.BadRequestError: Error code: 400 - {refusal}; fix that" in last

@@ -1,4 +1,6 @@
-"""Agents of the tests, on the standard library alone: what they do is their first argument. Also functions that are agents."""
+"""Agents of the tests, on the standard library alone: what they do is their first argument. Also functions that are
+agents.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,10 @@ def at_once(task: dict[str, Any]) -> Any:
     return 1
 
 
-ADD = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}}
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 def calls_tools(task: dict[str, Any]) -> Any:
@@ -74,14 +79,23 @@ def calls_tools(task: dict[str, Any]) -> Any:
     raise RuntimeError("no answer")
 
 
-ADD_TOOL = {"type": "function", "name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}, "strict": False}
+ADD_TOOL = {
+    "type": "function",
+    "name": "add",
+    "description": "adds",
+    "parameters": {"type": "object", "properties": {}},
+    "strict": False,
+}
 
 
 def responds(task: dict[str, Any]) -> Any:
     """As agents do on the Responses API: sends all items back, as they came or, with ``refers``, by their ids."""
     items: list[dict[str, Any]] = [{"role": "user", "content": "what is 2 + 3?"}]
     while True:
-        answer = post("/responses", {"model": "any", "instructions": "be brief", "input": items, "tools": [ADD_TOOL], "store": True})
+        answer = post(
+            "/responses",
+            {"model": "any", "instructions": "be brief", "input": items, "tools": [ADD_TOOL], "store": True},
+        )
         output = answer["output"]
         items += [{"type": "item_reference", "id": one["id"]} for one in output] if os.environ.get("REFERS") else output
         calls = [one for one in output if one["type"] == "function_call"]
@@ -97,9 +111,22 @@ def wants_forms(task: dict[str, Any]) -> Any:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
     chat: list[dict[str, Any]] = [{"role": "user", "content": "what is 2 + 3?"}]
-    asked = {"messages": chat, "response_format": form, "frequency_penalty": 0.5, "presence_penalty": -0.5, "logit_bias": {"7": -100}}
-    choice = post("/chat/completions", asked | {"logprobs": True, "top_logprobs": 2, "reasoning_effort": "low"})["choices"][0]
-    called = {"input": "add", "tools": [ADD_TOOL], "tool_choice": {"type": "function", "name": "add"}, "parallel_tool_calls": False}
+    asked = {
+        "messages": chat,
+        "response_format": form,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.5,
+        "logit_bias": {"7": -100},
+    }
+    choice = post("/chat/completions", asked | {"logprobs": True, "top_logprobs": 2, "reasoning_effort": "low"})[
+        "choices"
+    ][0]
+    called = {
+        "input": "add",
+        "tools": [ADD_TOOL],
+        "tool_choice": {"type": "function", "name": "add"},
+        "parallel_tool_calls": False,
+    }
     post("/responses", called | {"reasoning": {"effort": "low"}})
     return {"reward": 1, "metrics": {"tops": sum(len(one["top_logprobs"]) for one in choice["logprobs"]["content"])}}
 

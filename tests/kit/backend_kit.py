@@ -10,8 +10,8 @@ from rlearner_text.config import ModelSection
 
 RANKS = {"torch": 1, "ddp": 2, "fsdp2": 2, "deepspeed": 2, "megatron": 2}
 INSTALLS = {"deepspeed": "deepspeed", "megatron": "megatron.core"}
-# Each backend, megatron in its layouts of two ranks, deepspeed in its stages, where small weights are divided, too, and the gradient
-# takes several buckets, some of them smaller than one weight.
+# Each backend, megatron in its layouts of two ranks, deepspeed in its stages, where small weights are divided, too, and
+# the gradient takes several buckets, some of them smaller than one weight.
 SMALL = {"param_persistence_threshold": 0, "reduce_bucket_size": 1000}
 OFFLOADED = {"offload_optimizer": True, "offload_param": True}
 VARIANTS = {name: (name, {}) for name in BACKENDS if name != "deepspeed"}
@@ -30,7 +30,14 @@ def make(variant, path, *, ranks=None, algorithm=None, model=None, ref_path=None
     if name == "deepspeed":
         _as_if_first()
     more = {**options, **more}
-    settings = {"lr": 1e-2, "device": "cpu", "num_threads": 1, "micro_batch_tokens": 60, "ranks": ranks or RANKS[name], **more}
+    settings = {
+        "lr": 1e-2,
+        "device": "cpu",
+        "num_threads": 1,
+        "micro_batch_tokens": 60,
+        "ranks": ranks or RANKS[name],
+        **more,
+    }
     train = TrainSection.model_validate(settings)
     backend = resolve("backends", name, BACKENDS)
     others = {"algorithm": algorithm or AlgorithmSection(), "model": model or ModelSection(), "ref_path": ref_path}
@@ -38,7 +45,9 @@ def make(variant, path, *, ranks=None, algorithm=None, model=None, ref_path=None
 
 
 def _as_if_first():
-    """DeepSpeed numbers modules and weights of all engines of a process; a learner makes one, this process one after the other."""
+    """DeepSpeed numbers modules and weights of all engines of a process; a learner makes one, this process one after
+    the other.
+    """
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.partition_parameters import Init
 

@@ -44,8 +44,12 @@ class ClusterNodes:
     def start(self, number: int) -> None:
         """Start one, on the ports and the store that are its own."""
         routes = tuple(f"127.0.0.1:{port}" for other, port in enumerate(self._cluster_ports) if other != number)
-        cluster = ClusterConfig("test", f"n{number}", self._cluster_ports[number], routes, monitor=self._monitor_ports[number])
-        server = BrokerServer(str(self._folder / f"n{number}"), port=self.ports[number], binary=self._binary, cluster=cluster)
+        cluster = ClusterConfig(
+            "test", f"n{number}", self._cluster_ports[number], routes, monitor=self._monitor_ports[number]
+        )
+        server = BrokerServer(
+            str(self._folder / f"n{number}"), port=self.ports[number], binary=self._binary, cluster=cluster
+        )
         server.start()
         self.servers[number] = server
 
@@ -76,10 +80,11 @@ class ClusterNodes:
 
 
 async def settled(bus: Bus, monitors: list[str], within_s: float = 60.0) -> None:
-    """Until every stream and bucket of the bus's run has all its replicas up to date, so that another server may be lost.
+    """Until every stream and bucket of the bus's run has all its replicas up to date, so that another server may be
+    lost.
 
-    The leader of a stream counts what a replica has of the Raft log; only the replica itself knows whether it still copies
-    records behind a snapshot of that, and says so by its health.
+    The leader of a stream counts what a replica has of the Raft log; only the replica itself knows whether it still
+    copies records behind a snapshot of that, and says so by its health.
 
     Args:
         monitors: ``host:port`` of each server's monitoring pages.

@@ -18,6 +18,8 @@ def ask(
 ) -> wire.GenerateRequest:
     """For 12 tokens unless told otherwise, end tokens ignored."""
     return wire.GenerateRequest(
-        request_id=name, conversation_id=name, token_ids=wire.column(PROMPT if prompt is None else prompt, "<i4"), min_version=min_version,
-        deadline_s=deadline_s, sampling=wire.SamplingParams(**{"max_tokens": 12, "ignore_eos": True, "seed": 7, **sampling}),
+        request_id=name, conversation_id=name, token_ids=wire.column(PROMPT if prompt is None else prompt, "<i4"),
+        min_version=min_version,
+        deadline_s=deadline_s, sampling=wire.SamplingParams(**{"max_tokens": 12, "ignore_eos": True, "seed": 7,
+            **sampling}),
     )  # fmt: skip

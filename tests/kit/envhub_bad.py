@@ -53,7 +53,9 @@ class Bad(Environment):
         done = self._misbehave(fault) if fault and not where and self._at == 2 else None
         if done is not None:
             return done  # type: ignore[no-any-return]
-        return StepResult(Observation(str(self._at), anchor=str(self._at)), 0.5, self._at >= 2, bool(text), self._at >= 2)
+        return StepResult(
+            Observation(str(self._at), anchor=str(self._at)), 0.5, self._at >= 2, bool(text), self._at >= 2
+        )
 
     def _fault(self) -> tuple[str, str, str]:
         return (self.args.does[self._task] if self._task < len(self.args.does) else "").partition(" in ")

@@ -1,4 +1,6 @@
-"""What the environment hub's tests share: a character tokenizer, a policy that answers from a script, odd environments."""
+"""What the environment hub's tests share: a character tokenizer, a policy that answers from a script, odd
+environments.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def domain(env: str, name: str = "d", **section: object) -> Domain:
 class Scripted:
     """Samples each turn's text from a function of the conversation so far; end-of-turn token included."""
 
-    def __init__(self, tokenizer: Tokenizer, script: Callable[[str], str], *, version: int = 3, close: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, script: Callable[[str], str], *, version: int = 3, close: bool = True
+    ) -> None:
         self.tokenizer, self.script, self.version, self.close = tokenizer, script, version, close
         self.asks: list[TurnRequest] = []
 
@@ -78,7 +82,9 @@ class Count(Environment):
         reward = float("nan") if self.args.trouble == "nan" else 0.5
         done = self._at >= self.args.until
         anchor = str(self._at) if self.args.trouble != "large" else "x" * 3_000_000
-        return StepResult(Observation(str(self._at), anchor=anchor), reward, done, bool(text), done, metrics={"at": self._at})
+        return StepResult(
+            Observation(str(self._at), anchor=anchor), reward, done, bool(text), done, metrics={"at": self._at}
+        )
 
     def close(self) -> None:
         type(self).closed += 1

@@ -100,7 +100,14 @@ class World:
         sections = {"broker": {}, "model": {}, "train": {}, "eval": {}, "envhub": {"drain_timeout_s": 10}}
         config = {**sections, "domains": domains, **fields.pop("sections", {})}
         config["envhub"] = {"episode_timeout_s": 300.0, "generate_timeout_s": 120.0, **config["envhub"]}
-        spec = wire.RunSpec(run=self.bus.run, wire_version=wire.WIRE_VERSION, epoch=1, config=config, model_path=str(self.folder), **fields)
+        spec = wire.RunSpec(
+            run=self.bus.run,
+            wire_version=wire.WIRE_VERSION,
+            epoch=1,
+            config=config,
+            model_path=str(self.folder),
+            **fields,
+        )
         await runspec.publish_runspec(self.bus, spec)
 
     async def server(self, name: str = "s1", script: Script = lambda *_: "R", **kwargs: Any) -> Server:
@@ -114,7 +121,13 @@ class World:
         self._issued[TICKETS] += 1
         number = self._issued[TICKETS]
         size = fields.get("group_size", 2)
-        values: dict[str, Any] = {"min_version": 0, "max_staleness": 1, "group_size": size, "min_group_size": size, "deadline_s": 60.0}
+        values: dict[str, Any] = {
+            "min_version": 0,
+            "max_staleness": 1,
+            "group_size": size,
+            "min_group_size": size,
+            "deadline_s": 60.0,
+        }
         ticket = wire.Ticket(number=number, domain=domain, task_index=number - 1, seed=number, **{**values, **fields})
         assert await self.bus.publish(TICKETS, ticket, key=domain, ticket=number) == number
         return number
@@ -131,7 +144,9 @@ class World:
             "temperature": 1.0,
             "deadline_s": 60.0,
         }
-        ticket = wire.EvalTicket(number=number, domain=domain, task_index=number - 1, seed=number, **{**values, **fields})
+        ticket = wire.EvalTicket(
+            number=number, domain=domain, task_index=number - 1, seed=number, **{**values, **fields}
+        )
         await self.bus.publish(EVALTICKETS, ticket, key=domain, ticket=number)
         return number
 
@@ -139,7 +154,9 @@ class World:
         """Publish bytes as they are."""
         self._issued[stream] += 1
         headers = {MESSAGE_ID: f"raw-{self._issued[stream]}", **({wire.TICKET_HEADER: str(ticket)} if ticket else {})}
-        await store(self.bus.link, stream.stream_name(self.bus.run), stream.subject(self.bus.run, domain), data, headers)
+        await store(
+            self.bus.link, stream.stream_name(self.bus.run), stream.subject(self.bus.run, domain), data, headers
+        )
 
     async def records(self, count: int, stream: Stream = SAMPLES, within_s: float = LONG_S) -> list[Any]:
         """The first messages of a log, once there are so many."""
@@ -180,7 +197,9 @@ class World:
             async with asyncio.timeout(LONG_S):
                 await task
 
-    def spawn(self, *arguments: str, program: Sequence[str] = ("-m", "envhub.cli"), **variables: str) -> subprocess.Popen[str]:
+    def spawn(
+        self, *arguments: str, program: Sequence[str] = ("-m", "envhub.cli"), **variables: str
+    ) -> subprocess.Popen[str]:
         """A hub in a process of its own; ``variables`` are added to its environment."""
         child = subprocess.Popen(
             [sys.executable, *program, "--broker", self.url, "--run", self.bus.run, *arguments],

@@ -1,4 +1,5 @@
-"""Inputs that nobody would send: bits flipped, bytes cut, repeated and spliced, lengths that lie, values of every kind in every place.
+"""Inputs that nobody would send: bits flipped, bytes cut, repeated and spliced, lengths that lie, values of every kind
+in every place.
 
 All of it follows from a seed.
 """
@@ -16,14 +17,18 @@ import msgpack
 # What a length or a number may claim to be.
 LIES = [0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 2**24, 2**27, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1]
 HEADS = [  # of MessagePack: claims of what follows, that is not there
-    *(bytes([kind]) + struct.pack(">I", lie & 0xFFFFFFFF) for kind in (0xC6, 0xC9, 0xDB, 0xDD, 0xDF) for lie in LIES[7:12]),
+    *(bytes([kind]) + struct.pack(">I", lie & 0xFFFFFFFF) for kind in (0xC6, 0xC9, 0xDB, 0xDD,
+        0xDF) for lie in LIES[7:12]),
     *(bytes([kind]) + b"\xff\xff" for kind in (0xC5, 0xC8, 0xDA, 0xDC, 0xDE)),
     b"\xc1", b"\xd9\xff", b"\xc4\xff", b"\xc7\xff\xff",
 ]  # fmt: skip
 VALUES: list[Any] = [
-    None, True, False, 0, -1, 1, 2**31, 2**32, 2**63 - 1, -(2**63), 2**64 - 1, 0.0, -0.0, 5e-324, 1e308, float("inf"), float("nan"),
-    "", "a", "a.b", "*", ">", "../..", "\0", "\ud7ff", "ä" * 70, "x" * 5000, "1" * 5000, b"", b"\xff" * 9, [], {}, [[]], {"": None},
-    {"dtype": "<i4", "data": b"abc"}, {"dtype": "<f4", "data": b"\0\0\xc0\x7f" * 3}, [None] * 20, {"type": "Group"}, ["a", 1],
+    None, True, False, 0, -1, 1, 2**31, 2**32, 2**63 - 1, -(2**63), 2**64 - 1, 0.0, -0.0, 5e-324, 1e308, float("inf"),
+    float("nan"),
+    "", "a", "a.b", "*", ">", "../..", "\0", "\ud7ff", "ä" * 70, "x" * 5000, "1" * 5000, b"", b"\xff" * 9, [], {},
+    [[]], {"": None},
+    {"dtype": "<i4", "data": b"abc"}, {"dtype": "<f4", "data": b"\0\0\xc0\x7f" * 3}, [None] * 20, {"type": "Group"},
+    ["a", 1],
 ]  # fmt: skip
 
 
@@ -55,7 +60,9 @@ def _splice(data: bytes, seeds: Sequence[bytes], rng: random.Random) -> bytes:
 def _lie(rng: random.Random) -> bytes:
     lie = rng.choice(LIES)
     shape = rng.choice(("<I", ">I", "<Q", ">Q", "<H", "B"))
-    return rng.choice(HEADS) if rng.random() < 0.5 else struct.pack(shape, lie & (2 ** (8 * struct.calcsize(shape)) - 1))
+    return (
+        rng.choice(HEADS) if rng.random() < 0.5 else struct.pack(shape, lie & (2 ** (8 * struct.calcsize(shape)) - 1))
+    )
 
 
 def _overwrite(data: bytes, _: Sequence[bytes], rng: random.Random) -> bytes:

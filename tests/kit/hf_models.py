@@ -12,12 +12,20 @@ import transformers
 from broker.contract import wire
 
 VOCAB = 120
-_COMMON: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "max_position_embeddings": 256}
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "max_position_embeddings": 256,
+}
 _SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def _llama() -> Any:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_COMMON, **_SIZES, num_key_value_heads=2, tie_word_embeddings=False))
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**_COMMON, **_SIZES, num_key_value_heads=2, tie_word_embeddings=False)
+    )
 
 
 def _qwen3() -> Any:
@@ -27,14 +35,23 @@ def _qwen3() -> Any:
 
 def _gpt2() -> Any:
     config = transformers.GPT2Config(
-        vocab_size=VOCAB, n_positions=256, n_embd=64, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=1, pad_token_id=0
+        vocab_size=VOCAB,
+        n_positions=256,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
     )
     return transformers.GPT2LMHeadModel(config)
 
 
 def _mistral() -> Any:
     """A sliding window in every layer."""
-    return transformers.MistralForCausalLM(transformers.MistralConfig(**_COMMON, **_SIZES, num_key_value_heads=1, sliding_window=9))
+    return transformers.MistralForCausalLM(
+        transformers.MistralConfig(**_COMMON, **_SIZES, num_key_value_heads=1, sliding_window=9)
+    )
 
 
 def _gemma2() -> Any:
@@ -48,7 +65,13 @@ def _gemma2() -> Any:
 def _gpt_oss() -> Any:
     """Attention sinks, sliding windows, experts."""
     config = transformers.GptOssConfig(
-        **_COMMON, **_SIZES, num_key_value_heads=2, head_dim=16, sliding_window=9, num_local_experts=4, num_experts_per_tok=2
+        **_COMMON,
+        **_SIZES,
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=9,
+        num_local_experts=4,
+        num_experts_per_tok=2,
     )
     return transformers.GptOssForCausalLM._from_config(config, attn_implementation="eager")
 
@@ -89,7 +112,13 @@ def logprobs(model: Any, prompt: list[int], output: list[int], temperature: floa
 
 
 def request(
-    name: str, prompt: list[int], *, conversation: str = "", min_version: int = 0, deadline_s: float = 60.0, **sampling: Any
+    name: str,
+    prompt: list[int],
+    *,
+    conversation: str = "",
+    min_version: int = 0,
+    deadline_s: float = 60.0,
+    **sampling: Any,
 ) -> wire.GenerateRequest:
     """A request for 8 tokens unless told otherwise, end tokens ignored."""
     return wire.GenerateRequest(

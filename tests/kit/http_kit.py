@@ -46,9 +46,16 @@ class Api:
 
 @asynccontextmanager
 async def api(
-    model_path: str, *, engine: str = "random", max_context_tokens: int = 128, state: str = "serving", **engine_args: Any
+    model_path: str,
+    *,
+    engine: str = "random",
+    max_context_tokens: int = 128,
+    state: str = "serving",
+    **engine_args: Any,
 ) -> AsyncIterator[Api]:
-    section = RolloutSection(engine=engine, max_running=4, max_context_tokens=max_context_tokens, engine_args=engine_args, num_threads=1)
+    section = RolloutSection(
+        engine=engine, max_running=4, max_context_tokens=max_context_tokens, engine_args=engine_args, num_threads=1
+    )
     spec = wire.RunSpec(run="r", wire_version=wire.WIRE_VERSION, epoch=0, config={}, model_path=model_path)
     running = resolve("engines", engine, ENGINES)(EngineConfig(model_path, section, device="cpu", policy_version=0))
     member = cast(Member, SimpleNamespace(spec=spec, bus=None, id="s1", poke=lambda: None))

@@ -20,12 +20,26 @@ TINY = {"hidden_size": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "
 
 def config(folder: str, name: str, **sections: dict[str, Any]) -> dict[str, Any]:
     """A small run on one domain, checked."""
-    lake = {"env": "frozenlake", "group_size": 2, "max_turns": 4, "max_context_tokens": 64, "deadline_s": 20, "sampling": {"max_tokens": 4}}
+    lake = {
+        "env": "frozenlake",
+        "group_size": 2,
+        "max_turns": 4,
+        "max_context_tokens": 64,
+        "deadline_s": 20,
+        "sampling": {"max_tokens": 4},
+    }
     merged: dict[str, Any] = {
         "run": {"name": name, "dir": folder, "seed": 3},
         "model": {"path": None, "tiny": TINY},
         "domains": {"lake": lake},
-        "train": {"steps": 3, "groups_per_step": 2, "micro_batch_tokens": 64, "lr": 1e-3, "num_threads": 1, "ticket_timeout_s": 60.0},
+        "train": {
+            "steps": 3,
+            "groups_per_step": 2,
+            "micro_batch_tokens": 64,
+            "lr": 1e-3,
+            "num_threads": 1,
+            "ticket_timeout_s": 60.0,
+        },
         "rollout": {"max_context_tokens": 64},
     }
     for section, values in sections.items():
@@ -93,7 +107,9 @@ class Hub:
 
     async def store(self, delivery: Delivery, one: wire.Message | bytes) -> None:
         if isinstance(one, bytes):
-            await self.bus.link.send(SAMPLES.subject(self.bus.run), one, headers={wire.TICKET_HEADER: str(delivery.ticket)})
+            await self.bus.link.send(
+                SAMPLES.subject(self.bus.run), one, headers={wire.TICKET_HEADER: str(delivery.ticket)}
+            )
         else:
             await self.bus.publish(SAMPLES, one, ticket=getattr(one, "ticket", 0))
 

@@ -1,5 +1,5 @@
-"""A device whose memory is host memory, with the manners of a GPU's: units that a process may not see, handles that open in other processes
-alone, copies that are there only once they were waited for."""
+"""A device whose memory is host memory, with the manners of a GPU's: units that a process may not see, handles that
+open in other processes alone, copies that are there only once they were waited for."""
 
 from __future__ import annotations
 

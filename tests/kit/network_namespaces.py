@@ -1,7 +1,8 @@
-"""Brokers in network namespaces of their own, so that single links to them can be cut without a word: packets vanish, nothing is reset.
+"""Brokers in network namespaces of their own, so that single links to them can be cut without a word: packets vanish,
+nothing is reset.
 
-Everything else, loopback included, lives in one more namespace that the calling thread enters; what it starts is born there.
-Needs root, ``ip`` and ``nft``.
+Everything else, loopback included, lives in one more namespace that the calling thread enters; what it starts is born
+there. Needs root, ``ip`` and ``nft``.
 """
 
 from __future__ import annotations

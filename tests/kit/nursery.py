@@ -1,7 +1,9 @@
-"""Processes of the weight channel's tests, forked from one that has imported torch and the channel already, which takes seconds.
+"""Processes of the weight channel's tests, forked from one that has imported torch and the channel already, which takes
+seconds.
 
-Run as a program it is that one: for each request on the socket that it is given the number of, a JSON list of a script and its arguments
-with a file for the standard output, it forks a process that runs the script, and answers with its number.
+Run as a program it is that one: for each request on the socket that it is given the number of, a JSON list of a script
+and its arguments with a file for the standard output, it forks a process that runs the script, and answers with its
+number.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ class Nursery:
         theirs, ours = await asyncio.to_thread(self._bear, json.dumps([str(HERE / script), *arguments]))
         reader = asyncio.StreamReader()
         pipe = os.fdopen(ours, "rb")
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), pipe
+        )
         return Born(theirs, reader, transport)
 
     def _bear(self, request: str) -> tuple[int, int]:

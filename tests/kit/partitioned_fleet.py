@@ -1,4 +1,6 @@
-"""A fleet whose brokers sit in network namespaces: every process reaches them by addresses of its own, which can be cut."""
+"""A fleet whose brokers sit in network namespaces: every process reaches them by addresses of its own, which can be
+cut.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,9 @@ class PartitionedFleet(RunFleet):
         store = self.folder / f"broker-{node}"
         store.mkdir(exist_ok=True)
         configuration = store / "nats-server.conf"
-        configuration.write_text(broker_configuration(store, wire.MAX_PAYLOAD_BYTES + HEADROOM_BYTES, self._cluster(node)))
+        configuration.write_text(
+            broker_configuration(store, wire.MAX_PAYLOAD_BYTES + HEADROOM_BYTES, self._cluster(node))
+        )
         binary = find_binary(clustered=len(self._own) > 1, binary=os.environ.get("RL_TEST_NATS_SERVER"))
         with Path(store / "nats-server.out").open("ab") as log:
             return spawn([*self.network.inside(node), binary, "-c", str(configuration)], log)

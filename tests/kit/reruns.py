@@ -1,7 +1,8 @@
-"""Pytest plugin for ``--reruns``, as .ci/run gives it: a test that fails and then passes is shown with its failure, and is a fault to find.
+"""Pytest plugin for ``--reruns``, as .ci/run gives it: a test that fails and then passes is shown with its failure, and
+is a fault to find.
 
-Tests that kill real processes on a busy machine find races rarely. One such race in thousands of tests does not stop a session, but it
-never goes unseen, and more than ``MAX_UNSTABLE`` of them fail it.
+Tests that kill real processes on a busy machine find races rarely. One such race in thousands of tests does not stop a
+session, but it never goes unseen, and more than ``MAX_UNSTABLE`` of them fail it.
 """
 
 from __future__ import annotations

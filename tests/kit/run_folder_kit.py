@@ -1,4 +1,6 @@
-"""A learner without a model and a broker without a network: writes run folders as real ones do, byte for byte the same records."""
+"""A learner without a model and a broker without a network: writes run folders as real ones do, byte for byte the same
+records.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def trajectory(episode: int, reward: float, runs: list[int], servers: tuple[str,
     sampled = sum(runs[1::2])
     each = sampled // len(servers)
     turns = [
-        wire.Turn(start=2 + i * each, end=2 + (i + 1) * each, reward=reward, valid=True, finish_reason="stop", server=server)
+        wire.Turn(
+            start=2 + i * each, end=2 + (i + 1) * each, reward=reward, valid=True, finish_reason="stop", server=server
+        )
         for i, server in enumerate(servers)
     ]
     return wire.Trajectory(
@@ -103,7 +107,9 @@ def out_of_order(ticket: wire.Ticket) -> list[wire.Message | bytes]:
     """5 and 6, which may wait, come before 3 and 4, which may not."""
     if ticket.number in (3, 4):
         return []
-    late = [msgspec.structs.replace(ticket, number=n, task_index=n - 1, min_version=0) for n in (3, 4) if ticket.number == 6]
+    late = [
+        msgspec.structs.replace(ticket, number=n, task_index=n - 1, min_version=0) for n in (3, 4) if ticket.number == 6
+    ]
     return [group(one) for one in (ticket, *late)]
 
 
@@ -128,7 +134,13 @@ class World:
     """
 
     def __init__(
-        self, folder: Path, answer: Answer = eventful, *, keep: bool = True, segment_bytes: int = ledger_segments.MAX_BYTES, **more: Any
+        self,
+        folder: Path,
+        answer: Answer = eventful,
+        *,
+        keep: bool = True,
+        segment_bytes: int = ledger_segments.MAX_BYTES,
+        **more: Any,
     ) -> None:
         self.folder, self.answer, self.keep, self.rules = folder, answer, keep, rules(**more)
         self.segment_bytes = segment_bytes

@@ -1,10 +1,11 @@
 """A double of the SGLang server: its documented HTTP API, with a real model behind it.
 
-Paths, fields and answers are those of SGLang's documentation and of its release 0.5.23; a field that stands in neither is refused, so
-that an engine cannot pass by asking for what does not exist. What matters of its behaviour is here, too: a pause is one, requests
-go on through it with the KV that they have, and while it lasts none comes back, aborted or not; the last token that old weights sampled
-bears the new version (see ``sglang_wire.late``); the prefix cache keeps what was read by older weights unless it is flushed, and a
-flush is refused while requests run. Run as a program it listens at ``--port``.
+Paths, fields and answers are those of SGLang's documentation and of its release 0.5.23; a field that stands in neither
+is refused, so that an engine cannot pass by asking for what does not exist. What matters of its behaviour is here, too:
+a pause is one, requests go on through it with the KV that they have, and while it lasts none comes back, aborted or
+not; the last token that old weights sampled bears the new version (see ``sglang_wire.late``); the prefix cache keeps
+what was read by older weights unless it is flushed, and a flush is refused while requests run. Run as a program it
+listens at ``--port``.
 """
 
 from __future__ import annotations
@@ -95,7 +96,13 @@ class Double:
         )
         self._version = int(self.options["weight-version"])
         self._core = EngineCore(
-            EngineConfig(self.options["model-path"], section, self.options["dtype"], device="cpu", policy_version=self._version + SHIFT)
+            EngineConfig(
+                self.options["model-path"],
+                section,
+                self.options["dtype"],
+                device="cpu",
+                policy_version=self._version + SHIFT,
+            )
         )
         self._loop = asyncio.create_task(self._step())
 
@@ -107,7 +114,8 @@ class Double:
             "/generate": self._generate, "/abort_request": self._abort, "/pause_generation": self._pause,
             "/continue_generation": self._continue, "/update_weight_version": self._relabel,
             "/update_weights_from_disk": self._from_disk, "/init_weights_update_group": self._init_group,
-            "/destroy_weights_update_group": self._destroy_group, "/update_weights_from_distributed": self._from_distributed,
+            "/destroy_weights_update_group": self._destroy_group,
+            "/update_weights_from_distributed": self._from_distributed,
             "/begin_weight_update": self._begin, "/end_weight_update": self._end,
         }  # fmt: skip
         for path, handler in handlers.items():
@@ -169,19 +177,28 @@ class Double:
         params, ids = body["sampling_params"], body["input_ids"]
         if len(ids) >= self._core.model.max_context:
             raise ValueError(
-                f"The input ({len(ids)} tokens) is longer than the model's context length ({self._core.model.max_context} tokens)."
+                f"The input ({len(ids)} tokens) is longer than the model's context length "
+                f"({self._core.model.max_context} tokens)."
             )
-        if body.get("return_sampling_mask") and not 1 <= params["top_k"] <= int(self.options["sampling-mask-max-tokens"]):
-            raise ValueError("return_sampling_mask requires top_k=1 for greedy sampling or finite 1 < top_k <= --sampling-mask-max-tokens")
+        if body.get("return_sampling_mask") and not 1 <= params["top_k"] <= int(
+            self.options["sampling-mask-max-tokens"]
+        ):
+            raise ValueError(
+                "return_sampling_mask requires top_k=1 for greedy sampling or finite 1 < top_k <= "
+                "--sampling-mask-max-tokens"
+            )
         if params["max_new_tokens"] == 0:
             return self._scores(body)
         sampling = wire.SamplingParams(
-            max_tokens=params["max_new_tokens"], temperature=params["temperature"], top_p=params["top_p"], top_k=max(0, params["top_k"]),
-            min_p=params["min_p"], seed=params.get("sampling_seed"), stop=params.get("stop", []), ignore_eos=params["ignore_eos"],
+            max_tokens=params["max_new_tokens"], temperature=params["temperature"], top_p=params["top_p"], top_k=max(0,
+                params["top_k"]),
+            min_p=params["min_p"], seed=params.get("sampling_seed"), stop=params.get("stop", []),
+            ignore_eos=params["ignore_eos"],
             stop_token_ids=[] if params["ignore_eos"] else params.get("stop_token_ids", []),
         )  # fmt: skip
         request = wire.GenerateRequest(
-            request_id=body["rid"], conversation_id=body.get("extra_key", ""), token_ids=wire.column(ids, "<i4"), min_version=0,
+            request_id=body["rid"], conversation_id=body.get("extra_key", ""), token_ids=wire.column(ids, "<i4"),
+            min_version=0,
             deadline_s=3600.0, sampling=sampling,
         )  # fmt: skip
         answer = self._answers[body["rid"]] = asyncio.get_running_loop().create_future()
@@ -196,7 +213,8 @@ class Double:
         params, logprobs = body["sampling_params"], list(output.logprobs)
         greedy = params["temperature"] == 0
         fewer = params["top_p"] < 1 or params["top_k"] > 0 or params["min_p"] > 0
-        # Greedy tokens have the logprob of the whole distribution there, and those of a filtered one are not renormalised.
+        # Greedy tokens have the logprob of the whole distribution there, and those of a filtered one are not
+        # renormalised.
         shown = [one - 0.5 if greedy or fewer else one for one in logprobs]
         meta: dict[str, Any] = {
             "id": body["rid"],
@@ -221,12 +239,17 @@ class Double:
         values = self._core.model.logprobs(ids).tolist()
         meta: dict[str, Any] = {
             "finish_reason": {"type": "length", "length": 0},
-            "input_token_logprobs": [[None, ids[0], None], *([value, token, None] for value, token in zip(values, ids[1:], strict=True))],
+            "input_token_logprobs": [
+                [None, ids[0], None],
+                *([value, token, None] for value, token in zip(values, ids[1:], strict=True)),
+            ],
             "weight_version": str(self._version),
         }
         if k:
             best, tops = self._core.model.top_logprobs(ids, k)
-            rows = [[[float(v), int(i), None] for v, i in zip(tops[n], best[n], strict=True)] for n in range(len(ids) - 1)]
+            rows = [
+                [[float(v), int(i), None] for v, i in zip(tops[n], best[n], strict=True)] for n in range(len(ids) - 1)
+            ]
             meta["input_top_logprobs"] = [None, *rows]
         return {"text": "", "output_ids": [], "meta_info": meta}
 
@@ -278,7 +301,10 @@ class Double:
     def _take(self, tensors: dict[str, torch.Tensor], body: dict[str, Any]) -> dict[str, Any]:
         flush = body.get("flush_cache", True)
         if self._answers and (flush or not self._paused):
-            return {"success": False, "message": "Cache flush failed: requests are running" if flush else "requests are running"}
+            return {
+                "success": False,
+                "message": "Cache flush failed: requests are running" if flush else "requests are running",
+            }
         held = self._core.model.weights()
         for name, tensor in tensors.items():
             held[name].copy_(tensor)
@@ -288,7 +314,9 @@ class Double:
 
     async def _init_group(self, body: dict[str, Any]) -> dict[str, Any]:
         assert (body["rank_offset"], body["world_size"], body["backend"]) == (1, 2, "gloo")
-        self._groups[body["group_name"]] = await asyncio.to_thread(join, body["group_name"], body["master_address"], body["master_port"])
+        self._groups[body["group_name"]] = await asyncio.to_thread(
+            join, body["group_name"], body["master_address"], body["master_port"]
+        )
         return {"success": True, "message": "Succeeded to initialize custom process group."}
 
     async def _destroy_group(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -310,7 +338,9 @@ class Double:
         tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in rows}
 
         def receive() -> None:
-            for work in [torch.distributed.broadcast(tensor, src=0, group=group, async_op=True) for tensor in tensors.values()]:
+            for work in [
+                torch.distributed.broadcast(tensor, src=0, group=group, async_op=True) for tensor in tensors.values()
+            ]:
                 work.wait()
 
         await asyncio.to_thread(receive)

@@ -30,7 +30,9 @@ def trained(model_path: str) -> SlotModel:
 
 
 def config(model_path: str, command: list[str], *, version: int = 0, **args: Any) -> EngineConfig:
-    section = RolloutSection(engine="sglang", max_running=4, max_context_tokens=400, engine_args={"command": command, **args})
+    section = RolloutSection(
+        engine="sglang", max_running=4, max_context_tokens=400, engine_args={"command": command, **args}
+    )
     return EngineConfig(model_path, section, device="cpu", policy_version=version)
 
 

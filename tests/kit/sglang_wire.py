@@ -1,4 +1,6 @@
-"""What SGLang's API takes and tells, and how its workers load: the parts of the double (``sglang_double``) that have no state."""
+"""What SGLang's API takes and tells, and how its workers load: the parts of the double (``sglang_double``) that have no
+state.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,18 @@ from rollout.engines.base import GenerationOutput
 SHIFT = 1  # the core's versions are never below 0, SGLang's are any text
 FIELDS = {
     "/generate": {
-        "rid", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "stream", "extra_key",
+        "rid", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "stream",
+        "extra_key",
         "return_sampling_mask",
     },
     "/abort_request": {"rid", "abort_all"},
     "/pause_generation": {"mode"},
     "/continue_generation": {"torch_empty_cache"},
     "/update_weight_version": {"new_version", "abort_all_requests"},
-    "/update_weights_from_disk": {"model_path", "load_format", "abort_all_requests", "weight_version", "flush_cache", "keep_pause"},
-    "/init_weights_update_group": {"master_address", "master_port", "rank_offset", "world_size", "group_name", "backend"},
+    "/update_weights_from_disk": {"model_path", "load_format", "abort_all_requests", "weight_version", "flush_cache",
+        "keep_pause"},
+    "/init_weights_update_group": {"master_address", "master_port", "rank_offset", "world_size", "group_name",
+        "backend"},
     "/destroy_weights_update_group": {"group_name"},
     "/begin_weight_update": {"selector"},
     "/end_weight_update": set(),
@@ -30,14 +35,16 @@ FIELDS = {
     },
 }  # fmt: skip
 SAMPLING = {
-    "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "ignore_eos", "skip_special_tokens", "stop", "stop_token_ids",
+    "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "ignore_eos", "skip_special_tokens", "stop",
+    "stop_token_ids",
     "sampling_seed",
 }  # fmt: skip
 
 
 def late(output: GenerationOutput) -> list[dict[str, Any]]:
-    """The version of each token as SGLang notes it: while it takes one token in, the next is being sampled already, so of those that old
-    weights sampled the last has not been taken in when they change, and is noted as the new weights'."""
+    """The version of each token as SGLang notes it: while it takes one token in, the next is being sampled already,
+    so of those that old weights sampled the last has not been taken in when they change, and is noted as the new
+    weights'."""
     told, start, taken = [], 0, 0
     for version, count in output.version_runs:
         taken += count
@@ -54,12 +61,20 @@ def load_folder(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def join(name: str, address: str, port: int) -> Any:
-    """As SGLang's workers do: torch's helper, the store prefixed by the group's name, ranks noted for ``torch.distributed``."""
+    """As SGLang's workers do: torch's helper, the store prefixed by the group's name, ranks noted for
+    ``torch.distributed``.
+    """
     from torch.distributed import distributed_c10d as c10d
 
     store, rank, size = next(torch.distributed.rendezvous(f"tcp://{address}:{port}", 1, 2))
     group, _ = c10d._new_process_group_helper(
-        size, rank, [], c10d.Backend("gloo"), c10d.PrefixStore(name, store), group_name=name, timeout=c10d.default_pg_timeout
+        size,
+        rank,
+        [],
+        c10d.Backend("gloo"),
+        c10d.PrefixStore(name, store),
+        group_name=name,
+        timeout=c10d.default_pg_timeout,
     )
     c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
     return group

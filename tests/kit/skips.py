@@ -1,4 +1,5 @@
-"""Pytest plugin: skips tests of the sandbox where there is none, and ends with one line per reason for skipping, with a count.
+"""Pytest plugin: skips tests of the sandbox where there is none, and ends with one line per reason for skipping, with a
+count.
 
 With RL_REQUIRE_SANDBOX=1, as .ci/run sets it, a session that did not exercise the sandbox fails.
 """

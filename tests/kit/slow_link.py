@@ -65,7 +65,8 @@ async def slow_link(broker_url: str, *, up: float = 1e9, down: float = 1e9) -> A
             tasks.add(task)
 
     listening = socket.socket()
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)  # before any connection: it decides the window
+    # before any connection: it decides the window
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
     listening.bind(("127.0.0.1", 0))
     server = await asyncio.start_server(accept, sock=listening, limit=BUFFER_BYTES)
     link.url = f"nats://127.0.0.1:{listening.getsockname()[1]}"

@@ -7,7 +7,8 @@ from typing import Final
 
 from broker.jetstream.bus import Bus
 
-LIMIT_MIB: Final = 352  # of such a store: the logs of evaluations and dead letters have 320 MiB reserved, of which they need not use any
+# of such a store: the logs of evaluations and dead letters have 320 MiB reserved, of which they need not use any
+LIMIT_MIB: Final = 352
 PIECE: Final = b"x" * (4 << 20)
 
 

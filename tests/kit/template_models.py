@@ -8,7 +8,10 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-CORPUS = "You stand on a frozen lake; the goal is at row 3, column 2. What is 17 + 25? The answer is 42. Let us think, then say it.\n" * 3
+CORPUS = (
+    "You stand on a frozen lake; the goal is at row 3, column 2. What is 17 + 25? The answer is 42. Let us think, then "
+    "say it.\n" * 3
+)
 
 TEMPLATES = {
     # Words of the last answer get an empty thinking block, those of earlier ones do not.
@@ -42,7 +45,8 @@ TEMPLATES = {
 {%- else %}{%- set system = '' %}{%- endif %}
 {{- '<|start_header_id|>system<|end_header_id|>\\n\\nToday: ' + day + '\\n' + system + '<|eot_id|>' }}
 {%- for message in messages %}
-    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {{- message['content'] | trim + '<|eot_id|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
 """,
@@ -125,7 +129,8 @@ TEMPLATES = {
         {{- '[TOOL_CALLS][' }}
         {%- for call in message.tool_calls %}
             {%- if call.id | length != 9 %}{{ raise_exception('ids have nine characters') }}{%- endif %}
-            {{- {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}{{ ', ' if not loop.last }}
+            {{- {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}
+            {{- ', ' if not loop.last }}
         {%- endfor %}
         {{- ']' + eos_token }}
     {%- else %}{{ message.content + eos_token }}{%- endif %}
@@ -137,7 +142,8 @@ TEMPLATES = {
 {%- if add_generation_prompt %}{{ 'assistant: ' }}{%- endif %}
 """,
     # Forgets everything but the newest message.
-    "amnesia": "{{ messages[-1].role + messages[-1].content + '\\n' }}{%- if add_generation_prompt %}{{ 'assistant' }}{%- endif %}",
+    "amnesia": "{{ messages[-1].role + messages[-1].content + '\\n' }}{%- if add_generation_prompt %}{{ 'assistant' "
+    "}}{%- endif %}",
 }
 
 SPECIALS = {
@@ -177,11 +183,17 @@ def make_tokenizer_folder(folder: Path, family: str) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=list(specials), initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=list(specials), initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator([CORPUS], trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     bos, eos = BOS_EOS.get(family, (None, 0))
-    config: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": specials[eos], "pad_token": specials[0]}
+    config: dict[str, object] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": specials[eos],
+        "pad_token": specials[0],
+    }
     if bos is not None:
         flags = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
         config["bos_token"] = {"__type": "AddedToken", "content": specials[bos], **flags}

@@ -1,4 +1,6 @@
-"""How long tests wait for what should happen: far longer than it takes on a busy machine, for a limit only ends a test that hangs."""
+"""How long tests wait for what should happen: far longer than it takes on a busy machine, for a limit only ends a test
+that hangs.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 Usage: weights_child.py URL RUN ID OPTIONS, where OPTIONS is JSON:
     seed: of the tensors it starts with        tensors: names and shapes, see ``weights_model``
-    at_bucket, do: when that many buckets have come, ``kill`` or ``stop`` itself, or flip a bit (``corrupt``), once; ``then_kill_at``: kill
+    at_bucket, do: when that many buckets have come, ``kill`` or ``stop`` itself, or flip a bit (``corrupt``), once;
+    ``then_kill_at``: kill
         itself at a later one
     bad_loads: how many loads store wrong values
     apart: it cannot read the learner's memory, as on another host
@@ -61,7 +62,8 @@ def misbehave(at_bucket: int, what: str, then_kill_at: int = 0) -> None:
         elif seen in (at_bucket, then_kill_at):
             now = what if seen == at_bucket else "kill"
             say(event=now)
-            signal.pthread_kill(threading.get_ident(), signal.SIGKILL if now == "kill" else signal.SIGSTOP)  # this thread at once
+            # this thread at once
+            signal.pthread_kill(threading.get_ident(), signal.SIGKILL if now == "kill" else signal.SIGSTOP)
 
     def digest(bucket: Tensor) -> bytes:
         misled(bucket)

@@ -2,7 +2,8 @@
 
 Usage: weights_learner.py URL RUN ID OPTIONS, where OPTIONS is JSON with do: ``kill`` or ``stop``, and one of
     at_bucket: of its first broadcast
-    at_byte: of its second version in shared memory, which is read as far as that; with ``on_device`` that of a device, see ``memfd_device``
+    at_byte: of its second version in shared memory, which is read as far as that; with ``on_device`` that of a device,
+    see ``memfd_device``
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ async def main(url: str, run: str, name: str, options: dict[str, Any]) -> None:
     bus = await Bus.connect(url, run, name=name, deadline_s=60)
     tensors = make_tensors(1)
     memory = Memfd() if options.get("on_device") else None
-    sender = WeightSender(bus, plan_of(tensors, 1), epoch=1, settings=TransferSettings(shared="at_byte" in options), memory=memory)
+    sender = WeightSender(
+        bus, plan_of(tensors, 1), epoch=1, settings=TransferSettings(shared="at_byte" in options), memory=memory
+    )
     await sender.start()
     sender.offer(0, tensors, probe_of(tensors))
     if "at_byte" in options:

@@ -11,7 +11,13 @@ from torch import Tensor
 from broker.contract import wire
 from broker.weights.probe import make_probe
 
-SHAPES = {"embed": [1024, 1024], "layers.0.up": [1024, 2048], "layers.0.down": [2048, 1024], "layers.1.up": [1024, 2048], "norm": [1023]}
+SHAPES = {
+    "embed": [1024, 1024],
+    "layers.0.up": [1024, 2048],
+    "layers.0.down": [2048, 1024],
+    "layers.1.up": [1024, 2048],
+    "norm": [1023],
+}
 
 
 def make_tensors(seed: int, shapes: dict[str, list[int]] | None = None) -> dict[str, Tensor]:

@@ -1,4 +1,6 @@
-"""Losses against those of TRL 1.16.0 on the same random tensors; run by `make test-peers`, which installs it beside the environment."""
+"""Losses against those of TRL 1.16.0 on the same random tensors; run by `make test-peers`, which installs it beside the
+environment.
+"""
 
 import warnings
 from collections import defaultdict
@@ -43,19 +45,24 @@ class Batch:
 def theirs(batch, *, loss_type, level="token", low=0.2, high=0.28, delta=None, beta=0.0, opsm=None):
     """TRL's own function on a stand-in for its trainer that knows the logprobs already."""
     entropies = torch.zeros_like(batch.mask)
-    accelerator = SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, sync_gradients=True)
+    accelerator = SimpleNamespace(
+        num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, sync_gradients=True
+    )
     trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (batch.new, entropies, None),
         get_off_policy_mask=grpo_trainer.GRPOTrainer.get_off_policy_mask,
-        aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=opsm, importance_sampling_level=level, beta=beta,
-        loss_type=loss_type, epsilon_low=low, epsilon_high=high, use_vllm=False, vllm_importance_sampling_correction=False,
+        aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=opsm,
+        importance_sampling_level=level, beta=beta,
+        loss_type=loss_type, epsilon_low=low, epsilon_high=high, use_vllm=False,
+        vllm_importance_sampling_correction=False,
         args=SimpleNamespace(delta=delta, use_bias_correction_kl=False), model=SimpleNamespace(training=False),
         max_completion_length=MAX_LENGTH, accelerator=accelerator, _entropy_bonus_enabled=False,
         _metrics={"eval": defaultdict(list)},
     )  # fmt: skip
     ids = torch.zeros(ROWS, LENGTH, dtype=torch.long)
     inputs = {
-        "prompt_ids": ids, "prompt_mask": ids, "completion_ids": ids, "completion_mask": batch.mask, "advantages": batch.advantages,
+        "prompt_ids": ids, "prompt_mask": ids, "completion_ids": ids, "completion_mask": batch.mask,
+        "advantages": batch.advantages,
         "old_per_token_logps": batch.old, "ref_per_token_logps": batch.ref, "num_items_in_batch": batch.mask.sum(),
     }  # fmt: skip
     return grpo_trainer.GRPOTrainer._compute_loss(trainer, None, inputs)
@@ -70,7 +77,9 @@ def ours(batch, algorithm):
     correction = resolve("corrections", algorithm.correction, CORRECTIONS)(
         CorrectionInputs(new.detach(), old, old, advantages, sequence, ROWS), algorithm
     )
-    losses, _ = resolve("losses", algorithm.pg_variant, LOSSES)(LossTokens(new, old, advantages, sequence, ROWS), algorithm)
+    losses, _ = resolve("losses", algorithm.pg_variant, LOSSES)(
+        LossTokens(new, old, advantages, sequence, ROWS), algorithm
+    )
     losses = correction.weights * losses
     if algorithm.kl_coef:
         losses = losses + algorithm.kl_coef * kl_penalty(new, batch.ref[kept], "k3")

@@ -1,7 +1,7 @@
 """Preference losses and distillation against TRL on the same random tensors, values and gradients.
 
-TRL's DPO loss is no function of its own: it stands inside ``DPOTrainer._compute_loss``, which runs here on a stand-in for the trainer
-and a model that knows the logprobs already. Its KL is a static method of the GKD trainer.
+TRL's DPO loss is no function of its own: it stands inside ``DPOTrainer._compute_loss``, which runs here on a stand-in
+for the trainer and a model that knows the logprobs already. Its KL is a static method of the GKD trainer.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ def theirs(loss_type, beta, logps, ref, mask):
     outputs = SimpleNamespace(log_probs=logps, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool())
     same = lambda value: value  # noqa: E731
     trainer = SimpleNamespace(
-        model=SimpleNamespace(training=False), accelerator=SimpleNamespace(device="cpu", gather=same, gather_for_metrics=same),
-        aux_loss_enabled=False, ld_alpha=None, precompute_ref_logps=True, f_divergence_type="reverse_kl", loss_types=[loss_type],
+        model=SimpleNamespace(training=False), accelerator=SimpleNamespace(device="cpu", gather=same,
+            gather_for_metrics=same),
+        aux_loss_enabled=False, ld_alpha=None, precompute_ref_logps=True, f_divergence_type="reverse_kl",
+        loss_types=[loss_type],
         loss_weights=[1.0], beta=beta, label_smoothing=0.0, use_weighting=False, _metrics={"eval": defaultdict(list)},
         _total_train_tokens=0,
     )  # fmt: skip

@@ -1,4 +1,6 @@
-"""One vLLM for all tests of the folder, since it takes half a minute to start; each test has an engine of its own in front of it."""
+"""One vLLM for all tests of the folder, since it takes half a minute to start; each test has an engine of its own in
+front of it.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,14 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def config_of(path: str, version: int = 0, **section: Any) -> EngineConfig:
-    settings = {"engine": "vllm", "max_running": 4, "max_context_tokens": MAX_CONTEXT, "num_threads": 1, "prefill_tokens": 64, **section}
+    settings = {
+        "engine": "vllm",
+        "max_running": 4,
+        "max_context_tokens": MAX_CONTEXT,
+        "num_threads": 1,
+        "prefill_tokens": 64,
+        **section,
+    }
     return EngineConfig(path, RolloutSection(**settings), device="cpu", policy_version=version)
 
 
@@ -59,7 +68,9 @@ async def opened(model_path: str) -> AsyncIterator[tuple[Shared, dict[str, torch
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def make(opened: tuple[Shared, dict[str, torch.Tensor]], model_path: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Make]:
+async def make(
+    opened: tuple[Shared, dict[str, torch.Tensor]], model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Make]:
     """Engines with the first weights; settings that only vLLM reads are those of the shared one."""
     shared, first = opened
     made: list[front.VLLMEngine] = []

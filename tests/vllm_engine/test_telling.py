@@ -1,4 +1,6 @@
-"""The engine ``vllm`` tells of tokens while it samples: the same as the whole output, with versions, and nothing of wrong weights."""
+"""The engine ``vllm`` tells of tokens while it samples: the same as the whole output, with versions, and nothing of
+wrong weights.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ async def test_the_pieces_are_the_output(make: Any, folder: Path, temperature: f
     top = [one for piece in told for one in piece.top]
     best = rows(models.load(folder), prompt(9), list(output.token_ids), temperature or 1.0).topk(3)
     assert [[token for token, _ in one] for one in top] == best.indices.tolist()
-    torch.testing.assert_close(torch.tensor([[value for _, value in one] for one in top]), best.values, atol=1e-3, rtol=0)
+    torch.testing.assert_close(
+        torch.tensor([[value for _, value in one] for one in top]), best.values, atol=1e-3, rtol=0
+    )
 
 
 async def test_a_listener_that_fails_costs_its_request_alone(make: Any) -> None:
@@ -68,7 +72,9 @@ async def test_cut_off_tokens_are_not_told(make: Any, folder: Path) -> None:
 
 
 async def some(engine: Any, told: list[TokenEvent], tokens: int) -> asyncio.Task[Any]:
-    task = asyncio.create_task(engine.generate(models.request("x", prompt(8), max_tokens=tokens, seed=3), TokenListener(told.append)))
+    task = asyncio.create_task(
+        engine.generate(models.request("x", prompt(8), max_tokens=tokens, seed=3), TokenListener(told.append))
+    )
     async with asyncio.timeout(30):
         while len(told) < 3:  # noqa: ASYNC110 - what is told is a list
             await asyncio.sleep(0)
@@ -79,12 +85,17 @@ async def test_new_weights_show_in_the_pieces(make: Any, folder: Path) -> None:
     engine, told = await make(), list[TokenEvent]()
     task = await some(engine, told, 90)
     model, tensors = renewed(folder)
-    await engine.update_weights(tensors, 4, "keep", make_probe([*prompt(3), *prompt(5, 1)], _whole(model), tolerance=1e-2))
+    await engine.update_weights(
+        tensors, 4, "keep", make_probe([*prompt(3), *prompt(5, 1)], _whole(model), tolerance=1e-2)
+    )
     output = await task
     runs: dict[int, int] = {}
     for piece in told:
         runs[piece.version] = runs.get(piece.version, 0) + len(piece.token_ids)
-    assert (list(runs.items()), [one for piece in told for one in piece.token_ids]) == (output.version_runs, list(output.token_ids))
+    assert (list(runs.items()), [one for piece in told for one in piece.token_ids]) == (
+        output.version_runs,
+        list(output.token_ids),
+    )
     assert sum(runs.values()) == 90
 
 
@@ -93,10 +104,15 @@ async def test_nothing_of_weights_that_fail_their_probe_is_told(make: Any, folde
     task = await some(engine, told, 100)
     model, tensors = renewed(folder)
     with pytest.raises(TransferFailed):
-        await engine.update_weights(tensors, 4, "keep", make_probe([*prompt(3), *prompt(5, 1)], _whole(model) + 1, tolerance=1e-2))
+        await engine.update_weights(
+            tensors, 4, "keep", make_probe([*prompt(3), *prompt(5, 1)], _whole(model) + 1, tolerance=1e-2)
+        )
     output = await task
     assert {piece.version for piece in told} == {0}
-    assert (output.finish_reason, list(output.token_ids)) == ("abort", [one for piece in told for one in piece.token_ids])
+    assert (output.finish_reason, list(output.token_ids)) == (
+        "abort",
+        [one for piece in told for one in piece.token_ids],
+    )
 
 
 def _whole(model: Any) -> Any:

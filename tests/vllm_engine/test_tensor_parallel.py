@@ -1,4 +1,6 @@
-"""One engine over two workers, each with its shard of every layer: new weights in flight, and what a worker reads of them."""
+"""One engine over two workers, each with its shard of every layer: new weights in flight, and what a worker reads of
+them.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ async def test_two_workers_take_new_weights_in_flight_and_read_their_shards(tmp_
     try:
         ids, context = prompt(30), prompt(11)
         old, (new, tensors) = models.load(folder), renewed(folder)
-        torch.testing.assert_close(torch.tensor(await engine.logprobs(ids)), models.logprobs(old, ids[:1], ids[1:]), atol=CLOSE, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(await engine.logprobs(ids)), models.logprobs(old, ids[:1], ids[1:]), atol=CLOSE, rtol=0
+        )
         task = await in_flight(engine, context)
         await engine.update_weights(tensors, 1, "recompute", None)
         output = await task

@@ -60,7 +60,9 @@ async def test_factors_make_the_engine_compute_as_the_trainer(make: Any, folder:
 
 async def test_factors_keep_what_runs(make: Any, folder: Path) -> None:
     engine, context = await make(), prompt(12)
-    trainer = backend(str(folder), train=TrainSection.model_validate({"lr": 1e-2, "device": "cpu", "lora": {"rank": 4}}))
+    trainer = backend(
+        str(folder), train=TrainSection.model_validate({"lr": 1e-2, "device": "cpu", "lora": {"rank": 4}})
+    )
     foundation = AdapterBase(plan_of(engine.weights(), 1), 1, engine.weights(), lambda: (engine.weights(), False))
     adapter = trainer.adapter()
     assert adapter is not None

@@ -30,7 +30,13 @@ async def test_logprobs_are_those_of_a_plain_forward(make: Any, folder: Path) ->
     for round_ in range(3):
         asked = {
             key: engine.generate(
-                models.request(f"{key}-{round_}", context, conversation=key, seed=int(key), temperature=(1.0, 0.6, 1.7)[int(key) % 3])
+                models.request(
+                    f"{key}-{round_}",
+                    context,
+                    conversation=key,
+                    seed=int(key),
+                    temperature=(1.0, 0.6, 1.7)[int(key) % 3],
+                )
             )
             for key, context in contexts.items()
         }
@@ -52,7 +58,9 @@ async def test_top_k_and_greedy_logprobs(make: Any, folder: Path) -> None:
         place = best.indices.tolist().index(token)
         assert abs(float(best.values.log_softmax(-1)[place]) - logprob) < CLOSE
         ids.append(token)
-    generated = model.generate(torch.tensor([context]), max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    generated = model.generate(
+        torch.tensor([context]), max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
     assert list(greedy.token_ids) == generated[0, len(context) :].tolist()
     assert list(greedy.logprobs) == [0.0] * 8
 
@@ -62,7 +70,9 @@ async def test_logprobs_and_the_likeliest_tokens_of_a_context(make: Any, folder:
     found = await engine.logprobs(ids)
     torch.testing.assert_close(torch.tensor(found), models.logprobs(model, ids[:1], ids[1:]), atol=CLOSE, rtol=0)
     asked = models.request("s", ids)
-    output = await engine.generate(type(asked)(**{f: getattr(asked, f) for f in asked.__struct_fields__} | {"prompt_top_k": 5}))
+    output = await engine.generate(
+        type(asked)(**{f: getattr(asked, f) for f in asked.__struct_fields__} | {"prompt_top_k": 5})
+    )
     with torch.no_grad():
         best = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1).topk(5)
     assert output.finish_reason == "stop"
@@ -123,7 +133,10 @@ async def test_prefixes_are_never_stale(mode: UpdateMode, make: Any, folder: Pat
     await engine.generate(models.request("1", context, conversation="c"))
     hit = await engine.generate(models.request("1b", [*context, 5], conversation="c"))
     assert hit.prefix_hit_tokens > 0
-    during = [asyncio.create_task(engine.generate(models.request(f"d{i}", [*context, 9 + i], max_tokens=2, seed=i))) for i in range(12)]
+    during = [
+        asyncio.create_task(engine.generate(models.request(f"d{i}", [*context, 9 + i], max_tokens=2, seed=i)))
+        for i in range(12)
+    ]
     await asyncio.sleep(0.005)
     await engine.update_weights(tensors, 1, mode, None)
     output = await engine.generate(models.request("2", context, conversation="c", temperature=0.7))
@@ -157,7 +170,9 @@ async def test_nothing_sampled_from_wrong_weights_is_given_out(make: Any, folder
     assert_logprobs(new, context, await late)
 
 
-async def test_nothing_sampled_after_a_load_that_broke_is_given_out(make: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_sampled_after_a_load_that_broke_is_given_out(
+    make: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The workers may hold half of the new weights then, and those in flight are sampled from them until they end."""
     engine, old, context = await make(), models.load(folder), prompt(11)
     new, tensors = renewed(folder)
@@ -217,9 +232,13 @@ async def test_an_older_version_of_a_new_learner_ends_what_may_not_go_on(make: A
 async def test_logits_that_are_not_finite_end_the_request_with_an_error(make: Any, folder: Path) -> None:
     engine, model = await make(), models.load(folder)
     good = {name: tensor.clone() for name, tensor in engine.weights().items()}
-    await engine.update_weights({name: torch.full_like(tensor, float("nan")) for name, tensor in good.items()}, 1, "keep", None)
+    await engine.update_weights(
+        {name: torch.full_like(tensor, float("nan")) for name, tensor in good.items()}, 1, "keep", None
+    )
     for i in range(4):
-        assert (await engine.generate(models.request(f"x{i}", prompt(40, i)))).error == "the model's logits are not finite"
+        assert (
+            await engine.generate(models.request(f"x{i}", prompt(40, i)))
+        ).error == "the model's logits are not finite"
     await engine.update_weights(good, 2, "keep", None)
     asked = {length: engine.generate(models.request(str(length), prompt(length))) for length in (9, 30, 41)}
     for length, output in zip(asked, await asyncio.gather(*asked.values()), strict=True):

@@ -1,4 +1,6 @@
-"""What tests of the engine ``vllm`` have in common: contexts, other weights, a request in flight, and plain forwards to compare with."""
+"""What tests of the engine ``vllm`` have in common: contexts, other weights, a request in flight, and plain forwards to
+compare with.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,14 @@ def renewed(folder: Path, seed: int = 1) -> tuple[Any, dict[str, torch.Tensor]]:
     return model, tensors
 
 
-async def in_flight(engine: Any, context: list[int], tokens: int = 90, name: str = "x") -> asyncio.Task[GenerationOutput]:
+async def in_flight(
+    engine: Any, context: list[int], tokens: int = 90, name: str = "x"
+) -> asyncio.Task[GenerationOutput]:
     """A request that has some tokens and is far from its end."""
     before = engine.stats().generated_tokens
-    task = asyncio.create_task(engine.generate(models.request(name, context, max_tokens=tokens, seed=3, conversation=name)))
+    task = asyncio.create_task(
+        engine.generate(models.request(name, context, max_tokens=tokens, seed=3, conversation=name))
+    )
     async with asyncio.timeout(30):
         while engine.stats().generated_tokens < before + 3:  # noqa: ASYNC110 - engines tell their numbers, not when they change
             await asyncio.sleep(0)
@@ -51,10 +57,15 @@ def split(output: GenerationOutput, versions: tuple[int, int], tokens: int = 90)
     return before
 
 
-def assert_reread(old: Any, new: Any, context: list[int], output: GenerationOutput, versions: tuple[int, int] = (0, 1)) -> None:
+def assert_reread(
+    old: Any, new: Any, context: list[int], output: GenerationOutput, versions: tuple[int, int] = (0, 1)
+) -> None:
     """Each token has its version, and logprobs as if the new weights had read everything before their first token."""
     before, sampled = split(output, versions), list(output.token_ids)
     expected = torch.cat(
-        [models.logprobs(old, context, sampled[:before]), models.logprobs(new, context + sampled[:before], sampled[before:])]
+        [
+            models.logprobs(old, context, sampled[:before]),
+            models.logprobs(new, context + sampled[:before], sampled[before:]),
+        ]
     )
     torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=CLOSE, rtol=0)

@@ -1,4 +1,5 @@
-"""What a user's code raised, as text: the error, the line of the user's file that it came from, and the traceback for the log.
+"""What a user's code raised, as text: the error, the line of the user's file that it came from, and the traceback for
+the log.
 
 An exception itself never leaves its process: texts do.
 """
@@ -19,10 +20,15 @@ MAX_TRACE_CHARS: Final = 8000
 MAX_DISTINCT: Final = 100  # tracebacks in one log
 
 _ROOT: Final = Path(__file__).resolve().parents[3]
-_OURS: Final = tuple(f"{_ROOT / name}{os.sep}" for name in ("broker", "envhub", "learner", "rewardhub", "rlearner_text", "rollout"))
-_SUPPLIED: Final = tuple(f"{_ROOT / name}{os.sep}" for name in ("envhub/envs", "rewardhub/rewards"))  # runs where a user's own could
+_OURS: Final = tuple(
+    f"{_ROOT / name}{os.sep}" for name in ("broker", "envhub", "learner", "rewardhub", "rlearner_text", "rollout")
+)
+# runs where a user's own could
+_SUPPLIED: Final = tuple(f"{_ROOT / name}{os.sep}" for name in ("envhub/envs", "rewardhub/rewards"))
 _CALLERS: Final = (str(_ROOT / "rewardhub/rewards/loading.py"), str(_ROOT / "rewardhub/rewards/base.py"))
-_LIBRARIES: Final = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_LIBRARIES: Final = tuple(
+    f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
 _INSTALLED: Final = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("purelib", "platlib"))
 
 
@@ -33,17 +39,26 @@ def told(error: BaseException) -> str:
 
 
 def place(error: BaseException) -> str:
-    """``bad_rewards.py:7 in raises``: the innermost frame in code of the user's, for what raises is often a library that it called.
+    """``bad_rewards.py:7 in raises``: the innermost frame in code of the user's, for what raises is often a library
+    that it called.
 
-    Code of the user's begins at the first frame that is neither ours nor Python's own; an installed package may be it. Empty when the
-    error came from none.
+    Code of the user's begins at the first frame that is neither ours nor Python's own; an installed package may be it.
+    Empty when the error came from none.
     """
-    frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in traceback.walk_tb(error.__traceback__)]
-    first = next((index for index, (file, _, _) in enumerate(frames) if not _is_ours(file) and not _is_pythons(file)), None)
+    frames = [
+        (frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    first = next(
+        (index for index, (file, _, _) in enumerate(frames) if not _is_ours(file) and not _is_pythons(file)), None
+    )
     if first is None:
         return ""
     entry = frames[first][0]
-    inside = [one for one in frames[first:] if one[0] == entry or not (_is_ours(one[0]) or one[0].startswith(("<", *_LIBRARIES)))]
+    inside = [
+        one
+        for one in frames[first:]
+        if one[0] == entry or not (_is_ours(one[0]) or one[0].startswith(("<", *_LIBRARIES)))
+    ]
     file, line, name = inside[-1]
     return clean(f"{os.path.basename(file)}:{line} in {name}")
 
@@ -55,7 +70,11 @@ def trace(error: BaseException) -> str:
     except Exception:  # noqa: BLE001 - a text of the user's, in whatever state its process is: no memory, for example
         return ""
     half = MAX_TRACE_CHARS // 2
-    return text if len(text) <= MAX_TRACE_CHARS else f"{text[:half]}\n  ... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+    return (
+        text
+        if len(text) <= MAX_TRACE_CHARS
+        else f"{text[:half]}\n  ... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+    )
 
 
 class TracebackLog:

@@ -26,7 +26,8 @@ class ResourceLimits:
     """The worker's side: limits this process from now on, and tells when it should be replaced.
 
     Args:
-        memory_mib: what it may take beyond what it has now, None: no limit. Each process that it starts may take as much; the
+        memory_mib: what it may take beyond what it has now, None: no limit. Each process that it starts may take as
+        much; the
             sum over all of them is for the hub to watch.
     """
 
@@ -35,10 +36,14 @@ class ResourceLimits:
         if memory_mib is not None:
             most = _data_bytes() + memory_mib * MIB
             hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-            resource.setrlimit(resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+            resource.setrlimit(
+                resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard)
+            )
 
     def spent(self) -> bool:
-        """Whether more than half is used: time for a fresh process, before a call fails for what earlier ones left behind."""
+        """Whether more than half is used: time for a fresh process, before a call fails for what earlier ones left
+        behind.
+        """
         return resident_mib([os.getpid()]) > self._half_mib
 
 

@@ -1,7 +1,8 @@
-"""What a hub and its worker processes say to each other: frames over a socket pair, one question and one answer at a time.
+"""What a hub and its worker processes say to each other: frames over a socket pair, one question and one answer at a
+time.
 
-A frame is a length, four bytes little-endian, and as many bytes; each role has its own MessagePack messages in them, never a
-pickle. What a worker sends is refused unread beyond a limit: it runs code of the user's.
+A frame is a length, four bytes little-endian, and as many bytes; each role has its own MessagePack messages in them,
+never a pickle. What a worker sends is refused unread beyond a limit: it runs code of the user's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What worker processes print goes to the hub's log, so much of it: the rest is read and dropped, whatever they print."""
+"""What worker processes print goes to the hub's log, so much of it: the rest is read and dropped, whatever they
+print.
+"""
 
 from __future__ import annotations
 

@@ -12,9 +12,12 @@ from typing import IO, Final
 
 from broker.system.children import spawn
 
-# The child sees the packages that we see, in our order: with ``-m`` its working folder would come first, and a folder of the
-# user's named ``text`` or ``broker`` would shadow ours.
-BOOT: Final = "import runpy, sys; sys.path[:] = sys.argv.pop().split('\\n'); runpy.run_module(sys.argv.pop(1), run_name='__main__')"
+# The child sees the packages that we see, in our order: with ``-m`` its working folder would come first, and a folder
+# of the user's named ``text`` or ``broker`` would shadow ours.
+BOOT: Final = (
+    "import runpy, sys; sys.path[:] = sys.argv.pop().split('\\n'); runpy.run_module(sys.argv.pop(1), "
+    "run_name='__main__')"
+)
 
 
 def start(
@@ -28,8 +31,8 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Run ``module`` as ``__main__`` with ``sys.argv[1:]`` the number of its socket and ``arguments``.
 
-    It gets the environment of this process and ``env``, and ``death_signal`` when this process dies; code of the user's may have a
-    handler for any but SIGKILL.
+    It gets the environment of this process and ``env``, and ``death_signal`` when this process dies; code of the user's
+    may have a handler for any but SIGKILL.
 
     Raises:
         OSError: it cannot be started.

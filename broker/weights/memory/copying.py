@@ -21,8 +21,8 @@ MAX_THREADS: Final = 8  # beyond, memory is the limit
 def copy_into(target: Tensor, source: Tensor, *, non_blocking: bool = False) -> None:
     """``target.copy_(source)``, cast where the dtypes differ.
 
-    Where plain bytes move within host memory the C library's copy is used: it writes past the caches, which torch's loop does not
-    (14 against 9 GB/s on the machine of docs/performance.md).
+    Where plain bytes move within host memory the C library's copy is used: it writes past the caches, which torch's
+    loop does not (14 against 9 GB/s on the machine of docs/performance.md).
     """
     if is_plain(target, source):
         np.copyto(_bytes(target), _bytes(source))
@@ -31,7 +31,8 @@ def copy_into(target: Tensor, source: Tensor, *, non_blocking: bool = False) -> 
 
 
 def copy_all(pairs: Iterable[tuple[Tensor, Tensor]], num_threads: int | None = None) -> None:
-    """``copy_into`` for (target, source) pairs whose memory does not overlap, by several threads; returns once all is copied.
+    """``copy_into`` for (target, source) pairs whose memory does not overlap, by several threads; returns once all is
+    copied.
 
     Args:
         num_threads: None: as many as there are processors for this process, 8 at most.
@@ -41,7 +42,9 @@ def copy_all(pairs: Iterable[tuple[Tensor, Tensor]], num_threads: int | None = N
     for target, source in pairs:
         if threads > 1 and is_plain(target, source):
             into, out_of = _bytes(target), _bytes(source)
-            pieces += ((into[i : i + PIECE_BYTES], out_of[i : i + PIECE_BYTES]) for i in range(0, len(into), PIECE_BYTES))
+            pieces += (
+                (into[i : i + PIECE_BYTES], out_of[i : i + PIECE_BYTES]) for i in range(0, len(into), PIECE_BYTES)
+            )
         else:
             copy_into(target, source)
     if pieces:

@@ -1,12 +1,13 @@
 """A GPU's memory that other processes of this host can open (CUDA IPC). Not run on a GPU yet.
 
-The memory is asked of the driver itself, not of torch's allocator: a piece of its own begins where its handle says, is neither cut up nor
-moved (expandable segments cannot be exported this way at all), and has none of the reference counts that torch keeps in shared files for
-tensors that it sends, which a process killed by SIGKILL leaves behind or leaves too high. It is never freed before the process ends, for
-CUDA leaves undefined what a mapping of freed memory is. Facts from the reference of the CUDA driver API, sections "memory management",
-"primary context management" and "device management": a handle opens in other processes only; each must be closed; one context for
-each device may open it; a handle already open is counted, not mapped again; and from the CUDA programming guide, "interprocess
-communication": only allocations of whole blocks of 2 MiB should be shared.
+The memory is asked of the driver itself, not of torch's allocator: a piece of its own begins where its handle says, is
+neither cut up nor moved (expandable segments cannot be exported this way at all), and has none of the reference counts
+that torch keeps in shared files for tensors that it sends, which a process killed by SIGKILL leaves behind or leaves
+too high. It is never freed before the process ends, for CUDA leaves undefined what a mapping of freed memory is. Facts
+from the reference of the CUDA driver API, sections "memory management", "primary context management" and "device
+management": a handle opens in other processes only; each must be closed; one context for each device may open it; a
+handle already open is counted, not mapped again; and from the CUDA programming guide, "interprocess communication":
+only allocations of whole blocks of 2 MiB should be shared.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ log = logging.getLogger(__name__)
 LIBRARY: Final = "libcuda.so.1"  # the driver's own, one name for every CUDA version
 HANDLE_BYTES: Final = 64  # CU_IPC_HANDLE_SIZE
 UNIT_BYTES: Final = 16
-BLOCK_BYTES: Final = 2 << 20  # what is no multiple may be cut from a block with others' memory, all of which would be shared
+# what is no multiple may be cut from a block with others' memory, all of which would be shared
+BLOCK_BYTES: Final = 2 << 20
 LAZY_PEER_ACCESS: Final = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
 
 
@@ -108,7 +110,9 @@ class CudaDriver:
         """Address at which this process sees another one's piece."""
         pointer = Pointer()
         with self._in_context(index):
-            self._call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), IpcHandle.from_buffer_copy(handle), LAZY_PEER_ACCESS)
+            self._call(
+                "cuIpcOpenMemHandle_v2", ctypes.byref(pointer), IpcHandle.from_buffer_copy(handle), LAZY_PEER_ACCESS
+            )
         return int(pointer.value)
 
     def close(self, index: int, pointer: int) -> None:
@@ -123,7 +127,9 @@ class CudaDriver:
 
     @contextmanager
     def _in_context(self, index: int) -> Iterator[None]:
-        """torch's own context of a GPU, which stays this process's; the thread's current one is what it was afterwards."""
+        """torch's own context of a GPU, which stays this process's; the thread's current one is what it was
+        afterwards.
+        """
         if index not in self._contexts:
             made = Context()
             self._call("cuDevicePrimaryCtxRetain", ctypes.byref(made), self._device(index))
@@ -139,7 +145,9 @@ class CudaDriver:
         if code:
             said = ctypes.c_char_p()
             unknown = self._library.cuGetErrorName(code, ctypes.byref(said))
-            raise OSError(errno.EIO, f"{name}: {f'error {code}' if unknown or said.value is None else said.value.decode()}")
+            raise OSError(
+                errno.EIO, f"{name}: {f'error {code}' if unknown or said.value is None else said.value.decode()}"
+            )
 
 
 class _Mapped:
@@ -159,7 +167,8 @@ class CudaDevice(SharedDevice):
     """One GPU as this process uses it. Nothing is loaded and nothing is asked before it is used.
 
     Args:
-        device: ``cuda`` or ``cuda:N`` by this process's numbers: the learner's that lends, or the one that a server receives on.
+        device: ``cuda`` or ``cuda:N`` by this process's numbers: the learner's that lends, or the one that a server
+        receives on.
         driver: None: the real one.
     """
 
@@ -190,8 +199,11 @@ class CudaDevice(SharedDevice):
         with _torch_tells():
             units = [self._driver.unit(index) for index in range(torch.cuda.device_count())]
             if card.unit not in units:
-                raise OSError(errno.ENODEV, f"{name_of(card.unit)} is hidden from this process, see CUDA_VISIBLE_DEVICES")
-            index = units.index(card.unit)  # in that GPU's own context, so that copies to another one work with and without peer access
+                raise OSError(
+                    errno.ENODEV, f"{name_of(card.unit)} is hidden from this process, see CUDA_VISIBLE_DEVICES"
+                )
+            # in that GPU's own context, so that copies to another one work with and without peer access
+            index = units.index(card.unit)
             return self._tensor(self._driver.open(index, card.handle), card.size_bytes, index, opened=True)
 
     @contextmanager
@@ -249,5 +261,7 @@ def name_of(unit: bytes) -> str:
 
 
 def device_of(device: torch.device) -> SharedDevice | None:
-    """What opens the memory of a learner's GPU for a server whose weights arrive there; None where they arrive in host memory."""
+    """What opens the memory of a learner's GPU for a server whose weights arrive there; None where they arrive in host
+    memory.
+    """
     return CudaDevice(device) if device.type == "cuda" else None

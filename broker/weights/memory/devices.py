@@ -1,9 +1,10 @@
-"""Memory of a device, such as a GPU, that another process of this host can open: the staging buffers of a learner may lie in it.
+"""Memory of a device, such as a GPU, that another process of this host can open: the staging buffers of a learner may
+lie in it.
 
-How far packing has come and which version lies there stays in host memory (broker.weights.memory.shared). What stands there of the
-device's memory
-is a card: plain text of fixed form, so that nothing is unpickled, and readable only by processes of the same user on the same host.
-The protocol around it is the same for every device; ``broker.weights.memory.cuda`` is the real one, the tests have one over host memory.
+How far packing has come and which version lies there stays in host memory (broker.weights.memory.shared). What stands
+there of the device's memory is a card: plain text of fixed form, so that nothing is unpickled, and readable only by
+processes of the same user on the same host. The protocol around it is the same for every device;
+``broker.weights.memory.cuda`` is the real one, the tests have one over host memory.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class SharedDevice(Protocol):
         ...
 
     def lend(self, size_bytes: int) -> tuple[Tensor, MemoryCard]:
-        """Memory of its own, uint8, shape (size_bytes,), zero, and how others open it. It is there until this process ends, whatever
-        becomes of the tensor, for others may be reading it.
+        """Memory of its own, uint8, shape (size_bytes,), zero, and how others open it. It is there until this process
+        ends, whatever becomes of the tensor, for others may be reading it.
 
         Raises:
             OSError: there is not so much, or none that can be shared.
@@ -77,8 +78,8 @@ class SharedDevice(Protocol):
         ...
 
     def reading(self) -> AbstractContextManager[None]:
-        """Around ``copy`` and what is computed of the copies, in one thread: whatever was begun before with this process's memory on the
-        device is done, and nothing waits for what others begin later."""
+        """Around ``copy`` and what is computed of the copies, in one thread: whatever was begun before with this
+        process's memory on the device is done, and nothing waits for what others begin later."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:

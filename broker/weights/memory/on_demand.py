@@ -1,4 +1,6 @@
-"""Weights that are computed when they are asked for, so that the whole model is never held twice on the way to an engine that copies."""
+"""Weights that are computed when they are asked for, so that the whole model is never held twice on the way to an
+engine that copies.
+"""
 
 from __future__ import annotations
 

@@ -1,29 +1,31 @@
-"""Weights for servers of the learner's own host: they read the staging buffers where they lie, and no byte goes through a socket.
+"""Weights for servers of the learner's own host: they read the staging buffers where they lie, and no byte goes through
+a socket.
 
     learner                                                     server of the same host and user
     Segment: a memfd of one page of words and the two           offer.segment says where: process, file, name
     staging buffers; mapped here once, sealed                   Window: opened by /proc/PID/fd, mapped to read alone;
-                                                                where that fails the join says so, and gloo carries the bytes
-    words of a side: version + 1, bytes packed so far   --->    waits for bytes, copies them into its own receiving buffer
-    copy of the tensors, in pieces of 2 MiB             --->    piece by piece, each digested while it is in the caches
-                                                                after each piece: is it still this version? At the end: is the
-                                                                digest of its own copy the learner's? Else nothing is loaded.
+                                                                where that fails the join says so, and gloo carries the
+                                                                bytes
+    words of a side: version + 1, bytes packed so far   --->    waits for bytes, copies them into its own buffer
+    copy of the tensors, in pieces of 2 MiB             --->    piece by piece, each digested while in the caches
+                                                                after each piece: is it still this version? At the end:
+                                                                is the digest of its own copy the learner's? Else
+                                                                nothing is loaded.
 
-The two buffers may lie on a device instead, so that servers of the same GPU, or of a peer of it, copy from there (CUDA IPC): then the
-memfd is the page of words alone, and behind the words stands the card by which others open the device's memory
-(broker.weights.memory.devices).
-All else is the same; bytes count as packed once the device has them.
+The two buffers may lie on a device instead, so that servers of the same GPU, or of a peer of it, copy from there (CUDA
+IPC): then the memfd is the page of words alone, and behind the words stands the card by which others open the device's
+memory (broker.weights.memory.devices). All else is the same; bytes count as packed once the device has them.
 
-What lies in the receiving buffer afterwards, and all that follows (digest, probe, double buffers), is as after a broadcast; ready, go,
-done and stop are said through the store (broker.weights.sender.transfer). The side that is being sent is not written while its receivers
-are
-waited for. One that was given up may read on while it is overwritten: it sees the other version in the words, or, should memory
-order ever hide that, another digest of its copy.
+What lies in the receiving buffer afterwards, and all that follows (digest, probe, double buffers), is as after a
+broadcast; ready, go, done and stop are said through the store (broker.weights.sender.transfer). The side that is being
+sent is not written while its receivers are waited for. One that was given up may read on while it is overwritten: it
+sees the other version in the words, or, should memory order ever hide that, another digest of its copy.
 
-Why a memfd: it has no name in any file system, so the kernel frees it with the last process that has it, however they end; it is
-not bound by the size of /dev/shm (64 MiB in many containers); and ``/proc/PID/fd`` lets nobody in but the same user (and root) who sees
-the same processes, which is just who can be on the same host. It cannot be cut short under a reader (F_SEAL_SHRINK), and nobody but the
-learner can write it (F_SEAL_FUTURE_WRITE, Linux 5.1). A server lets go of it as soon as the learner's process has ended.
+Why a memfd: it has no name in any file system, so the kernel frees it with the last process that has it, however they
+end; it is not bound by the size of /dev/shm (64 MiB in many containers); and ``/proc/PID/fd`` lets nobody in but the
+same user (and root) who sees the same processes, which is just who can be on the same host. It cannot be cut short
+under a reader (F_SEAL_SHRINK), and nobody but the learner can write it (F_SEAL_FUTURE_WRITE, Linux 5.1). A server lets
+go of it as soon as the learner's process has ended.
 """
 
 from __future__ import annotations
@@ -79,7 +81,9 @@ class SharedSegment:
 
     def __init__(self, plan: LayoutPlan, device: SharedDevice | None = None) -> None:
         self._plan = plan
-        lent: tuple[Tensor | None, MemoryCard | None] = device.lend(SIDES * _span(plan)) if device is not None else (None, None)
+        lent: tuple[Tensor | None, MemoryCard | None] = (
+            device.lend(SIDES * _span(plan)) if device is not None else (None, None)
+        )
         self._lent, card = lent
         self.device = torch.device("cpu") if self._lent is None else self._lent.device
         name, size = f"rlearner-weights-{secrets.token_hex(8)}", size_of(plan) if device is None else PAGE_BYTES
@@ -87,7 +91,9 @@ class SharedSegment:
         finalize(self, os.close, file)
         os.ftruncate(file, size)
         self._memory = mmap.mmap(file, size)
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
+        fcntl.fcntl(
+            file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
+        )
         if card is not None:
             text = card.text.encode()
             self._memory[CARD_AT : CARD_AT + len(text)] = text
@@ -140,7 +146,14 @@ class SegmentReader:
         self._lent = _opened(self._memory, plan, device) if self.on_device else None
 
     def take(
-        self, version: int, flat: FlatBuffer, watch: WaitMonitor, *, timeout_s: float, done: Callable[[int], None], peek: Callable[[], None]
+        self,
+        version: int,
+        flat: FlatBuffer,
+        watch: WaitMonitor,
+        *,
+        timeout_s: float,
+        done: Callable[[int], None],
+        peek: Callable[[], None],
     ) -> list[bytes]:
         """Copy a version into a buffer of its plan as it is packed; digests of its buckets, taken of the copy.
 
@@ -150,24 +163,34 @@ class SegmentReader:
             peek: called now and then; raises TransferFailed to end it.
 
         Raises:
-            TransferFailed: it does not lie there any more, no more bytes came, or the watch was cancelled. What lies in ``flat`` is
+            TransferFailed: it does not lie there any more, no more bytes came, or the watch was cancelled. What lies in
+            ``flat`` is
                 worth nothing then.
         """
         try:
             return self._take(version, flat, watch, timeout_s, done, peek)
         except TransferFailed as error:
             reason = str(error)
-        raise TransferFailed(reason)  # not the same: its frames would keep the memory for as long as anybody keeps the error
+        # not the same: its frames would keep the memory for as long as anybody keeps the error
+        raise TransferFailed(reason)
 
     def _take(
-        self, version: int, flat: FlatBuffer, watch: WaitMonitor, timeout_s: float, done: Callable[[int], None], peek: Callable[[], None]
+        self,
+        version: int,
+        flat: FlatBuffer,
+        watch: WaitMonitor,
+        timeout_s: float,
+        done: Callable[[int], None],
+        peek: Callable[[], None],
     ) -> list[bytes]:
         memory, lent, device = self._memory, self._lent, self._device
         sides = [side for side in range(SIDES) if memory is not None and _words(memory, side)[0] == version + 1]
         if memory is None or not sides or (lent is None and self.on_device):
             raise TransferFailed(f"version {version} does not lie in the learner's memory any more")
         if lent is not None and device is not None:
-            reading = MemoryRead(_words(memory, sides[0]), version, watch, timeout_s, peek, self._fetch, DEVICE_PIECE_BYTES)
+            reading = MemoryRead(
+                _words(memory, sides[0]), version, watch, timeout_s, peek, self._fetch, DEVICE_PIECE_BYTES
+            )
             try:
                 with device.reading():
                     return self._buckets(reading, _part(lent, self._plan, sides[0]), flat.buffer, flat, done)
@@ -177,7 +200,9 @@ class SegmentReader:
         source = np.frombuffer(memory, np.uint8, self._plan.size_bytes, _offset(self._plan, sides[0]))
         return self._buckets(reading, source, flat.buffer.numpy(), flat, done)
 
-    def _buckets(self, reading: MemoryRead, source: Any, target: Any, flat: FlatBuffer, done: Callable[[int], None]) -> list[bytes]:
+    def _buckets(
+        self, reading: MemoryRead, source: Any, target: Any, flat: FlatBuffer, done: Callable[[int], None]
+    ) -> list[bytes]:
         digests = []
         for index, (start, stop) in enumerate(self._plan.buckets):
             digests.append(reading.bucket(source[start:stop], target[start:stop], start, flat.bucket(index)))
@@ -235,12 +260,17 @@ class LocalLearner:
 
 
 def segment_of(plan: LayoutPlan, device: SharedDevice | None = None) -> SharedSegment | None:
-    """Memory that servers of this host can read, on the device where that can be had; None where there is none of either kind."""
+    """Memory that servers of this host can read, on the device where that can be had; None where there is none of
+    either kind.
+    """
     if device is not None:
         try:
             return SharedSegment(plan, device)
         except OSError as error:
-            log.warning("weights: servers of this host read them in host memory, for the device has none to share: %s", error.strerror)
+            log.warning(
+                "weights: servers of this host read them in host memory, for the device has none to share: %s",
+                error.strerror,
+            )
     try:
         return SharedSegment(plan)
     except OSError as error:

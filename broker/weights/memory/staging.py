@@ -29,7 +29,8 @@ def plan_of(tensors: Mapping[str, Tensor], bucket_mib: float, *, dtype: str | No
 
     Args:
         tensors: for example ``model.state_dict()`` or ``dict(model.named_parameters())``; meta tensors do.
-        dtype: what floating-point tensors are cast to for the wire, torch's name; ``fp8``: see the module; None: its own.
+        dtype: what floating-point tensors are cast to for the wire, torch's name; ``fp8``: see the module; None: its
+        own.
     """
     specs: list[TensorSpec] = []
     seen: set[tuple[int, int, tuple[int, ...], tuple[int, ...]]] = set()
@@ -60,7 +61,9 @@ class FlatBuffer:
         self.plan = plan
         self.buffer = torch.zeros(plan.size_bytes, dtype=torch.uint8, device=device) if buffer is None else buffer
         self.tensors = {
-            slot.spec.name: self.buffer[slot.offset : slot.stop].view(getattr(torch, slot.spec.dtype)).view(slot.spec.shape)
+            slot.spec.name: self.buffer[slot.offset : slot.stop]
+            .view(getattr(torch, slot.spec.dtype))
+            .view(slot.spec.shape)
             for slot in plan.slots
         }
 
@@ -88,10 +91,16 @@ class FlatBuffer:
                 source = self._source(tensors, slot)
                 gpu = source.device if gpu is None and source.is_cuda else gpu
                 step = piece if gpu is None else self.plan.bucket_bytes  # a GPU is waited for each time
-                target, scale, steps = self.tensors[slot.spec.name], slot.spec.name + fp8.SCALE, self._copy(slot, source, step)
+                target, scale, steps = (
+                    self.tensors[slot.spec.name],
+                    slot.spec.name + fp8.SCALE,
+                    self._copy(slot, source, step),
+                )
                 if target.dtype == fp8.FLOAT8 != source.dtype and scale in self.tensors:
                     scaled.add(scale)
-                    steps = map(slot.offset.__add__, fp8.quantise(source, target, self.tensors[scale], self.plan.bucket_bytes))
+                    steps = map(
+                        slot.offset.__add__, fp8.quantise(source, target, self.tensors[scale], self.plan.bucket_bytes)
+                    )
                 for offset in steps:
                     if offset - told >= step:
                         _settle(gpu)
@@ -136,10 +145,12 @@ def _settle(gpu: torch.device | None) -> None:
 
 
 class StagedVersion:
-    """One side of the staging: a version that is being packed or lies there whole. It may be sent and digested as it is packed.
+    """One side of the staging: a version that is being packed or lies there whole. It may be sent and digested as it is
+    packed.
 
     Args:
-        words: int64, shape (2,): what lies there, kept for who reads it from another process: version + 1 or 0, bytes packed.
+        words: int64, shape (2,): what lies there, kept for who reads it from another process: version + 1 or 0, bytes
+        packed.
     """
 
     def __init__(self, flat: FlatBuffer, words: Words | None = None) -> None:
@@ -229,19 +240,24 @@ class StagingMemory(Protocol):
 class StagingBuffers:
     """Two buffers: the newest version stays on offer in one while the next is copied into the other.
 
-    The one that is being sent is never written; if that is not the newest, the newest is overwritten, for nobody has it yet and
-    nobody needs it once there is a newer one. So writing waits for the copy, and at most for the digest of one bucket.
+    The one that is being sent is never written; if that is not the newest, the newest is overwritten, for nobody has it
+    yet and nobody needs it once there is a newer one. So writing waits for the copy, and at most for the digest of one
+    bucket.
 
     Args:
         memory: host memory that they lie in; None: their own, on ``device``.
     """
 
-    def __init__(self, plan: LayoutPlan, device: str | torch.device = "cpu", memory: StagingMemory | None = None) -> None:
+    def __init__(
+        self, plan: LayoutPlan, device: str | torch.device = "cpu", memory: StagingMemory | None = None
+    ) -> None:
         self._memory = memory  # open for as long as its buffers are in use
         if memory is None:
             self._sides = tuple(StagedVersion(FlatBuffer(plan, device)) for _ in range(2))
         else:
-            self._sides = tuple(StagedVersion(FlatBuffer(plan, buffer=memory.buffer(side)), memory.words(side)) for side in range(2))
+            self._sides = tuple(
+                StagedVersion(FlatBuffer(plan, buffer=memory.buffer(side)), memory.words(side)) for side in range(2)
+            )
         self._choose = threading.Lock()
         self.plan = plan
 
@@ -249,7 +265,8 @@ class StagingBuffers:
         """Copy a version in. Versions increase; one writer at a time.
 
         Args:
-            begun: called before the first byte is copied; from then on the version can be digested and sent as it comes.
+            begun: called before the first byte is copied; from then on the version can be digested and sent as it
+            comes.
 
         Raises:
             TransferFailed: a tensor is missing or has another shape.
@@ -265,7 +282,9 @@ class StagingBuffers:
             raise
 
     def digest(self, version: int) -> str | None:
-        """Return the hex digest of a version, waiting for its packing; None if it was overwritten or could not be packed."""
+        """Return the hex digest of a version, waiting for its packing; None if it was overwritten or could not be
+        packed.
+        """
         side = self._find(version)
         return side.take_digest(version) if side is not None else None
 

@@ -74,7 +74,10 @@ class OfferAcceptance:
             if not newest.digest and offer == msgspec.structs.replace(newest, digest=offer.digest):
                 self.newest = offer  # the same offer, made before its digest was known
                 return ""
-            return f"epoch {offer.epoch} version {offer.version} is not newer than epoch {newest.epoch} version {newest.version}"
+            return (
+                f"epoch {offer.epoch} version {offer.version} is not newer than epoch {newest.epoch} version "
+                f"{newest.version}"
+            )
         self.newest = offer
         self._delay_s, self._not_before = FIRST_RETRY_S, 0.0
         if offer.plan not in self.plans:
@@ -99,8 +102,12 @@ class OfferAcceptance:
 
     @property
     def _looks(self) -> bool:
-        """Whether snapshots are worth a look: where the learner is not asked, or did not answer, or has offered nothing."""
-        return self._snapshots == "only" or (self._snapshots == "fallback" and (self.newest is None or self._delay_s > FIRST_RETRY_S))
+        """Whether snapshots are worth a look: where the learner is not asked, or did not answer, or has offered
+        nothing.
+        """
+        return self._snapshots == "only" or (
+            self._snapshots == "fallback" and (self.newest is None or self._delay_s > FIRST_RETRY_S)
+        )
 
     def looked(self, now: float) -> None:
         """At what there is; once more a little later."""
@@ -114,7 +121,10 @@ class OfferAcceptance:
         if offer.plan not in self.plans:
             return f"epoch {offer.epoch} version {offer.version} is another model than the one here"
         if newest is not None and offer.epoch < newest.epoch and offer.version > newest.version:
-            return f"epoch {offer.epoch} version {offer.version} was overtaken by epoch {newest.epoch} version {newest.version}"
+            return (
+                f"epoch {offer.epoch} version {offer.version} was overtaken by epoch {newest.epoch} version "
+                f"{newest.version}"
+            )
         return ""
 
     def loading(self) -> None:

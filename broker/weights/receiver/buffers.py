@@ -1,4 +1,6 @@
-"""Where a receiver's versions arrive. An engine that keeps the tensors of an update computes from one buffer while the next fills."""
+"""Where a receiver's versions arrive. An engine that keeps the tensors of an update computes from one buffer while the
+next fills.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,8 @@ class ReceiveBuffers:
         return self._flat
 
     def take(self, plan: LayoutPlan, device: torch.device) -> IncomingVersion:
-        """For the next version. A transfer that fails may go on writing into it, so only what has arrived is used again.
+        """For the next version. A transfer that fails may go on writing into it, so only what has arrived is used
+        again.
 
         Args:
             plan: of what comes.

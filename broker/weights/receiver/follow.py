@@ -1,4 +1,6 @@
-"""A receiver's side of one transfer; the conversation is drawn in ``broker.weights.sender.transfer``. It blocks and belongs in a thread."""
+"""A receiver's side of one transfer; the conversation is drawn in ``broker.weights.sender.transfer``. It blocks and
+belongs in a thread.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def follow(
                 raise (TransferFailed if watch.reason else PeerLost)(str(error)) from error
         expected = digest or _wait_for_digest(lines, session.timeout_s)
         if (received := combine(digests)) != expected:
-            raise TransferFailed(f"digest of version {session.version}: received {received}, offered {expected}; nothing was loaded")
+            raise TransferFailed(
+                f"digest of version {session.version}: received {received}, offered {expected}; nothing was loaded"
+            )
     except TransferFailed as error:
         if reachable(session.host, session.port, 1.0):
             with suppress(TransferFailed):  # the store may be what failed
@@ -96,7 +100,11 @@ def _take(lines: StoreMessages, group: WeightGroup, arrival: IncomingVersion, wa
 
 
 def _read(
-    lines: StoreMessages, session: wire.WeightsSession, window: SegmentReader, arrival: IncomingVersion, watch: WaitMonitor
+    lines: StoreMessages,
+    session: wire.WeightsSession,
+    window: SegmentReader,
+    arrival: IncomingVersion,
+    watch: WaitMonitor,
 ) -> list[bytes]:
     """From the sender's memory; the digest of each bucket."""
     said_at = time.monotonic()
@@ -107,7 +115,9 @@ def _read(
             said_at = time.monotonic()
             lines.say(f"at/{session.rank}", str(index + 1))
 
-    return window.take(session.version, arrival.flat, watch, timeout_s=session.timeout_s, done=done, peek=lambda: _stopped(lines))
+    return window.take(
+        session.version, arrival.flat, watch, timeout_s=session.timeout_s, done=done, peek=lambda: _stopped(lines)
+    )
 
 
 def _wait_for_go(lines: StoreMessages, timeout_s: float) -> None:

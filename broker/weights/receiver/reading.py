@@ -1,4 +1,6 @@
-"""One version on its way from memory that its sender goes on writing: taken in pieces as it is packed, given up once it is another."""
+"""One version on its way from memory that its sender goes on writing: taken in pieces as it is packed, given up once it
+is another.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,10 @@ class MemoryRead:
             if packed != before:
                 progress_at, before = time.monotonic(), packed
             if time.monotonic() - progress_at > self._timeout_s:
-                raise TransferFailed(f"version {self._version} was packed up to byte {packed}, then nothing came for {self._timeout_s:g} s")
+                raise TransferFailed(
+                    f"version {self._version} was packed up to byte {packed}, then nothing came for "
+                    f"{self._timeout_s:g} s"
+                )
             time.sleep(POLL_S)
 
     def _same(self) -> None:

@@ -25,7 +25,14 @@ from broker.weights.memory.cuda import device_of
 from broker.weights.memory.devices import SharedDevice
 from broker.weights.memory.shared import LocalLearner, SegmentReader
 from broker.weights.memory.staging import plan_of
-from broker.weights.receiver.acceptance import OLD, AdoptVersion, CheckSnapshot, JoinTransfer, OfferAcceptance, Snapshots
+from broker.weights.receiver.acceptance import (
+    OLD,
+    AdoptVersion,
+    CheckSnapshot,
+    JoinTransfer,
+    OfferAcceptance,
+    Snapshots,
+)
 from broker.weights.receiver.buffers import IncomingVersion
 from broker.weights.receiver.follow import follow
 from broker.weights.receiver.weight_loader import Load, WeightLoader
@@ -46,14 +53,17 @@ class WeightReceiver:
 
     Args:
         server_id: as in presence.
-        tensors: the engine's weights by name, as they travel; meta tensors do where the bytes cannot be read, then nothing is
+        tensors: the engine's weights by name, as they travel; meta tensors do where the bytes cannot be read, then
+        nothing is
             adopted without a transfer until the first one.
-        load: brings the given tensors into the engine at a safe point and checks the offer's probe (``probe.check_probe``); raises
-            TransferFailed when it does not match. The tensors are valid until it returns. An empty mapping: the engine holds
-            these bytes already, only the version is new. The version counts as served once ``load`` has returned.
+        load: brings the given tensors into the engine at a safe point and checks the offer's probe
+        (``probe.check_probe``); raises
+            TransferFailed when it does not match. The tensors are valid until it returns. An empty mapping: the engine
+            holds these bytes already, only the version is new. The version counts as served once ``load`` has returned.
         bucket_mib: the sender's.
         dtype: what floating-point tensors travel as, by torch's name or ``fp8``, the sender's; None: their own.
-        device: where buckets arrive by nccl, a GPU; None: where the tensors lie. By gloo they arrive on the CPU. The offer says which.
+        device: where buckets arrive by nccl, a GPU; None: where the tensors lie. By gloo they arrive on the CPU. The
+        offer says which.
         kept: the tensors given to ``load`` are read until it has returned the next time; else only until it returns.
         first: finds what adapters are put on, see ``adapter.Foundation``.
         snapshots: where to look while the learner cannot be had.
@@ -89,7 +99,15 @@ class WeightReceiver:
         self._state = OfferAcceptance(self.plan.digest, None, looking)
         quantised = dtype == fp8.NAME
         self._landing = WeightLoader(
-            self._state, self.plan, tensors, load, bucket_mib=bucket_mib, device=device, kept=kept, first=first, quantised=quantised
+            self._state,
+            self.plan,
+            tensors,
+            load,
+            bucket_mib=bucket_mib,
+            device=device,
+            kept=kept,
+            first=first,
+            quantised=quantised,
         )
         self._neighbour, self._lost = LocalLearner(memory or device_of(self._landing.device)), 0
         self._communicator: WeightGroup | None = None
@@ -117,7 +135,8 @@ class WeightReceiver:
             await self._served.wait_for(lambda: self._state.served[1] >= version)
 
     def metrics(self) -> dict[str, float]:
-        """weights/{version,seconds,gbytes_per_s,shared,load_seconds,failures}: served, last transfer, last load, since start.
+        """weights/{version,seconds,gbytes_per_s,shared,load_seconds,failures}: served, last transfer, last load, since
+        start.
 
         ``shared`` is 1 where the last transfer was by shared memory, 0 where it was not.
         ``load_seconds`` is from the last byte until the engine serves; the engine reports how long it paused.
@@ -169,7 +188,9 @@ class WeightReceiver:
                 await self._look()
             else:
                 try:
-                    async with asyncio.timeout(None if action.until is None else max(0.0, action.until - time.monotonic())):
+                    async with asyncio.timeout(
+                        None if action.until is None else max(0.0, action.until - time.monotonic())
+                    ):
                         await self._changed.wait()
                 except TimeoutError:
                     pass
@@ -210,14 +231,18 @@ class WeightReceiver:
         answer = await self._questions.join(offer, plan, shared=window is not None)
         if answer.error or answer.version != offer.version:
             raise RequestFailed(answer.error or f"it sends version {answer.version}")
-        arrival = self._landing.take(offer.backend, plan, on_device=answer.shared and window is not None and window.on_device)
+        arrival = self._landing.take(
+            offer.backend, plan, on_device=answer.shared and window is not None and window.on_device
+        )
         communicator, self._communicator = self._communicator, None
         watch, self._receiving_epoch = WaitMonitor(), offer.epoch
         self._watch = watch
         self._lost += answer.shared  # until it has arrived
         started = time.monotonic()
         received = await patiently(
-            in_thread(lambda: self._take(answer, offer, arrival, communicator, watch, window), "weights-receive"), watch, answer.timeout_s
+            in_thread(lambda: self._take(answer, offer, arrival, communicator, watch, window), "weights-receive"),
+            watch,
+            answer.timeout_s,
         )
         self._communicator, self._lost = received.communicator, 0
         self._values["weights/shared"] = float(answer.shared)
@@ -231,7 +256,9 @@ class WeightReceiver:
         known = self._neighbour.problem
         window = self._neighbour.reach(offer.segment, self._landing.plan(offer.adapter))
         if self._neighbour.problem not in ("", known):
-            log.info("weights: the learner's memory cannot be read from here (%s), so it sends them", self._neighbour.problem)
+            log.info(
+                "weights: the learner's memory cannot be read from here (%s), so it sends them", self._neighbour.problem
+            )
         return window
 
     def _take(
@@ -258,7 +285,9 @@ class WeightReceiver:
             manifest = await self._lookout.newest()
             if manifest is not None and await self._wants(manifest, self._lookout.where):
                 held = manifest.offer.digest == self._state.digest
-                await self._attempt(manifest.offer, self._adopt if held else partial(self._read, self._lookout, manifest))
+                await self._attempt(
+                    manifest.offer, self._adopt if held else partial(self._read, self._lookout, manifest)
+                )
         except TransferFailed as error:
             if str(error) != self.last_error:
                 log.warning("weights: %s", error)

@@ -1,4 +1,6 @@
-"""The last part of a version's way: the buffer where it arrives, what an adapter is put on, and the engine that loads it."""
+"""The last part of a version's way: the buffer where it arrives, what an adapter is put on, and the engine that loads
+it.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ class WeightLoader:
     async def begin(self) -> None:
         """Take the digest of what the engine holds, where that can be read."""
         if not any(tensor.is_meta for tensor in self._tensors.values()):
-            self._state.digest = await in_thread(lambda: self._buffers.hold(self._plan, self._tensors, self._device), "weights-digest")
+            self._state.digest = await in_thread(
+                lambda: self._buffers.hold(self._plan, self._tensors, self._device), "weights-digest"
+            )
         self._tensors = {}  # an engine that keeps what it is given lets go of them
 
     def plan(self, adapter: wire.Adapter | None) -> LayoutPlan:
@@ -85,7 +89,8 @@ class WeightLoader:
         """
         if backend == "nccl" and self._device.type != "cuda":
             raise TransferFailed(
-                f"the learner sends by nccl, the weights here are on {self._device.type}; set train.weights_backend=shared"
+                f"the learner sends by nccl, the weights here are on {self._device.type}; set "
+                f"train.weights_backend=shared"
             )
         return self._buffers.take(plan, self._device if backend == "nccl" or on_device else torch.device("cpu"))
 
@@ -99,7 +104,10 @@ class WeightLoader:
             TransferFailed: loading failed, or the probe does not match.
         """
         self._buffers.arrived(arrival, digest)
-        self.values |= {"weights/seconds": seconds, "weights/gbytes_per_s": arrival.flat.plan.size_bytes / seconds / 1e9}
+        self.values |= {
+            "weights/seconds": seconds,
+            "weights/gbytes_per_s": arrival.flat.plan.size_bytes / seconds / 1e9,
+        }
         tensors = arrival.flat.tensors
         await self._bring_in(self._whole(tensors) if offer.adapter is None else self._foundation.merged(tensors), offer)
 
@@ -112,7 +120,8 @@ class WeightLoader:
         if self._as_sent:
             await self._bring_in({}, offer)
             return
-        held = self._buffers.whole()  # the engine's first weights as they would have come; it holds them before they were quantised
+        # the engine's first weights as they would have come; it holds them before they were quantised
+        held = self._buffers.whole()
         if held is None:
             self._state.loading()
             raise TransferFailed("the weights held here were not quantised, and must be sent")
@@ -132,6 +141,7 @@ class WeightLoader:
             self._buffers.load_failed()
             if isinstance(error, TransferFailed):
                 raise
-            raise TransferFailed(f"loading failed: {first_line(error)}") from error  # torch's own, for example out of memory
+            # torch's own, for example out of memory
+            raise TransferFailed(f"loading failed: {first_line(error)}") from error
         self._as_sent = True
         self.values["weights/load_seconds"] = time.monotonic() - started

@@ -38,8 +38,12 @@ class WeightRequests:
         Raises:
             RequestFailed: no answer.
         """
-        join = wire.WeightsJoin(server=self._server, epoch=offer.epoch, version=offer.version, plan=mine.digest, shared=shared)
-        return await request(self._bus, WEIGHTSYNC, str(offer.epoch), join, timeout_s=JOIN_TIMEOUT_S + MORE_S, reply=wire.WeightsSession)
+        join = wire.WeightsJoin(
+            server=self._server, epoch=offer.epoch, version=offer.version, plan=mine.digest, shared=shared
+        )
+        return await request(
+            self._bus, WEIGHTSYNC, str(offer.epoch), join, timeout_s=JOIN_TIMEOUT_S + MORE_S, reply=wire.WeightsSession
+        )
 
     async def explain(self, offer: wire.WeightsOffer, mine: LayoutPlan) -> str:
         """Why the offer is no use here, with the first difference where the learner can be asked."""

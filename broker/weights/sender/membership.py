@@ -1,11 +1,13 @@
 """Who is sent which version in which communicator: decisions only, no clock, no network.
 
-Events come in as calls, actions go out as lists. One transfer runs at a time. A transfer that has started is finished even when
-a newer version appears, so a slow link cannot starve; members that wait for a version that is no longer the newest are told so.
+Events come in as calls, actions go out as lists. One transfer runs at a time. A transfer that has started is finished
+even when a newer version appears, so a slow link cannot starve; members that wait for a version that is no longer the
+newest are told so.
 
-A server that failed in a transfer is on probation: it is served alone, in a communicator of its own, after a delay that doubles with each
-failure, and only while no other server waits. A transfer that reaches it ends the probation. Where a transfer failed and nothing tells who
-is to blame, all of its members are served alone next, without a delay. So no server loses two transfers to the same peer.
+A server that failed in a transfer is on probation: it is served alone, in a communicator of its own, after a delay that
+doubles with each failure, and only while no other server waits. A transfer that reaches it ends the probation. Where a
+transfer failed and nothing tells who is to blame, all of its members are served alone next, without a delay. So no
+server loses two transfers to the same peer.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class StartTransfer:
     version: int
     members: tuple[str, ...]
     fresh: bool  # a new communicator is built; else the one of the last session is used again
-    num_shared: int = 0  # of the members, the last: they read the bytes in the sender's memory and are not in the communicator
+    # of the members, the last: they read the bytes in the sender's memory and are not in the communicator
+    num_shared: int = 0
     alone: bool = False  # a server on probation; the communicator of the others is kept for them
 
     @property
@@ -64,7 +67,8 @@ class _Running:
     members: tuple[str, ...]
     seen: set[str]  # members that were known to be there; who has just come may not be known yet
     alone: bool = False  # of a server on probation
-    asked_again: bool = False  # one of them did, for the same version: it was restarted, without its end of the communicator
+    # one of them did, for the same version: it was restarted, without its end of the communicator
+    asked_again: bool = False
     gone: set[str] = field(default_factory=set)  # members that went away
     gives_way: bool = False  # it was cancelled because others wait
 
@@ -150,7 +154,11 @@ class TransferMembership:
             del self._joins[server]
         trusted = self._joins.keys() - self._probation.keys()
         if not trusted:
-            due = [(self._probation[server].until, server) for server in self._joins if self._probation[server].until <= now]
+            due = [
+                (self._probation[server].until, server)
+                for server in self._joins
+                if self._probation[server].until <= now
+            ]
             return [self._start({min(due)[1]}, alive or (), alone=True)] if due else []
         all_here = expected is not None and not set(expected) - self._probation.keys() - trusted
         if not all_here and now - self._gathering_since < self._gather_s:
@@ -158,7 +166,9 @@ class TransferMembership:
         return [self._start(trusted, alive or ())]
 
     def _start(self, servers: Collection[str], alive: Collection[str], *, alone: bool = False) -> StartTransfer:
-        sent, shared = (tuple(sorted(server for server in servers if (server in self._shared) == near)) for near in (False, True))
+        sent, shared = (
+            tuple(sorted(server for server in servers if (server in self._shared) == near)) for near in (False, True)
+        )
         members = sent + shared
         for server in members:
             del self._joins[server]
@@ -175,7 +185,11 @@ class TransferMembership:
         if sent:  # else the one that there may be waits for its members
             self._communicator = (serial, sent, uses + 1)
         return StartTransfer(
-            session_name(self.epoch, serial, uses), self.version, members, fresh=bool(sent) and uses == 0, num_shared=len(shared)
+            session_name(self.epoch, serial, uses),
+            self.version,
+            members,
+            fresh=bool(sent) and uses == 0,
+            num_shared=len(shared),
         )
 
     def ended(self, now: float, failed: Collection[str] | None, *, ours: bool = False) -> None:

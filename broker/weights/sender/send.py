@@ -1,11 +1,10 @@
 """The learner's end of the weight channel. Training waits for one copy and for nothing else.
 
-``offer`` copies the tensors into a staging buffer and returns. Everything else happens in the background of training and of the copy: the
-digest, the offer on the broker, the joins, the communicator, the broadcast. The event loop decides (broker.weights.sender.membership),
-threads do
-what blocks. Once a server has received a version from here, versions are offered as their packing begins, without a digest, and again with
-it once it is known: a bucket is then on the wire while the next is packed. Before that the digest comes first, for a server may hold the
-bytes already.
+``offer`` copies the tensors into a staging buffer and returns. Everything else happens in the background of training
+and of the copy: the digest, the offer on the broker, the joins, the communicator, the broadcast. The event loop decides
+(broker.weights.sender.membership), threads do what blocks. Once a server has received a version from here, versions are
+offered as their packing begins, without a digest, and again with it once it is known: a bucket is then on the wire
+while the next is packed. Before that the digest comes first, for a server may hold the bytes already.
 """
 
 from __future__ import annotations
@@ -59,10 +58,12 @@ class WeightSender:
         roster: who is there; None: a transfer waits ``gather_s`` for joins in any case.
         device: the GPU that nccl sends from; gloo sends from the CPU.
         policy: the policy whose servers are waited for.
-        delta_full_every: send only what has changed where all receivers hold the version sent last, but everything in one of this many
+        delta_full_every: send only what has changed where all receivers hold the version sent last, but everything in
+        one of this many
             transfers at least; None: always everything.
         adapter: what the plan's tensors are the factors of; None: they are the model.
-        memory: with ``settings.shared`` the device that the staging lies on, for servers that can open its memory; None: host memory.
+        memory: with ``settings.shared`` the device that the staging lies on, for servers that can open its memory;
+        None: host memory.
     """
 
     def __init__(
@@ -102,7 +103,12 @@ class WeightSender:
         self._new_version, self._poke = asyncio.Event(), asyncio.Event()
         self._tasks: ChannelTasks | None = None
         self._subscribed: LinkSubscription | None = None
-        self._values = {"weights/version": -1.0, "weights/failures": 0.0, "weights/communicators": 0.0, "weights/deltas": 0.0}
+        self._values = {
+            "weights/version": -1.0,
+            "weights/failures": 0.0,
+            "weights/communicators": 0.0,
+            "weights/deltas": 0.0,
+        }
 
     async def start(self) -> None:
         """Open the rendezvous store and listen for joins.
@@ -120,7 +126,8 @@ class WeightSender:
         self._tasks.spawn(self._decide())
 
     def offer(self, version: int, tensors: Mapping[str, Tensor], probe: wire.Probe) -> float:
-        """Put a newer version on offer; returns after the copy, with the seconds it took. Call it from any thread, one at a time.
+        """Put a newer version on offer; returns after the copy, with the seconds it took. Call it from any thread, one
+        at a time.
 
         Args:
             tensors: at least those of the plan, by name; may change again once this returns.
@@ -144,14 +151,16 @@ class WeightSender:
     def metrics(self) -> dict[str, float]:
         """weights/{version,seconds,gbytes_per_s,sent_bytes,receivers,shared,failures,communicators,deltas,copy_seconds,digest_seconds}.
 
-        The newest version; of the last transfer its seconds, the model's bytes a second, the bytes that each receiver was sent or has read,
-        how many received, and how many of them by shared memory; of the last version the seconds that training waited for its copy, and
-        those until its digest was known; the rest are totals.
+        The newest version; of the last transfer its seconds, the model's bytes a second, the bytes that each receiver
+        was sent or has read, how many received, and how many of them by shared memory; of the last version the seconds
+        that training waited for its copy, and those until its digest was known; the rest are totals.
         """
         return self._values | (self.publisher.metrics() if self.publisher is not None else {})
 
     async def join(self) -> None:
-        """Never returns; raises what stopped the channel here, if anything unexpected ever does: no server would get a version any more."""
+        """Never returns; raises what stopped the channel here, if anything unexpected ever does: no server would get a
+        version any more.
+        """
         assert self._tasks is not None, "start the sender first"
         await self._tasks.join()
 
@@ -199,7 +208,8 @@ class WeightSender:
                     continue  # a newer one was written, or it could not be packed
                 self._values["weights/digest_seconds"] = time.monotonic() - started
                 if not early:
-                    self._perform(self._membership.offered(version))  # before it is stored: joins for it may come at once
+                    # before it is stored: joins for it may come at once
+                    self._perform(self._membership.offered(version))
                 offer = msgspec.structs.replace(offer, digest=digest)
                 await self._offers.publish(offer)
                 if self.publisher is not None:
@@ -240,7 +250,11 @@ class WeightSender:
             return None, None
         servers = [presence for presence in self._roster.alive("rollout") if presence.policy == self._policy]
         newest = (self.epoch, self._membership.version)
-        expected = {server.id for server in servers if server.state != "draining" and (server.epoch, server.policy_version) < newest}
+        expected = {
+            server.id
+            for server in servers
+            if server.state != "draining" and (server.epoch, server.policy_version) < newest
+        }
         return expected, {server.id for server in servers}
 
     def _perform(self, actions: list[Action]) -> None:
@@ -292,7 +306,8 @@ class WeightSender:
             torch.cuda.set_device(self._device)
         try:
             with self._staging.sending(start.version) as staged:
-                base = None if start.alone and self._communicator is not None else self._base  # which follows what the others hold
+                # which follows what the others hold
+                base = None if start.alone and self._communicator is not None else self._base
                 return lead(self._store, start, staged, communicator, self._settings, watch, base)
         except SessionFailed:
             raise

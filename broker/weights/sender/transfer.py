@@ -6,16 +6,17 @@
                                <---   mode = whole or changes       changes: if all hold what the sender's copy says
                                <---   go = "" or a reason           nobody enters the collective unless all are here
                                <---   size/i = bytes or whole       changes only, before each bucket
-    ------- broadcast of the buckets as they are packed, digest pipelined; or, on the sender's host, they are read where -------
-    ------- they are packed (broker.weights.memory.shared), by receivers whose ranks come after the communicator's               -------
+    ------- broadcast of the buckets as they are packed, digest pipelined; or, on the sender's host, they are read -----
+    ------- where they are packed (broker.weights.memory.shared), by ranks that come after the communicator's      -----
     at/r    = buckets          --->                                 read so far, now and then
                                <---   digest                        for those whose offer came before it was known
-    done/r  = "" or a reason   --->                                 bytes right, or why not; "peer: " before what another one caused
+    done/r  = "" or a reason   --->                                 bytes right, or why not; "peer: ": by another
                                <---   stop = reason                 at any time: leave, ask again
 
-So the sender knows whom to blame: those with a fault of their own, else those who say nothing where the others tell of a lost peer. A
-member that fails ends the wait of the others, and only a peer that hangs in the middle of the broadcast costs its timeout. All functions
-block and belong in a thread. A receiver's side is in ``broker.weights.receiver.follow``.
+So the sender knows whom to blame: those with a fault of their own, else those who say nothing where the others tell of
+a lost peer. A member that fails ends the wait of the others, and only a peer that hangs in the middle of the broadcast
+costs its timeout. All functions block and belong in a thread. A receiver's side is in
+``broker.weights.receiver.follow``.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class TransferSettings:
     """How long to wait, where to listen, and what carries the bytes.
 
     Attributes:
-        shared: the sender's staging lies where servers of its host can read it; those that cannot get it by ``backend``.
+        shared: the sender's staging lies where servers of its host can read it; those that cannot get it by
+        ``backend``.
     """
 
     backend: Backend = "gloo"
@@ -191,7 +193,9 @@ def _collect(lines: StoreMessages, word: str, start: StartTransfer, timeout_s: f
     """Wait until every member has said the word, as long as those who read say that they come on."""
     deadline = time.monotonic() + timeout_s
     wrong: dict[str, str] = {}
-    at: dict[int, str | None] = {rank: lines.heard(f"at/{rank}") for rank in range(start.num_sent + 1, len(start.members) + 1)}
+    at: dict[int, str | None] = {
+        rank: lines.heard(f"at/{rank}") for rank in range(start.num_sent + 1, len(start.members) + 1)
+    }
     for rank, server in enumerate(start.members, 1):
         answer = None
         while answer is None and (left_s := deadline - time.monotonic()) > 0:

@@ -63,9 +63,14 @@ class SnapshotPublisher:
             if not await in_thread(lambda: staging.copy_out(offer.version, into), "weights-snapshot"):
                 self._owed = True  # a newer one has replaced it
                 return
-            if await in_thread(lambda: snapshot.write(self._folder, self._run, offer, plan, into.buffer), "weights-snapshot"):
+            if await in_thread(
+                lambda: snapshot.write(self._folder, self._run, offer, plan, into.buffer), "weights-snapshot"
+            ):
                 self._written = offer.version
-                self._values = {"weights/snapshot_version": float(offer.version), "weights/snapshot_seconds": time.monotonic() - started}
+                self._values = {
+                    "weights/snapshot_version": float(offer.version),
+                    "weights/snapshot_seconds": time.monotonic() - started,
+                }
         except OSError as error:
             self._owed = True
             log.error("weights: version %d is not written as a snapshot: %s", offer.version, error)

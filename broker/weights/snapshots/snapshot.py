@@ -1,10 +1,11 @@
-"""A version of the weights as plain files, for servers that the learner cannot send it to: it has ended, or they are at another site.
+"""A version of the weights as plain files, for servers that the learner cannot send it to: it has ended, or they are at
+another site.
 
     newest.json        the run, the offer with its digest and its probe, and the plan of what lies in the other file
     1-000020.weights   epoch 1, version 20: the flat buffer as it travels
 
-A file stands under its name only when it is whole. The version before stays until the next, for those who are reading it. Any web
-server can offer the folder. Nothing is pickled.
+A file stands under its name only when it is whole. The version before stays until the next, for those who are reading
+it. Any web server can offer the folder. Nothing is pickled.
 """
 
 from __future__ import annotations

@@ -34,4 +34,8 @@ class SnapshotPoller:
         Raises:
             TransferFailed: they cannot be read, or are wrong.
         """
-        await patiently(in_thread(lambda: self._source.fill(manifest, arrival.flat, watch), "weights-read"), watch, self._source.timeout_s)
+        await patiently(
+            in_thread(lambda: self._source.fill(manifest, arrival.flat, watch), "weights-read"),
+            watch,
+            self._source.timeout_s,
+        )

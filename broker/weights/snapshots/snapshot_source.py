@@ -46,7 +46,9 @@ class SnapshotSource:
             except ValueError:  # not a port
                 known = False
             if not known or self._url.query or self._url.username:
-                raise UserError(f"snapshot {where!r} is not allowed; a folder, or http://host:port/path without user and query")
+                raise UserError(
+                    f"snapshot {where!r} is not allowed; a folder, or http://host:port/path without user and query"
+                )
 
     def newest(self) -> SnapshotManifest | None:
         """What is there, None when nothing is.
@@ -68,19 +70,26 @@ class SnapshotSource:
         """Bring a snapshot's bytes into a buffer of its plan, in host memory.
 
         Raises:
-            TransferFailed: they cannot be read, are too few or too many, or are not those of its digest; what lies in ``flat`` is
+            TransferFailed: they cannot be read, are too few or too many, or are not those of its digest; what lies in
+            ``flat`` is
                 worth nothing then.
         """
         name = self._name(manifest.file)
         try:
             with self._open(manifest.file) as (reader, size):
                 if size != manifest.plan.size_bytes:
-                    raise TransferFailed(f"snapshot {name}: {size} bytes, its plan has {manifest.plan.size_bytes}; nothing was loaded")
-                digests = [self._bucket(reader, flat, index, name, watch) for index in range(len(manifest.plan.buckets))]
+                    raise TransferFailed(
+                        f"snapshot {name}: {size} bytes, its plan has {manifest.plan.size_bytes}; nothing was loaded"
+                    )
+                digests = [
+                    self._bucket(reader, flat, index, name, watch) for index in range(len(manifest.plan.buckets))
+                ]
         except FileNotFoundError:
             raise TransferFailed(f"snapshot {name}: there is no such file any more") from None
         if (found := combine(digests)) != manifest.offer.digest:
-            raise TransferFailed(f"snapshot {name}: digest {found}, its offer says {manifest.offer.digest}; nothing was loaded")
+            raise TransferFailed(
+                f"snapshot {name}: digest {found}, its offer says {manifest.offer.digest}; nothing was loaded"
+            )
 
     def _bucket(self, reader: _Reader, flat: FlatBuffer, index: int, name: str, watch: WaitMonitor) -> bytes:
         bucket = flat.bucket(index)
@@ -112,7 +121,9 @@ class SnapshotSource:
         except FileNotFoundError:
             raise
         except (OSError, http.client.HTTPException) as error:
-            raise TransferFailed(f"snapshot {self._name(name)}: {' '.join(str(error).split()) or type(error).__name__}") from None
+            raise TransferFailed(
+                f"snapshot {self._name(name)}: {' '.join(str(error).split()) or type(error).__name__}"
+            ) from None
 
     @contextmanager
     def _get(self, name: str) -> Iterator[tuple[_Reader, int]]:
@@ -126,9 +137,15 @@ class SnapshotSource:
             if answer.status == http.client.NOT_FOUND:
                 raise FileNotFoundError(name)
             if answer.status == http.client.UNAUTHORIZED:
-                raise TransferFailed(f"snapshot {self._name(name)}: the API key is missing or wrong; set RL_API_KEY to the learner's")
+                raise TransferFailed(
+                    f"snapshot {self._name(name)}: the API key is missing or wrong; set RL_API_KEY to the learner's"
+                )
             if answer.status != http.client.OK or answer.length is None:
-                why = f"{answer.status} {answer.reason}" if answer.status != http.client.OK else "the server does not say how long it is"
+                why = (
+                    f"{answer.status} {answer.reason}"
+                    if answer.status != http.client.OK
+                    else "the server does not say how long it is"
+                )
                 raise TransferFailed(f"snapshot {self._name(name)}: {why}")
             yield answer, answer.length
         finally:

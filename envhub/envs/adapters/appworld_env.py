@@ -1,8 +1,9 @@
-"""AppWorld: tasks in a world of apps, solved by writing Python that calls their APIs (Trivedi et al. 2024, arXiv:2407.18901; https://appworld.dev).
+"""AppWorld: tasks in a world of apps, solved by writing Python that calls their APIs (Trivedi et al. 2024,
+arXiv:2407.18901; https://appworld.dev).
 
-Each turn's code is executed in the task's interpreter and its output is shown; ``apis.supervisor.complete_task()`` ends the episode. The
-reward then is the share of AppWorld's own unit tests that pass, or 1 only when all do. AppWorld keeps one world in a process, so
-environments run in worker processes.
+Each turn's code is executed in the task's interpreter and its output is shown; ``apis.supervisor.complete_task()`` ends
+the episode. The reward then is the share of AppWorld's own unit tests that pass, or 1 only when all do. AppWorld keeps
+one world in a process, so environments run in worker processes.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class AppworldEnv(Environment):
         person = task.supervisor
         self.prompt = str(task.instruction)
         self._shown = (
-            f"My name is {person.first_name} {person.last_name}, my e-mail is {person.email}, my phone number {person.phone_number}."
+            f"My name is {person.first_name} {person.last_name}, my e-mail is {person.email}, my phone "
+            f"number {person.phone_number}."
         )
         self._shown += f"\nTask: {task.instruction}"
         return Observation(self._shown)
@@ -91,7 +93,9 @@ class AppworldEnv(Environment):
         share, success = self._evaluate() if done or cut else (0.0, False)
         reward = share if self.args.reward == "share" else float(success)
         metrics = {"tests_passed": share}
-        return StepResult(Observation(self._shown), reward, done or cut, bool(code), success and done, truncated=cut, metrics=metrics)
+        return StepResult(
+            Observation(self._shown), reward, done or cut, bool(code), success and done, truncated=cut, metrics=metrics
+        )
 
     def text_frame(self) -> str:
         return self._shown

@@ -1,4 +1,6 @@
-"""What the adapters to other libraries' environments share: the library itself, and seeds that keep evaluation apart from training."""
+"""What the adapters to other libraries' environments share: the library itself, and seeds that keep evaluation apart
+from training.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def library(env: str, module: str, install: str) -> Any:
 
 
 def seed_of(task_index: int, split: Split, seed: int) -> int:
-    """A seed of 31 bits for libraries that make a task from a seed: odd in training, even and without ``seed`` in evaluation."""
+    """A seed of 31 bits for libraries that make a task from a seed: odd in training, even and without ``seed`` in
+    evaluation.
+    """
     told = f"{task_index}/{seed if split == 'train' else 'eval'}".encode()
     number = int.from_bytes(hashlib.blake2b(told, digest_size=4).digest(), "little") >> 1
     return number & ~1 | (split == "train")

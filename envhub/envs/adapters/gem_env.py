@@ -1,7 +1,8 @@
 """Any registered GEM environment by ``gem.make`` (Liu et al. 2025, arXiv:2510.01051; https://github.com/axon-rl/gem).
 
-The task is the seed of ``reset``. GEM's games end with reward 1 when they are won; text that is no move costs a reward of theirs.
-gem-llm 0.1 pins msgspec 0.19 for its search tool while this project needs a newer one; install it without its pins.
+The task is the seed of ``reset``. GEM's games end with reward 1 when they are won; text that is no move costs a reward
+of theirs. gem-llm 0.1 pins msgspec 0.19 for its search tool while this project needs a newer one; install it without
+its pins.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from broker.settings.config import Section
 from envhub.envs.adapters.foreign import library, seed_of
 from envhub.envs.base import Environment, Observation, Split, StepResult
 
-INSTALL: Final = "pip install 'rlearner[gem]' and then pip install --no-deps gem-llm==0.1.0, whose pin of msgspec conflicts"
+INSTALL: Final = (
+    "pip install 'rlearner[gem]' and then pip install --no-deps gem-llm==0.1.0, whose pin of msgspec conflicts"
+)
 
 
 class GemArgs(Section):
@@ -77,4 +80,6 @@ def _make(args: GemArgs) -> Any:
     try:
         return _gem().make(args.id, **args.make_args)
     except (ImportError, LookupError, TypeError, ValueError) as error:
-        raise ConfigError("id", args.id, f"an environment that gem.make makes: {' '.join(str(error).split())[:300]}") from None
+        raise ConfigError(
+            "id", args.id, f"an environment that gem.make makes: {' '.join(str(error).split())[:300]}"
+        ) from None

@@ -1,8 +1,8 @@
 """Any gymnasium environment with discrete actions or texts for actions (https://gymnasium.farama.org/api/env).
 
-What a model reads comes from ``observe``, a function of yours: (observation, the gymnasium environment) to text. Without one, texts
-are shown as they are, and numbers and arrays of them with four digits. The task is the seed of ``reset``; an environment whose start
-no seed changes has one task only, the same in training and evaluation.
+What a model reads comes from ``observe``, a function of yours: (observation, the gymnasium environment) to text.
+Without one, texts are shown as they are, and numbers and arrays of them with four digits. The task is the seed of
+``reset``; an environment whose start no seed changes has one task only, the same in training and evaluation.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ class GymnasiumArgs(Section):
     observe: str = ""  # dotted path or file path to a function of (observation, environment) that returns text
     actions: list[str] = Field(default=[])  # names of the discrete actions in their order; none: their numbers
     anchors: bool = False  # observations tell all states apart: compare steps by them (gigpo)
-    success_return: float | None = None  # an episode of at least so much reward is a success; None: what info says under is_success
+    # an episode of at least so much reward is a success; None: what info says under is_success
+    success_return: float | None = None
     answer_tag: bool = False  # read the action from the last <answer>…</answer> instead of the whole text
-    format_penalty: NonNegativeFloat = 0.0  # the reward of text that is no action is minus this; the environment is not asked
+    # the reward of text that is no action is minus this; the environment is not asked
+    format_penalty: NonNegativeFloat = 0.0
 
 
 class GymnasiumEnv(Environment):
@@ -104,7 +106,9 @@ def plain(observation: Any, environment: Any) -> str:
     if isinstance(observation, tuple):
         return "\n".join(plain(part, environment) for part in observation)
     array = np.asarray(observation)
-    return "\n".join(" ".join(f"{number:.4g}" for number in row) for row in array.reshape(-1, array.shape[-1] if array.ndim else 1))
+    return "\n".join(
+        " ".join(f"{number:.4g}" for number in row) for row in array.reshape(-1, array.shape[-1] if array.ndim else 1)
+    )
 
 
 def _make(args: GymnasiumArgs) -> Any:
@@ -112,7 +116,9 @@ def _make(args: GymnasiumArgs) -> Any:
     try:
         return gymnasium.make(args.id, **{"disable_env_checker": True, **args.make_args})
     except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
-        raise ConfigError("id", args.id, f"an environment that gymnasium.make makes: {' '.join(str(error).split())[:300]}") from None
+        raise ConfigError(
+            "id", args.id, f"an environment that gymnasium.make makes: {' '.join(str(error).split())[:300]}"
+        ) from None
 
 
 def _actions(args: GymnasiumArgs, space: Any) -> dict[str, str] | None:

@@ -1,10 +1,12 @@
-"""Environments served by OpenEnv, over its HTTP and WebSocket protocol (https://github.com/meta-pytorch/OpenEnv, ``openenv.core``).
+"""Environments served by OpenEnv, over its HTTP and WebSocket protocol (https://github.com/meta-pytorch/OpenEnv,
+``openenv.core``).
 
-A server keeps one environment for each WebSocket connection to ``/ws``, so an instance here is one connection, used for one
-episode after another. A message is JSON: ``{"type": "reset" or "step" or "close", "data": …}``. The answer is
-``{"type": "observation", "data": {"observation": …, "reward": …, "done": …}}`` or ``{"type": "error", "data": {"message": …, "code": …}}``.
-What actions look like is asked of ``GET /schema``. Nothing of OpenEnv need be installed. An action that the server finds malformed
-(``VALIDATION_ERROR``) counts as invalid; any other error fails the episode, which is tried again.
+A server keeps one environment for each WebSocket connection to ``/ws``, so an instance here is one connection, used for
+one episode after another. A message is JSON: ``{"type": "reset" or "step" or "close", "data": …}``. The answer is
+``{"type": "observation", "data": {"observation": …, "reward": …, "done": …}}`` or ``{"type": "error", "data":
+{"message": …, "code": …}}``. What actions look like is asked of ``GET /schema``. Nothing of OpenEnv need be installed.
+An action that the server finds malformed (``VALIDATION_ERROR``) counts as invalid; any other error fails the episode,
+which is tried again.
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ class OpenEnv(Environment):
 
     def __init__(self, args: OpenEnvArgs) -> None:
         super().__init__(args)
-        self._observe: Callable[[dict[str, Any]], Any] = resolve("observe", args.observe, {}) if args.observe else self._plain
+        self._observe: Callable[[dict[str, Any]], Any] = (
+            resolve("observe", args.observe, {}) if args.observe else self._plain
+        )
         self._session: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._seen: dict[str, Any] = {}
@@ -76,7 +80,9 @@ class OpenEnv(Environment):
         cls(args)
         fields = (_schema(args.url).get("action") or {}).get("properties")
         if args.action == "field" and isinstance(fields, dict) and args.action_field not in fields:
-            raise ConfigError("action_field", args.action_field, f"a field of the server's actions: {', '.join(fields)}")
+            raise ConfigError(
+                "action_field", args.action_field, f"a field of the server's actions: {', '.join(fields)}"
+            )
 
     @classmethod
     def example(cls, folder: Path) -> dict[str, Any]:
@@ -117,7 +123,9 @@ class OpenEnv(Environment):
                 await session.close()
 
     async def _connect(self) -> None:
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.args.connect_timeout_s))
+        self._session = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.args.connect_timeout_s)
+        )
         url = f"{self.args.url.rstrip('/')}/ws"
         try:
             self._socket = await self._session.ws_connect(url, max_msg_size=MAX_MESSAGE_BYTES)
@@ -143,7 +151,9 @@ class OpenEnv(Environment):
             if answer["type"] != "observation" or not isinstance(told["observation"], dict):
                 raise ServerError(f"{kind}: the server answered {answer['type']!r}, not an observation")
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise ServerError(f"{kind}: the server answered {message.data[:200]!r}, which is not OpenEnv's protocol") from None
+            raise ServerError(
+                f"{kind}: the server answered {message.data[:200]!r}, which is not OpenEnv's protocol"
+            ) from None
         return told, ""
 
     def _action(self, text: str) -> dict[str, Any] | None:
@@ -165,8 +175,14 @@ class OpenEnv(Environment):
         if not name:
             return json.dumps(observation, ensure_ascii=False)
         if name not in observation:
-            raise ServerError(f"observation_field {name!r}: the server's observation has {', '.join(observation) or 'no fields'}")
-        return observation[name] if isinstance(observation[name], str) else json.dumps(observation[name], ensure_ascii=False)
+            raise ServerError(
+                f"observation_field {name!r}: the server's observation has {', '.join(observation) or 'no fields'}"
+            )
+        return (
+            observation[name]
+            if isinstance(observation[name], str)
+            else json.dumps(observation[name], ensure_ascii=False)
+        )
 
 
 def _schema(url: str) -> dict[str, Any]:
@@ -175,7 +191,9 @@ def _schema(url: str) -> dict[str, Any]:
     Raises:
         ConfigError: there is none, or it is no OpenEnv server.
     """
-    address = f"{url.rstrip('/')}/schema".replace("ws", "http", 1) if url.startswith("ws") else f"{url.rstrip('/')}/schema"
+    address = (
+        f"{url.rstrip('/')}/schema".replace("ws", "http", 1) if url.startswith("ws") else f"{url.rstrip('/')}/schema"
+    )
     try:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy, as for the episodes
         with opener.open(address, timeout=CHECK_S) as reply:

@@ -1,7 +1,8 @@
-"""reasoning-gym's generated questions, one turn each, scored by the data set itself (Stojanovski et al. 2025, arXiv:2505.24760).
+"""reasoning-gym's generated questions, one turn each, scored by the data set itself (Stojanovski et al. 2025,
+arXiv:2505.24760).
 
-One data set serves both splits: its first ``size`` entries are for training, the next ``eval_size`` for evaluation. A question that
-evaluation holds too is passed over in training.
+One data set serves both splits: its first ``size`` entries are for training, the next ``eval_size`` for evaluation. A
+question that evaluation holds too is passed over in training.
 """
 
 from __future__ import annotations
@@ -52,7 +53,11 @@ class ReasoningGymEnv(Environment):
         _dataset(args)
         different = len(_held_out(args))
         if different < args.eval_size / 2:
-            raise ConfigError("eval_size", args.eval_size, f"about {different}, for {args.dataset} has hardly more different questions")
+            raise ConfigError(
+                "eval_size",
+                args.eval_size,
+                f"about {different}, for {args.dataset} has hardly more different questions",
+            )
 
     @classmethod
     def num_tasks(cls, args: ReasoningGymArgs, split: Split) -> int | None:

@@ -1,8 +1,10 @@
-"""TextArena's games by ``textarena.make`` (Guertler et al. 2025, arXiv:2504.11442; https://github.com/LeonGuertler/TextArena).
+"""TextArena's games by ``textarena.make`` (Guertler et al. 2025, arXiv:2504.11442;
+https://github.com/LeonGuertler/TextArena).
 
-The model plays one seat. In games of several players the others are played by ``opponent``, a function of yours: (observation, random
-generator) to text. The reward is what the game gives the seat when it ends. The model is shown what is new since its last turn: the
-library's wrappers repeat the whole game, which the conversation holds already. The task is the seed of ``reset``.
+The model plays one seat. In games of several players the others are played by ``opponent``, a function of yours:
+(observation, random generator) to text. The reward is what the game gives the seat when it ends. The model is shown
+what is new since its last turn: the library's wrappers repeat the whole game, which the conversation holds already. The
+task is the seed of ``reset``.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ class TextArenaArgs(Section):
     make_args: dict[str, Any] = Field(default={})  # passed on to textarena.make
     num_players: PositiveInt = 1
     seat: Annotated[int, Field(ge=0)] = 0  # which player the model is
-    opponent: str = ""  # dotted path or file path to a function of (observation, random.Random) that plays the other seats
+    # dotted path or file path to a function of (observation, random.Random) that plays the other seats
+    opponent: str = ""
     success_reward: float = 1.0  # a game that ends with at least so much reward is a success
 
 
@@ -43,7 +46,9 @@ class TextArenaEnv(Environment):
 
     def __init__(self, args: TextArenaArgs) -> None:
         super().__init__(args)
-        self._opponent: Callable[[str, random.Random], str] | None = resolve("opponent", args.opponent, {}) if args.opponent else None
+        self._opponent: Callable[[str, random.Random], str] | None = (
+            resolve("opponent", args.opponent, {}) if args.opponent else None
+        )
         self._env: Any = None
         self._rng = random.Random()
         self._before = self._shown = ""
@@ -53,7 +58,11 @@ class TextArenaEnv(Environment):
         if args.seat >= args.num_players:
             raise ConfigError("seat", args.seat, f"below num_players, which is {args.num_players}")
         if args.num_players > 1 and not args.opponent:
-            raise ConfigError("opponent", args.opponent, f"a function that plays the other seats, for num_players is {args.num_players}")
+            raise ConfigError(
+                "opponent",
+                args.opponent,
+                f"a function that plays the other seats, for num_players is {args.num_players}",
+            )
         cls(args)
         _make(args)
 
@@ -111,7 +120,9 @@ class TextArenaEnv(Environment):
 
 
 def _text(seen: Any, seat: int) -> str:
-    """What a player sees as text: a wrapped game gives that, a raw one a list of (from, text, kind), its own words included."""
+    """What a player sees as text: a wrapped game gives that, a raw one a list of (from, text, kind), its own words
+    included.
+    """
     return seen if isinstance(seen, str) else "\n".join(str(message[1]) for message in seen or [] if message[0] != seat)
 
 
@@ -119,4 +130,6 @@ def _make(args: TextArenaArgs) -> Any:
     try:
         return library("textarena", "textarena", INSTALL).make(args.id, **args.make_args)
     except (ImportError, LookupError, TypeError, ValueError) as error:
-        raise ConfigError("id", args.id, f"a game that textarena.make makes: {' '.join(str(error).split())[:300]}") from None
+        raise ConfigError(
+            "id", args.id, f"a game that textarena.make makes: {' '.join(str(error).split())[:300]}"
+        ) from None

@@ -1,8 +1,10 @@
-"""Blackjack of GymCards, which is gymnasium's: come nearer to 21 than the dealer (Sutton and Barto, example 5.1; here as text).
+"""Blackjack of GymCards, which is gymnasium's: come nearer to 21 than the dealer (Sutton and Barto, example 5.1; here
+as text).
 
-Cards are drawn from an endless deck; J, Q and K count 10, an ace 11 where that does not exceed 21. ``hit`` takes a card, ``stand`` lets
-the dealer draw up to 17. The reward is 1 for a win, 0 for a draw, -1 for a loss or more than 21; with ``natural`` a win with 21 in
-the first two cards gives 1.5. Text that is no action changes nothing and costs ``format_penalty``.
+Cards are drawn from an endless deck; J, Q and K count 10, an ace 11 where that does not exceed 21. ``hit`` takes a
+card, ``stand`` lets the dealer draw up to 17. The reward is 1 for a win, 0 for a draw, -1 for a loss or more than 21;
+with ``natural`` a win with 21 in the first two cards gives 1.5. Text that is no action changes nothing and costs
+``format_penalty``.
 """
 
 from __future__ import annotations
@@ -97,7 +99,10 @@ class Blackjack(Environment):
 
     def _observe(self) -> Observation:
         count, soft = total(self._own)
-        text = f"Your hand: {_shown(self._own)} ({'soft ' if soft else ''}{count})\nDealer shows: {_shown(self._dealer[:1])}"
+        text = (
+            f"Your hand: {_shown(self._own)} ({'soft ' if soft else ''}{count})\nDealer shows: "
+            f"{_shown(self._dealer[:1])}"
+        )
         return Observation(text, anchor=text)
 
 

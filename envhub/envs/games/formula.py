@@ -84,7 +84,15 @@ def _trees(parts: tuple[tuple[float, Tree], ...], target: int, operators: str) -
         for operator in operators:
             if (operator in "+*" and first > second) or (operator == "/" and abs(two) < 1e-9):
                 continue  # the same the other way round, or none
-            value = one + two if operator == "+" else one - two if operator == "-" else one * two if operator == "*" else one / two
+            value = (
+                one + two
+                if operator == "+"
+                else one - two
+                if operator == "-"
+                else one * two
+                if operator == "*"
+                else one / two
+            )
             yield from _trees((*others, (value, (left, operator, right))), target, operators)
 
 

@@ -2,8 +2,8 @@
 
 The observation is the whole map, one character a cell and one row a line, with ``P`` where the player stands. With
 ``observe: cell`` the map is shown once, and every turn says where the player is and what lies around: row and column
-from 0, then the neighbours in the order of the moves, ``#`` beyond the edge (``1 0 #FHS``); it costs half the tokens. The
-action is one letter of ``LDRU``. Reward 1 on the goal, 0 in a hole, plus the optional penalties.
+from 0, then the neighbours in the order of the moves, ``#`` beyond the edge (``1 0 #FHS``); it costs half the tokens.
+The action is one letter of ``LDRU``. Reward 1 on the goal, 0 in a hole, plus the optional penalties.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class FrozenLakeArgs(Section):
     size: Annotated[int, Field(ge=2, le=16)] = 4
     hole_probability: Annotated[float, Field(ge=0, lt=1)] = 0.2
     is_slippery: bool = False
-    success_rate: Annotated[float, Field(gt=0, le=1)] = 1 / 3  # share of moves that go where they should on slippery ice
+    # share of moves that go where they should on slippery ice
+    success_rate: Annotated[float, Field(gt=0, le=1)] = 1 / 3
     step_penalty: NonNegativeFloat = 0.0  # taken from the reward at every turn
     format_penalty: NonNegativeFloat = 0.0  # taken from the reward for text that is no move
     observe: Literal["map", "cell"] = "map"  # the whole map at every turn, or at the first one only
@@ -127,7 +128,9 @@ class FrozenLake(Environment):
         return StepResult(self._observe(), reward, bool(done), letter is not None, success)
 
     def _move(self, action: int) -> tuple[int, float, bool]:
-        """(cell, reward, done) by gymnasium's own table; where nothing is left to chance, without its sampling of one outcome."""
+        """(cell, reward, done) by gymnasium's own table; where nothing is left to chance, without its sampling of one
+        outcome.
+        """
         if self.args.is_slippery:
             cell, gained, done, _, _ = self._lake.step(action)
             return cell, gained, done

@@ -95,7 +95,9 @@ def _draw(size: int, hole_probability: float, seed: list[int], *, held_out: bool
     """Solvable maps of one split, for as long as ``MAX_DRAWS`` last."""
     rng = np.random.default_rng(seed)
     for _ in range(MAX_DRAWS // DRAWS_AT_A_TIME):
-        drawn = np.where(rng.random((DRAWS_AT_A_TIME, size, size)) < hole_probability, ord("H"), ord("F")).astype(np.uint8)
+        drawn = np.where(rng.random((DRAWS_AT_A_TIME, size, size)) < hole_probability, ord("H"), ord("F")).astype(
+            np.uint8
+        )
         drawn[:, 0, 0], drawn[:, -1, -1] = ord("S"), ord("G")
         for cells in map(bytes, drawn.reshape(DRAWS_AT_A_TIME, -1)):
             if _hashes_to_held_out(cells) is held_out:

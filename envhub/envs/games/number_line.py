@@ -1,7 +1,8 @@
-"""NumberLine of GymCards: walk along a number line to the target (Zhai et al. 2024, RL4VLM, arXiv:2405.10292; here as text).
+"""NumberLine of GymCards: walk along a number line to the target (Zhai et al. 2024, RL4VLM, arXiv:2405.10292; here as
+text).
 
-Actions are ``+`` and ``-``. The reward is 1 at the target, which ends the episode, -1 for a turn that came no nearer, else 0. After
-twice ``max_position`` turns the episode is cut off.
+Actions are ``+`` and ``-``. The reward is 1 at the target, which ends the episode, -1 for a turn that came no nearer,
+else 0. After twice ``max_position`` turns the episode is cut off.
 """
 
 from __future__ import annotations

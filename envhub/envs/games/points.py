@@ -1,9 +1,11 @@
-"""EZPoints and Points24 of GymCards: write a formula of all cards that gives the target (Zhai et al. 2024, arXiv:2405.10292), as text.
+"""EZPoints and Points24 of GymCards: write a formula of all cards that gives the target (Zhai et al. 2024,
+arXiv:2405.10292), as text.
 
-Every turn adds one unit: a number, an operator, or ``=``, which ends the episode. The reward then is 10 if the formula uses every card
-once and gives 12 (two cards, ``+ *``) or 24 (four cards, ``+ - * / ( )``), else -1. A number that no card is left for costs -1 and
-takes a place in the formula; text that is no unit is treated the same. Once the formula has more than 5 or 20 places the next turn ends
-the episode with -1. Values are exact, where the published games compare floating-point numbers; J, Q and K count 10.
+Every turn adds one unit: a number, an operator, or ``=``, which ends the episode. The reward then is 10 if the formula
+uses every card once and gives 12 (two cards, ``+ *``) or 24 (four cards, ``+ - * / ( )``), else -1. A number that no
+card is left for costs -1 and takes a place in the formula; text that is no unit is treated the same. Once the formula
+has more than 5 or 20 places the next turn ends the episode with -1. Values are exact, where the published games compare
+floating-point numbers; J, Q and K count 10.
 """
 
 from __future__ import annotations

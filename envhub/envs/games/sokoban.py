@@ -1,15 +1,17 @@
 """Sokoban: push every box onto a target. Generated levels that can be solved, or levels from Boxoban's files.
 
-The rules and the rewards are those of gym-sokoban (Schrader 2018, ``gym_sokoban/envs/sokoban_env.py``): -0.1 a turn, +1 when one more
-box stands on a target than before, -1 when one less does, +10 when all do, which ends the episode. A move into a wall, or a push
-that is not possible, changes nothing. The difficulties and their characters are those of ROLL's SimpleSokoban, LargerSokoban and
-SokobanDifferentGridVocab (Wang et al. 2025, arXiv:2506.06122), with ``*`` for its check mark.
+The rules and the rewards are those of gym-sokoban (Schrader 2018, ``gym_sokoban/envs/sokoban_env.py``): -0.1 a turn, +1
+when one more box stands on a target than before, -1 when one less does, +10 when all do, which ends the episode. A move
+into a wall, or a push that is not possible, changes nothing. The difficulties and their characters are those of ROLL's
+SimpleSokoban, LargerSokoban and SokobanDifferentGridVocab (Wang et al. 2025, arXiv:2506.06122), with ``*`` for its
+check mark.
 
-With ``observe: cells`` the map is shown once, and every turn says where the player is, its four neighbours in the order ``LDRU``,
-then where the boxes and the targets are: ``12 X_## 11 03``. A place is its row and its column within the outer walls, each one
-character, ``0`` to ``9``, then ``a`` to ``z``. With ``observe: ways`` there is no map: after the player's neighbours come, for each
-box, the way from the player to it, its own neighbours, and the way from it to the nearest target: ``X_## U1L2 _#__ D1`` (one up and
-two left; one down; ``=`` where it is there). Small models learn fastest from that, as nothing need be subtracted.
+With ``observe: cells`` the map is shown once, and every turn says where the player is, its four neighbours in the order
+``LDRU``, then where the boxes and the targets are: ``12 X_## 11 03``. A place is its row and its column within the
+outer walls, each one character, ``0`` to ``9``, then ``a`` to ``z``. With ``observe: ways`` there is no map: after the
+player's neighbours come, for each box, the way from the player to it, its own neighbours, and the way from it to the
+nearest target: ``X_## U1L2 _#__ D1`` (one up and two left; one down; ``=`` where it is there). Small models learn
+fastest from that, as nothing need be subtracted.
 """
 
 from __future__ import annotations
@@ -49,23 +51,34 @@ VOCABULARIES: Final = {"symbols": "#_O*XPS", "letters": "W.GCBA@", "xsb": XSB}
 SIZES: Final = {"simple": (6, 1), "larger": (8, 2), "different_vocab": (6, 1)}  # (rows and columns, boxes)
 DIGITS: Final = string.digits + string.ascii_lowercase
 PIXELS: Final = 24  # of a cell's side in pictures
-COLOURS: Final = ((70, 70, 80), (235, 225, 200), (200, 60, 60), (90, 170, 90), (190, 130, 60), (60, 90, 200), (60, 90, 200))
+COLOURS: Final = (
+    (70, 70, 80),
+    (235, 225, 200),
+    (200, 60, 60),
+    (90, 170, 90),
+    (190, 130, 60),
+    (60, 90, 200),
+    (60, 90, 200),
+)
 
 
 class SokobanArgs(Section):
     """``env_args`` of ``sokoban``."""
 
     difficulty: Literal["simple", "larger", "different_vocab"] = "simple"
-    size: Annotated[int, Field(ge=5, le=16)] | None = None  # rows and columns with the outer walls; None: as the difficulty says
+    # rows and columns with the outer walls; None: as the difficulty says
+    size: Annotated[int, Field(ge=5, le=16)] | None = None
     boxes: Annotated[int, Field(ge=1, le=6)] | None = None  # None: as the difficulty says
-    pulls: Annotated[int, Field(ge=1, le=1000)] = 30  # steps that the generator plays backwards; more make harder levels
+    # steps that the generator plays backwards; more make harder levels
+    pulls: Annotated[int, Field(ge=1, le=1000)] = 30
     max_solution: PositiveInt | None = None  # moves of a shortest solution at the most; None: any
     path: str | None = None  # level file, or folder of them, instead of generated levels
     eval_path: str | None = None  # for evaluation; None: the share below
     eval_share: Annotated[float, Field(gt=0, lt=1)] = 0.05  # of the levels of ``path``, taken from their end
     vocab: Literal["symbols", "letters", "xsb"] | None = None  # None: letters for different_vocab, else symbols
     border: bool = True  # show the outermost ring, which is wall everywhere
-    observe: Literal["map", "cells", "ways"] = "map"  # the whole map at every turn, or at the first one only, or no map; see above
+    # the whole map at every turn, or at the first one only, or no map; see above
+    observe: Literal["map", "cells", "ways"] = "map"
     answer_tag: bool = False  # read the move from the last <answer>…</answer> instead of the whole text
     step_penalty: NonNegativeFloat = 0.1  # taken from the reward at every turn
     box_reward: NonNegativeFloat = 1.0  # for a box pushed onto a target, and taken for one pushed off
@@ -102,7 +115,9 @@ class Sokoban(Environment):
     def check(cls, args: SokobanArgs) -> None:
         if args.path is None:
             if args.eval_path is not None:
-                raise ConfigError("eval_path", args.eval_path, "null without path: generated levels include levels for evaluation")
+                raise ConfigError(
+                    "eval_path", args.eval_path, "null without path: generated levels include levels for evaluation"
+                )
             levels.train_level(*args.shape, args.pulls, args.max_solution, 0, 0)
             levels.held_out_levels(*args.shape, args.pulls, args.max_solution)
             return
@@ -196,7 +211,9 @@ class Sokoban(Environment):
     def _ways(self) -> str:
         told, width = [self._around(self._player)], self.level.room.width
         for box in cells_of(self._boxes):
-            nearest = min(cells_of(self.level.room.targets), key=lambda target: sum(map(abs, _apart(box, target, width))))
+            nearest = min(
+                cells_of(self.level.room.targets), key=lambda target: sum(map(abs, _apart(box, target, width)))
+            )
             told += [_way(self._player, box, width), self._around(box), _way(box, nearest, width)]
         return " ".join(told)
 
@@ -217,7 +234,9 @@ def _apart(start: int, end: int, width: int) -> tuple[int, int]:
 
 def _way(start: int, end: int, width: int) -> str:
     down, right = _apart(start, end, width)
-    parts = [f"{'D' if down > 0 else 'U'}{abs(down)}"] * (down != 0) + [f"{'R' if right > 0 else 'L'}{abs(right)}"] * (right != 0)
+    parts = [f"{'D' if down > 0 else 'U'}{abs(down)}"] * (down != 0) + [f"{'R' if right > 0 else 'L'}{abs(right)}"] * (
+        right != 0
+    )
     return "".join(parts) or "="
 
 
@@ -250,7 +269,11 @@ def _picture(cells: bytes, width: int) -> Frame:
     """
     middle = np.abs(np.arange(PIXELS) - (PIXELS - 1) / 2)
     far = np.hypot(middle[:, None], middle[None, :])
-    inside = {BOX: np.maximum(middle[:, None], middle[None, :]) < PIXELS * 0.4, PLAYER: far < PIXELS * 0.35, TARGET: far < PIXELS * 0.15}
+    inside = {
+        BOX: np.maximum(middle[:, None], middle[None, :]) < PIXELS * 0.4,
+        PLAYER: far < PIXELS * 0.35,
+        TARGET: far < PIXELS * 0.15,
+    }
     inside |= {BOX_ON_TARGET: inside[BOX], PLAYER_ON_TARGET: inside[PLAYER], WALL: far >= 0}
     tiles = np.full((len(COLOURS), PIXELS, PIXELS, 3), COLOURS[FLOOR], dtype=np.uint8)
     for kind, pixels in inside.items():

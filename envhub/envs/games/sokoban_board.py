@@ -39,7 +39,9 @@ class SokobanLevel:
 
 
 def move(room: SokobanRoom, player: int, boxes: int, direction: int) -> tuple[int, int]:
-    """(player, boxes) after a step in the direction ``LETTERS[direction]``, a push where a box is; the same where neither is possible."""
+    """(player, boxes) after a step in the direction ``LETTERS[direction]``, a push where a box is; the same where
+    neither is possible.
+    """
     step = room.steps[direction]
     there = player + step
     if not room.floor >> there & 1:
@@ -53,7 +55,9 @@ def move(room: SokobanRoom, player: int, boxes: int, direction: int) -> tuple[in
 
 
 def spread(room: SokobanRoom, free: int, start: int) -> list[int]:
-    """The cells that can be walked to over ``free`` ones: those 0 steps away from cell ``start``, those 1 step away, …"""
+    """The cells that can be walked to over ``free`` ones: those 0 steps away from cell ``start``, those 1 step away,
+    …
+    """
     frontier = seen = 1 << start
     layers = []
     while frontier:
@@ -84,7 +88,9 @@ def cells_of(bits: int) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def push_distances(room: SokobanRoom) -> dict[int, int]:
-    """Fewest pushes from a cell to the nearest target for a box that is alone; a box on a cell that is absent is lost."""
+    """Fewest pushes from a cell to the nearest target for a box that is alone; a box on a cell that is absent is
+    lost.
+    """
     found = dict.fromkeys(cells_of(room.targets), 0)
     frontier = list(found)
     while frontier:

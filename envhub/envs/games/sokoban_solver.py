@@ -1,7 +1,8 @@
-"""A* over the pushes of a Sokoban state, with the cells pruned from which a box never reaches a target, and blocks of four.
+"""A* over the pushes of a Sokoban state, with the cells pruned from which a box never reaches a target, and blocks of
+four.
 
-The cost is the number of moves. With up to ``EXACT_BOXES`` boxes the solution is a shortest one; with more, the estimate counts
-``WEIGHT``-fold, which finds longer solutions far sooner. ``MAX_STATES`` bounds the time.
+The cost is the number of moves. With up to ``EXACT_BOXES`` boxes the solution is a shortest one; with more, the
+estimate counts ``WEIGHT``-fold, which finds longer solutions far sooner. ``MAX_STATES`` bounds the time.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ def _pushes(room: SokobanRoom, player: int, boxes: int) -> list[tuple[int, int, 
 
 
 def _blocked(room: SokobanRoom, boxes: int, box: int) -> bool:
-    """Whether the box that was just pushed stands in a block of four boxes and walls that holds a box off its target."""
+    """Whether the box that was just pushed stands in a block of four boxes and walls that holds a box off its
+    target.
+    """
     for aside in (-1, 1):
         for away in (-room.width, room.width):
             block = 1 << box | 1 << box + aside | 1 << box + away | 1 << box + aside + away

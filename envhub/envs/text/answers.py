@@ -11,7 +11,9 @@ MOVES: Final = {"L": "L", "D": "D", "R": "R", "U": "U", "LEFT": "L", "DOWN": "D"
 
 
 def tagged(text: str, answer_tag: bool) -> str:
-    """The text without surrounding blanks; with ``answer_tag``, what the last ``<answer>…</answer>`` holds, empty without one."""
+    """The text without surrounding blanks; with ``answer_tag``, what the last ``<answer>…</answer>`` holds, empty
+    without one.
+    """
     if answer_tag:
         found = _ANSWER.findall(text)
         text = found[-1] if found else ""

@@ -1,7 +1,7 @@
 """Questions with reference answers from a file, one turn each; reward hubs compare the two.
 
-Training goes through the whole file once an epoch in a seeded order of its own for each epoch; evaluation takes its rows
-from a second file, or from a share at the end of the first that training then never sees.
+Training goes through the whole file once an epoch in a seeded order of its own for each epoch; evaluation takes its
+rows from a second file, or from a share at the end of the first that training then never sees.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ class QuestionAnswer(Environment):
             try:
                 _rows(args, "eval")
             except ConfigError as error:
-                raise ConfigError("eval_path" if error.key == "path" else error.key, error.value, error.allowed) from None
+                raise ConfigError(
+                    "eval_path" if error.key == "path" else error.key, error.value, error.allowed
+                ) from None
 
     @classmethod
     def data_files(cls, args: QuestionAnswerArgs) -> list[str]:
@@ -66,7 +68,11 @@ class QuestionAnswer(Environment):
     def references(cls, args: QuestionAnswerArgs) -> list[tuple[str, str]]:
         files = dict.fromkeys(cls.data_files(args))
         rows = ((path, read_rows(path, args.question, args.answer, args.answer_after)) for path in files)
-        return [(f"{path}, row {number}", answer) for path, found in rows for number, (_, answer) in enumerate(found, start=1)]
+        return [
+            (f"{path}, row {number}", answer)
+            for path, found in rows
+            for number, (_, answer) in enumerate(found, start=1)
+        ]
 
     @classmethod
     def num_tasks(cls, args: QuestionAnswerArgs, split: Split) -> int | None:
@@ -75,7 +81,9 @@ class QuestionAnswer(Environment):
     @classmethod
     def example(cls, folder: Path) -> dict[str, Any]:
         file = folder / "sums.jsonl"
-        file.write_text("".join(f'{{"question": "{n} + {n} = ?", "answer": "{2 * n}"}}\n' for n in range(20)), encoding="utf-8")
+        file.write_text(
+            "".join(f'{{"question": "{n} + {n} = ?", "answer": "{2 * n}"}}\n' for n in range(20)), encoding="utf-8"
+        )
         return {"path": str(file), "eval_share": 0.2}
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:

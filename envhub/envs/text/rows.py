@@ -40,7 +40,10 @@ def read_rows(path: str, question: str, answer: str, answer_after: str) -> tuple
     else:
         raise ConfigError("path", path, f"a file ending in {', '.join(JSONL + PARQUET)}")
     rows = tuple(
-        (_text(path, line, record, question), _after(path, line, _text(path, line, record, answer), answer, answer_after))
+        (
+            _text(path, line, record, question),
+            _after(path, line, _text(path, line, record, answer), answer, answer_after),
+        )
         for line, record in records
     )
     if not rows:

@@ -1,4 +1,6 @@
-"""Search by words: BM25 (Robertson and Zaragoza 2009) over a list of texts, by the library bm25s (Lù 2024, arXiv:2407.03618)."""
+"""Search by words: BM25 (Robertson and Zaragoza 2009) over a list of texts, by the library bm25s (Lù 2024,
+arXiv:2407.03618).
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,49 @@ import numpy as np
 
 _WORD: Final = re.compile(r"\w+")
 STOP_WORDS: Final = frozenset(
-    {"a", "an", "and", "are", "as", "at", "be", "but", "by", "for", "from", "has", "have", "i", "if", "in", "into", "is", "it", "its", "me"}
-    | {"my", "no", "not", "of", "on", "or", "than", "that", "the", "their", "then", "there", "these", "they", "this", "to", "was", "what"}
+    {
+        "a",
+        "an",
+        "and",
+        "are",
+        "as",
+        "at",
+        "be",
+        "but",
+        "by",
+        "for",
+        "from",
+        "has",
+        "have",
+        "i",
+        "if",
+        "in",
+        "into",
+        "is",
+        "it",
+        "its",
+        "me",
+    }
+    | {
+        "my",
+        "no",
+        "not",
+        "of",
+        "on",
+        "or",
+        "than",
+        "that",
+        "the",
+        "their",
+        "then",
+        "there",
+        "these",
+        "they",
+        "this",
+        "to",
+        "was",
+        "what",
+    }
     | {"when", "where", "which", "who", "will", "with", "would", "you", "your"}
 )
 
@@ -35,7 +78,9 @@ class SearchIndex:
             self._scorer.index(tokens, show_progress=False)
 
     def search(self, query: str, limit: int) -> list[int]:
-        """Positions of the texts that have a word of the query, best first, the earlier of equals first; at most ``limit``."""
+        """Positions of the texts that have a word of the query, best first, the earlier of equals first; at most
+        ``limit``.
+        """
         asked = [word for word in words(query) if word in self._known]
         if not asked:
             return []

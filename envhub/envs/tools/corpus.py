@@ -60,10 +60,15 @@ def read_corpus(path: str, text: str, title: str) -> Corpus:
             found = record.get(text)
             if not isinstance(found, str) or not found.strip():
                 raise DataError(
-                    path, line, f"column {text!r} holds {found!r:.80}, not a text; the line has {', '.join(sorted(record)) or 'nothing'}"
+                    path,
+                    line,
+                    f"column {text!r} holds {found!r:.80}, not a text; the line has "
+                    f"{', '.join(sorted(record)) or 'nothing'}",
                 )
             titles.append(str(record.get(title) or ""))
             texts.append(" ".join(found.split()))
     if not texts:
         raise ConfigError("corpus", path, "the file holds no documents")
-    return Corpus(tuple(titles), tuple(texts), SearchIndex([f"{title} {text}" for title, text in zip(titles, texts, strict=True)]))
+    return Corpus(
+        tuple(titles), tuple(texts), SearchIndex([f"{title} {text}" for title, text in zip(titles, texts, strict=True)])
+    )

@@ -1,11 +1,12 @@
 """Questions to be answered with a Python tool: programs of the model's run in a sandbox, and it sees what they print.
 
-``<python>…</python>``, or a tool call of that name with ``code``, runs a program; ``<answer>…</answer>`` ends the episode and is compared
-with the reference, as numbers where both are, else as texts. With ``keep`` the programs of earlier turns that ended well are executed again
-before each, without their output, so that names stay defined. Set ``sampling.stop: ["</python>", "</answer>"]``.
+``<python>…</python>``, or a tool call of that name with ``code``, runs a program; ``<answer>…</answer>`` ends the
+episode and is compared with the reference, as numbers where both are, else as texts. With ``keep`` the programs of
+earlier turns that ended well are executed again before each, without their output, so that names stay defined. Set
+``sampling.stop: ["</python>", "</answer>"]``.
 
-The sandbox is the one that scores programs (bubblewrap: no network, a read-only root, limits). Where it does not work nothing starts,
-unless ``sandbox: none`` accepts that programs of the policy run unprotected as the hub's own user.
+The sandbox is the one that scores programs (bubblewrap: no network, a read-only root, limits). Where it does not work
+nothing starts, unless ``sandbox: none`` accepts that programs of the policy run unprotected as the hub's own user.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ with _contextlib.redirect_stdout(_io.StringIO()), _contextlib.redirect_stderr(_i
 class PythonArgs(QuestionAnswerArgs):
     """``env_args`` of ``python``; those of ``qa`` name the file of questions."""
 
-    sandbox: Literal["bubblewrap", "none"] = "bubblewrap"  # none: programs of the policy run unprotected, as the hub's own user
+    # none: programs of the policy run unprotected, as the hub's own user
+    sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
     keep: bool = True  # names stay defined from one program to the next
     max_programs: PositiveInt = 8  # in an episode; a further one is not run
     timeout_s: PositiveFloat = 8.0  # by the clock, each program
@@ -46,7 +48,8 @@ class PythonArgs(QuestionAnswerArgs):
     output_chars: PositiveInt = 4000  # that are shown of what a program prints
     parallel: PositiveInt = 4  # programs at once in one hub
     packages: tuple[str, ...] = ()  # folders that programs may import from, besides the standard library
-    format_penalty: NonNegativeFloat = 0.0  # taken from the reward for a turn that holds neither a program nor an answer
+    # taken from the reward for a turn that holds neither a program nor an answer
+    format_penalty: NonNegativeFloat = 0.0
 
 
 class PythonQA(QuestionEnvironment):
@@ -78,7 +81,10 @@ class PythonQA(QuestionEnvironment):
         call = tool_calls.parse(text, TOOL, "code")
         metrics = {"programs": float(self._programs)}
         if call is None:
-            seen = self._show(f"Neither a program nor an answer was found. Write <{TOOL}>code</{TOOL}> or <answer>your answer</answer>.")
+            seen = self._show(
+                f"Neither a program nor an answer was found. Write <{TOOL}>code</{TOOL}> or <answer>your "
+                f"answer</answer>."
+            )
             return StepResult(seen, -self.args.format_penalty, False, False, metrics=metrics)
         what, held = call
         if what == tool_calls.ANSWER:
@@ -89,7 +95,10 @@ class PythonQA(QuestionEnvironment):
             return StepResult(self._show("<output>No more programs are run.</output>"), 0.0, False, metrics=metrics)
         self._programs += 1
         return StepResult(
-            self._show(f"<output>\n{self._run(bare(held))}\n</output>"), 0.0, False, metrics={"programs": float(self._programs)}
+            self._show(f"<output>\n{self._run(bare(held))}\n</output>"),
+            0.0,
+            False,
+            metrics={"programs": float(self._programs)},
         )
 
     def _run(self, code: str) -> str:

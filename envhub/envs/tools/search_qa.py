@@ -1,8 +1,8 @@
 """Questions to be answered with a search tool over a local corpus, as in Search-R1 (Jin et al. 2025, arXiv:2503.09516).
 
-``<search>words</search>``, or a tool call of that name with a ``query``, shows the best documents by BM25 within ``<information>``;
-``<answer>…</answer>`` ends the episode and is scored against the reference. Set ``sampling.stop: ["</search>", "</answer>"]``, so that the
-model does not make up what it finds.
+``<search>words</search>``, or a tool call of that name with a ``query``, shows the best documents by BM25 within
+``<information>``; ``<answer>…</answer>`` ends the episode and is scored against the reference. Set ``sampling.stop:
+["</search>", "</answer>"]``, so that the model does not make up what it finds.
 """
 
 from __future__ import annotations
@@ -60,8 +60,12 @@ class SearchQA(QuestionEnvironment):
     def example(cls, folder: Path) -> dict[str, Any]:
         towns = [f"Town{number}" for number in range(20)]
         corpus, questions = folder / "corpus.jsonl", folder / "questions.jsonl"
-        corpus.write_text("".join(f'{{"title": "{town}", "contents": "The mayor of {town} is Mayor{town}."}}\n' for town in towns))
-        questions.write_text("".join(f'{{"question": "Who is the mayor of {town}?", "answer": "Mayor{town}"}}\n' for town in towns))
+        corpus.write_text(
+            "".join(f'{{"title": "{town}", "contents": "The mayor of {town} is Mayor{town}."}}\n' for town in towns)
+        )
+        questions.write_text(
+            "".join(f'{{"question": "Who is the mayor of {town}?", "answer": "Mayor{town}"}}\n' for town in towns)
+        )
         return {"corpus": str(corpus), "path": str(questions), "eval_share": 0.2}
 
     def _begin(self) -> None:
@@ -71,7 +75,10 @@ class SearchQA(QuestionEnvironment):
         call = tool_calls.parse(text, TOOL, "query")
         metrics = {"searches": float(self._searches)}
         if call is None:
-            seen = self._show(f"Neither a search nor an answer was found. Write <{TOOL}>words</{TOOL}> or <answer>your answer</answer>.")
+            seen = self._show(
+                f"Neither a search nor an answer was found. Write <{TOOL}>words</{TOOL}> or <answer>your "
+                f"answer</answer>."
+            )
             return StepResult(seen, -self.args.format_penalty, False, False, metrics=metrics)
         what, held = call
         if what == tool_calls.ANSWER:
@@ -83,10 +90,17 @@ class SearchQA(QuestionEnvironment):
         self._searches += 1
         found = _corpus(self.args).find(held, self.args.documents, self.args.document_chars)
         told = "\n".join(f"({rank}) {document}" for rank, document in enumerate(found, start=1)) or "Nothing was found."
-        return StepResult(self._show(f"<information>\n{told}\n</information>"), 0.0, False, metrics={"searches": float(self._searches)})
+        return StepResult(
+            self._show(f"<information>\n{told}\n</information>"),
+            0.0,
+            False,
+            metrics={"searches": float(self._searches)},
+        )
 
     def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
-        """A search for the question, then the reference answer; with probability ``noise`` another question's answer."""
+        """A search for the question, then the reference answer; with probability ``noise`` another question's
+        answer.
+        """
         if rng.random() < noise:
             return f"<answer>{self._questions.demonstrate(rng, 1.0)}</answer>"
         return f"<answer>{self._references()[0]}</answer>" if self._searches else f"<{TOOL}>{self.prompt}</{TOOL}>"

@@ -1,8 +1,9 @@
 """What the environments with a tool share: reading a call or an answer from a text, and scoring the answer.
 
 A call is ``<name>…</name>``, as in Search-R1 (Jin et al. 2025, arXiv:2503.09516), or a ``<tool_call>`` that holds
-``{"name": …, "arguments": {…}}``, as the chat templates of Hermes and Qwen write it. The answer is ``<answer>…</answer>``. What comes
-first in a text counts. A tag that is not closed reaches to the end, for servers leave out the stop string at which they stop.
+``{"name": …, "arguments": {…}}``, as the chat templates of Hermes and Qwen write it. The answer is
+``<answer>…</answer>``. What comes first in a text counts. A tag that is not closed reaches to the end, for servers
+leave out the stop string at which they stop.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ Score = Literal["exact", "f1"]
 
 
 def parse(text: str, tool: str, argument: str) -> tuple[str, str] | None:
-    """(``tool`` or ``answer``, what it holds without surrounding blanks); None where there is neither, or a call of another kind.
+    """(``tool`` or ``answer``, what it holds without surrounding blanks); None where there is neither, or a call of
+    another kind.
 
     Args:
         tool: its name.
@@ -55,9 +57,12 @@ def _pattern(tool: str) -> re.Pattern[str]:
 
 
 def plain(text: str) -> str:
-    """In lower case, without punctuation, articles and extra blanks: how SQuAD compares (Rajpurkar et al. 2016, arXiv:1606.05250)."""
+    """In lower case, without punctuation, articles and extra blanks: how SQuAD compares (Rajpurkar et al. 2016,
+    arXiv:1606.05250).
+    """
     bare = text.lower().translate(_PUNCTUATION)
-    return " ".join(_ARTICLES.sub(" ", bare).split()) or " ".join(bare.split()) or text.strip()  # an answer may be "A", or "+"
+    # an answer may be "A", or "+"
+    return " ".join(_ARTICLES.sub(" ", bare).split()) or " ".join(bare.split()) or text.strip()
 
 
 def exact(answer: str, references: Iterable[str]) -> float:

@@ -1,10 +1,10 @@
 """WebShop: find, choose and buy what an instruction asks for (Yao et al. 2022, arXiv:2207.01206).
 
-Two actions: ``search[words]`` and ``click[what stands on the page]``. A search shows pages of results; an article's page has its options,
-price and four further pages; ``buy now`` ends the episode with the purchase's score from 0 to 1 (``envhub.envs.tools.webshop_reward``),
-and 1 is
-a success. The shop is a small catalogue made from a seed, or WebShop's own data (``items``, ``attributes``, ``human``).
-With a large one say ``isolation: thread`` in the domain, so that a search does not hold up the hub.
+Two actions: ``search[words]`` and ``click[what stands on the page]``. A search shows pages of results; an article's
+page has its options, price and four further pages; ``buy now`` ends the episode with the purchase's score from 0 to 1
+(``envhub.envs.tools.webshop_reward``), and 1 is a success. The shop is a small catalogue made from a seed, or WebShop's
+own data (``items``, ``attributes``, ``human``). With a large one say ``isolation: thread`` in the domain, so that a
+search does not hold up the hub.
 """
 
 from __future__ import annotations
@@ -77,11 +77,15 @@ class WebShop(Environment):
             raise ConfigError("attributes", None, "WebShop's items_ins_v2*.json, for items is given")
         for key in ("hidden_attributes", "goal_attributes"):
             if getattr(args, key) > args.product_attributes:
-                raise ConfigError(key, getattr(args, key), f"at most product_attributes, which is {args.product_attributes}")
+                raise ConfigError(
+                    key, getattr(args, key), f"at most product_attributes, which is {args.product_attributes}"
+                )
         files.load.cache_clear()  # the files may have changed since they were last looked at
         _catalogue.cache_clear()
         if len(_catalogue(args).goals) < 2:
-            raise ConfigError("items" if args.items else "products", args.items or args.products, "a catalogue with two goals or more")
+            raise ConfigError(
+                "items" if args.items else "products", args.items or args.products, "a catalogue with two goals or more"
+            )
 
     @classmethod
     def data_files(cls, args: WebShopArgs) -> list[str]:
@@ -117,13 +121,17 @@ class WebShop(Environment):
                 return self._buy()
             if valid:
                 self._click(what)
-        return StepResult(self._observe(), 0.0 if valid else -self.args.format_penalty, False, valid, metrics={"score": 0.0})
+        return StepResult(
+            self._observe(), 0.0 if valid else -self.args.format_penalty, False, valid, metrics={"score": 0.0}
+        )
 
     def text_frame(self) -> str:
         return pages.full(self._view, self.goal)
 
     def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
-        """What a customer who knows the catalogue does next; with probability ``noise`` anything that can be clicked or searched."""
+        """What a customer who knows the catalogue does next; with probability ``noise`` anything that can be clicked or
+        searched.
+        """
         if rng.random() < noise:
             return self._anything(rng)
         view, goal = self._view, self.goal
@@ -203,7 +211,13 @@ class WebShop(Environment):
 @lru_cache(maxsize=4)
 def _catalogue(args: WebShopArgs) -> ProductCatalogue:
     if args.items is None:
-        numbers = (args.product_attributes, args.hidden_attributes, args.goal_attributes, args.option_values, args.departments)
+        numbers = (
+            args.product_attributes,
+            args.hidden_attributes,
+            args.goal_attributes,
+            args.option_values,
+            args.departments,
+        )
         return generate(args.products, args.catalogue_seed, *numbers)
     return files.load(args.items, str(args.attributes), args.human, args.num_products)
 

@@ -79,7 +79,9 @@ class ProductCatalogue:
         self.products = tuple(products)
         self.by_asin = {product.asin: product for product in self.products}
         different = {goal.instruction: goal for goal in goals}
-        self.goals = tuple(sorted(different.values(), key=lambda goal: hashlib.blake2b(goal.instruction.encode()).digest()))
+        self.goals = tuple(
+            sorted(different.values(), key=lambda goal: hashlib.blake2b(goal.instruction.encode()).digest())
+        )
         self._found: dict[str, tuple[ShopProduct, ...]] = {}
 
     @cached_property
@@ -183,19 +185,27 @@ def generate(
     """
     rng = np.random.default_rng([seed, num_products])
     there = [department for department in DEPARTMENTS if not departments or department[0] in departments]
-    products = [_product(number, rng, there, num_attributes, hidden_attributes, option_values) for number in range(num_products)]
+    products = [
+        _product(number, rng, there, num_attributes, hidden_attributes, option_values) for number in range(num_products)
+    ]
     return ProductCatalogue(products, [goal for product in products for goal in _goals(product, goal_attributes)])
 
 
 def _product(
-    number: int, rng: np.random.Generator, there: Sequence[Department], num_attributes: int, hidden: int, option_values: int
+    number: int,
+    rng: np.random.Generator,
+    there: Sequence[Department],
+    num_attributes: int,
+    hidden: int,
+    option_values: int,
 ) -> ShopProduct:
     department, things, qualities, options, (low, high) = there[int(rng.integers(len(there)))]
     thing = str(rng.choice(things))
     has = [str(quality) for quality in rng.choice(qualities, num_attributes, replace=False)]
     shown = has[: num_attributes - hidden]
     offered = {
-        name: tuple(str(v) for v in rng.choice(values, min(option_values, len(values)), replace=False)) for name, values in options.items()
+        name: tuple(str(v) for v in rng.choice(values, min(option_values, len(values)), replace=False))
+        for name, values in options.items()
     }
     return ShopProduct(
         asin=f"b{number:0{3 if number < 1000 else 6}d}",

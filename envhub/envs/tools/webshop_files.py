@@ -1,8 +1,10 @@
-"""The catalogue and the goals of WebShop's own JSON files (https://github.com/princeton-nlp/WebShop, ``setup.sh`` downloads them).
+"""The catalogue and the goals of WebShop's own JSON files (https://github.com/princeton-nlp/WebShop, ``setup.sh``
+downloads them).
 
-``items_shuffle*.json`` is a list of products; ``items_ins_v2*.json`` holds each product's attributes and a synthetic instruction by asin;
-``items_human_ins.json`` holds lists of instructions that people wrote, by asin. The rules for prices, options and goals are WebShop's
-(``web_agent_site/engine``), except that its draws without a seed (a price between two, a limit above the price) depend on the product here.
+``items_shuffle*.json`` is a list of products; ``items_ins_v2*.json`` holds each product's attributes and a synthetic
+instruction by asin; ``items_human_ins.json`` holds lists of instructions that people wrote, by asin. The rules for
+prices, options and goals are WebShop's (``web_agent_site/engine``), except that its draws without a seed (a price
+between two, a limit above the price) depend on the product here.
 """
 
 from __future__ import annotations
@@ -60,9 +62,15 @@ def load(items: str, attributes: str, human: str | None, num_products: int | Non
         if said is None:
             goals += _synthetic(attributes, number, product, own)
         else:
-            goals += (goal for place, row in enumerate(said.get(asin, []), start=1) if (goal := _human(str(human), place, product, row)))
+            goals += (
+                goal
+                for place, row in enumerate(said.get(asin, []), start=1)
+                if (goal := _human(str(human), place, product, row))
+            )
     if not goals:
-        raise ConfigError("attributes" if human is None else "human", human or attributes, f"instructions for the products of {items}")
+        raise ConfigError(
+            "attributes" if human is None else "human", human or attributes, f"instructions for the products of {items}"
+        )
     return ProductCatalogue(list(products.values()), goals)
 
 
@@ -86,7 +94,9 @@ def _read(key: str, path: str, kind: type[Any]) -> Any:
 
 
 def _first_bad_row(data: bytes) -> tuple[int, str]:
-    """Number (from 1) and problem of the first malformed row of a JSON list or object; no problem where the rows are well formed."""
+    """Number (from 1) and problem of the first malformed row of a JSON list or object; no problem where the rows are
+    well formed.
+    """
     text = data.decode("utf-8", "surrogateescape").strip()
     at, number = 1, 0
     while text.startswith(("[", "{")) and (at := _after(_COMMA, text, at)) < len(text) and text[at] not in "]}":
@@ -145,7 +155,9 @@ def _options(path: str, number: int, row: dict[str, Any]) -> dict[str, tuple[str
     for name, values in told.items():
         if values is None:
             continue
-        if not isinstance(values, list) or not all(isinstance(value, dict) and isinstance(value.get("value"), str) for value in values):
+        if not isinstance(values, list) or not all(
+            isinstance(value, dict) and isinstance(value.get("value"), str) for value in values
+        ):
             raise DataError(path, number, f"customization_options.{name} is no list of objects with a value")
         options[name.lower()] = tuple(value["value"].strip().replace("/", " | ").lower() for value in values)
     return options
@@ -172,13 +184,17 @@ def _synthetic(path: str, number: int, product: ShopProduct, told: dict[str, Any
 def _goal(product: ShopProduct, text: str, wanted: tuple[str, ...], options: tuple[str, ...]) -> ShoppingGoal:
     limit = price_limit(product.price, f"{product.asin} {text}")
     text += f", and price lower than {limit:.2f} dollars" if limit < NO_LIMIT else ""
-    return ShoppingGoal(product, text, tuple(value.lower() for value in wanted), tuple(value.lower() for value in options), limit)
+    return ShoppingGoal(
+        product, text, tuple(value.lower() for value in wanted), tuple(value.lower() for value in options), limit
+    )
 
 
 def _text(path: str, place: int, row: dict[str, Any], key: str) -> str:
     value = row.get(key)
     if not isinstance(value, str):
-        raise DataError(path, place, f"{key} is {value!r:.80}, not a text; it has {', '.join(sorted(row)) or 'nothing'}")
+        raise DataError(
+            path, place, f"{key} is {value!r:.80}, not a text; it has {', '.join(sorted(row)) or 'nothing'}"
+        )
     return value
 
 

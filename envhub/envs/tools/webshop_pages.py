@@ -1,9 +1,9 @@
 """What a web shop's pages show, as text, and what can be clicked on them.
 
-``full`` has a line for each thing that WebShop's pages show, with what can be clicked in brackets; the instruction stands on
-every page. ``compact`` says what is needed in few characters, for small models: the wish in a line where one can search, then results as
-``number name price``, then an article's options, the chosen ones after ``*``. There a click names a result by its number on the page, and
-buttons are not listed, but work.
+``full`` has a line for each thing that WebShop's pages show, with what can be clicked in brackets; the instruction
+stands on every page. ``compact`` says what is needed in few characters, for small models: the wish in a line where one
+can search, then results as ``number name price``, then an article's options, the chosen ones after ``*``. There a click
+names a result by its number on the page, and buttons are not listed, but work.
 """
 
 from __future__ import annotations
@@ -118,5 +118,8 @@ def compact(view: PageView, goal: ShoppingGoal) -> str:
         return "\n".join(rows) or "nothing"
     if view.sub_page:
         return "\n".join(_sub_page(view.product, view.sub_page))
-    groups = [" ".join(f"*{v}" if v == view.chosen.get(name) else v for v in values) for name, values in view.product.options.items()]
+    groups = [
+        " ".join(f"*{v}" if v == view.chosen.get(name) else v for v in values)
+        for name, values in view.product.options.items()
+    ]
     return ";".join(groups)

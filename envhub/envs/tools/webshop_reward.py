@@ -2,11 +2,12 @@
 
     score = type · (matched attributes + matched options + [price <= limit]) / (wanted attributes + wanted options + 1)
 
-``type`` is 1 where the article was listed under the same search word, shares two categories, or its name shares more than a fifth of
-the wanted one's nouns, else 0.5; it is 0.1 where the names share less than a tenth of them, 0 where they share none. Attributes and
-options match as texts whose sets of words are alike by more than 85 of 100; an attribute also where title, features or description
-have it. Two things differ from the published code: nouns are not tagged by spaCy but given with a generated product, and taken to be
-all words of a real one's name but stop words and numbers; colours need not be reduced to their first word, as sets of words match anyway.
+``type`` is 1 where the article was listed under the same search word, shares two categories, or its name shares more
+than a fifth of the wanted one's nouns, else 0.5; it is 0.1 where the names share less than a tenth of them, 0 where
+they share none. Attributes and options match as texts whose sets of words are alike by more than 85 of 100; an
+attribute also where title, features or description have it. Two things differ from the published code: nouns are not
+tagged by spaCy but given with a generated product, and taken to be all words of a real one's name but stop words and
+numbers; colours need not be reduced to their first word, as sets of words match anyway.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ def score(product: ShopProduct, goal: ShoppingGoal, chosen: Iterable[str]) -> fl
     attributes = sum(_has(product, wanted) for wanted in goal.attributes)
     options = sum(any(alike(value, wanted) > ALIKE for value in chosen) for wanted in goal.options)
     fair = product.price <= goal.price_upper
-    return type_score(product, goal.product) * (attributes + options + fair) / (len(goal.attributes) + len(goal.options) + 1)
+    return (
+        type_score(product, goal.product)
+        * (attributes + options + fair)
+        / (len(goal.attributes) + len(goal.options) + 1)
+    )
 
 
 def best_score(product: ShopProduct, goal: ShoppingGoal) -> float:
@@ -42,7 +47,12 @@ def best_options(product: ShopProduct, goal: ShoppingGoal) -> dict[str, str]:
     """The values to choose, by the option's name; of a wanted value that two options have, the first."""
     found: dict[str, str] = {}
     for wanted in goal.options:
-        rated = [(alike(value, wanted), name, value) for name, values in product.options.items() if name not in found for value in values]
+        rated = [
+            (alike(value, wanted), name, value)
+            for name, values in product.options.items()
+            if name not in found
+            for value in values
+        ]
         rated = [rating for rating in rated if rating[0] > ALIKE]
         if rated:
             _, name, value = max(rated, key=lambda rating: (rating[0], rating[2] == wanted))
@@ -76,7 +86,8 @@ def _has(product: ShopProduct, wanted: str) -> bool:
 def alike(one: str, other: str) -> float:
     """How alike two texts are as sets of words, 0 to 100: the token set ratio of fuzzy matching.
 
-    The words in common are compared with each text's words, those in common first, and both with each other; the best counts.
+    The words in common are compared with each text's words, those in common first, and both with each other; the best
+    counts.
     """
     first, second = set(one.lower().split()), set(other.lower().split())
     both = " ".join(sorted(first & second))

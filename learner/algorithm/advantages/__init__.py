@@ -18,5 +18,6 @@ ADVANTAGES: Final[dict[str, str]] = {
 
 # Properties of the estimators, to check settings without importing them.
 WHOLE_BATCH: Final = frozenset({"gae", "reinforce++", "reinforce++_baseline"})  # take all groups of a step at once
-NEEDS_GROUPS: Final = frozenset({"grpo", "dr_grpo", "rloo", "reinforce++_baseline", "gigpo"})  # compare episodes of one group
+# compare episodes of one group
+NEEDS_GROUPS: Final = frozenset({"grpo", "dr_grpo", "rloo", "reinforce++_baseline", "gigpo"})
 COUNT_EPISODES: Final = frozenset({"grpo", "dr_grpo", "rloo", "gigpo"})  # an episode counts once

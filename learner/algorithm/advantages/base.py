@@ -109,4 +109,7 @@ def whiten(arrays: Sequence[FloatArray], counted: Sequence[bool]) -> list[FloatA
     if len(pool) < 2 or pool.min() == pool.max():
         return [np.zeros_like(array) for array in arrays]
     mean, scale = pool.mean(), pool.std(ddof=1) + 1e-8
-    return [(array - mean) / scale if counts else np.zeros_like(array) for array, counts in zip(arrays, counted, strict=True)]
+    return [
+        (array - mean) / scale if counts else np.zeros_like(array)
+        for array, counts in zip(arrays, counted, strict=True)
+    ]

@@ -33,7 +33,9 @@ def step_groups(anchors: Sequence[str], similarity: float = 1.0) -> list[int]:
 
 
 def _same(head: str, anchor: str, similarity: float) -> bool:
-    return head == anchor or (similarity < 1 and bool(head) and SequenceMatcher(None, head, anchor).ratio() >= similarity)
+    return head == anchor or (
+        similarity < 1 and bool(head) and SequenceMatcher(None, head, anchor).ratio() >= similarity
+    )
 
 
 def step_advantages(returns: FloatArray, groups: Sequence[int], *, norm_std: bool = True) -> FloatArray:
@@ -64,10 +66,16 @@ def estimate(trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSectio
     """
     steps = [(row, turn) for row, trajectory in enumerate(trajectories) for turn in trajectory.turns]
     if steps and not any(turn.anchor for _, turn in steps):
-        raise ConfigError("algorithm.adv_estimator", "gigpo", "an environment that gives anchors; this one's states cannot be compared")
+        raise ConfigError(
+            "algorithm.adv_estimator",
+            "gigpo",
+            "an environment that gives anchors; this one's states cannot be compared",
+        )
     numbers = sorted({trajectory.episode for trajectory in trajectories})
     totals = {trajectory.episode: trajectory.reward for trajectory in trajectories}  # the last one's
-    whole = dict(zip(numbers, grpo.advantages(np.array([totals[n] for n in numbers]), norm_std=algorithm.norm_std), strict=True))
+    whole = dict(
+        zip(numbers, grpo.advantages(np.array([totals[n] for n in numbers]), norm_std=algorithm.norm_std), strict=True)
+    )
     returns = np.zeros(len(steps))
     for number in numbers:
         where = [i for i, (row, _) in enumerate(steps) if trajectories[row].episode == number]

@@ -48,7 +48,8 @@ def log_ratio(facts: CorrectionInputs, level: str) -> Tensor:
     """Return ``log p/β`` at every token, (T,).
 
     Args:
-        level: ``token``; ``sequence``, the sum over the token's sequence (the ratio is a product); ``geometric``, its mean.
+        level: ``token``; ``sequence``, the sum over the token's sequence (the ratio is a product); ``geometric``, its
+        mean.
     """
     tokens = facts.proximal_logprobs - facts.rollout_logprobs
     if level == "token":

@@ -14,4 +14,6 @@ def decoupled(facts: CorrectionInputs, algorithm: AlgorithmSection) -> Correctio
     above = raw > algorithm.correction_high
     if algorithm.correction_mode == "mask":
         return keep(facts, raw, ~above)
-    return CorrectionResult(facts.proximal_logprobs, raw.clamp_max(algorithm.correction_high), above, torch.zeros_like(above))
+    return CorrectionResult(
+        facts.proximal_logprobs, raw.clamp_max(algorithm.correction_high), above, torch.zeros_like(above)
+    )

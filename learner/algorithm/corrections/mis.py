@@ -1,7 +1,7 @@
 """Masked importance sampling: masks tokens too far from the sampling policy, and weights the rest.
 
-Liu, Li et al., "When speed kills stability: demystifying RL collapse from the training-inference mismatch" (2025); estimators of
-the divergence by Schulman, "Approximating KL divergence" (2020).
+Liu, Li et al., "When speed kills stability: demystifying RL collapse from the training-inference mismatch" (2025);
+estimators of the divergence by Schulman, "Approximating KL divergence" (2020).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from learner.config import AlgorithmSection
 def mis(facts: CorrectionInputs, algorithm: AlgorithmSection) -> CorrectionResult:
     """Return ``p/β`` at ``correction_level`` where the mask accepts it, 0 elsewhere.
 
-    The mask looks at ``mis_mask_level``, by default the same level. With ``mis_estimator`` k1 the ratio there must lie in
-    [correction_low, correction_high]; with k2 (``(log p/β)^2 / 2``) and k3 (``p/β - 1 - log p/β``) the divergence of the
-    token, or its sum (sequence) or mean (geometric) over the sequence, must not exceed correction_high.
+    The mask looks at ``mis_mask_level``, by default the same level. With ``mis_estimator`` k1 the ratio there must lie
+    in [correction_low, correction_high]; with k2 (``(log p/β)^2 / 2``) and k3 (``p/β - 1 - log p/β``) the divergence of
+    the token, or its sum (sequence) or mean (geometric) over the sequence, must not exceed correction_high.
     """
     level = algorithm.mis_mask_level or algorithm.correction_level
     weight = exp(log_ratio(facts, algorithm.correction_level))

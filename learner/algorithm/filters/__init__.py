@@ -32,11 +32,13 @@ def passes_filter(name: str, group: wire.Group) -> bool:
         wanted = judge(group)
     except Exception as error:  # user code
         raise UserError(
-            f"algorithm.group_filter: {name} raised {type(error).__name__} for the group of ticket {group.ticket}: {error}"
+            f"algorithm.group_filter: {name} raised {type(error).__name__} for the group of ticket {group.ticket}: "
+            f"{error}"
         ) from error
     if not isinstance(wanted, bool):
         raise UserError(
-            f"algorithm.group_filter: {name} returned {wanted!r} for the group of ticket {group.ticket}; True keeps it, False filters it"
+            f"algorithm.group_filter: {name} returned {wanted!r} for the group of ticket {group.ticket}; True keeps "
+            f"it, False filters it"
         )
     return wanted
 

@@ -19,7 +19,9 @@ def ppo(tokens: LossTokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[s
         Losses (T,), and the sums ``clipped`` (tokens with the larger loss in the clipped branch) and ``dual_clipped``.
     """
     advantages = tokens.advantages
-    losses, stats = clipped_surrogate(ratio(tokens.logprobs, tokens.old_logprobs), advantages, algorithm.clip_low, algorithm.clip_high)
+    losses, stats = clipped_surrogate(
+        ratio(tokens.logprobs, tokens.old_logprobs), advantages, algorithm.clip_low, algorithm.clip_high
+    )
     if algorithm.dual_clip is not None:
         ceiling = -algorithm.dual_clip * advantages
         capped = (advantages < 0) & (losses > ceiling)

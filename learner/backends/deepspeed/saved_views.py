@@ -63,4 +63,6 @@ def _place(tensor: Tensor) -> SavedView | None:
         return None
     if weight.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
         return None  # a view of an earlier gathering
-    return SavedView(weight, tensor.size(), tensor.stride(), int(tensor.storage_offset()) - int(weight.storage_offset()))
+    return SavedView(
+        weight, tensor.size(), tensor.stride(), int(tensor.storage_offset()) - int(weight.storage_offset())
+    )

@@ -109,7 +109,9 @@ class ZeroOptimizer(MasterOptimizer):
         dirty: whether something was added since the last step.
     """
 
-    def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter], train: TrainSection, device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, parameters: Mapping[str, nn.Parameter], train: TrainSection, device: torch.device
+    ) -> None:
         self._train, self._live, self._size = train, dict(parameters), train.ranks
         self.updates, self.dirty = 0, False
         dtype = next(iter(self._live.values())).dtype
@@ -119,18 +121,23 @@ class ZeroOptimizer(MasterOptimizer):
             {"params": [p for p in self._live.values() if p.ndim >= 2], "weight_decay": train.weight_decay},
             {"params": [p for p in self._live.values() if p.ndim < 2], "weight_decay": 0.0},
         ]
-        self._adamw = ScaledAdamW([group for group in groups if group["params"]], lr=train.lr, betas=train.betas, fused=True)
+        self._adamw = ScaledAdamW(
+            [group for group in groups if group["params"]], lr=train.lr, betas=train.betas, fused=True
+        )
         self._adamw.factor = self._factor
         self._denominator: float | None = None
         self._sharded = train.deepspeed.stage == 3
-        self.engine = initialize_engine(FunctionModule(module), self._adamw, settings_of(train.deepspeed, dtype), device)
+        self.engine = initialize_engine(
+            FunctionModule(module), self._adamw, settings_of(train.deepspeed, dtype), device
+        )
         self._zero = self.engine.optimizer
         held = [parameter for group in self._adamw.param_groups for parameter in group["params"]]
         self._flat: list[Tensor] = list(getattr(self._zero, "fp32_partitioned_groups_flat", held))
         for flat in self._flat:
             self._adamw.state[flat] = _fresh(flat)
         if not self._sharded:
-            self._zero._lazy_init_hp_params_optimizer_state()  # lets each parameter find its moments before the first step
+            # lets each parameter find its moments before the first step
+            self._zero._lazy_init_hp_params_optimizer_state()
 
     def backward(self, total: Tensor) -> None:
         self.engine.backward(total, scale_wrt_gas=False)
@@ -144,7 +151,9 @@ class ZeroOptimizer(MasterOptimizer):
 
     def tensors(self) -> list[Tensor]:
         live = [getattr(parameter, "ds_tensor", parameter).detach() for parameter in self._live.values()]
-        return live + [one for flat in self._flat for one in (flat.detach(), *(self._adamw.state[flat][kind] for kind in MOMENTS))]
+        return live + [
+            one for flat in self._flat for one in (flat.detach(), *(self._adamw.state[flat][kind] for kind in MOMENTS))
+        ]
 
     @torch.no_grad()
     def step(self, denominator: float, at: int | None = None) -> dict[str, float]:
@@ -195,7 +204,9 @@ class ZeroOptimizer(MasterOptimizer):
         for name, shape in self._shapes.items():
             found[f"step.{name}"] = torch.zeros(())
             found |= {f"{kind}.{name}": torch.empty(shape) for kind in MOMENTS}
-        return found | ({f"master.{name}": torch.empty(shape) for name, shape in self._shapes.items()} if self._low else {})
+        return found | (
+            {f"master.{name}": torch.empty(shape) for name, shape in self._shapes.items()} if self._low else {}
+        )
 
     @torch.no_grad()
     def take(self, state: Mapping[str, Tensor]) -> None:
@@ -217,7 +228,9 @@ class ZeroOptimizer(MasterOptimizer):
 
     def _whole(self, parameter: Any, kind: str | None) -> Tensor:
         """Return whole moments of a parameter, or its float32 weights if ``kind`` is None."""
-        found: Tensor = self._zero.get_full_hp_param(parameter, kind) if self._sharded else parameter.get_full_hp_param(kind)
+        found: Tensor = (
+            self._zero.get_full_hp_param(parameter, kind) if self._sharded else parameter.get_full_hp_param(kind)
+        )
         return found
 
     def _set(self, parameter: Any, value: Tensor, kind: str | None) -> None:
@@ -236,7 +249,9 @@ def deepspeed_library() -> Any:
     return importlib.import_module("deepspeed")
 
 
-def initialize_engine(model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any], device: torch.device) -> Any:
+def initialize_engine(
+    model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any], device: torch.device
+) -> Any:
     """Return DeepSpeed's engine; the process group must exist."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ["LOCAL_RANK"] = str(device.index or 0)  # the GPU that DeepSpeed takes

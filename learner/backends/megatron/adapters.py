@@ -38,11 +38,15 @@ class MegatronAdapters(LoraAdapters):
     def __init__(self, module: Any, section: LoraSection, seed: int, base: str) -> None:
         skeleton = _without_weights(module)
         super().__init__(skeleton, section, seed, base)
-        self.first = {name: parameter.detach() for name, parameter in skeleton.named_parameters() if parameter.requires_grad}
+        self.first = {
+            name: parameter.detach() for name, parameter in skeleton.named_parameters() if parameter.requires_grad
+        }
         self.live: dict[str, nn.Parameter] = {}
         self._disabled = False
 
-    def divide(self, model: nn.Module, parts: Sequence[TensorPart], grid: RankGrid, groups: ProcessGroups, device: torch.device) -> None:
+    def divide(
+        self, model: nn.Module, parts: Sequence[TensorPart], grid: RankGrid, groups: ProcessGroups, device: torch.device
+    ) -> None:
         """Keep this rank's shares of the factors and hook ``model``, this stage's; ``parts`` are of all stages."""
         adapted = [part for part in parts if len(self.parts(part.name)) > 1]
         factors = [one for part in adapted for one in self._parts_of(part)]
@@ -72,7 +76,9 @@ class MegatronAdapters(LoraAdapters):
             replace(plain, name=b, holder=b, dim=0 if part.dim == 0 else None),
         ]
 
-    def _adding(self, layer: Any, together: Sequence[TensorPart], group: Any, device: torch.device) -> Callable[..., Any]:
+    def _adding(
+        self, layer: Any, together: Sequence[TensorPart], group: Any, device: torch.device
+    ) -> Callable[..., Any]:
         """Return a forward hook of one of Megatron's layers, which fuses several of Hugging Face's."""
         rows = torch.arange(layer.weight.shape[0], device=device)
         of_each: list[tuple[Tensor, Tensor, Tensor, bool]] = []
@@ -103,5 +109,7 @@ def _without_weights(module: Any) -> Any:
     skeleton = copy.deepcopy(module)
     for layer in skeleton.modules():
         if isinstance(layer, nn.Linear):
-            layer.weight = nn.Parameter(torch.zeros((), dtype=layer.weight.dtype).expand(layer.weight.shape), requires_grad=False)
+            layer.weight = nn.Parameter(
+                torch.zeros((), dtype=layer.weight.dtype).expand(layer.weight.shape), requires_grad=False
+            )
     return skeleton

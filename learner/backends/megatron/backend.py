@@ -47,14 +47,18 @@ class MegatronWeights(ShardedWeights):
     def factors(self) -> dict[str, Tensor]:
         adapters = self._model.adapters
         assert adapters is not None
-        found = {name: factor for name in adapters.exchange.shapes if (factor := self._model.gather_factor(name)) is not None}
+        found = {
+            name: factor for name in adapters.exchange.shapes if (factor := self._model.gather_factor(name)) is not None
+        }
         return adapters.factors(found.__getitem__) if self._rank == 0 else {}
 
 
 class MegatronPasses(ModelPasses):
     """Passes in which all stages of a copy take part, several slices at a time."""
 
-    def __init__(self, *arguments: Any, policy: MegatronPolicy, grid: RankGrid, groups: ProcessGroups, **options: Any) -> None:
+    def __init__(
+        self, *arguments: Any, policy: MegatronPolicy, grid: RankGrid, groups: ProcessGroups, **options: Any
+    ) -> None:
         super().__init__(*arguments, **options)
         self._policy, self._grid, self._groups = policy, grid, groups
 
@@ -65,7 +69,9 @@ class MegatronPasses(ModelPasses):
 
         def loss(index: int, measured: Measured) -> Tensor:
             batch = batches[index]
-            total, sums = self.objective(batch, *measured, references[index], kl_coef=self.kl.value, version=self.version)
+            total, sums = self.objective(
+                batch, *measured, references[index], kl_coef=self.kl.value, version=self.version
+            )
             found[index] = self.sums_of(batch, sums)
             return total
 
@@ -88,9 +94,15 @@ class MegatronPasses(ModelPasses):
         batches = [self.collate(piece) for piece, _ in jobs]
         references = self._references(batches) if self.models.kl_in_reward else [None] * len(jobs)
         found: list[list[Array | None]] = []
-        for measured, reference, values in zip(self._policy.measured(batches), references, self._values(batches), strict=True):
+        for measured, reference, values in zip(
+            self._policy.measured(batches), references, self._values(batches), strict=True
+        ):
             logprobs = measured[0] if measured is not None else None
-            kl = kl_penalty(logprobs, reference, self.algorithm.kl_estimator) if logprobs is not None and reference is not None else None
+            kl = (
+                kl_penalty(logprobs, reference, self.algorithm.kl_estimator)
+                if logprobs is not None and reference is not None
+                else None
+            )
             found.append([None if column is None else column.cpu().numpy() for column in (logprobs, kl, values)])
         return found
 
@@ -110,7 +122,9 @@ class MegatronPasses(ModelPasses):
         if self.models.critic is None:
             return [None] * len(batches)
         found = [torch.zeros(len(batch.targets), device=self.device) for batch in batches]
-        for index in deal_slices([batch.input_ids.numel() for batch in batches], self._grid.tp * self._grid.pp)[self._grid.place]:
+        for index in deal_slices([batch.input_ids.numel() for batch in batches], self._grid.tp * self._grid.pp)[
+            self._grid.place
+        ]:
             found[index] = self.models.critic.values(batches[index])
         sum_over_ranks(found, self.device, self._groups.model)  # all ranks but one add 0
         return list(found)
@@ -138,13 +152,18 @@ def _build_worker(shells: Mapping[str, ModelShell], context: RunContext, ranks: 
     ranks.join(device, alone=True)
     groups = ProcessGroups(grid)
     models = ModelSet(
-        context, device, ranks.rank, lambda path, trained: MegatronPolicy(shells[path], grid, groups, device, trainable=trained)
+        context,
+        device,
+        ranks.rank,
+        lambda path, trained: MegatronPolicy(shells[path], grid, groups, device, trainable=trained),
     )
     policy: MegatronPolicy = models.policy  # type: ignore[assignment]  # as loaded above
     policy.divide_adapters()
     weights = MegatronWeights(policy, ranks.rank)
     optimizer = MegatronOptimizer(policy, context.train, grid, groups, device)
-    passes = MegatronPasses(context, models, optimizer, device, rank=ranks.rank, policy=policy, grid=grid, groups=groups)
+    passes = MegatronPasses(
+        context, models, optimizer, device, rank=ranks.rank, policy=policy, grid=grid, groups=groups
+    )
     at_once = grid.dp * grid.pp  # one in each stage of each copy
     # A pipeline fills and empties once for each micro-batch that is cut, so a cut holds several slices for each stage.
     layout = RankLayout(
@@ -153,4 +172,6 @@ def _build_worker(shells: Mapping[str, ModelShell], context: RunContext, ranks: 
         at_once,
         at_once * (SLICES_PER_STAGE if grid.pp > 1 else 1),
     )
-    return RankWorker(context, ranks, layout, device, models, optimizer, weights, passes, optimizer.reduce, sharded=True)
+    return RankWorker(
+        context, ranks, layout, device, models, optimizer, weights, passes, optimizer.reduce, sharded=True
+    )

@@ -71,8 +71,12 @@ def _layer(shape: DecoderArchitecture, tp: int, layer: int, stage: int, place: i
     for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
         for name in ("q", "k", "v"):
             view = _heads(shape, tp, name)
-            yield TensorPart(f"{theirs}self_attn.{name}_proj.{kind}", f"{ours}self_attention.linear_qkv.{kind}", stage, 0, view)
-    yield TensorPart(f"{theirs}self_attn.o_proj.weight", f"{ours}self_attention.linear_proj.weight", stage, 1, whole_view)
+            yield TensorPart(
+                f"{theirs}self_attn.{name}_proj.{kind}", f"{ours}self_attention.linear_qkv.{kind}", stage, 0, view
+            )
+    yield TensorPart(
+        f"{theirs}self_attn.o_proj.weight", f"{ours}self_attention.linear_proj.weight", stage, 1, whole_view
+    )
     if shape.qk_norm:
         for name in ("q", "k"):
             holder = f"{ours}self_attention.{name}_layernorm.weight"
@@ -81,7 +85,9 @@ def _layer(shape: DecoderArchitecture, tp: int, layer: int, stage: int, place: i
         yield TensorPart(f"{theirs}mlp.{name}_proj.weight", f"{ours}mlp.linear_fc1.weight", stage, 0, _half(index))
     yield TensorPart(f"{theirs}mlp.down_proj.weight", f"{ours}mlp.linear_fc2.weight", stage, 1, whole_view)
     yield TensorPart(f"{theirs}input_layernorm.weight", f"{ours}input_layernorm.weight", stage, None, whole_view)
-    yield TensorPart(f"{theirs}post_attention_layernorm.weight", f"{ours}pre_mlp_layernorm.weight", stage, None, whole_view)
+    yield TensorPart(
+        f"{theirs}post_attention_layernorm.weight", f"{ours}pre_mlp_layernorm.weight", stage, None, whole_view
+    )
 
 
 def whole_view(tensor: Tensor) -> Tensor:

@@ -41,14 +41,19 @@ class CausalAttention(nn.Module):
         super().__init__()
         self._scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: RowLayout | None = None, **__: Any) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: RowLayout | None = None, **__: Any
+    ) -> Tensor:
         """Map (tokens, rows, heads, width) each, keys and values with fewer heads, to (tokens, rows, heads * width)."""
         shared = query.shape[2] != key.shape[2]
         query, key, value = (states.permute(1, 2, 0, 3) for states in (query, key, value))
         if packed_seq_params is not None and packed_seq_params.packing is not None:
-            found: Tensor = attend_separately(packed_seq_params.packing, query, key, value, self._scale)  # (1, tokens, heads, width)
+            # (1, tokens, heads, width)
+            found: Tensor = attend_separately(packed_seq_params.packing, query, key, value, self._scale)
             return found.transpose(0, 1).flatten(2)
-        attended = functional.scaled_dot_product_attention(query, key, value, scale=self._scale, is_causal=True, enable_gqa=shared)
+        attended = functional.scaled_dot_product_attention(
+            query, key, value, scale=self._scale, is_causal=True, enable_gqa=shared
+        )
         return attended.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -76,11 +81,15 @@ class RotaryEmbedding(nn.Module):
 @cache
 def megatron_library() -> Any:
     """Import the parts of megatron-core that are used."""
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # lets Megatron overlap its all-reduces with the backward pass
+    # lets Megatron overlap its all-reduces with the backward pass
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     logging.getLogger("megatron").setLevel(logging.WARNING)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about torch functions that it calls and about optional packages
-        gpt, specs = import_module("megatron.core.models.gpt"), import_module("megatron.core.models.gpt.gpt_layer_specs")
+        gpt, specs = (
+            import_module("megatron.core.models.gpt"),
+            import_module("megatron.core.models.gpt.gpt_layer_specs"),
+        )
         block = import_module("megatron.core.transformer.transformer_block")
         norm = import_module("megatron.core.transformer.torch_norm")
         config = import_module("megatron.core.transformer")
@@ -106,7 +115,9 @@ def megatron_library() -> Any:
     )
 
 
-def build(shape: DecoderArchitecture, inv_freq: Tensor, dtype: torch.dtype, grid: RankGrid, groups: ProcessGroups) -> Any:
+def build(
+    shape: DecoderArchitecture, inv_freq: Tensor, dtype: torch.dtype, grid: RankGrid, groups: ProcessGroups
+) -> Any:
     """Build the layers of one stage on the CPU, with weights not yet initialised."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about its own deprecated defaults
@@ -159,5 +170,7 @@ def _build(shape: DecoderArchitecture, dtype: torch.dtype, grid: RankGrid, group
         post_process=grid.stage == grid.pp - 1,
         share_embeddings_and_output_weights=shape.tied,
         position_embedding_type="rope",
-        pg_collection=megatron.Collection(tp=tp, pp=groups.pipeline, cp=alone, dp=groups.dp, dp_cp=groups.dp, embd=None, pos_embd=None),
+        pg_collection=megatron.Collection(
+            tp=tp, pp=groups.pipeline, cp=alone, dp=groups.dp, dp_cp=groups.dp, embd=None, pos_embd=None
+        ),
     )

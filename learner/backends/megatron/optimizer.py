@@ -21,7 +21,9 @@ MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 class MegatronOptimizer(MasterOptimizer):
     """Every rank updates its parts; parts on several ranks get the same update. Methods are collective."""
 
-    def __init__(self, policy: MegatronPolicy, train: TrainSection, grid: RankGrid, groups: ProcessGroups, device: torch.device) -> None:
+    def __init__(
+        self, policy: MegatronPolicy, train: TrainSection, grid: RankGrid, groups: ProcessGroups, device: torch.device
+    ) -> None:
         parameters, self._exchange = policy.trained_parameters()
         super().__init__(parameters, train)
         self._grid, self._groups, self._device, parts = grid, groups, device, self._exchange.own
@@ -35,7 +37,11 @@ class MegatronOptimizer(MasterOptimizer):
         """Sum gradients of which several ranks have a part."""
         gradients = dict(zip(self._masters, self.gradients(), strict=True))
         if self._grid.tp > 1:
-            sum_over_ranks([gradient for name, gradient in gradients.items() if name in self._summed], self._device, self._groups.tp)
+            sum_over_ranks(
+                [gradient for name, gradient in gradients.items() if name in self._summed],
+                self._device,
+                self._groups.tp,
+            )
         if self._at_ends:
             sum_over_ranks([gradients[self._both_ends]], self._device, self._groups.ends)
         if self._grid.dp > 1:
@@ -72,7 +78,9 @@ class MegatronOptimizer(MasterOptimizer):
         for name, like in self._exchange.shapes.items():
             found[f"step.{name}"] = torch.zeros(())
             found |= {f"{kind}.{name}": like for kind in MOMENTS}
-        return found | ({f"master.{name}": like for name, like in self._exchange.shapes.items()} if self._rounded else {})
+        return found | (
+            {f"master.{name}": like for name, like in self._exchange.shapes.items()} if self._rounded else {}
+        )
 
     @torch.no_grad()
     def take(self, state: Mapping[str, Tensor]) -> None:
@@ -84,7 +92,9 @@ class MegatronOptimizer(MasterOptimizer):
             dist.broadcast(count, 0)
         for moments in self._adamw.state.values():
             moments["step"].copy_(count)
-        into = {kind: self._moments(kind) for kind in MOMENTS} | ({"master": dict(self._masters)} if self._rounded else {})
+        into = {kind: self._moments(kind) for kind in MOMENTS} | (
+            {"master": dict(self._masters)} if self._rounded else {}
+        )
         for kind, holders in into.items():
             for name in self._exchange.shapes:
                 self._exchange.deal(state[f"{kind}.{name}"], name, holders, torch.float32)

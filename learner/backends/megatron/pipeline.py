@@ -50,7 +50,11 @@ class StagePipeline:
             shapes: of the tensor between stages, for each slice.
             done: called after each backward pass.
         """
-        steps = pass_order(len(shapes), self._grid.stage, self._grid.pp) if done else [(False, index) for index in range(len(shapes))]
+        steps = (
+            pass_order(len(shapes), self._grid.stage, self._grid.pp)
+            if done
+            else [(False, index) for index in range(len(shapes))]
+        )
         held: dict[int, tuple[Tensor | None, GradientEdge]] = {}
         made, to = None, None
         for is_backward, index in steps:
@@ -69,7 +73,9 @@ class StagePipeline:
                 held[index] = arrived, get_gradient_edge(left)  # not the output: only the next stage needs it
         self._exchange(made, to, None, ())
 
-    def _exchange(self, made: Tensor | None, to: int | None, source: int | None, shape: tuple[int, ...]) -> Tensor | None:
+    def _exchange(
+        self, made: Tensor | None, to: int | None, source: int | None, shape: tuple[int, ...]
+    ) -> Tensor | None:
         arriving = None if source is None else torch.empty(shape, dtype=self._dtype, device=self._device)
         sent = [] if made is None or to is None else [dist.P2POp(dist.isend, made.contiguous(), to, self._group)]
         received = [] if arriving is None else [dist.P2POp(dist.irecv, arriving, source, self._group)]

@@ -40,7 +40,9 @@ class MegatronPolicy:
 
     unpackable = ""
 
-    def __init__(self, shell: ModelShell, grid: RankGrid, groups: ProcessGroups, device: torch.device, *, trainable: bool = True) -> None:
+    def __init__(
+        self, shell: ModelShell, grid: RankGrid, groups: ProcessGroups, device: torch.device, *, trainable: bool = True
+    ) -> None:
         self.path, self.device, self.module, self._shape = shell.path, device, shell.module, shell.shape
         self._grid, self._groups, shape = grid, groups, shell.shape
         self._like, self._parts = shell.tensors, parts_of(shape, grid.tp, grid.pp)
@@ -172,7 +174,9 @@ class MegatronPolicy:
     def _through(self, batch: TokenBatch, entered: Tensor | None) -> Tensor:
         """Run the stage's layers on the output of the previous stage, (tokens, rows, hidden) both."""
         ids = batch.input_ids
-        positions = batch.position_ids[0] if batch.position_ids is not None else torch.arange(ids.shape[1], device=self.device)
+        positions = (
+            batch.position_ids[0] if batch.position_ids is not None else torch.arange(ids.shape[1], device=self.device)
+        )
         self.model.set_input_tensor(entered)
         left: Tensor = self.model(ids, None, None, packed_seq_params=RowLayout(positions, batch.packing))
         self.model.set_input_tensor(None)
@@ -194,7 +198,9 @@ class MegatronPolicy:
     def _logits(self, features: Tensor) -> Tensor:
         """Return this rank's columns of the logits, (t, columns), of (t, hidden)."""
         tied = self._shape.tied
-        logits: Tensor = self.model.output_layer(features, weight=self.model.shared_embedding_or_output_weight() if tied else None)[0]
+        logits: Tensor = self.model.output_layer(
+            features, weight=self.model.shared_embedding_or_output_weight() if tied else None
+        )[0]
         return logits
 
     def logprobs(self, token_ids: Tensor) -> Tensor:
@@ -216,4 +222,6 @@ def _again(forward: Callable[..., Any], hidden_states: Tensor, **named: Any) -> 
 def _one_row(ids: Tensor) -> TokenBatch:
     nothing = torch.zeros(len(ids) - 1, device=ids.device)
     where = torch.arange(len(ids) - 1, device=ids.device)
-    return TokenBatch(ids[None, :-1], where, ids[1:], torch.zeros_like(where), nothing, nothing, None, 1, torch.zeros_like(where))
+    return TokenBatch(
+        ids[None, :-1], where, ids[1:], torch.zeros_like(where), nothing, nothing, None, 1, torch.zeros_like(where)
+    )

@@ -16,7 +16,12 @@ class TensorExchange:
     """Collective operations; ``shapes`` are all tensors by Hugging Face's names, on the meta device."""
 
     def __init__(
-        self, grid: RankGrid, groups: ProcessGroups, parts: Sequence[TensorPart], shapes: Mapping[str, Tensor], device: torch.device
+        self,
+        grid: RankGrid,
+        groups: ProcessGroups,
+        parts: Sequence[TensorPart],
+        shapes: Mapping[str, Tensor],
+        device: torch.device,
     ) -> None:
         self._grid, self._groups, self._device = grid, groups, device
         self.shapes = dict(shapes)

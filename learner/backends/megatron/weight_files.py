@@ -43,18 +43,24 @@ class WeightFiles:
             self._open |= dict.fromkeys(handle.keys(), handle)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._open = {}
         self._stack.close()
 
     def refuse(self, shapes: Mapping[str, Tensor]) -> None:
         """Raise ConfigError if a tensor is missing or has another shape; the message has the first."""
         if missing := sorted(name for name in shapes if name not in self._open):
-            raise ConfigError("model.path", self._path, f"{len(missing)} of its weights are missing, the first is {missing[0]}")
+            raise ConfigError(
+                "model.path", self._path, f"{len(missing)} of its weights are missing, the first is {missing[0]}"
+            )
         for name, like in shapes.items():
             found = tuple(self._open[name].get_slice(name).get_shape())
             if found != tuple(like.shape):
-                raise ConfigError("model.path", self._path, f"its {name} has shape {found}, its config.json says {tuple(like.shape)}")
+                raise ConfigError(
+                    "model.path", self._path, f"its {name} has shape {found}, its config.json says {tuple(like.shape)}"
+                )
 
     def whole(self, name: str) -> Tensor:
         """Return a tensor as it is stored."""

@@ -1,10 +1,11 @@
 """Attention for packed rows of a transformers model: each sequence of a row attends only to itself.
 
 transformers separates packed sequences by position ids and masks them with a dense (row, row) matrix, so attention
-costs the square of the row. Here the row is split for attention only: sequences of similar length become the rows of a small
-batch for the causal kernel, which needs no mask; all other layers see the row without padding.
+costs the square of the row. Here the row is split for attention only: sequences of similar length become the rows of a
+small batch for the causal kernel, which needs no mask; all other layers see the row without padding.
 
-A model is packed only if a trial run is exact (``enable_packing``): windows, soft caps, sinks and recurrent layers are not.
+A model is packed only if a trial run is exact (``enable_packing``): windows, soft caps, sinks and recurrent layers are
+not.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class RowPiece:
     stop: int
     num: int  # sequences
     longest: int
-    spread: Tensor | None  # (num * longest,) int64, token of the piece for each place of the small batch; None: one to one
+    # (num * longest,) int64, token of the piece for each place of the small batch; None: one to one
+    spread: Tensor | None
     gather: Tensor | None  # (stop - start,) int64, the inverse
 
     def rows(self, states: Tensor) -> Tensor:
@@ -88,7 +90,9 @@ def _piece(lengths: np.ndarray[Any, Any], start: int, device: torch.device) -> R
     # Places after a sequence's end repeat its last token; no token sees them, and their results are dropped.
     spread = (firsts[:, None] + np.minimum(places, lengths[:, None] - 1)).ravel()
     gather = np.flatnonzero(places < lengths[:, None])
-    return RowPiece(start, start + total, num, longest, torch.from_numpy(spread).to(device), torch.from_numpy(gather).to(device))
+    return RowPiece(
+        start, start + total, num, longest, torch.from_numpy(spread).to(device), torch.from_numpy(gather).to(device)
+    )
 
 
 def positions(lengths: Sequence[int]) -> np.ndarray[Any, Any]:
@@ -186,9 +190,22 @@ def enable_packing(model: Any, device: torch.device) -> str:
 def _difference(trunk: Any, device: torch.device) -> str:
     vocabulary = int(trunk.get_input_embeddings().num_embeddings)
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, vocabulary, sum(_PROBE_LENGTHS))).to(device)
-    alone = torch.cat([trunk(input_ids=one[None], use_cache=False).last_hidden_state[0] for one in torch.split(ids, list(_PROBE_LENGTHS))])
+    alone = torch.cat(
+        [
+            trunk(input_ids=one[None], use_cache=False).last_hidden_state[0]
+            for one in torch.split(ids, list(_PROBE_LENGTHS))
+        ]
+    )
     where = torch.from_numpy(positions(_PROBE_LENGTHS)).to(device)
-    row = {"input_ids": ids[None], "position_ids": where[None], "packing": PackedRow(piece_layout(_PROBE_LENGTHS, device))}
+    row = {
+        "input_ids": ids[None],
+        "position_ids": where[None],
+        "packing": PackedRow(piece_layout(_PROBE_LENGTHS, device)),
+    }
     together = trunk(**row, use_cache=False).last_hidden_state[0]
     largest = float((together - alone).abs().max()) / max(float(alone.abs().max()), 1e-12)
-    return "" if largest <= _TOLERANCE[alone.dtype] else f"packed sequences differ from single ones by {largest:.1g} of the largest value"
+    return (
+        ""
+        if largest <= _TOLERANCE[alone.dtype]
+        else f"packed sequences differ from single ones by {largest:.1g} of the largest value"
+    )

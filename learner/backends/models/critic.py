@@ -49,11 +49,15 @@ class ValueModel:
         unpackable: why it takes no packed rows, empty if it does.
     """
 
-    def __init__(self, path: str, section: CriticSection, train: TrainSection, model: ModelSection, device: torch.device) -> None:
+    def __init__(
+        self, path: str, section: CriticSection, train: TrainSection, model: ModelSection, device: torch.device
+    ) -> None:
         self._section = section
         loaded = load_model(path, model, device)
         self.unpackable = enable_packing(loaded, device) if train.packing != "padded" else "it was not asked to"
-        self.module = nn.ModuleDict({"trunk": loaded.base_model, "head": nn.Linear(loaded.config.get_text_config().hidden_size, 1)})
+        self.module = nn.ModuleDict(
+            {"trunk": loaded.base_model, "head": nn.Linear(loaded.config.get_text_config().hidden_size, 1)}
+        )
         nn.init.zeros_(self.module["head"].weight)  # type: ignore[arg-type]
         nn.init.zeros_(self.module["head"].bias)  # type: ignore[arg-type]
         self.module.to(device).requires_grad_(True)
@@ -102,7 +106,9 @@ class ValueModel:
 
     def state(self) -> dict[str, Tensor]:
         """Return CPU copies of weights, moments and counts."""
-        weights = {_PREFIX + name: tensor.detach().to("cpu", copy=True) for name, tensor in self.module.named_parameters()}
+        weights = {
+            _PREFIX + name: tensor.detach().to("cpu", copy=True) for name, tensor in self.module.named_parameters()
+        }
         return weights | {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
 
     @torch.no_grad()
@@ -119,4 +125,6 @@ class ValueModel:
         for name, value in weights.items():
             own[name].copy_(value)
         prefix = "optimizer."
-        self.optimizer.load_state({name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)})
+        self.optimizer.load_state(
+            {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+        )

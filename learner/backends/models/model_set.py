@@ -56,7 +56,9 @@ class ModelSet:
     def __init__(self, context: RunContext, device: torch.device, rank: int, load: LoadModel | None = None) -> None:
         train, algorithm, first = context.train, context.algorithm, context.first_path
         self._context = context
-        load = load or (lambda path, trained: PolicyModel(path, context.model, device, trainable=trained, packing=context.packing))
+        load = load or (
+            lambda path, trained: PolicyModel(path, context.model, device, trainable=trained, packing=context.packing)
+        )
         self.policy: PolicyModel = load(context.policy_path, True)
         self.base_digest = ""
         if train.lora is not None:
@@ -69,7 +71,9 @@ class ModelSet:
         self.ref: PolicyModel | FrozenBase | None = None
         if algorithm.kl_coef:
             self.ref = FrozenBase(self.policy) if train.lora else load(first, False)
-        self.critic = ValueModel(first, algorithm.critic, train, context.model, device) if algorithm.critic.enabled else None
+        self.critic = (
+            ValueModel(first, algorithm.critic, train, context.model, device) if algorithm.critic.enabled else None
+        )
         self.packs = context.packing and self.can_pack(self.policy, self.ref, self.critic)
         if train.compile:
             for model in (self.policy, self.ref):
@@ -101,7 +105,9 @@ class ModelSet:
         wanted = self._context.train.packing
         problem = next((model.unpackable for model in models if model is not None and model.unpackable), "")
         if problem and wanted == "packed":
-            raise ConfigError("train.packing", wanted, f"{self.policy.path} is not exact in packed rows ({problem}): auto or padded")
+            raise ConfigError(
+                "train.packing", wanted, f"{self.policy.path} is not exact in packed rows ({problem}): auto or padded"
+            )
         if problem:
             log.info("rows are padded, not packed: %s", problem)
         return not problem

@@ -41,7 +41,9 @@ class RankLayout:
 class RankGroup:
     """This process among the ranks; rank 0 of several has a leader of the others."""
 
-    def __init__(self, size: int = 1, rank: int = 0, *, store: str | None = None, leader: RankLeader | None = None) -> None:
+    def __init__(
+        self, size: int = 1, rank: int = 0, *, store: str | None = None, leader: RankLeader | None = None
+    ) -> None:
         self.size, self.rank, self.leader, self._store = size, rank, leader, store
         self.before_leaving: Callable[[], None] = lambda: None  # called before the process group is destroyed
         self._joined = False

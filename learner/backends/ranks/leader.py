@@ -51,7 +51,9 @@ class RankLeader:
         store: file of the rendezvous.
     """
 
-    def __init__(self, backend: str, size: int, settings: dict[str, Any], *, on_death: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, backend: str, size: int, settings: dict[str, Any], *, on_death: Callable[[str], None] | None = None
+    ) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="rlearner-ranks-"))
         self.store = str(self._folder / "store")
         self._on_death = on_death or (lambda line: exit_at_once(line))
@@ -80,7 +82,10 @@ class RankLeader:
         if self._closing or self.died:
             return
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        self.died = f"rank {rank} (pid {process.pid}) ended {how}; so does the learner, to be started again from its last checkpoint"
+        self.died = (
+            f"rank {rank} (pid {process.pid}) ended {how}; so does the learner, to be started again from its "
+            f"last checkpoint"
+        )
         if self._armed:
             self._on_death(self.died)
 

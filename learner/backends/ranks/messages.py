@@ -103,7 +103,9 @@ def results_of(reply: Reply) -> Sequence[dict[str, float]] | Sequence[list[Array
     """Return a reply's result of each slice."""
     if isinstance(reply, SumsReply):
         return reply.slices
-    return [[None if column is None else np.frombuffer(column, "<f4") for column in columns] for columns in reply.slices]
+    return [
+        [None if column is None else np.frombuffer(column, "<f4") for column in columns] for columns in reply.slices
+    ]
 
 
 class FillerSample(TrainSample):
@@ -117,14 +119,17 @@ class FillerSample(TrainSample):
 def filler_sample() -> FillerSample:
     """Return a sample whose gradient is zero."""
     zeros = np.zeros(1, np.float32)
-    return FillerSample(zeros.astype(np.int32), zeros.astype(np.uint8), zeros, zeros.astype(np.int32), zeros, group=0, reward=0.0)
+    return FillerSample(
+        zeros.astype(np.int32), zeros.astype(np.uint8), zeros, zeros.astype(np.int32), zeros, group=0, reward=0.0
+    )
 
 
 def pack_sample(sample: TrainSample) -> SampleMessage:
     """Return a sample as a message."""
     columns = (getattr(sample, name) for name in _DTYPES)
     data = tuple(
-        None if c is None else np.ascontiguousarray(c, dtype).tobytes() for c, dtype in zip(columns, _DTYPES.values(), strict=True)
+        None if c is None else np.ascontiguousarray(c, dtype).tobytes()
+        for c, dtype in zip(columns, _DTYPES.values(), strict=True)
     )
     return SampleMessage(data, sample.group, float(sample.reward), float(sample.temperature))
 

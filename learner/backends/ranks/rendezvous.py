@@ -26,7 +26,9 @@ def settings_on_rank(train: TrainSection, rank: int) -> TrainSection:
         return train
     if train.device not in ("auto", "cuda"):
         raise ConfigError(
-            "train.device", train.device, f"auto, cpu or cuda with train.ranks {train.ranks}: each rank takes a GPU of its own"
+            "train.device",
+            train.device,
+            f"auto, cpu or cuda with train.ranks {train.ranks}: each rank takes a GPU of its own",
         )
     if train.ranks > torch.cuda.device_count():
         raise ConfigError("train.ranks", train.ranks, f"this machine has {torch.cuda.device_count()} GPUs")

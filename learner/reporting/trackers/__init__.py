@@ -38,7 +38,9 @@ class Tracker(Protocol):
         args: ``trackers.args.<name>``.
     """
 
-    def __init__(self, folder: Path, run: str, project: str, config: Mapping[str, Any], args: Mapping[str, Any]) -> None: ...
+    def __init__(
+        self, folder: Path, run: str, project: str, config: Mapping[str, Any], args: Mapping[str, Any]
+    ) -> None: ...
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record the metrics of one step."""
 
@@ -57,7 +59,8 @@ class TrackerGroup:
         classes = {name: resolve("trackers", name, TRACKERS) for name in names}
         self._lock = threading.Lock()  # steps and evaluations come from different threads
         self._open: dict[str, Tracker] = {
-            name: build(folder, run, section.project, config, section.args.get(name, {})) for name, build in classes.items()
+            name: build(folder, run, section.project, config, section.args.get(name, {}))
+            for name, build in classes.items()
         }
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

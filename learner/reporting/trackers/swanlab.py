@@ -12,7 +12,9 @@ import swanlab
 class SwanLab:
     """A ``Tracker``."""
 
-    def __init__(self, folder: Path, run: str, project: str, config: Mapping[str, Any], args: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, run: str, project: str, config: Mapping[str, Any], args: Mapping[str, Any]
+    ) -> None:
         settings: dict[str, Any] = {"logdir": str(folder / "swanlab")} | dict(args)
         swanlab.init(project=project, experiment_name=run, config=dict(config), **settings)
 

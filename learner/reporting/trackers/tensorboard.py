@@ -30,9 +30,12 @@ class TensorBoard:
         args: ``filename_suffix``.
     """
 
-    def __init__(self, folder: Path, run: str, project: str, config: Mapping[str, Any], args: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, run: str, project: str, config: Mapping[str, Any], args: Mapping[str, Any]
+    ) -> None:
         self._pending, self._size = bytearray(), 0
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0{args.get('filename_suffix', '')}"
+        suffix = args.get("filename_suffix", "")
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0{suffix}"
         target = folder / "tensorboard"
         target.mkdir(parents=True, exist_ok=True)
         self._file = os.open(target / name, os.O_WRONLY | os.O_CREAT, 0o644)
@@ -74,7 +77,9 @@ class TensorBoard:
 
 
 def _text(name: str, text: str) -> Summary.Value:
-    tensor = TensorProto(dtype=DataType.DT_STRING, string_val=[text.encode()], tensor_shape=TensorShapeProto(dim=[{"size": 1}]))
+    tensor = TensorProto(
+        dtype=DataType.DT_STRING, string_val=[text.encode()], tensor_shape=TensorShapeProto(dim=[{"size": 1}])
+    )
     return Summary.Value(tag=name, metadata=text_metadata(name, ""), tensor=tensor)
 
 

@@ -14,7 +14,9 @@ import wandb
 class WandB:
     """A ``Tracker``. A run of the same name and project continues."""
 
-    def __init__(self, folder: Path, run: str, project: str, config: Mapping[str, Any], args: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, run: str, project: str, config: Mapping[str, Any], args: Mapping[str, Any]
+    ) -> None:
         settings: dict[str, Any] = {"id": run, "resume": "allow"} | dict(args)
         self._run = wandb.init(project=project, name=run, dir=str(folder), config=dict(config), **settings)
 
@@ -22,7 +24,9 @@ class WandB:
         self._run.log(dict(values), step=step)
 
     def texts(self, step: int, texts: Mapping[str, str]) -> None:
-        self._add({name: wandb.Html(f"<p>step {step}</p><pre>{html.escape(text)}</pre>") for name, text in texts.items()})
+        self._add(
+            {name: wandb.Html(f"<p>step {step}</p><pre>{html.escape(text)}</pre>") for name, text in texts.items()}
+        )
 
     def picture(self, step: int, name: str, gif: bytes) -> None:
         self._add({name: wandb.Video(io.BytesIO(gif), caption=f"step {step}", format="gif")})

@@ -1,8 +1,11 @@
-"""An agent that guesses a number between two bounds, written on the openai client alone; it knows nothing of the training around it.
+"""An agent that guesses a number between two bounds, written on the openai client alone; it knows nothing of the
+training around it.
 
-It plays a game of its own, keeps its conversation as any chat program does, and says how it went in its last line. Against any endpoint:
+It plays a game of its own, keeps its conversation as any chat program does, and says how it went in its last line.
+Against any endpoint:
 
-    echo '{"seed": 7}' | OPENAI_BASE_URL=https://host/v1 OPENAI_API_KEY=… OPENAI_MODEL=NAME python configs/agents/guess.py
+    echo '{"seed": 7}' | OPENAI_BASE_URL=https://host/v1 OPENAI_API_KEY=… OPENAI_MODEL=NAME python
+    configs/agents/guess.py
 """
 
 import json

@@ -63,7 +63,9 @@ def join_segments(segments: Sequence[Segment]) -> list[SegmentBlock]:
     """Join segments, ordered by slot, into as few blocks as possible."""
     blocks: list[SegmentBlock] = []
     row = 0
-    groups = itertools.groupby(enumerate(segments), lambda item: (item[1].slot - item[0], item[1].new, item[1].new > 1 and item[1].start))
+    groups = itertools.groupby(
+        enumerate(segments), lambda item: (item[1].slot - item[0], item[1].new, item[1].new > 1 and item[1].start)
+    )
     for _, group in groups:
         members = [segment for _, segment in group]
         first = members[0]
@@ -100,7 +102,9 @@ class ForwardPass:
         return torch.from_numpy(self._position)[None].to(self.device)
 
     def index(self, num_heads: int) -> torch.Tensor:
-        """Return the cache row of each key, (rows * heads,), in a cache viewed as (slots * heads * max_context, head_dim)."""
+        """Return the cache row of each key, (rows * heads,), in a cache viewed as (slots * heads * max_context,
+        head_dim).
+        """
         if num_heads not in self._index:
             flat = (self._slot[:, None] * num_heads + np.arange(num_heads)) * self.max_context + self._position[:, None]
             self._index[num_heads] = torch.from_numpy(flat.reshape(-1)).to(self.device)
@@ -113,12 +117,15 @@ class ForwardPass:
             self._masks[key] = self._make_mask(block, groups, window, dtype)
         return self._masks[key]
 
-    def _make_mask(self, block: SegmentBlock, groups: int, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
+    def _make_mask(
+        self, block: SegmentBlock, groups: int, window: int | None, dtype: torch.dtype
+    ) -> torch.Tensor | None:
         same_length = len(set(block.starts)) == 1
         if block.new == 1 and same_length and (window is None or block.length <= window):
             return None
         starts = torch.tensor(block.starts if not same_length else block.starts[:1], device=self.device)
-        query = starts[:, None] + torch.arange(block.new, device=self.device)  # (segments or 1, new): position of each query
+        # (segments or 1, new): position of each query
+        query = starts[:, None] + torch.arange(block.new, device=self.device)
         keys = torch.arange(block.length, device=self.device)
         hidden = keys > query[..., None]
         if window is not None:
@@ -180,11 +187,20 @@ class SlotAttention:
             rows = query.shape[2]
             alone = ForwardPass([Segment(0, 0, rows)], rows, self.device)
             block = alone.blocks[0]
-            return _attend(query, key, value, alone.mask(block, how.groups, sliding_window, query.dtype), block, how)[None], None
+            return _attend(query, key, value, alone.mask(block, how.groups, sliding_window, query.dtype), block, how)[
+                None
+            ], None
         return self._slotted(self.current, layer, query, key, value, sliding_window, how)[None], None
 
     def _slotted(
-        self, now: ForwardPass, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None, how: _How
+        self,
+        now: ForwardPass,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        window: int | None,
+        how: _How,
     ) -> torch.Tensor:
         keys, values = self._keys[layer], self._values[layer]
         index = now.index(how.kv_heads)
@@ -194,7 +210,9 @@ class SlotAttention:
         for block in now.blocks:
             slots = slice(block.slot, block.slot + block.size)
             mask = now.mask(block, how.groups, window, query.dtype)
-            outputs.append(_attend(query, keys[slots, :, : block.length], values[slots, :, : block.length], mask, block, how))
+            outputs.append(
+                _attend(query, keys[slots, :, : block.length], values[slots, :, : block.length], mask, block, how)
+            )
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -217,12 +235,17 @@ class _How:
 
 
 def _attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, block: SegmentBlock, how: _How
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    block: SegmentBlock,
+    how: _How,
 ) -> torch.Tensor:
     """Compute attention of one block, shape (rows of the block, heads, head size).
 
-    ``query`` is (1, heads, all rows of the pass, head size), ``keys`` and ``values`` are (segments, KV heads, length, head size).
-    Query heads that share a KV head are concatenated like additional queries, so no key is copied.
+    ``query`` is (1, heads, all rows of the pass, head size), ``keys`` and ``values`` are (segments, KV heads, length,
+    head size). Query heads that share a KV head are concatenated like additional queries, so no key is copied.
     """
     head_dim = query.shape[-1]
     folded = query[0, :, block.rows].view(how.kv_heads, how.groups, block.size, block.new, head_dim)
@@ -236,10 +259,17 @@ def _attend(
 
 
 def _explicit(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, block: SegmentBlock, how: _How
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    block: SegmentBlock,
+    how: _How,
 ) -> torch.Tensor:
     """Compute attention without the fused kernel, which lacks soft-capped logits (Gemma 2) and sinks (gpt-oss)."""
-    scores = torch.matmul(query, keys.transpose(2, 3)) * (how.scale if how.scale is not None else query.shape[-1] ** -0.5)
+    scores = torch.matmul(query, keys.transpose(2, 3)) * (
+        how.scale if how.scale is not None else query.shape[-1] ** -0.5
+    )
     if how.softcap is not None:
         scores = torch.tanh(scores / how.softcap) * how.softcap
     if mask is not None:

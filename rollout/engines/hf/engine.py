@@ -98,7 +98,9 @@ class HFEngine:
     async def adopt(self, version: int) -> None:
         await self._call(lambda core: core.adopt(version))
 
-    async def update_weights(self, tensors: Mapping[str, torch.Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None) -> float:
+    async def update_weights(
+        self, tensors: Mapping[str, torch.Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None
+    ) -> float:
         whole = await asyncio.to_thread(materialized, tensors)  # while generation continues
         return await self._call(lambda core: core.update(whole, version, mode, probe))
 

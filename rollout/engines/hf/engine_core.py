@@ -50,13 +50,19 @@ class EngineCore:
         self._tokenizer = find_tokenizer(config)
         self._guides = GuideCompiler(self._tokenizer, self.model.vocab_size) if self._tokenizer is not None else None
         self._reshapings: dict[str, LogitOffsets] = {}  # of queued requests
-        self._end_ids = end_tokens(self.model.model) | frozenset(self._tokenizer.eos_token_ids if self._tokenizer else ())
+        self._end_ids = end_tokens(self.model.model) | frozenset(
+            self._tokenizer.eos_token_ids if self._tokenizer else ()
+        )
         self._requests: dict[str, wire.GenerateRequest] = {}
         self._rows: dict[int, RequestRow] = {}  # by slot
         self._reading: list[RequestRow] = []  # rows in prefill (more than one token to run), oldest first
         self._stalled = False  # whether the current weights failed their probe
         self._failures = 0
-        self._batch: tuple[list[RequestRow], SamplingBatch, npt.NDArray[np.uint64]] = ([], SamplingBatch.of([]), np.empty(0, np.uint64))
+        self._batch: tuple[list[RequestRow], SamplingBatch, npt.NDArray[np.uint64]] = (
+            [],
+            SamplingBatch.of([]),
+            np.empty(0, np.uint64),
+        )
         self._busy_s = self._pause_s = 0.0
         self._generated = self._prefilled = self._hits = 0
         self._finished: Counter[str] = Counter()
@@ -71,7 +77,11 @@ class EngineCore:
         return bool(self._rows) and not self._stalled
 
     def submit(
-        self, request: wire.GenerateRequest, now: float, top_logprobs: int | None = None, reshaping: LogitOffsets | str | None = None
+        self,
+        request: wire.GenerateRequest,
+        now: float,
+        top_logprobs: int | None = None,
+        reshaping: LogitOffsets | str | None = None,
     ) -> None:
         """Queue a request; answer it at once if it cannot run.
 
@@ -95,7 +105,15 @@ class EngineCore:
         if top_logprobs is not None:
             self._taps[request.request_id] = min(top_logprobs, self.model.vocab_size)
         self.scheduler.submit(
-            GenerationJob(request.request_id, request.conversation_id, tokens, expected, request.min_version, now, now + request.deadline_s)
+            GenerationJob(
+                request.request_id,
+                request.conversation_id,
+                tokens,
+                expected,
+                request.min_version,
+                now,
+                now + request.deadline_s,
+            )
         )
 
     def reshape(self, sampling: wire.SamplingParams) -> LogitOffsets | str | None:
@@ -105,7 +123,9 @@ class EngineCore:
         if why := reshaping_problem(sampling, self.model.vocab_size, self._tokenizer):
             return why
         try:
-            return LogitOffsets(sampling, self.model.vocab_size, request_end_tokens(sampling, self._end_ids), self._guides)
+            return LogitOffsets(
+                sampling, self.model.vocab_size, request_end_tokens(sampling, self._end_ids), self._guides
+            )
         except GuideError as error:
             return f"guide: {error}"
 
@@ -162,7 +182,9 @@ class EngineCore:
                     self._end(row.job, "error", f"the forward pass failed: {str(error).splitlines()[0]}", keep=False)
         self._busy_s += time.perf_counter() - began
 
-    def update(self, tensors: Mapping[str, torch.Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None) -> float:
+    def update(
+        self, tensors: Mapping[str, torch.Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None
+    ) -> float:
         """See ``Engine.update_weights``."""
         began = time.perf_counter()
         self.model.load_weights(tensors)
@@ -230,7 +252,9 @@ class EngineCore:
 
     def _forward(self, rows: list[RequestRow], segments: list[Segment]) -> torch.Tensor:
         """Return the logits of the rows that this pass completes."""
-        ids = np.concatenate([row.tokens[row.cached : row.cached + s.new] for row, s in zip(rows, segments, strict=True)])
+        ids = np.concatenate(
+            [row.tokens[row.cached : row.cached + s.new] for row, s in zip(rows, segments, strict=True)]
+        )
         ends = np.cumsum([s.new for s in segments]) - 1
         complete = np.array([row.cached + s.new == row.length for row, s in zip(rows, segments, strict=True)])
         self._prefilled += len(ids) if self._reading else 0
@@ -268,7 +292,9 @@ class EngineCore:
                 self._end(row.job, reason)
 
     @torch.inference_mode()
-    def _reshaped(self, rows: list[RequestRow], logits: torch.Tensor) -> tuple[list[RequestRow], torch.Tensor, dict[str, bool]]:
+    def _reshaped(
+        self, rows: list[RequestRow], logits: torch.Tensor
+    ) -> tuple[list[RequestRow], torch.Tensor, dict[str, bool]]:
         """Return the rows that continue, their logits, and for each request whether its distribution was changed."""
         offsets: dict[int, npt.NDArray[np.float32]] = {}
         broken: set[int] = set()
@@ -295,15 +321,23 @@ class EngineCore:
     @torch.inference_mode()
     def _tell(self, rows: list[RequestRow], tokens: list[int], logprobs: list[float], logits: torch.Tensor) -> None:
         """Collect the sampled tokens of requests that stream."""
-        tapped = [index for index, row in enumerate(rows) if row.job.request_id in self._taps and math.isfinite(logprobs[index])]
+        tapped = [
+            index
+            for index, row in enumerate(rows)
+            if row.job.request_id in self._taps and math.isfinite(logprobs[index])
+        ]
         wanting = [index for index in tapped if self._taps[rows[index].job.request_id]]
         top: dict[int, list[tuple[int, float]]] = {}
         if wanting:
             most = max(self._taps[rows[index].job.request_id] for index in wanting)
-            ids, values = (found.tolist() for found in likeliest(logits[wanting], [rows[index].params for index in wanting], most))
+            ids, values = (
+                found.tolist() for found in likeliest(logits[wanting], [rows[index].params for index in wanting], most)
+            )
             for index, row_ids, row_values in zip(wanting, ids, values, strict=True):
                 pairs = zip(row_ids, row_values, strict=True)
-                top[index] = [pair for pair in pairs if math.isfinite(pair[1])][: self._taps[rows[index].job.request_id]]
+                top[index] = [pair for pair in pairs if math.isfinite(pair[1])][
+                    : self._taps[rows[index].job.request_id]
+                ]
         for index in tapped:
             piece = TokenEvent([tokens[index]], [logprobs[index]], self.version, [top[index]] if index in top else ())
             self.told.append((rows[index].job.request_id, piece))

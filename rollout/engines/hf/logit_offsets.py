@@ -44,7 +44,9 @@ class LogitOffsets:
         GuideError: if the guide cannot be compiled to a grammar.
     """
 
-    def __init__(self, sampling: wire.SamplingParams, vocab_size: int, ends: Collection[int], guides: GuideCompiler | None) -> None:
+    def __init__(
+        self, sampling: wire.SamplingParams, vocab_size: int, ends: Collection[int], guides: GuideCompiler | None
+    ) -> None:
         self._sampling, self._ends = sampling, list(ends)
         self._counts: npt.NDArray[np.float32] = np.zeros(vocab_size, np.float32)
         self._bias: npt.NDArray[np.float32] = np.zeros(vocab_size, np.float32)

@@ -81,7 +81,9 @@ class SlotModel:
 
     @torch.inference_mode()
     def top_logprobs(self, token_ids: Sequence[int], k: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        """Return the k likeliest tokens after each token but the last, and logprobs at temperature 1; (n - 1, k) each."""
+        """Return the k likeliest tokens after each token but the last, and logprobs at temperature 1; (n - 1, k)
+        each.
+        """
         if len(token_ids) < 2:
             return np.zeros((0, k), np.int32), np.zeros((0, k), np.float32)
         n = len(token_ids) - 1
@@ -113,13 +115,18 @@ class SlotModel:
         try:
             self.model.set_attn_implementation(self._name)
             with torch.inference_mode():
-                ours = self._run(ids[0], torch.arange(len(probe), device=self.device)[None], torch.arange(len(probe), device=self.device))
+                ours = self._run(
+                    ids[0],
+                    torch.arange(len(probe), device=self.device)[None],
+                    torch.arange(len(probe), device=self.device),
+                )
         except (TypeError, ValueError, AttributeError, KeyError) as error:
             raise UserError(f"engine hf cannot run {type(self.model).__name__}: {one_line(error)}") from error
         layers = self.model.config.get_text_config().num_hidden_layers
         if len(self.attention.shapes) != layers:
             raise UserError(
-                f"engine hf cannot run {type(self.model).__name__}: only {len(self.attention.shapes)} of its {layers} layers "
+                f"engine hf cannot run {type(self.model).__name__}: only {len(self.attention.shapes)} of its {layers} "
+                f"layers "
                 "use transformers' AttentionInterface"
             )
         self._compare(native, ours, "its attention needs more than positions and causal masks")
@@ -153,7 +160,9 @@ class SlotModel:
     def _compare(self, expected: torch.Tensor, found: torch.Tensor, why: str) -> None:
         spread = float((expected.float().log_softmax(-1) - found.float().log_softmax(-1)).abs().max())
         if not spread <= _SELF_TEST_SPREAD.get(expected.dtype, 0.25):
-            raise UserError(f"engine hf cannot run {type(self.model).__name__}: {why} (logprobs differ by {spread:.2g})")
+            raise UserError(
+                f"engine hf cannot run {type(self.model).__name__}: {why} (logprobs differ by {spread:.2g})"
+            )
 
 
 def load_model(config: EngineConfig, device: torch.device) -> Any:
@@ -174,7 +183,9 @@ def load_model(config: EngineConfig, device: torch.device) -> Any:
         raise UserError(f"model path {path!r}: no causal language model could be loaded: {one_line(error)}") from error
     except Exception as error:
         if type(error).__module__.startswith(("safetensors", "huggingface_hub")):
-            raise UserError(f"model path {path!r}: no causal language model could be loaded: {one_line(error)}") from error
+            raise UserError(
+                f"model path {path!r}: no causal language model could be loaded: {one_line(error)}"
+            ) from error
         raise
     return model.requires_grad_(False).eval().to(device)
 
@@ -187,11 +198,15 @@ def pick_device(wanted: str) -> torch.device:
     """
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
-        raise UserError(f"GPUs are requested, but this torch ({torch.__version__}) cannot use them; install its CUDA build")
+        raise UserError(
+            f"GPUs are requested, but this torch ({torch.__version__}) cannot use them; install its CUDA build"
+        )
     if not available or wanted == "cpu":
         return torch.device("cpu")
     if torch.cuda.device_count() > 1:
-        log.warning("engine hf uses only the first of %d GPUs; start one rollout-server per GPU", torch.cuda.device_count())
+        log.warning(
+            "engine hf uses only the first of %d GPUs; start one rollout-server per GPU", torch.cuda.device_count()
+        )
     return torch.device("cuda")
 
 

@@ -78,7 +78,12 @@ class RequestRow:
         runs = [(version, end - start) for (version, start), end in zip(self._marks, ends, strict=True) if end > start]
         flags = self.reshaping.flags if self.reshaping is not None else ()
         return GenerationOutput(
-            self.tokens[self._num_prompt : self.length].tolist(), self.logprobs, runs, reason, self.reused, reshaped=flags
+            self.tokens[self._num_prompt : self.length].tolist(),
+            self.logprobs,
+            runs,
+            reason,
+            self.reused,
+            reshaped=flags,
         )
 
     def kept(self) -> Tokens:

@@ -103,7 +103,9 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, uniform: torch.Tensor) ->
     else:
         tokens, chosen = _draw(logprobs, uniform)
         if batch.filtered is not None:
-            tokens[batch.filtered], chosen[batch.filtered] = _draw_filtered(logprobs[batch.filtered], batch, uniform[batch.filtered])
+            tokens[batch.filtered], chosen[batch.filtered] = _draw_filtered(
+                logprobs[batch.filtered], batch, uniform[batch.filtered]
+            )
     if batch.greedy is not None and best is not None:
         tokens = torch.where(batch.greedy, best, tokens)
         chosen = torch.where(batch.greedy, chosen - chosen, chosen)  # 0, or NaN if the logits are not finite
@@ -151,7 +153,9 @@ def _distribution(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     logprobs = (logits if batch.temperature is None else logits / batch.temperature).log_softmax(-1)
     if batch.filtered is not None:
         kept, order = _kept(logprobs[batch.filtered], batch, min(max(_CANDIDATES, batch.max_top_k), logprobs.shape[-1]))
-        logprobs[batch.filtered] = torch.full_like(logprobs[batch.filtered], float("-inf")).scatter(-1, order, kept.log_softmax(-1))
+        logprobs[batch.filtered] = torch.full_like(logprobs[batch.filtered], float("-inf")).scatter(
+            -1, order, kept.log_softmax(-1)
+        )
     probs = logprobs.exp()
     if batch.greedy is None:
         return probs
@@ -167,7 +171,9 @@ def _draw(logprobs: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, 
     return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
 
 
-def _draw_filtered(logprobs: torch.Tensor, batch: SamplingBatch, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _draw_filtered(
+    logprobs: torch.Tensor, batch: SamplingBatch, uniform: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     kept, order = _kept(logprobs, batch, min(max(_CANDIDATES, batch.max_top_k), logprobs.shape[-1]))
     tokens, chosen = _draw(kept.log_softmax(-1), uniform)
     return order.gather(-1, tokens[:, None])[:, 0], chosen

@@ -52,4 +52,9 @@ class HeldWeights:
 
 
 def _replaceable(held: torch.Tensor, new: torch.Tensor) -> bool:
-    return held.dtype == new.dtype and held.device == new.device and held.shape == new.shape and held.stride() == new.stride()
+    return (
+        held.dtype == new.dtype
+        and held.device == new.device
+        and held.shape == new.shape
+        and held.stride() == new.stride()
+    )

@@ -22,7 +22,8 @@ class SGLangArgs(EngineArgs):
     command: list[str] | None = None  # start command; None: this Python with -m sglang.launch_server
     tensor_parallel: PositiveInt = 1  # GPUs that share one copy of the model
     data_parallel: PositiveInt | None = None  # copies; None: as many as the visible GPUs hold
-    mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] | None = None  # of a GPU's memory for weights and KV; None: SGLang decides
+    # of a GPU's memory for weights and KV; None: SGLang decides
+    mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] | None = None
     deterministic: bool = False  # SGLang's deterministic inference, makes request seeds effective; slower
     weights: Literal["disk", "distributed"] = "disk"  # a file in memory that it reads, or a gloo group that it joins
     weights_dir: str | None = None  # folder of that file; None: /dev/shm if it fits, else the temporary folder

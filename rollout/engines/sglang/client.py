@@ -24,7 +24,11 @@ from broker.contract import wire
 MOST_CANDIDATES: Final = 4096  # of a filtered distribution
 SERVER_CANDIDATES: Final = 2 * MOST_CANDIDATES  # the server's limit; it aborts requests when ties make more
 _SEEDS: Final = 1 << 31  # every release accepts seeds below this
-_REASONS: Final[Mapping[object, Literal["stop", "length", "abort"]]] = {"stop": "stop", "length": "length", "abort": "abort"}
+_REASONS: Final[Mapping[object, Literal["stop", "length", "abort"]]] = {
+    "stop": "stop",
+    "length": "length",
+    "abort": "abort",
+}
 
 
 class SGLangRequestError(Exception):
@@ -78,16 +82,26 @@ def generate_body(
     params |= {"stop_token_ids": list(sampling.stop_token_ids)} if sampling.stop_token_ids else {}
     params |= {"frequency_penalty": sampling.frequency_penalty} if sampling.frequency_penalty else {}
     params |= {"presence_penalty": sampling.presence_penalty} if sampling.presence_penalty else {}
-    params |= {"logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()}} if sampling.logit_bias else {}
+    params |= (
+        {"logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()}} if sampling.logit_bias else {}
+    )
     params |= {"ebnf": grammar} if grammar else {}
     params |= {"sampling_seed": sampling.seed % _SEEDS} if sampling.seed is not None else {}
-    body = {"rid": rid, "input_ids": list(context), "sampling_params": params, "return_logprob": True, "extra_key": namespace}
+    body = {
+        "rid": rid,
+        "input_ids": list(context),
+        "sampling_params": params,
+        "return_logprob": True,
+        "extra_key": namespace,
+    }
     return body | ({"return_sampling_mask": True} if is_filtered(sampling) else {})
 
 
 def score_body(rid: str, context: Sequence[int], top_k: int, namespace: str) -> dict[str, Any]:
     """Return a body of ``/generate`` that only scores a context, with the best ``top_k`` at each position."""
-    body = generate_body(rid, context, wire.SamplingParams(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=1), 0, namespace)
+    body = generate_body(
+        rid, context, wire.SamplingParams(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=1), 0, namespace
+    )
     return body | {"logprob_start_len": 0, "top_logprobs_num": top_k}
 
 
@@ -116,13 +130,17 @@ def read_leg(reply: Mapping[str, Any], sampling: wire.SamplingParams) -> Generat
         told = meta.get("output_token_sampling_logprobs")
         if not isinstance(told, list) or len(told) != len(token_ids):
             raise SGLangRequestError(
-                "this SGLang does not return logprobs under top_p, top_k or min_p (return_sampling_mask); install a newer one"
+                "this SGLang does not return logprobs under top_p, top_k or min_p (return_sampling_mask); install a "
+                "newer one"
             )
         logprobs = [_number(one) for one in told]
     if not all(math.isfinite(one) for one in logprobs):
         raise SGLangRequestError("the model's logits are not finite")
     runs, spans = _version_runs(meta, len(token_ids))
-    if sampling.ignore_eos and (at := next((i for i, token in enumerate(token_ids) if token in sampling.stop_token_ids), None)) is not None:
+    if (
+        sampling.ignore_eos
+        and (at := next((i for i, token in enumerate(token_ids) if token in sampling.stop_token_ids), None)) is not None
+    ):
         token_ids, logprobs, runs, reason = token_ids[: at + 1], logprobs[: at + 1], truncate_runs(runs, at + 1), "stop"
     prompt, cached = int(meta.get("prompt_tokens") or 0), int(meta.get("cached_tokens") or 0)
     return GenerateLeg(token_ids, [min(0.0, one) for one in logprobs], runs, reason, prompt, cached, spans)
@@ -144,7 +162,9 @@ def _version_runs(meta: Mapping[str, Any], count: int) -> tuple[list[tuple[int, 
             raise SGLangRequestError(f"its weight_versions {told!r} do not add up to {count} tokens")
         return ([(int(meta["weight_version"]), count)] if count else []), False
     except (KeyError, TypeError, ValueError):
-        raise SGLangRequestError(f"its answer has no valid weight version: {told or meta.get('weight_version')!r}") from None
+        raise SGLangRequestError(
+            f"its answer has no valid weight version: {told or meta.get('weight_version')!r}"
+        ) from None
 
 
 def shift_runs(runs: Sequence[tuple[int, int]], before: int) -> list[tuple[int, int]]:
@@ -199,7 +219,9 @@ def read_scores(reply: Mapping[str, Any], num_tokens: int) -> npt.NDArray[np.flo
     return np.array(values, dtype=np.float32)
 
 
-def read_top(reply: Mapping[str, Any], num_tokens: int, k: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+def read_top(
+    reply: Mapping[str, Any], num_tokens: int, k: int
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
     """Return the k likeliest tokens after each token but the last, and their logprobs, (n - 1, k) each, descending.
 
     Raises:
@@ -226,7 +248,9 @@ class SGLangClient:
     async def healthy(self) -> bool:
         """Return whether the server answers requests yet."""
         try:
-            async with self._session.get(self._base_url + "/health", timeout=aiohttp.ClientTimeout(total=10)) as response:
+            async with self._session.get(
+                self._base_url + "/health", timeout=aiohttp.ClientTimeout(total=10)
+            ) as response:
                 return response.status == 200
         except (aiohttp.ClientError, TimeoutError):
             return False
@@ -239,7 +263,9 @@ class SGLangClient:
             ConnectionError: if the server is gone or does not answer in time.
         """
         try:
-            async with self._session.post(self._base_url + path, json=body, timeout=aiohttp.ClientTimeout(total=timeout_s)) as response:
+            async with self._session.post(
+                self._base_url + path, json=body, timeout=aiohttp.ClientTimeout(total=timeout_s)
+            ) as response:
                 raw, status = await response.read(), response.status
         except TimeoutError:
             raise ConnectionError(f"SGLang gave no answer to {path} in {timeout_s:g} s") from None

@@ -22,9 +22,23 @@ from broker.errors import TransferFailed, UserError
 from broker.weights.probe import check_probe
 from rollout.engines.base import EngineConfig, EngineStats, GenerationOutput, UpdateMode, request_problem
 from rollout.engines.sglang.args import SGLangArgs
-from rollout.engines.sglang.client import GenerateLeg, SGLangClient, SGLangRequestError, generate_body, read_leg, read_scores
+from rollout.engines.sglang.client import (
+    GenerateLeg,
+    SGLangClient,
+    SGLangRequestError,
+    generate_body,
+    read_leg,
+    read_scores,
+)
 from rollout.engines.sglang.request_queue import ABORT_AGAIN_S, RETURN_WITHIN_S, SCORE_TIMEOUT_S, SGLangRequestQueue
-from rollout.engines.sglang.server_process import HOST, SGLangProcess, data_parallel_copies, free_port, launch_command, server_options
+from rollout.engines.sglang.server_process import (
+    HOST,
+    SGLangProcess,
+    data_parallel_copies,
+    free_port,
+    launch_command,
+    server_options,
+)
 from rollout.engines.update_check import check_fit, materialized
 
 if TYPE_CHECKING:
@@ -84,11 +98,15 @@ class SGLangEngine:
         self._vocab_size = int(text.vocab_size)
         positions = getattr(text, "max_position_embeddings", None)
         if positions is not None and section.max_context_tokens > positions:
-            raise UserError(f"rollout.max_context_tokens: {section.max_context_tokens} is not allowed; the model has {positions} positions")
+            raise UserError(
+                f"rollout.max_context_tokens: {section.max_context_tokens} is not allowed; the model has {positions} "
+                f"positions"
+            )
         num_copies = data_parallel_copies(self._args, config.device, os.environ, int(text.num_attention_heads))
         port = free_port()
         arguments = server_options(
-            config.model_path, section, self._args, port=port, dtype=config.dtype, device=config.device, version=config.policy_version,
+            config.model_path, section, self._args, port=port, dtype=config.dtype, device=config.device,
+            version=config.policy_version,
             copies=num_copies, trust_remote_code=config.trust_remote_code,
         )  # fmt: skip
         self._child = SGLangProcess([*command, *arguments], self._died)
@@ -103,7 +121,10 @@ class SGLangEngine:
             await self.close()
             raise
         if not self._spans and section.update_mode == "keep":
-            log.warning("this SGLang does not return the weight version of each token: new weights recompute the KV of running requests")
+            log.warning(
+                "this SGLang does not return the weight version of each token: new weights recompute the KV of running "
+                "requests"
+            )
         self._requests.open.set()
 
     async def join(self) -> None:
@@ -151,7 +172,9 @@ class SGLangEngine:
 
     async def generate(self, request: wire.GenerateRequest) -> GenerationOutput:
         self._check_alive()
-        why = request_problem(request, max_context_tokens=self._config.section.max_context_tokens, vocab_size=self._vocab_size)
+        why = request_problem(
+            request, max_context_tokens=self._config.section.max_context_tokens, vocab_size=self._vocab_size
+        )
         if not why and request.request_id in self._requests:
             why = f"request_id {request.request_id!r} is already running or waiting"
         if why:
@@ -183,12 +206,18 @@ class SGLangEngine:
         assert self._api is not None
         async with self._requests.updating:
             try:
-                await self._api.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, SCORE_TIMEOUT_S)
+                await self._api.post(
+                    "/update_weight_version",
+                    {"new_version": str(version), "abort_all_requests": False},
+                    SCORE_TIMEOUT_S,
+                )
             except (SGLangRequestError, ConnectionError) as error:
                 raise TransferFailed(str(error)) from None
             self._requests.serve(version, changed=False)
 
-    async def update_weights(self, tensors: Mapping[str, torch.Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None) -> float:
+    async def update_weights(
+        self, tensors: Mapping[str, torch.Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None
+    ) -> float:
         self._check_alive()
         check_fit(self._held, tensors)
         tensors = await asyncio.to_thread(materialized, tensors)
@@ -211,7 +240,9 @@ class SGLangEngine:
             self._requests.pause_s += time.monotonic() - began
             return time.monotonic() - began
 
-    async def _load_quiet(self, tensors: Mapping[str, torch.Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None) -> None:
+    async def _load_quiet(
+        self, tensors: Mapping[str, torch.Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None
+    ) -> None:
         """Load with no request in the server: running ones have returned their partial output."""
         if mode == "abort":
             self._requests.abort_running()

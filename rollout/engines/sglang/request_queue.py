@@ -18,7 +18,14 @@ from rlearner_text.guided_decoding import GuideCompiler
 from rlearner_text.tokenizer import Tokenizer
 from rollout.engines.base import NO_VERSION, EngineConfig, EngineStats, GenerationOutput
 from rollout.engines.hf.logit_offsets import is_reshaped
-from rollout.engines.sglang.client import SGLangClient, SGLangRequestError, generate_body, read_leg, read_top, score_body
+from rollout.engines.sglang.client import (
+    SGLangClient,
+    SGLangRequestError,
+    generate_body,
+    read_leg,
+    read_top,
+    score_body,
+)
 from rollout.engines.sglang.running_request import RunningRequest
 from rollout.engines.stop_strings import StopStrings
 from rollout.scheduler import GenerationJob, Scheduler
@@ -50,7 +57,10 @@ class SGLangRequestQueue:
         section = config.section
         self._slots, self._max_context = section.max_running, section.max_context_tokens
         self.scheduler = Scheduler(
-            num_slots=section.max_running, max_running=section.max_running, prefix_cache=False, version=config.policy_version
+            num_slots=section.max_running,
+            max_running=section.max_running,
+            prefix_cache=False,
+            version=config.policy_version,
         )
         self.open = asyncio.Event()
         self.updating = asyncio.Lock()
@@ -88,9 +98,19 @@ class SGLangRequestQueue:
         expected = request.expected_tokens or request.sampling.max_tokens
         tokens = request.token_ids.array()
         job = GenerationJob(
-            request.request_id, request.conversation_id, tokens, expected, request.min_version, now, now + request.deadline_s
+            request.request_id,
+            request.conversation_id,
+            tokens,
+            expected,
+            request.min_version,
+            now,
+            now + request.deadline_s,
         )
-        stops = StopStrings(self.tokenizer, request.sampling.stop) if request.sampling.stop and self.tokenizer is not None else None
+        stops = (
+            StopStrings(self.tokenizer, request.sampling.stop)
+            if request.sampling.stop and self.tokenizer is not None
+            else None
+        )
         running = self._requests[request.request_id] = RunningRequest(request, job, self._max_context, stops)
         self.scheduler.submit(job)
         self._admit()
@@ -132,7 +152,9 @@ class SGLangRequestQueue:
             return GenerationOutput(error=f"no weights of version {request.min_version} or later to score with")
         tokens, k = request.token_ids.array().tolist(), request.prompt_top_k
         if len(tokens) < 2:
-            return GenerationOutput(finish_reason="stop", top_ids=np.zeros((0, k), np.int32), top_logprobs=np.zeros((0, k), np.float32))
+            return GenerationOutput(
+                finish_reason="stop", top_ids=np.zeros((0, k), np.int32), top_logprobs=np.zeros((0, k), np.float32)
+            )
         try:
             ids, logprobs = read_top(await self.ask_scores(tokens, k), len(tokens), k)
         except (SGLangRequestError, ConnectionError) as error:
@@ -148,7 +170,9 @@ class SGLangRequestQueue:
             Refused, ConnectionError: if the server does not answer.
         """
         assert self.api is not None
-        return await self.api.post("/generate", score_body(uuid.uuid4().hex, tokens, k, f"weights-{self.loads}"), SCORE_TIMEOUT_S)
+        return await self.api.post(
+            "/generate", score_body(uuid.uuid4().hex, tokens, k, f"weights-{self.loads}"), SCORE_TIMEOUT_S
+        )
 
     def count(self, output: GenerationOutput) -> GenerationOutput:
         """Count an answer and return it."""
@@ -187,7 +211,9 @@ class SGLangRequestQueue:
             self._timer.cancel()
         due = self.scheduler.next_deadline()
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(max(0.0, due - now), self._admit) if due is not None and not self._closed else None
+        self._timer = (
+            loop.call_later(max(0.0, due - now), self._admit) if due is not None and not self._closed else None
+        )
 
     def _end(self, running: RunningRequest, reason: wire.FinishReason) -> None:
         """End a request early: a waiting one at once, a running one when the server has returned its partial output."""
@@ -242,8 +268,15 @@ class SGLangRequestQueue:
             await self._allowed(running)
             if running.ended is not None:
                 return running.output(running.ended)
-            running.rid, running.sent_by, running.forbidden, loads = uuid.uuid4().hex, self.scheduler.version, frozenset(), self.loads
-            body = generate_body(running.rid, running.context(), running.request.sampling, running.left, f"weights-{loads}", grammar)
+            running.rid, running.sent_by, running.forbidden, loads = (
+                uuid.uuid4().hex,
+                self.scheduler.version,
+                frozenset(),
+                self.loads,
+            )
+            body = generate_body(
+                running.rid, running.context(), running.request.sampling, running.left, f"weights-{loads}", grammar
+            )
             try:
                 reply = await self.api.post("/generate", body)
             finally:

@@ -29,7 +29,9 @@ class RunningRequest:
         stops: finds stop strings that span two calls, which the server cannot see.
     """
 
-    def __init__(self, request: wire.GenerateRequest, job: GenerationJob, max_context_tokens: int, stops: StopStrings | None) -> None:
+    def __init__(
+        self, request: wire.GenerateRequest, job: GenerationJob, max_context_tokens: int, stops: StopStrings | None
+    ) -> None:
         self.request, self.job = request, job
         self.ended: wire.FinishReason | None = None
         self.over = asyncio.Event()
@@ -91,7 +93,9 @@ class RunningRequest:
         flags = (
             [True] * len(self._token_ids) if is_reshaped(self.request.sampling) else ()
         )  # SGLang does not report which tokens were affected
-        return GenerationOutput(self._token_ids, self._logprobs, merge_runs(self._runs), reason, self._hits, reshaped=flags)
+        return GenerationOutput(
+            self._token_ids, self._logprobs, merge_runs(self._runs), reason, self._hits, reshaped=flags
+        )
 
     def start_again(self) -> None:
         """Drop the output: grammars and penalties start at its first token, and a call knows only its own tokens."""

@@ -46,14 +46,16 @@ def launch_command(args: SGLangArgs) -> list[str]:
         return list(args.command)
     if find_spec("sglang") is None:
         raise UserError(
-            "engine sglang needs the package sglang; pip install 'rlearner[sglang]', or set the Python of another environment in "
+            "engine sglang needs the package sglang; pip install 'rlearner[sglang]', or set the Python of another "
+            "environment in "
             "rollout.engine_args.command: [/path/to/python, -m, sglang.launch_server]"
         )
     return [sys.executable, "-m", "sglang.launch_server"]
 
 
 def server_options(
-    model_path: str, section: RolloutSection, args: SGLangArgs, *, port: int, dtype: str, device: str, version: int, copies: int,
+    model_path: str, section: RolloutSection, args: SGLangArgs, *, port: int, dtype: str, device: str, version: int,
+    copies: int,
     trust_remote_code: bool,
 ) -> list[str]:  # fmt: skip
     """Return the server's options; pure.
@@ -84,7 +86,9 @@ def server_options(
     given |= {"device": "cpu"} if device == "cpu" else {}
     given |= {"mem-fraction-static": args.mem_fraction_static} if args.mem_fraction_static is not None else {}
     given |= args.flags
-    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items() if value is not False]
+    return [
+        f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items() if value is not False
+    ]
 
 
 def data_parallel_copies(args: SGLangArgs, device: str, environ: Mapping[str, str], heads: int) -> int:
@@ -94,14 +98,21 @@ def data_parallel_copies(args: SGLangArgs, device: str, environ: Mapping[str, st
         ConfigError: if the tensor parallel size does not divide heads or GPUs, or too few GPUs are visible.
     """
     if heads % args.tensor_parallel:
-        raise ConfigError("rollout.engine_args.tensor_parallel", args.tensor_parallel, f"a divisor of the model's {heads} attention heads")
+        raise ConfigError(
+            "rollout.engine_args.tensor_parallel",
+            args.tensor_parallel,
+            f"a divisor of the model's {heads} attention heads",
+        )
     wanted = args.data_parallel or 1
     visible = [one for one in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
     if device == "cpu" or not visible:
         copies = wanted
     else:
         if args.tensor_parallel * wanted > len(visible):
-            allowed = f"tensor_parallel times data_parallel is {args.tensor_parallel * wanted}, and --gpus names {len(visible)}"
+            allowed = (
+                f"tensor_parallel times data_parallel is {args.tensor_parallel * wanted}, and --gpus names "
+                f"{len(visible)}"
+            )
             raise ConfigError("rollout.engine_args.tensor_parallel", args.tensor_parallel, allowed)
         if args.data_parallel is None and len(visible) % args.tensor_parallel:
             allowed = f"a divisor of the {len(visible)} GPUs that --gpus names"
@@ -109,7 +120,9 @@ def data_parallel_copies(args: SGLangArgs, device: str, environ: Mapping[str, st
         copies = args.data_parallel or len(visible) // args.tensor_parallel
     if args.weights == "distributed" and copies > 1:
         raise ConfigError(
-            "rollout.engine_args.weights", args.weights, f"disk with {copies} copies of the model: SGLang's update group holds one"
+            "rollout.engine_args.weights",
+            args.weights,
+            f"disk with {copies} copies of the model: SGLang's update group holds one",
         )
     return copies
 
@@ -157,7 +170,9 @@ class SGLangProcess:
                         raise UserError(f"SGLang cannot start: {self.why()}")
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
-            raise UserError(f"SGLang was not ready within rollout.engine_args.start_timeout_s={timeout_s:g}, see {self.log_path}") from None
+            raise UserError(
+                f"SGLang was not ready within rollout.engine_args.start_timeout_s={timeout_s:g}, see {self.log_path}"
+            ) from None
 
     def why(self) -> str:
         """Return the reason of the exit in one line: the last error in its log, and its exit code."""
@@ -168,7 +183,10 @@ class SGLangProcess:
         code = self._process.poll()
         said = f"{telling[-1][-300:]} (exit code {code}, see {self.log_path})"
         if any("out of memory" in line.lower() for line in lines):
-            said += "; lower rollout.engine_args.mem_fraction_static, rollout.max_running or max_context_tokens, or raise tensor_parallel"
+            said += (
+                "; lower rollout.engine_args.mem_fraction_static, rollout.max_running or max_context_tokens, or "
+                "raise tensor_parallel"
+            )
         return said
 
     def stop(self) -> None:

@@ -80,7 +80,12 @@ class DiskSender:
         await asyncio.to_thread(self._write, tensors)
 
     async def send(self, tensors: Mapping[str, torch.Tensor], version: int, *, flush: bool) -> None:
-        body = {"model_path": str(self._folder), "weight_version": str(version), "flush_cache": flush, "abort_all_requests": False}
+        body = {
+            "model_path": str(self._folder),
+            "weight_version": str(version),
+            "flush_cache": flush,
+            "abort_all_requests": False,
+        }
         try:
             await self._api.post("/update_weights_from_disk", body, self._args.update_timeout_s)
         except (SGLangRequestError, ConnectionError) as error:
@@ -96,7 +101,11 @@ class DiskSender:
     def _write(self, tensors: Mapping[str, torch.Tensor]) -> None:
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         try:
-            self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=weights_file_parent(self._args.weights_dir, size)))
+            self._folder = Path(
+                tempfile.mkdtemp(
+                    prefix=f"{PREFIX}{os.getpid()}-", dir=weights_file_parent(self._args.weights_dir, size)
+                )
+            )
             for name in ("config.json", "generation_config.json"):
                 if (file := Path(self._model_path).expanduser() / name).is_file():
                     shutil.copyfile(file, self._folder / name)
@@ -148,7 +157,8 @@ class BroadcastSender:
         self._made += 1
         self._name = f"rlearner_{os.getpid()}_{self._made}"  # neither side can create two groups of one name
         body = {
-            "master_address": HOST, "master_port": port, "rank_offset": 1, "world_size": size, "group_name": self._name, "backend": "gloo",
+            "master_address": HOST, "master_port": port, "rank_offset": 1, "world_size": size,
+            "group_name": self._name, "backend": "gloo",
         }  # fmt: skip
         ours = _in_thread(lambda: join_group(self._name, port, 0, size, self._args.update_timeout_s))
         theirs = asyncio.create_task(self._api.post("/init_weights_update_group", body, self._args.update_timeout_s))
@@ -173,7 +183,9 @@ class BroadcastSender:
                     "weight_version": str(version),
                 }
                 ours = _in_thread(functools.partial(self._broadcast, part))
-                theirs = asyncio.create_task(self._api.post("/update_weights_from_distributed", body, self._args.update_timeout_s))
+                theirs = asyncio.create_task(
+                    self._api.post("/update_weights_from_distributed", body, self._args.update_timeout_s)
+                )
                 try:
                     await asyncio.gather(ours, theirs)
                 finally:
@@ -214,13 +226,23 @@ def join_group(name: str, port: int, rank: int, size: int, timeout_s: float) -> 
     helper = distributed_c10d._new_process_group_helper
     option = "backend_options" if "backend_options" in inspect.signature(helper).parameters else "pg_options"
     made: Any = helper(
-        size, rank, [], Backend("gloo"), PrefixStore(name, store), group_name=GroupName(name), timeout=timeout, **{option: None}
+        size,
+        rank,
+        [],
+        Backend("gloo"),
+        PrefixStore(name, store),
+        group_name=GroupName(name),
+        timeout=timeout,
+        **{option: None},
     )
-    distributed_c10d._world.pg_group_ranks[made[0]] = {number: number for number in range(size)}  # destroying it needs them
+    # destroying it needs them
+    distributed_c10d._world.pg_group_ranks[made[0]] = {number: number for number in range(size)}
     return made[0]
 
 
-def split_tensors(tensors: Mapping[str, torch.Tensor], most_bytes: int = BUCKET_BYTES) -> Iterator[dict[str, torch.Tensor]]:
+def split_tensors(
+    tensors: Mapping[str, torch.Tensor], most_bytes: int = BUCKET_BYTES
+) -> Iterator[dict[str, torch.Tensor]]:
     """Split the tensors in order into parts of at most ``most_bytes``; a larger tensor is a part by itself."""
     part: dict[str, torch.Tensor] = {}
     used = 0
@@ -250,9 +272,13 @@ def meta_tensors(model_path: str, dtype: str, *, trust_remote_code: bool) -> tup
     try:
         config = transformers.AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code)
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code
+            )
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"model path {model_path!r}: no causal language model: {' '.join(str(error).split())[:300]}") from None
+        raise UserError(
+            f"model path {model_path!r}: no causal language model: {' '.join(str(error).split())[:300]}"
+        ) from None
     return HeldWeights(model).tensors(), config
 
 

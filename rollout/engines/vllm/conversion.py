@@ -13,7 +13,12 @@ from broker.contract import wire
 from rollout.engines.base import GenerationOutput
 
 NOT_FINITE: Final = "the model's logits are not finite"
-_REASONS: Final[dict[str, wire.FinishReason]] = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "stop"}
+_REASONS: Final[dict[str, wire.FinishReason]] = {
+    "stop": "stop",
+    "length": "length",
+    "abort": "abort",
+    "repetition": "stop",
+}
 _WORD: Final = (1 << 64) - 1
 
 
@@ -56,7 +61,9 @@ def seed_of(seed: int | None, num_prompt: int) -> int | None:
     return (x ^ (x >> 31)) >> 1  # vLLM accepts at most 63 bits
 
 
-def sampling_fields(sampling: wire.SamplingParams, num_prompt: int, max_context: int, end_ids: Collection[int]) -> dict[str, Any]:
+def sampling_fields(
+    sampling: wire.SamplingParams, num_prompt: int, max_context: int, end_ids: Collection[int]
+) -> dict[str, Any]:
     """Return the fields of vLLM's SamplingParams."""
     ends = {*(() if sampling.ignore_eos else end_ids), *sampling.stop_token_ids}
     stop = [text for text in sampling.stop if text]
@@ -112,7 +119,9 @@ def output_of(
         tokens, logprobs, reason = tokens[:count], logprobs[:count], "abort"
     if temperature == 0:
         logprobs = [0.0] * len(tokens)
-    return GenerationOutput(tokens, logprobs, runs, reason, cached or 0, reshaped=[True] * len(tokens) if reshaped else ())
+    return GenerationOutput(
+        tokens, logprobs, runs, reason, cached or 0, reshaped=[True] * len(tokens) if reshaped else ()
+    )
 
 
 def top_rows(rows: Sequence[Any], k: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:

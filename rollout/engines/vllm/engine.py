@@ -71,13 +71,19 @@ class VLLMEngine:
         opened = self._open().opened
         if request.request_id in self._requests:
             return GenerationOutput(error=f"request_id {request.request_id!r} is already running or waiting")
-        why = request_problem(request, max_context_tokens=self._config.section.max_context_tokens, vocab_size=opened.vocab_size)
+        why = request_problem(
+            request, max_context_tokens=self._config.section.max_context_tokens, vocab_size=opened.vocab_size
+        )
         if not why and request.sampling.stop and opened.tokenizer is None:
             why = "stop strings need a tokenizer, and the model's folder has none"
         why = why or reshaping_problem(request.sampling, opened.vocab_size, opened.tokenizer)
         if why:
             return self._requests.count(GenerationOutput(error=why))
-        return self._requests.count(await self._score(request)) if request.prompt_top_k else await self._requests.run(request, tap)
+        return (
+            self._requests.count(await self._score(request))
+            if request.prompt_top_k
+            else await self._requests.run(request, tap)
+        )
 
     def abort(self, request_id: str) -> None:
         self._requests.abort(request_id)
@@ -87,7 +93,9 @@ class VLLMEngine:
             await self._open().note(version)
             self._requests.serve(version)
 
-    async def update_weights(self, tensors: Mapping[str, torch.Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None) -> float:
+    async def update_weights(
+        self, tensors: Mapping[str, torch.Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None
+    ) -> float:
         loading = self._open()
         shared = loading.opened.shared
         check_fit(shared.tensors, tensors)
@@ -104,7 +112,9 @@ class VLLMEngine:
                 self._requests.stall(NO_VERSION)  # and end those in flight with their valid tokens
                 if isinstance(error, (TransferFailed, asyncio.CancelledError)) or not isinstance(error, Exception):
                     raise
-                raise TransferFailed(f"vLLM could not load version {version}: {' '.join(str(error).split())[:400]}") from error
+                raise TransferFailed(
+                    f"vLLM could not load version {version}: {' '.join(str(error).split())[:400]}"
+                ) from error
             finally:
                 self._requests.held = False
             loading.judge(True)

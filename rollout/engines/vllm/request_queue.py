@@ -56,7 +56,10 @@ class VLLMRequestQueue:
         section = config.section
         self._max_context = section.max_context_tokens
         self.scheduler = Scheduler(
-            num_slots=section.max_running, max_running=section.max_running, prefix_cache=False, version=config.policy_version
+            num_slots=section.max_running,
+            max_running=section.max_running,
+            prefix_cache=False,
+            version=config.policy_version,
         )
         self.held = False
         self.pause_s = 0.0
@@ -90,7 +93,13 @@ class VLLMRequestQueue:
         tokens = request.token_ids.array()
         expected = request.expected_tokens or request.sampling.max_tokens
         job = GenerationJob(
-            request.request_id, request.conversation_id, tokens, expected, request.min_version, now, now + request.deadline_s
+            request.request_id,
+            request.conversation_id,
+            tokens,
+            expected,
+            request.min_version,
+            now,
+            now + request.deadline_s,
         )
         run = QueuedRequest(request, job, asyncio.get_running_loop().create_future(), tap=tap)
         self._runs[request.request_id] = run
@@ -149,7 +158,8 @@ class VLLMRequestQueue:
             waiting=self.scheduler.num_waiting,
             slots=self.scheduler.max_running,
             busy_s=self._busy_s + (time.monotonic() - self._busy_since if running else 0.0),
-            generated_tokens=self._generated + (self._loading.asking.in_flight_tokens() if self._loading is not None else 0),
+            generated_tokens=self._generated
+            + (self._loading.asking.in_flight_tokens() if self._loading is not None else 0),
             prefill_tokens=self._prefilled,
             prefix_hit_tokens=self._hits,
             finished=dict(self._finished),
@@ -224,7 +234,9 @@ class VLLMRequestQueue:
         while True:
             run.again = False
             telling = (
-                CompletionStream(run.tap, greedy=request.sampling.temperature == 0, good=loading.good) if run.tap is not None else None
+                CompletionStream(run.tap, greedy=request.sampling.temperature == 0, good=loading.good)
+                if run.tap is not None
+                else None
             )
             params = SamplingParams(**fields, **(final_only() if telling is None else as_deltas()))
             told = None if telling is None else telling.take
@@ -235,7 +247,9 @@ class VLLMRequestQueue:
         if run.ended_by is not None and not completion.token_ids:
             return GenerationOutput(finish_reason=run.ended_by)
         wrong = await loading.wrong_since(completion)
-        output = output_of(completion, final.num_cached_tokens, request.sampling.temperature, wrong, is_reshaped(request.sampling))
+        output = output_of(
+            completion, final.num_cached_tokens, request.sampling.temperature, wrong, is_reshaped(request.sampling)
+        )
         loading.poisoned |= output.error == NOT_FINITE
         self._hits += output.prefix_hit_tokens
         self._prefilled += len(prompt) - output.prefix_hit_tokens

@@ -48,7 +48,8 @@ class SharedWeights:
         except OSError as error:
             os.close(self._fd)
             raise UserError(
-                f"engine vllm needs {self.size_bytes / 2**30:.1f} GiB of the machine's memory for a copy of the weights: {error.strerror}"
+                f"engine vllm needs {self.size_bytes / 2**30:.1f} GiB of the machine's memory for a copy of the "
+                f"weights: {error.strerror}"
             ) from None
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
         self.tensors = map_shared(self.path, self.size_bytes, self.layout)

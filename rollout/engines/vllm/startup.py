@@ -34,7 +34,8 @@ CPU_BLOCK_TOKENS: Final = 32  # the prefix cache matches whole blocks; vLLM's 12
 _CAUSE: Final = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception): .*\S", re.MULTILINE)
 _MEMORY: Final = re.compile(r"memory|KV cache|cache blocks", re.IGNORECASE)
 _LOWER: Final = (
-    "lower rollout.max_context_tokens or rollout.max_running, raise rollout.engine_args.kv_cache_gib or gpu_memory_utilization, "
+    "lower rollout.max_context_tokens or rollout.max_running, raise rollout.engine_args.kv_cache_gib or "
+    "gpu_memory_utilization, "
     "or spread the model over more GPUs by rollout.engine_args.tensor_parallel"
 )
 
@@ -76,7 +77,9 @@ def check_installed() -> None:
         UserError: if it is not; names the extra.
     """
     if importlib.util.find_spec("vllm") is None:
-        raise UserError("engine vllm needs the package vllm: pip install 'rlearner[vllm]' for GPUs, or make vllm-env for the CPU")
+        raise UserError(
+            "engine vllm needs the package vllm: pip install 'rlearner[vllm]' for GPUs, or make vllm-env for the CPU"
+        )
 
 
 def open_llm(config: EngineConfig) -> RunningVLLM:
@@ -138,12 +141,15 @@ def check_heads(text_config: Any, tensor_parallel: int) -> None:
     if heads and heads % tensor_parallel:
         fitting = [n for n in range(1, heads + 1) if heads % n == 0]
         raise UserError(
-            f"rollout.engine_args.tensor_parallel: {tensor_parallel} is not allowed; the model's {heads} attention heads divide by "
+            f"rollout.engine_args.tensor_parallel: {tensor_parallel} is not allowed; the model's {heads} attention "
+            f"heads divide by "
             f"{', '.join(map(str, fitting))}"
         )
 
 
-def engine_args(config: EngineConfig, args: VLLMArgs, context: int, *, has_tokenizer: bool, on_cpu: bool) -> dict[str, Any]:
+def engine_args(
+    config: EngineConfig, args: VLLMArgs, context: int, *, has_tokenizer: bool, on_cpu: bool
+) -> dict[str, Any]:
     """Return the fields of vLLM's AsyncEngineArgs."""
     section = config.section
     sequences = section.max_running + SPARE_SEQUENCES
@@ -200,10 +206,22 @@ def _logging(errors: Path) -> dict[str, Any]:
         "disable_existing_loggers": False,
         "formatters": {"plain": plain, "bare": {"format": "%(message)s"}},
         "handlers": {
-            "stderr": {"class": "logging.StreamHandler", "formatter": "plain", "level": os.environ["VLLM_LOGGING_LEVEL"]},
-            "errors": {"class": "logging.FileHandler", "formatter": "bare", "level": "ERROR", "filename": str(errors), "delay": True},
+            "stderr": {
+                "class": "logging.StreamHandler",
+                "formatter": "plain",
+                "level": os.environ["VLLM_LOGGING_LEVEL"],
+            },
+            "errors": {
+                "class": "logging.FileHandler",
+                "formatter": "bare",
+                "level": "ERROR",
+                "filename": str(errors),
+                "delay": True,
+            },
         },
-        "loggers": {"vllm": {"handlers": ["stderr", "errors"], "level": os.environ["VLLM_LOGGING_LEVEL"], "propagate": False}},
+        "loggers": {
+            "vllm": {"handlers": ["stderr", "errors"], "level": os.environ["VLLM_LOGGING_LEVEL"], "propagate": False}
+        },
     }
 
 
@@ -221,7 +239,8 @@ def _open(fields: Mapping[str, Any], folder: Path) -> Any:
     from rollout.engines.vllm.worker import BACKEND, EXTENSION
 
     try:
-        own: dict[str, Any] = {"structured_outputs_config": StructuredOutputsConfig(backend="guidance")}  # as in engine hf
+        # as in engine hf
+        own: dict[str, Any] = {"structured_outputs_config": StructuredOutputsConfig(backend="guidance")}
         own |= {"worker_extension_cls": EXTENSION, "weight_transfer_config": WeightTransferConfig(backend=BACKEND)}
         arguments = AsyncEngineArgs(**(own | dict(fields)))
         return AsyncLLM.from_engine_args(arguments)

@@ -50,11 +50,14 @@ class VLLMWeightLoader:
             await reload_weights(self.llm)
             after = await self.asking.logprobs(tokens)
         except Exception as error:  # any error of a worker arrives as one
-            raise UserError(f"engine vllm cannot take new weights of {config.model_path!r}: {first_line(error)}") from error
+            raise UserError(
+                f"engine vllm cannot take new weights of {config.model_path!r}: {first_line(error)}"
+            ) from error
         spread = float(np.abs(before - after).max()) if len(before) else 0.0
         if not spread <= _SPREAD[config.dtype]:
             raise UserError(
-                f"engine vllm cannot take new weights of {config.model_path!r}: after loading the same weights again, logprobs "
+                f"engine vllm cannot take new weights of {config.model_path!r}: after loading the same weights again, "
+                f"logprobs "
                 f"differ by {spread:.2g}"
             )
 

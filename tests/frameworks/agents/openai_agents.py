@@ -23,7 +23,13 @@ def note(word: Literal["odd", "even"]) -> str:
 
 
 name = os.environ["OPENAI_MODEL"]
-caller = Agent(name="caller", instructions="Be brief.", tools=[note], model=name, model_settings=ModelSettings(tool_choice="required"))
+caller = Agent(
+    name="caller",
+    instructions="Be brief.",
+    tools=[note],
+    model=name,
+    model_settings=ModelSettings(tool_choice="required"),
+)
 judge = Agent(name="judge", instructions="Be brief.", output_type=Verdict, model=name)
 called = Runner.run_sync(caller, QUESTION)
 judged = Runner.run_sync(judge, QUESTION)

@@ -20,7 +20,8 @@ SMALL = common.ModelShape(hidden=8, layers=2, heads=2, kv_heads=1, head_dim=4, i
 
 
 def test_parameters_by_hand_and_by_the_model() -> None:
-    # a block: q and o 2 x 8 x 8, k and v 2 x 8 x 4, norms of q and k 2 x 4, mlp 3 x 8 x 16, two norms of 8; then the last norm
+    # a block: q and o 2 x 8 x 8, k and v 2 x 8 x 4, norms of q and k 2 x 4, mlp 3 x 8 x 16, two norms of 8; then the
+    # last norm
     assert common.num_parameters(SMALL) == (2 * (128 + 64 + 8 + 384 + 16) + 8, 256)
     assert sum(common.num_parameters(common.HALF_BILLION)) == 596_049_920  # Qwen3-0.6B's own count
     tensors = weights.tensors_of(SMALL, "meta")
@@ -50,7 +51,11 @@ def test_the_model_that_is_made(tmp_path: Path) -> None:
     tensors = load_file(f"{path}/model.safetensors")
     assert sum(tensor.numel() for tensor in tensors.values()) == sum(common.num_parameters(SMALL))
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    assert (model.config.vocab_size, model.config.tie_word_embeddings, model.config.max_position_embeddings) == (32, True, 64)
+    assert (model.config.vocab_size, model.config.tie_word_embeddings, model.config.max_position_embeddings) == (
+        32,
+        True,
+        64,
+    )
     assert Tokenizer.load(path).encode("<|im_end|>") == [2]
 
 
@@ -61,7 +66,10 @@ def test_without_a_gpu_each_says_so_in_one_line(
     monkeypatch.setattr("bench.gpu.common.existing", list)
     assert script.main([]) == 2  # type: ignore[attr-defined]
     said = capsys.readouterr()
-    assert (said.out, said.err) == ("", "error: this machine has no NVIDIA GPU; --device cpu --tiny shows that the script runs\n")
+    assert (said.out, said.err) == (
+        "",
+        "error: this machine has no NVIDIA GPU; --device cpu --tiny shows that the script runs\n",
+    )
 
 
 def test_figures_of_a_cpu_are_none_of_a_gpu() -> None:
@@ -77,7 +85,9 @@ def test_a_check_that_fails_is_named(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_requests_are_the_same_for_the_same_seed() -> None:
-    one, other = (load.make_requests(5, 100, prompt=(4, 9), output=(2, 3), temperature=1.0, name=name) for name in ("a", "b"))
+    one, other = (
+        load.make_requests(5, 100, prompt=(4, 9), output=(2, 3), temperature=1.0, name=name) for name in ("a", "b")
+    )
     assert [r.token_ids for r in one] == [r.token_ids for r in other]
     assert [r.sampling for r in one] == [r.sampling for r in other]
     assert {r.request_id for r in one}.isdisjoint(r.request_id for r in other)
@@ -101,7 +111,9 @@ def test_the_run_is_one_that_can_be_started(tiny: bool) -> None:
 
 
 def test_a_run_whose_weights_go_by_cuda_ipc_is_asked_for() -> None:
-    options = argparse.Namespace(device="cuda", tiny=False, engine="hf", engine_args={}, steps=None, weights="ipc", overrides=[])
+    options = argparse.Namespace(
+        device="cuda", tiny=False, engine="hf", engine_args={}, steps=None, weights="ipc", overrides=[]
+    )
     config = runspec.validate(runspec.load("configs/quickstart.yaml", run.settings(options, "/tmp")))
     assert config["train"]["weights_backend"] == "ipc"
 

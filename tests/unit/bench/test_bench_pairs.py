@@ -34,6 +34,8 @@ def test_own_work_is_not_that_of_others() -> None:
 
 
 @pytest.mark.parametrize(("there", "engines"), [(True, ["vllm", "hf"]), (False, ["hf"])])
-def test_a_bench_measures_the_engines_that_are_installed(there: bool, engines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bench_measures_the_engines_that_are_installed(
+    there: bool, engines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("bench.engine.find_spec", lambda name: object() if there and name == "vllm" else None)
     assert measurable() == engines

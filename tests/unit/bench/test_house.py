@@ -13,7 +13,13 @@ def test_words_are_counted_whole_and_across_lines() -> None:
 
 def test_public_classes_and_their_words() -> None:
     assert house.public_classes(ast.parse("class A:\n  class B: ...\nclass _C: ...\ndef f():\n  class D: ...")) == ["A"]
-    assert [house.is_one_word(name) for name in ("Hub", "PPO", "FSDP2", "HubBroker", "HTTPServer")] == [True, True, True, False, False]
+    assert [house.is_one_word(name) for name in ("Hub", "PPO", "FSDP2", "HubBroker", "HTTPServer")] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_a_name_counts_once_it_is_in_two_modules() -> None:

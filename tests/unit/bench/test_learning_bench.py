@@ -1,4 +1,6 @@
-"""The learning bench: a short run over the real ledger is exactly as late as it says, and its figures are worked out right."""
+"""The learning bench: a short run over the real ledger is exactly as late as it says, and its figures are worked out
+right.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ def config(*overrides: str) -> dict[str, Any]:
 
 
 def test_every_group_is_trained_exactly_so_late(model: str) -> None:
-    # Five steps, two versions late: the groups of steps 0, 1 and 2 are granted at version 0, those of 3 at 1, those of 4 at 2.
+    # Five steps, two versions late: the groups of steps 0, 1 and 2 are granted at version 0, those of 3 at 1, those of
+    # 4 at 2.
     arm = TrainingArm(config("train.steps=5", "train.max_staleness=2"), model)
     asyncio.run(arm.run())
     assert arm.lateness == [(0, 0), (1, 1), (2, 2), (2, 2), (2, 2)]
@@ -52,12 +55,17 @@ def test_an_arm_trains_and_measures(model: str) -> None:
     assert len(found["solved"]) == 4
     assert found["episodes_per_map"] == 2
     assert len(found["curve"]) == 2
-    assert found["last"]["rollout_corr/ess"] == pytest.approx(1, abs=1e-5)  # engine and trainer agree on what was sampled
+    # engine and trainer agree on what was sampled
+    assert found["last"]["rollout_corr/ess"] == pytest.approx(1, abs=1e-5)
 
 
 def test_replaced_groups_are_played_by_the_version_that_asked_for_them(model: str) -> None:
-    # A model that has learnt nothing solves nothing, so every group is filtered until the bound of one a step is reached.
-    arm = TrainingArm(config("train.steps=2", "train.max_staleness=0", "algorithm=dapo", "algorithm.max_replacements_per_step=1"), model)
+    # A model that has learnt nothing solves nothing, so every group is filtered until the bound of one a step is
+    # reached.
+    arm = TrainingArm(
+        config("train.steps=2", "train.max_staleness=0", "algorithm=dapo", "algorithm.max_replacements_per_step=1"),
+        model,
+    )
     asyncio.run(arm.run())
     assert arm.lateness == [(0, 0), (0, 0)]
     assert arm.ledger.counts()["trained"] == 4

@@ -1,4 +1,6 @@
-"""Comparing algorithms on one configuration: equal samples from one model, results that are kept, prompts that must be alike."""
+"""Comparing algorithms on one configuration: equal samples from one model, results that are kept, prompts that must be
+alike.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,12 @@ SMALL = [
 
 def options(out: Path, *overrides: str) -> argparse.Namespace:
     return argparse.Namespace(
-        config="configs/quickstart.yaml", overrides=[*SMALL, *overrides], algorithms="grpo,gigpo", seeds=1, every=1, out=out
+        config="configs/quickstart.yaml",
+        overrides=[*SMALL, *overrides],
+        algorithms="grpo,gigpo",
+        seeds=1,
+        every=1,
+        out=out,
     )
 
 
@@ -42,7 +49,9 @@ def test_arms_train_on_as_many_episodes_and_are_not_run_again(tmp_path: Path) ->
         assert (kept["tickets"]["issued"], kept["tickets"]["trained"]) == (4, 4)
         assert list(kept["points"]) == ["1", "2"]
         assert first[name]["seeds"] == [kept["points"]["2"]]
-        (tmp_path / f"{name}.seed0.json").write_text(json.dumps({**kept, "solved": [3, 3, 3, 3], "episodes_per_map": 4}))
+        (tmp_path / f"{name}.seed0.json").write_text(
+            json.dumps({**kept, "solved": [3, 3, 3, 3], "episodes_per_map": 4})
+        )
     assert [compare.compare(asked)[name]["end"] for name in ("grpo", "gigpo")] == [0.75, 0.75]
 
 

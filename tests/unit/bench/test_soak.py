@@ -39,7 +39,9 @@ def test_the_soak_notices_tickets_that_age_while_they_wait(
         "delivered": dict.fromkeys(("lake", "maze", "mine"), 1 << 60),
     }
 
-    def careless(self: TicketAges, elapsed_s: float, waiting: Waiting, delivered: Any, served: Any, *, paused: bool = False) -> list[int]:
+    def careless(
+        self: TicketAges, elapsed_s: float, waiting: Waiting, delivered: Any, served: Any, *, paused: bool = False
+    ) -> list[int]:
         seen = {"delivered": delivered, "served": served, "paused": paused} | {ignored: everything[ignored]}
         return passed(self, elapsed_s, waiting, seen["delivered"], seen["served"], paused=seen["paused"])
 

@@ -8,7 +8,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from broker.runtime.breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_REMEMBERED, TRIES_ALONE, CircuitBreaker, CircuitBreakers
+from broker.runtime.breaker import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    MAX_REMEMBERED,
+    TRIES_ALONE,
+    CircuitBreaker,
+    CircuitBreakers,
+)
 
 
 class Longest(random.Random):
@@ -20,7 +27,9 @@ class Longest(random.Random):
 
 def opened(threshold: int = 3, now: float = 0.0) -> CircuitBreaker:
     breaker = CircuitBreaker(threshold, Longest())
-    assert [breaker.failed(f"t{n}", 1, "no\n disk", now) for n in range(threshold)] == [False] * (threshold - 1) + [True]
+    assert [breaker.failed(f"t{n}", 1, "no\n disk", now) for n in range(threshold)] == [False] * (threshold - 1) + [
+        True
+    ]
     return breaker
 
 
@@ -102,7 +111,9 @@ def test_a_ticket_that_fails_again_and_again_is_to_blame_while_nothing_else_fail
 
 
 def test_a_ticket_that_fails_although_a_trial_went_well_is_to_blame() -> None:
-    """Else a few bad tickets of a domain, with nothing good among them, would be handed back until their deliveries ran out."""
+    """Else a few bad tickets of a domain, with nothing good among them, would be handed back until their deliveries ran
+    out.
+    """
     breaker = opened()
     assert not breaker.blames("t0", 1)
     breaker.probe()
@@ -119,14 +130,21 @@ def test_it_remembers_so_many_tickets_and_no_more() -> None:
     for number in range(MAX_REMEMBERED + 1):
         breaker.failed(str(number), 1, "x", 0.0)
     breaker.succeeded()
-    assert (breaker.blames("0", 1), breaker.blames("1", 1), breaker.blames(str(MAX_REMEMBERED), 1)) == (False, True, True)
+    assert (breaker.blames("0", 1), breaker.blames("1", 1), breaker.blames(str(MAX_REMEMBERED), 1)) == (
+        False,
+        True,
+        True,
+    )
 
 
 def test_the_problem_of_a_hub_names_what_does_not_work() -> None:
     breakers = CircuitBreakers("domain", lambda _: 1)
     assert (breakers.closed(["a", "b"]), breakers.problem(["a", "b"])) == (["a", "b"], "")
     breakers["b"].failed("t", 1, "no", 0.0)
-    assert (breakers.closed(["a", "b"]), breakers.problem(["a", "b"])) == (["a"], "domain b: 1 ticket in a row failed here, the last: no")
+    assert (breakers.closed(["a", "b"]), breakers.problem(["a", "b"])) == (
+        ["a"],
+        "domain b: 1 ticket in a row failed here, the last: no",
+    )
 
 
 class Interleavings(RuleBasedStateMachine):
@@ -136,7 +154,8 @@ class Interleavings(RuleBasedStateMachine):
         super().__init__()
         self.breaker, self.now, self.delivery = CircuitBreaker(3, random.Random(0)), 0.0, 0
         self.row: set[int] = set()  # deliveries that failed since the newest success, while it was closed
-        self.first: dict[str, bool] = {}  # ticket -> whether something succeeded, or a trial did, since its first failure
+        # ticket -> whether something succeeded, or a trial did, since its first failure
+        self.first: dict[str, bool] = {}
 
     @rule()
     def success(self) -> None:

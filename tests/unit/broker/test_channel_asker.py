@@ -54,7 +54,9 @@ async def test_each_request_gives_up_in_its_own_time_and_is_aborted() -> None:
         return seconds
 
     limits = {"middle": 0.4, "last": 0.8, "first": 0.1, "endless": 1e6}
-    answered = asyncio.create_task(asker.generate("a", msgspec.structs.replace(REQUEST, request_id="answered"), timeout_s=0.3))
+    answered = asyncio.create_task(
+        asker.generate("a", msgspec.structs.replace(REQUEST, request_id="answered"), timeout_s=0.3)
+    )
     tasks = {name: asyncio.create_task(give_up(name, limit)) for name, limit in limits.items()}
     await until(lambda: len(carrier.posted) == 5)
     (token,) = (token for token, name in carrier.posted if name == "answered")
@@ -83,7 +85,8 @@ async def test_many_requests_take_one_timer(monkeypatch: pytest.MonkeyPatch) -> 
     carrier = Carrier()
     asker = RequestClient(cast(Any, None), carrier)
     tasks = [
-        asyncio.create_task(asker.generate("a", msgspec.structs.replace(REQUEST, request_id=f"r{n}"), timeout_s=50)) for n in range(100)
+        asyncio.create_task(asker.generate("a", msgspec.structs.replace(REQUEST, request_id=f"r{n}"), timeout_s=50))
+        for n in range(100)
     ]
     await asyncio.sleep(0)
     assert len(carrier.posted) == 100

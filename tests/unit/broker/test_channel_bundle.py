@@ -19,7 +19,10 @@ from broker.channel.zmq_socket import SEND_AT, Frames, LoopSocket
 from broker.contract.sizes import MAX_PAYLOAD_BYTES
 from broker.errors import WireError
 
-ENTRIES = st.lists(st.tuples(st.text(max_size=3), st.sampled_from([b"", b"x", b"y" * 1000, b"z" * 40_000, b"w" * 70_000])), max_size=600)
+ENTRIES = st.lists(
+    st.tuples(st.text(max_size=3), st.sampled_from([b"", b"x", b"y" * 1000, b"z" * 40_000, b"w" * 70_000])),
+    max_size=600,
+)
 
 
 @settings(deadline=None)
@@ -66,7 +69,9 @@ def test_the_largest_message_fits() -> None:
 
 
 @asynccontextmanager
-async def pair(received: Callable[[Frames], None], *, listening: bool = True) -> AsyncIterator[tuple[LoopSocket, Callable[[], object]]]:
+async def pair(
+    received: Callable[[Frames], None], *, listening: bool = True
+) -> AsyncIterator[tuple[LoopSocket, Callable[[], object]]]:
     """An asker's socket, connected to a server's; the second value starts the server where it is not listening yet."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     server, asker = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
@@ -95,7 +100,9 @@ async def test_a_burst_travels_in_few_messages_and_in_order() -> None:
         for number in range(100):
             asker.post(b"", str(number), b"m%d" % number)
         await until(lambda: sum(map(len, got)) == 101)
-    assert [entry for bundle in got[1:] for entry in bundle] == [(str(number), b"m%d" % number) for number in range(100)]
+    assert [entry for bundle in got[1:] for entry in bundle] == [
+        (str(number), b"m%d" % number) for number in range(100)
+    ]
     assert [len(bundle) for bundle in got] == [1, SEND_AT, SEND_AT, SEND_AT, 100 - 3 * SEND_AT]
 
 

@@ -18,7 +18,10 @@ def test_the_document_is_up_to_date() -> None:
 
 def test_every_field_says_what_it_means() -> None:
     silent = [
-        f"{name}.{field.name}" for name, fields in docs.fields_of(inspect.getsource(wire)).items() for field in fields if not field.meaning
+        f"{name}.{field.name}"
+        for name, fields in docs.fields_of(inspect.getsource(wire)).items()
+        for field in fields
+        if not field.meaning
     ]
     assert silent == []
 

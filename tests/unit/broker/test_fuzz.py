@@ -1,5 +1,6 @@
-"""Every decoder against inputs that nobody would send: the documented error or a value, at once, and without more memory than the input
-could be worth. ``RL_FUZZ=100000`` sets how many inputs there are in all, ``RL_FUZZ_SEED`` which."""
+"""Every decoder against inputs that nobody would send: the documented error or a value, at once, and without more
+memory than the input could be worth. ``RL_FUZZ=100000`` sets how many inputs there are in all, ``RL_FUZZ_SEED``
+which."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ MEMORY = 2 * wire.MAX_PAYLOAD_BYTES  # beyond the input itself
 replace = msgspec.structs.replace
 GROUP = cast(wire.Group, EXAMPLES[wire.Group])
 MESSAGES = [codec.encode(EXAMPLES[kind]) for kind in wire.MESSAGES]
-RULES = TicketRules(steps=12, groups_per_step=1, max_staleness=1, on_late="wait", seed=0, domains=(DomainRule("lake", 1.0, 2, 2, 1.0),))
+RULES = TicketRules(
+    steps=12, groups_per_step=1, max_staleness=1, on_late="wait", seed=0, domains=(DomainRule("lake", 1.0, 2, 2, 1.0),)
+)
 
 
 @dataclass
@@ -91,7 +94,14 @@ def of_each_stream(data: bytes) -> None:
 def put_together(data: bytes) -> None:
     """As the parts of a group: right in size and digest, whatever they hold."""
     if data:
-        parted = wire.Parted(ticket=417, domain="lake", upload="u", size=len(data), part_bytes=sizes.PART_BYTES, digest=parts.digest(data))
+        parted = wire.Parted(
+            ticket=417,
+            domain="lake",
+            upload="u",
+            size=len(data),
+            part_bytes=sizes.PART_BYTES,
+            digest=parts.digest(data),
+        )
         checks.check(parted)
         assert parts.put_together(parted, bytearray(data), parted.digest).ticket == 417
 
@@ -220,7 +230,9 @@ def safetensors() -> bytes:
 
 
 def frame(number: int, data: bytes) -> bytes:
-    return archive._HEADER.pack(archive.MAGIC, number, number, len(data), bytes.fromhex(ledger_file.digest(data))) + data
+    return (
+        archive._HEADER.pack(archive.MAGIC, number, number, len(data), bytes.fromhex(ledger_file.digest(data))) + data
+    )
 
 
 def decoders(folder: Path) -> list[Decoder]:
@@ -230,7 +242,10 @@ def decoders(folder: Path) -> list[Decoder]:
     ledger.open_credit()
     held = ledger_file.LedgerLine(state="arrived", ticket=1, seq=1)
     summary = ledger_file.encode([ledger_file.LedgerLine(state="summary", held=(held,), reasons={"env_error": 2})])
-    lines = [summary + ledger_file.encode([ledger_file.boundary(ledger)]) * 2, summary + b'{"state":"issued","ticket":1,"domain":"a"}\n']
+    lines = [
+        summary + ledger_file.encode([ledger_file.boundary(ledger)]) * 2,
+        summary + b'{"state":"issued","ticket":1,"domain":"a"}\n',
+    ]
     made = json.dumps({"format": 1, "step": 0, "epoch": 1, "ledger": ledger.dump()}).encode()
     plan = plans.make_plan([plans.TensorSpec("a", (3, 4), "float32"), plans.TensorSpec("b", (), "int8")], 0.01)
     spec = codec.encode(EXAMPLES[wire.RunSpec])
@@ -302,7 +317,9 @@ DENSE = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "data"), DENSE, ids=lambda value: value.__name__ if isinstance(value, type) else len(value))
+@pytest.mark.parametrize(
+    ("kind", "data"), DENSE, ids=lambda value: value.__name__ if isinstance(value, type) else len(value)
+)
 def test_a_message_as_dense_as_it_can_be_takes_no_more_memory(kind: type[wire.Message], data: bytes) -> None:
     began = time.thread_time()
     with contextlib.suppress(WireError):
@@ -338,7 +355,9 @@ def ones(n: int, dtype: Any, value: float = 1) -> wire.Column:
 
 @pytest.mark.parametrize("many", [80_000, 80_001])
 def test_values_are_counted_in_a_large_message(many: int) -> None:
-    body = msgpack.packb([b"x" * (1 << 20), {"a": [1, -1, 300, 1e9, "x" * 300, None], "b": True}, msgpack.ExtType(3, b"abc")])
+    body = msgpack.packb(
+        [b"x" * (1 << 20), {"a": [1, -1, 300, 1e9, "x" * 300, None], "b": True}, msgpack.ExtType(3, b"abc")]
+    )
     own = (
         1 + 1 + 1 + 2 + 1 + 6 + 1 + 1
     )  # the list, its bytes, the mapping, its keys, the list in it, that one's values, True, the extension
@@ -367,14 +386,26 @@ async def test_a_server_goes_on_whatever_frames_arrive() -> None:
     await server.start(handle, lambda request_id: None)
     client = ZmqClient(cast(Any, Bus()))
     rng = random.Random(f"{SEED} frames")
-    inputs = fuzz_kit.mutations([codec.encode(EXAMPLES[kind]) for kind in (wire.GenerateRequest, wire.AbortRequest)], rng)
+    inputs = fuzz_kit.mutations(
+        [codec.encode(EXAMPLES[kind]) for kind in (wire.GenerateRequest, wire.AbortRequest)], rng
+    )
     context: zmq.asyncio.Context = zmq.asyncio.Context()
     dealer = context.socket(zmq.DEALER)
     try:
         dealer.connect(server.address)
         for data in itertools.islice(inputs, count):
             right = pack([("1", data)])
-            frames = rng.choice(([right], [right], [data], [b"", right], [right, right], [pack([("x" * 300, data)])], [rng.randbytes(300)]))
+            frames = rng.choice(
+                (
+                    [right],
+                    [right],
+                    [data],
+                    [b"", right],
+                    [right, right],
+                    [pack([("x" * 300, data)])],
+                    [rng.randbytes(300)],
+                )
+            )
             await dealer.send_multipart(frames)
         for data in itertools.islice(inputs, 20):  # no peer of ZeroMQ at all
             _, writer = await asyncio.open_connection("127.0.0.1", int(server.address.rpartition(":")[2]))

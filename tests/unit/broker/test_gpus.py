@@ -12,7 +12,8 @@ from broker.system import gpus
 
 
 @pytest.mark.parametrize(
-    ("spec", "numbers"), [("0", [0]), ("4-7", [4, 5, 6, 7]), ("0,2", [0, 2]), ("2, 0-1", [2, 0, 1]), ("3-3", [3]), ("10-11", [10, 11])]
+    ("spec", "numbers"),
+    [("0", [0]), ("4-7", [4, 5, 6, 7]), ("0,2", [0, 2]), ("2, 0-1", [2, 0, 1]), ("3-3", [3]), ("10-11", [10, 11])],
 )
 def test_lists_and_ranges(spec: str, numbers: list[int]) -> None:
     assert gpus.parse(spec) == numbers

@@ -25,7 +25,9 @@ def say(text): print(text, flush=True)
 
 def start(body: str) -> subprocess.Popen[str]:
     script = HEAD + textwrap.dedent(body) + "\nsys.exit(main('envhub', body))\n"
-    return subprocess.Popen([sys.executable, "-W", "error", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def finish(body: str) -> tuple[int, str, str]:
@@ -163,11 +165,22 @@ def test_a_log_line_names_run_role_and_id() -> None:
     record.ticket = 7
     day, time, rest = logs.LineFormatter().format(record).split(" ", 2)
     assert rest == "WARNING demo rollout e1 two short lines ticket=7"
-    assert datetime.strptime(f"{day} {time}", "%Y-%m-%d %H:%M:%S.%f").timestamp() == pytest.approx(record.created, abs=0.001)
+    assert datetime.strptime(f"{day} {time}", "%Y-%m-%d %H:%M:%S.%f").timestamp() == pytest.approx(
+        record.created, abs=0.001
+    )
 
 
 def envhub(*arguments: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "envhub.cli", "--broker", "nats://127.0.0.1:9", "--connect-deadline", "0.3", *arguments]
+    line = [
+        sys.executable,
+        "-m",
+        "envhub.cli",
+        "--broker",
+        "nats://127.0.0.1:9",
+        "--connect-deadline",
+        "0.3",
+        *arguments,
+    ]
     return subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -189,5 +202,6 @@ def test_a_log_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert (
         done.stderr
-        == f"error: --log-file: cannot write {tmp_path}/none/hub.log: No such file or directory; name a file in a folder that exists\n"
+        == f"error: --log-file: cannot write {tmp_path}/none/hub.log: No such file or directory; name a file in a "
+        f"folder that exists\n"
     )

@@ -11,7 +11,12 @@ import pytest
 from broker.errors import ConfigError
 from broker.settings import registry
 
-TABLE = {"plain": "json:dumps", "nested": "pathlib:Path.home", "broken": "json:no_such_thing", "heavy": "no_such_heavy_library.x:y"}
+TABLE = {
+    "plain": "json:dumps",
+    "nested": "pathlib:Path.home",
+    "broken": "json:no_such_thing",
+    "heavy": "no_such_heavy_library.x:y",
+}
 
 
 def test_a_name_of_the_table() -> None:
@@ -97,7 +102,9 @@ def test_a_plug_in_that_ends_the_program_is_one_line(tmp_path: Path, monkeypatch
     (tmp_path / "says_bye.py").write_text('raise SystemExit("bye")\n')
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     for name in (f"{tmp_path}/says_bye.py:f", "says_bye:f"):
-        with pytest.raises(ConfigError, match=r"says_bye(\.py)? fails to import: SystemExit: bye \(says_bye\.py:\d+ in <module>\)$"):
+        with pytest.raises(
+            ConfigError, match=r"says_bye(\.py)? fails to import: SystemExit: bye \(says_bye\.py:\d+ in <module>\)$"
+        ):
             registry.resolve("envs", name, {})
 
 

@@ -57,7 +57,9 @@ def test_override_values_are_yaml(tmp_path: Path, override: str, value: object) 
 def test_overrides_merge_into_mappings_and_reach_into_lists(tmp_path: Path) -> None:
     path = write(tmp_path, "x.yaml", "domains: {d: {sampling: {top_k: 5}, rewards: [{name: a}]}}\n")
     config = runspec.load(path, ["domains.d.sampling={top_p: 0.5}", "domains.d.rewards.0.weight=2"])
-    assert config == {"domains": {"d": {"sampling": {"top_k": 5, "top_p": 0.5}, "rewards": [{"name": "a", "weight": 2}]}}}
+    assert config == {
+        "domains": {"d": {"sampling": {"top_k": 5, "top_p": 0.5}, "rewards": [{"name": "a", "weight": 2}]}}
+    }
 
 
 def test_shipped_configurations_are_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,11 +74,20 @@ def test_shipped_configurations_are_found_from_anywhere(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("train:\n  lr: 1\n  steps: 4\n  lr: 2\n", "x.yaml:4: train.lr is given twice, first in line 2; keep one of them"),
-        ("train: {lr: 1}\nrun: {seed: 1}\ntrain: {lr: 1}\n", "x.yaml:3: train is given twice, first in line 1; keep one of them"),
+        (
+            "train:\n  lr: 1\n  steps: 4\n  lr: 2\n",
+            "x.yaml:4: train.lr is given twice, first in line 2; keep one of them",
+        ),
+        (
+            "train: {lr: 1}\nrun: {seed: 1}\ntrain: {lr: 1}\n",
+            "x.yaml:3: train is given twice, first in line 1; keep one of them",
+        ),
         ("train: {lr: 1, lr: 1}\n", "x.yaml:1: train.lr is given twice, first in line 1; keep one of them"),
         ("train:\n  lr:\n  steps: 4\n", "x.yaml:2: train.lr has no value; give one, write null, or remove the key"),
-        ("run: {seed: 1}\ntrain:\n  # lr: 1\n", "x.yaml:2: train has no value; give one, write null, or remove the key"),
+        (
+            "run: {seed: 1}\ntrain:\n  # lr: 1\n",
+            "x.yaml:2: train has no value; give one, write null, or remove the key",
+        ),
         ("a:\n- b: 1\n- c:\n", "x.yaml:3: a.1.c has no value; give one, write null, or remove the key"),
     ],
 )
@@ -94,7 +105,9 @@ def test_an_empty_override_is_refused(tmp_path: Path) -> None:
     assert runspec.load(path) == {"train": {"lr": None, "name": "", "each": [None]}}
     with pytest.raises(UserError) as caught:
         runspec.load(path, ["train.lr="])
-    assert str(caught.value) == """override 'train.lr=' has no value; give one, or write train.lr=null or train.lr="''\""""
+    assert (
+        str(caught.value) == """override 'train.lr=' has no value; give one, or write train.lr=null or train.lr="''\""""
+    )
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
@@ -134,7 +147,10 @@ def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
 
 def test_of_overrides_of_one_key_the_last_wins(tmp_path: Path) -> None:
     path = write(tmp_path, "x.yaml", "run: {seed: 5}\n")
-    assert runspec.load(path, ["train.steps=3", "run.seed=6", "train.steps=4"]) == {"run": {"seed": 6}, "train": {"steps": 4}}
+    assert runspec.load(path, ["train.steps=3", "run.seed=6", "train.steps=4"]) == {
+        "run": {"seed": 6},
+        "train": {"steps": 4},
+    }
 
 
 @pytest.mark.parametrize("override", ["train.steps", "=5", "a b=1", ".x=1", "x.=1", "train.lr=[1"])
@@ -181,7 +197,10 @@ def test_typed_sections() -> None:
     [
         ({"tarin": {}}, "tarin: {} is not allowed; unknown key, did you mean 'train'?"),
         ({"train": {"lrr": 1}}, "train.lrr: 1 is not allowed; unknown key, did you mean 'train.lr'?"),
-        ({"train": {"stepz": 1, "steps": "x"}}, "train.stepz: 1 is not allowed; unknown key, did you mean 'train.steps'?"),
+        (
+            {"train": {"stepz": 1, "steps": "x"}},
+            "train.stepz: 1 is not allowed; unknown key, did you mean 'train.steps'?",
+        ),
         ({"run": {"xyzzy": 1}}, "run.xyzzy: 1 is not allowed; unknown key, known here: name, dir, seed"),
         ({"train": {"steps": "ten"}}, "train.steps: 'ten' is not allowed; input should be a valid integer"),
         ({"train": {"steps": "10"}}, "train.steps: '10' is not allowed; input should be a valid integer"),
@@ -189,7 +208,10 @@ def test_typed_sections() -> None:
         ({"train": {"steps": 0}}, "train.steps: 0 is not allowed; input should be greater than 0"),
         ({"train": {"on_late": "no"}}, "train.on_late: 'no' is not allowed; input should be 'drop' or 'wait'"),
         ({"train": 3}, "train: 3 is not allowed; expected a mapping"),
-        ({"model": {"tiny": {"hidden": 3}}}, "model.tiny.hidden: 3 is not allowed; unknown key, did you mean 'model.tiny.hidden_size'?"),
+        (
+            {"model": {"tiny": {"hidden": 3}}},
+            "model.tiny.hidden: 3 is not allowed; unknown key, did you mean 'model.tiny.hidden_size'?",
+        ),
         ({"domains": {"d": {}}}, "domains.d.env: None is not allowed; it must be given"),
         ({"domains": {"a b": DOMAIN}}, "domains: 'a b' is not allowed; use 1-64 letters, digits, '_' or '-'"),
         ({"domains": {"d": 5}}, "domains.d: 5 is not allowed; input should be an object"),
@@ -230,7 +252,8 @@ def test_here_is_the_folder_of_the_file_that_says_so(tmp_path: Path) -> None:
     child = write(tmp_path, "child.yaml", "inherit: 'in ner: #1/base.yaml'\nd: ${here}\n")
     inner = f"{tmp_path}/in ner: #1"
     assert runspec.load(child) == {
-        "a": [f"{inner}/x.py", 3, None], "b": {"c": f"{inner}:{inner}"}, "kept": 5, "run": {"seed": 5}, "d": str(tmp_path),
+        "a": [f"{inner}/x.py", 3, None], "b": {"c": f"{inner}:{inner}"}, "kept": 5, "run": {"seed": 5},
+        "d": str(tmp_path),
     }  # fmt: skip
 
 
@@ -239,7 +262,9 @@ def test_an_inherited_domain_is_taken_out_by_null(tmp_path: Path) -> None:
     write(tmp_path, "base.yaml", "domains: {lake: {env: frozenlake}, other: {env: frozenlake}}\n")
     child = write(tmp_path, "child.yaml", "inherit: base.yaml\ndomains: {lake: null}\n")
     assert list(runspec.validate(runspec.load(child))["domains"]) == ["other"]
-    assert list(runspec.validate(runspec.load(child, ["domains.lake.env=sokoban", "domains.other=null"]))["domains"]) == ["lake"]
+    assert list(
+        runspec.validate(runspec.load(child, ["domains.lake.env=sokoban", "domains.other=null"]))["domains"]
+    ) == ["lake"]
 
 
 @pytest.mark.usefixtures("no_role_checks")

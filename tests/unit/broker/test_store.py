@@ -1,4 +1,6 @@
-"""What storing does with every answer that a cluster gives while its leaders change. The link is a script of answers."""
+"""What storing does with every answer that a cluster gives while its leaders change. The link is a script of
+answers.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Script:
 
     async def ready(self) -> None: ...
 
-    async def call(self, subject: str, data: bytes, *, headers: dict[str, str] | None = None, timeout_s: float) -> Answer:
+    async def call(
+        self, subject: str, data: bytes, *, headers: dict[str, str] | None = None, timeout_s: float
+    ) -> Answer:
         if subject.startswith(API):
             return self.asked[subject.removeprefix(API).split(".")[1]].pop(0)
         answer = self.answers.pop(0)
@@ -85,7 +89,9 @@ async def test_what_is_refused_for_good_is_raised() -> None:
 
 
 @pytest.mark.parametrize(("code", "err_code"), [(400, 10002), (503, 10023), (500, 10047), (503, 10077)])
-async def test_no_room_is_waited_for_whatever_the_server_calls_it(code: int, err_code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_room_is_waited_for_whatever_the_server_calls_it(
+    code: int, err_code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An account's limit, a server's in newer and older versions, a stream's."""
     monkeypatch.setattr("broker.nats.refusals.FIRST_PAUSE_S", 0.01)
     script = Script(refusal(err_code, code), refusal(err_code, code), Answer(seq=8))
@@ -107,7 +113,9 @@ async def test_what_must_be_stored_makes_room_before_each_repetition(monkeypatch
 
 
 async def test_a_wrong_last_sequence_that_is_right_waits_for_a_majority() -> None:
-    """The first attempt is proposed but not stored, the second is refused for it; then the first is given up with its leader."""
+    """The first attempt is proposed but not stored, the second is refused for it; then the first is given up with its
+    leader.
+    """
     script = Script(TimeoutError(), refusal(10164), Answer(seq=5), api={"INFO": [info(4)]})
     assert await put(script, **expecting(4)) == 5
 
@@ -118,9 +126,15 @@ async def test_a_wrong_last_sequence_of_our_own_making_counts_as_stored() -> Non
 
 
 async def test_a_wrong_last_sequence_of_anothers_making_is_told() -> None:
-    assert await put(Script(TimeoutError(), refusal(10071), api={"INFO": [info(5)], "MSG": [found(5, "theirs")]}), **expecting(4)) is None
+    assert (
+        await put(
+            Script(TimeoutError(), refusal(10071), api={"INFO": [info(5)], "MSG": [found(5, "theirs")]}), **expecting(4)
+        )
+        is None
+    )
     assert await put(Script(refusal(10071), api={"INFO": [info(9)]}), **expecting(4)) is None
-    assert await put(Script(refusal(10071), api={"INFO": [info(3)]}), **expecting(4)) is None  # the broker has lost something
+    # the broker has lost something
+    assert await put(Script(refusal(10071), api={"INFO": [info(3)]}), **expecting(4)) is None
 
 
 async def test_the_same_for_a_key() -> None:
@@ -132,7 +146,9 @@ async def test_the_same_for_a_key() -> None:
     assert await put(Script(refusal(10071), Answer(seq=1), api={"MSG": [missing]}), **{EXPECTED_LAST_KEY_SEQ: "0"}) == 1
 
 
-async def test_a_stream_without_a_leader_is_waited_for_and_one_that_is_gone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_without_a_leader_is_waited_for_and_one_that_is_gone_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "NO_STREAM_AFTER_S", 0.0)
     nobody = NoResponders("s")
     assert await put(Script(nobody, nobody, Answer(seq=3), api={"INFO": [info(2), info(2)]})) == 3

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from broker.contract import strict
 
-VALUES = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec=None)), st.lists, max_leaves=8)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec=None)), st.lists, max_leaves=8
+)
 
 
 @pytest.mark.parametrize(
@@ -40,9 +42,16 @@ def test_what_is_refused(data: str | bytes, problem: str) -> None:
 
 
 def test_what_passes() -> None:
-    assert strict.loads(b' {"a": "\\u0000\\ud83d\\ude00", "b": [1.5, null]}\n') == {"a": "\0\U0001f600", "b": [1.5, None]}
+    assert strict.loads(b' {"a": "\\u0000\\ud83d\\ude00", "b": [1.5, null]}\n') == {
+        "a": "\0\U0001f600",
+        "b": [1.5, None],
+    }
     assert strict.decode_prefix("xx[1] y", 2) == ([1], 5)
-    assert [strict.text_problem(text) for text in ("", "é\0", "a\ud83d")] == ["", "", "no valid Unicode: half of a surrogate pair at 1"]
+    assert [strict.text_problem(text) for text in ("", "é\0", "a\ud83d")] == [
+        "",
+        "",
+        "no valid Unicode: half of a surrogate pair at 1",
+    ]
 
 
 @given(VALUES)

@@ -1,4 +1,6 @@
-"""The chain of timeouts: a turn < an episode < a group < a ticket; derived outward, bounded by what is set, never contradicting."""
+"""The chain of timeouts: a turn < an episode < a group < a ticket; derived outward, bounded by what is set, never
+contradicting.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,26 @@ from broker.settings.runspec import validate
 from broker.settings.timeouts import derive, note, release
 from learner.prepare import to_yaml
 
-LAKE: dict[str, Any] = {"env": "frozenlake", "group_size": 8, "max_context_tokens": 256, "sampling": {"max_tokens": 4}, "max_turns": 10}
+LAKE: dict[str, Any] = {
+    "env": "frozenlake",
+    "group_size": 8,
+    "max_context_tokens": 256,
+    "sampling": {"max_tokens": 4},
+    "max_turns": 10,
+}
 MATH: dict[str, Any] = {"env": "qa", "group_size": 4, "max_context_tokens": 40_000, "sampling": {"max_tokens": 32_768}}
 
 
 def chain(config: dict[str, Any]) -> tuple[float, ...]:
     hub, train = config["envhub"], config["train"]
     deadlines = [domain["deadline_s"] for domain in config["domains"].values()]
-    return (hub["generate_timeout_s"], hub["episode_timeout_s"], *deadlines, train["ticket_timeout_s"], config["eval"]["timeout_s"])
+    return (
+        hub["generate_timeout_s"],
+        hub["episode_timeout_s"],
+        *deadlines,
+        train["ticket_timeout_s"],
+        config["eval"]["timeout_s"],
+    )
 
 
 def checked(*, domain: dict[str, Any] | None = None, **sections: Any) -> tuple[float, ...]:
@@ -40,7 +54,8 @@ def test_long_outputs_and_slow_servers_take_longer() -> None:
         "train": {"micro_batch_tokens": 40_000},
         "model": {"tiny": {"max_position_embeddings": 40_000}},
     }
-    assert checked(domain=long, **roomy)[:2] == (3276.8, 3366.8)  # 32,768 tokens at 10 a second; 30 s for each of three calls
+    # 32,768 tokens at 10 a second; 30 s for each of three calls
+    assert checked(domain=long, **roomy)[:2] == (3276.8, 3366.8)
     assert checked(domain=long, envhub={"min_tokens_per_s": 2.0}, **roomy)[:2] == (16_384, 16_474)
 
 
@@ -51,11 +66,14 @@ def test_a_group_larger_than_the_hub_runs_in_waves() -> None:
 
 
 def test_a_ticket_waits_for_the_rewards_of_its_group() -> None:
-    # 16 groups of 8 in one hub, 128 scores by 2 workers, each 3 tries of 10 s: 1,920 s; in another pool 4 workers' worth less.
+    # 16 groups of 8 in one hub, 128 scores by 2 workers, each 3 tries of 10 s: 1,920 s; in another pool 4 workers'
+    # worth less.
     math = {"name": "math_answer"}
     assert checked(domain={"rewards": [math]})[3] == 2 * (3120 + 1920)
     assert checked(domain={"rewards": [math, math]})[3] == 2 * (3120 + 3840)
-    assert checked(domain={"rewards": [math, {**math, "pool": "b"}]}, rewardhub={"workers": 4})[3] == 2 * (3120 + 960 + 960)
+    assert checked(domain={"rewards": [math, {**math, "pool": "b"}]}, rewardhub={"workers": 4})[3] == 2 * (
+        3120 + 960 + 960
+    )
     judge = {"name": "judge", "args": {"base_url": "http://h/v1", "timeout_s": 50, "max_concurrency": 32}}
     assert checked(domain={"rewards": [judge]})[3] == 2 * (3120 + 4 * 150)
 
@@ -73,7 +91,15 @@ def test_the_hub_takes_the_longest_of_all_domains() -> None:
     rest = {"deadline_s": None, "group_size_redundancy": 0}
     domains = {"lake": LAKE | rest, "math": MATH | rest | {"max_turns": 1}}
     config: dict[str, Any] = {"domains": domains, "algorithm": {"adv_estimator": "grpo"}}
-    config |= {"envhub": {"n": 64, "step_timeout_s": 30, "min_tokens_per_s": 10.0, "generate_timeout_s": None, "episode_timeout_s": None}}
+    config |= {
+        "envhub": {
+            "n": 64,
+            "step_timeout_s": 30,
+            "min_tokens_per_s": 10.0,
+            "generate_timeout_s": None,
+            "episode_timeout_s": None,
+        }
+    }
     config |= {"train": {"ticket_timeout_s": None}, "eval": {"timeout_s": None}}
     derive(config, {"math": 100.0})
     assert chain(config) == (3276.8, 3366.8, 3120, 6733.6, 2 * 6833.6, 2 * 6833.6)
@@ -95,7 +121,8 @@ def test_the_hub_takes_the_longest_of_all_domains() -> None:
                 "envhub": {"generate_timeout_s": 300},
                 "domains": {"lake": {**LAKE, "deadline_s": 200}, "pond": {**LAKE, "deadline_s": 250}},
             },
-            "envhub.generate_timeout_s: 300.0 is not allowed; at most domains.pond.deadline_s, the longest, which is 250",
+            "envhub.generate_timeout_s: 300.0 is not allowed; at most domains.pond.deadline_s, the longest, which is "
+            "250",
         ),
         (
             {"train": {"ticket_timeout_s": 200}, "domains": {"lake": {**LAKE, "deadline_s": 200}}},
@@ -122,9 +149,17 @@ maybe = st.none() | st.floats(1, 1e5).map(lambda value: round(value, 1))
 
 
 @settings(deadline=None)
-@given(turn=maybe, episode=maybe, first=maybe, second=maybe, ticket=maybe, n=st.integers(1, 64), turns=st.integers(1, 50))
+@given(
+    turn=maybe, episode=maybe, first=maybe, second=maybe, ticket=maybe, n=st.integers(1, 64), turns=st.integers(1, 50)
+)
 def test_the_chain_holds_and_a_resolved_configuration_resolves_to_itself(
-    turn: float | None, episode: float | None, first: float | None, second: float | None, ticket: float | None, n: int, turns: int
+    turn: float | None,
+    episode: float | None,
+    first: float | None,
+    second: float | None,
+    ticket: float | None,
+    n: int,
+    turns: int,
 ) -> None:
     sections: dict[str, Any] = {
         "domains": {"lake": {**LAKE, "max_turns": turns, "deadline_s": first}, "pond": {**LAKE, "deadline_s": second}},
@@ -137,7 +172,9 @@ def test_the_chain_holds_and_a_resolved_configuration_resolves_to_itself(
         return
     turn_s, episode_s, *deadlines, ticket_s, evaluation_s = chain(config)
     assert turn_s <= episode_s <= max(deadlines) < ticket_s <= evaluation_s
-    for given_s, resolved in zip((turn, episode, first, second, ticket), (turn_s, episode_s, *deadlines, ticket_s), strict=True):
+    for given_s, resolved in zip(
+        (turn, episode, first, second, ticket), (turn_s, episode_s, *deadlines, ticket_s), strict=True
+    ):
         assert given_s is None or resolved == given_s
     assert validate(config) == config
     assert validate(yaml.safe_load(to_yaml(config))) == config
@@ -145,7 +182,9 @@ def test_the_chain_holds_and_a_resolved_configuration_resolves_to_itself(
 
 def test_the_chain_in_one_line() -> None:
     said = note(validate({"domains": {"lake": LAKE, "pond": {**LAKE, "deadline_s": 100}}}))
-    assert said.startswith("timeouts: a turn 120 s, an episode 1560 s, a group 100 or 3120 s, a ticket 6240 s from its first delivery on")
+    assert said.startswith(
+        "timeouts: a turn 120 s, an episode 1560 s, a group 100 or 3120 s, a ticket 6240 s from its first delivery on"
+    )
 
 
 def test_a_resolved_configuration_derives_again_what_was_derived() -> None:

@@ -148,7 +148,9 @@ def test_served_version_never_goes_back(events: list[tuple[int, int, str]]) -> N
 
 
 class Interleavings(RuleBasedStateMachine):
-    """A server under learners that come, go and wake up again, with attempts that offers overtake, and restarts of its own."""
+    """A server under learners that come, go and wake up again, with attempts that offers overtake, and restarts of its
+    own.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,9 +179,16 @@ class Interleavings(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------------------------------ the world
 
-    @rule(epoch_after=st.integers(0, 1), behind=st.integers(0, 2), digest=st.sampled_from("0123"), plan=st.sampled_from("ppppq"))
+    @rule(
+        epoch_after=st.integers(0, 1),
+        behind=st.integers(0, 2),
+        digest=st.sampled_from("0123"),
+        plan=st.sampled_from("ppppq"),
+    )
     def learner_offers(self, epoch_after: int, behind: int, digest: str, plan: str) -> None:
-        """The newest learner goes on; or a new one does, from a checkpoint that may be older. Equal bytes may come again."""
+        """The newest learner goes on; or a new one does, from a checkpoint that may be older. Equal bytes may come
+        again.
+        """
         newest = max(self.versions)
         if epoch_after:
             self.versions[newest + 1] = max(-1, self.versions[newest] - behind)
@@ -222,7 +231,9 @@ class Interleavings(RuleBasedStateMachine):
         assert action.offer is newest, "whatever is older is not worth an attempt"
         assert newest.plan == "p"
         assert (newest.epoch, newest.version) > self.state.served
-        assert isinstance(action, AdoptVersion) == (newest.digest == self.bytes), "a transfer exactly where the bytes are others"
+        assert isinstance(action, AdoptVersion) == (newest.digest == self.bytes), (
+            "a transfer exactly where the bytes are others"
+        )
         self.attempt = action
 
     @precondition(lambda self: isinstance(self.attempt, JoinTransfer) and not self.loading)

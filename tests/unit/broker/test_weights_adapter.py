@@ -1,4 +1,6 @@
-"""Adapters on the weight channel: names and shapes of factors, merging, the digest of the model below, and who is refused."""
+"""Adapters on the weight channel: names and shapes of factors, merging, the digest of the model below, and who is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ MIB = 2**-20
 def model(seed: int = 0) -> dict[str, Tensor]:
     made = torch.Generator().manual_seed(seed)
     shapes = {
-        "embed.weight": (11, 4), "layers.0.q_proj.weight": (6, 4), "layers.0.q_proj.bias": (6,), "layers.0.norm.weight": (4,),
+        "embed.weight": (11, 4), "layers.0.q_proj.weight": (6, 4), "layers.0.q_proj.bias": (6,),
+        "layers.0.norm.weight": (4,),
         "layers.1.q_proj.weight": (6, 4), "layers.1.up.weight": (3, 4), "scale": (),
     }  # fmt: skip
     return {name: torch.randn(shape, generator=made) for name, shape in shapes.items()}
@@ -29,7 +32,10 @@ def model(seed: int = 0) -> dict[str, Tensor]:
 
 def factors(tensors: Mapping[str, Tensor], rank: int = 2) -> dict[str, Tensor]:
     made = torch.Generator().manual_seed(9)
-    return {name: torch.randn(tensor.shape, generator=made) for name, tensor in factor_shapes(tensors, ["q_proj"], rank).items()}
+    return {
+        name: torch.randn(tensor.shape, generator=made)
+        for name, tensor in factor_shapes(tensors, ["q_proj"], rank).items()
+    }
 
 
 def adapter_of(tensors: Mapping[str, Tensor], bucket_mib: float = 1) -> wire.Adapter:
@@ -39,7 +45,9 @@ def adapter_of(tensors: Mapping[str, Tensor], bucket_mib: float = 1) -> wire.Ada
 @pytest.mark.parametrize("bucket_bytes", [4096, 1 << 20])
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_the_digest_is_that_of_the_whole_buffer(bucket_bytes: int, dtype: str | None) -> None:
-    tensors = {f"t{i}": torch.randn(size) for i, size in enumerate([(), (1,), (37, 41), (3000,), (0,), (1024,), (5, 7, 11)])}
+    tensors = {
+        f"t{i}": torch.randn(size) for i, size in enumerate([(), (1,), (37, 41), (3000,), (0,), (1024,), (5, 7, 11)])
+    }
     tensors["ints"] = torch.arange(500)
     plan = plan_of(tensors, bucket_bytes * MIB, dtype=dtype)
     flat = FlatBuffer(plan)
@@ -110,7 +118,8 @@ def test_another_model_below_is_refused_in_one_line() -> None:
     adapter = adapter_of(model(0))
     why = made.lay(adapter)
     assert why == (
-        f"the learner's adapters belong to another model than the one here: digest {adapter.base}, here {adapter_of(model(1)).base}; "
+        f"the learner's adapters belong to another model than the one here: digest {adapter.base}, here "
+        f"{adapter_of(model(1)).base}; "
         "start this server from the weights that the run began with"
     )
 
@@ -126,7 +135,10 @@ def test_a_model_that_cannot_be_read_is_refused_in_one_line() -> None:
         (lambda: ({"embed.weight": torch.zeros(11, 4)}, True), "it has no layers.0.norm.weight"),
     ):
         made = AdapterBase(plan_of(shapes, 1), 1, shapes, first)
-        said = f"the learner sends adapters, and the model below them cannot be read here ({why}); train.lora.send=merged sends it whole"
+        said = (
+            f"the learner sends adapters, and the model below them cannot be read here ({why}); "
+            f"train.lora.send=merged sends it whole"
+        )
         assert made.lay(adapter_of(model())) == said
 
 
@@ -137,7 +149,12 @@ def test_a_model_without_such_layers_plans_the_whole_of_itself() -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "why"),
-    [({"targets": []}, "targets"), ({"targets": ["q", ""]}, "targets"), ({"rank": 0}, "rank"), ({"scale": 0.0}, "scale")],
+    [
+        ({"targets": []}, "targets"),
+        ({"targets": ["q", ""]}, "targets"),
+        ({"rank": 0}, "rank"),
+        ({"scale": 0.0}, "scale"),
+    ],
 )
 def test_an_offer_of_a_senseless_adapter_is_refused(wrong: dict[str, object], why: str) -> None:
     offer = EXAMPLES[wire.WeightsOffer]

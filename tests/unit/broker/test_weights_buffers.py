@@ -1,4 +1,6 @@
-"""Which buffer a version arrives in: never one that an engine computes from, and never one that a broken transfer may write into."""
+"""Which buffer a version arrives in: never one that an engine computes from, and never one that a broken transfer may
+write into.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ def test_what_a_broken_transfer_may_write_into_is_not_used_again() -> None:
     broken = taken(buffers)
     again = taken(buffers)
     assert len({id(arrival.flat) for arrival in (first, broken, again)}) == 3
-    assert (again.base, again.held) == (first.flat, "d1")  # of the version that the engine computes from something is still known
+    # of the version that the engine computes from something is still known
+    assert (again.base, again.held) == (first.flat, "d1")
 
 
 def test_after_a_load_that_failed_neither_is_written_again() -> None:
@@ -71,7 +74,12 @@ def test_another_plan_takes_another_buffer() -> None:
 
 
 def test_changes_of_a_version_that_is_in_use_arrive_in_the_other_buffer_and_leave_it_as_it_is() -> None:
-    buffers, staging, base, store = ReceiveBuffers(kept=True), StagingBuffers(PLAN), ReferenceBytes(PLAN, full_every=100), HashStore()
+    buffers, staging, base, store = (
+        ReceiveBuffers(kept=True),
+        StagingBuffers(PLAN),
+        ReferenceBytes(PLAN, full_every=100),
+        HashStore(),
+    )
     seen: list[torch.Tensor] = []
     for version in range(4):
         values = WEIGHTS["w"].clone()

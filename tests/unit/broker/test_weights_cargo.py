@@ -24,13 +24,21 @@ def tensors(*changed: int) -> dict[str, torch.Tensor]:
 
 
 def carry(
-    staging: StagingBuffers, version: int, base: ReferenceBytes, held: FlatBuffer, held_digest: str, lines: StoreMessages
+    staging: StagingBuffers,
+    version: int,
+    base: ReferenceBytes,
+    held: FlatBuffer,
+    held_digest: str,
+    lines: StoreMessages,
 ) -> tuple[int, bool]:
     """One transfer without a wire: the bytes sent, and whether everything was."""
     whole = not base.fits([held_digest])
     base.begin()
     with staging.sending(version) as staged:
-        outgoing, incoming = OutgoingBuckets(staged, base, lines, whole=whole), IncomingBuckets(held, lines, whole=whole)
+        outgoing, incoming = (
+            OutgoingBuckets(staged, base, lines, whole=whole),
+            IncomingBuckets(held, lines, whole=whole),
+        )
         for index in range(len(outgoing)):
             sent, room = outgoing[index], incoming[index]
             assert sent is not None
@@ -55,8 +63,16 @@ def test_changes_only_while_the_receiver_holds_the_base_and_everything_now_and_t
         assert torch.equal(held.tensors["w"], tensors(*changed)["w"])
     whole, num_buckets = PLAN.size_bytes, len(PLAN.buckets)
     assert num_buckets == 5
-    # of each bucket a count and positions, together a multiple of 8 bytes, and the values: one change or two take 4 or 8 more than none
-    assert sizes == [(whole, True), (40 + 4, False), (40 + 4, False), (40 + 8 + 4, False), (whole, True), (40 + 8, False)]
+    # of each bucket a count and positions, together a multiple of 8 bytes, and the values: one change or two take 4 or
+    # 8 more than none
+    assert sizes == [
+        (whole, True),
+        (40 + 4, False),
+        (40 + 4, False),
+        (40 + 8 + 4, False),
+        (whole, True),
+        (40 + 8, False),
+    ]
 
 
 def test_another_digest_takes_everything() -> None:
@@ -71,7 +87,12 @@ def test_another_digest_takes_everything() -> None:
 
 
 def test_a_bucket_that_has_changed_all_over_goes_whole() -> None:
-    staging, base, held, store = StagingBuffers(PLAN), ReferenceBytes(PLAN, full_every=100), FlatBuffer(PLAN), HashStore()
+    staging, base, held, store = (
+        StagingBuffers(PLAN),
+        ReferenceBytes(PLAN, full_every=100),
+        FlatBuffer(PLAN),
+        HashStore(),
+    )
     staging.write(0, tensors())
     staging.digest(0)
     carry(staging, 0, base, held, "", StoreMessages(store, "s0", WaitMonitor()))

@@ -14,7 +14,13 @@ def test_all_kinds_of_pairs_arrive(num_threads: int | None) -> None:
     sources = [large, large[:5], large[: 200 * 300].view(200, 300).t(), large[:100_000].bfloat16(), torch.tensor(7.0)]
     targets = [torch.zeros_like(large), torch.zeros(5), torch.zeros(300, 200), torch.zeros(100_000), torch.tensor(0.0)]
     copy_all(zip(targets, sources, strict=True), num_threads)
-    assert [is_plain(target, source) for target, source in zip(targets, sources, strict=True)] == [True, False, False, False, False]
+    assert [is_plain(target, source) for target, source in zip(targets, sources, strict=True)] == [
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
     for target, source in zip(targets, sources, strict=True):
         assert torch.equal(target, source.to(target.dtype))
 

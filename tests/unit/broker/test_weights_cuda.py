@@ -1,4 +1,6 @@
-"""CUDA IPC without a GPU: that the driver is called as its reference says, and what is said where it refuses; not what it then does."""
+"""CUDA IPC without a GPU: that the driver is called as its reference says, and what is said where it refuses; not what
+it then does.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ UNIT = bytes.fromhex("0123456789abcdef0123456789abcdef")
 
 
 class Library:
-    """Functions behind C pointers of the declared types, so that arguments travel as they would to the driver; ``fails`` names some."""
+    """Functions behind C pointers of the declared types, so that arguments travel as they would to the driver;
+    ``fails`` names some.
+    """
 
     def __init__(self, **fails: int) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -37,7 +41,9 @@ class Library:
                     return 1
                 arguments[1][0] = self._names[arguments[0]]
                 return 0
-            self.calls.append((name, *(self._seen(argument) for argument in arguments if not hasattr(argument, "contents"))))
+            self.calls.append(
+                (name, *(self._seen(argument) for argument in arguments if not hasattr(argument, "contents")))
+            )
             if name in self._fails:
                 return self._fails[name]
             out = arguments[0]
@@ -103,7 +109,10 @@ def test_a_handle_of_a_hidden_gpu_or_of_no_gpu_is_not_opened(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     library = Library()
     mine = CudaDevice("cuda:0", CudaDriver(library))
-    with pytest.raises(OSError, match=r"GPU-ffffffff-ffff-ffff-ffff-ffffffffffff is hidden from this process, see CUDA_VISIBLE_DEVICES$"):
+    with pytest.raises(
+        OSError,
+        match=r"GPU-ffffffff-ffff-ffff-ffff-ffffffffffff is hidden from this process, see CUDA_VISIBLE_DEVICES$",
+    ):
         mine.open(MemoryCard("cuda", b"\xff" * 16, 4096, HANDLE))
     with pytest.raises(OSError, match="a handle of 63 bytes is none of CUDA's"):
         mine.open(MemoryCard("cuda", UNIT, 4096, HANDLE[1:]))

@@ -49,7 +49,16 @@ UNIT = "0" * 32
 
 @pytest.mark.parametrize(
     "text",
-    ["", "cuda", "cuda/00/1/00", f"cuda/{UNIT}/0/00", f"cuda/{UNIT}/-1/00", f"cuda/{UNIT}/1/0", f"../{UNIT}/1/00", f"c/{'g' * 32}/1/00"],
+    [
+        "",
+        "cuda",
+        "cuda/00/1/00",
+        f"cuda/{UNIT}/0/00",
+        f"cuda/{UNIT}/-1/00",
+        f"cuda/{UNIT}/1/0",
+        f"../{UNIT}/1/00",
+        f"c/{'g' * 32}/1/00",
+    ],
 )
 def test_what_is_no_card_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"is no card of a device's memory$"):
@@ -105,7 +114,8 @@ def test_a_device_that_fails_and_a_learner_that_ends_are_said_in_one_line() -> N
 
     segment, _ = lent()
     with pytest.raises(
-        TransferFailed, match=r"^the learner's memory cannot be read: CUDA error: an illegal memory access was encountered$"
+        TransferFailed,
+        match=r"^the learner's memory cannot be read: CUDA error: an illegal memory access was encountered$",
     ):
         read(SegmentReader(segment.address, PLAN, Broken(own=True)), 1)
     window = SegmentReader(segment.address, PLAN, Memfd(own=True))

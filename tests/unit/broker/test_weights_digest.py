@@ -55,7 +55,11 @@ def test_any_two_swapped_elements_change_it(size: int, dtype: torch.dtype, data:
     usable = size // dtype.itemsize * dtype.itemsize
     assume(usable >= 2 * dtype.itemsize)
     bucket = BUCKETS[size].clone()
-    elements = bucket[:usable].view(dtype).view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
+    elements = (
+        bucket[:usable]
+        .view(dtype)
+        .view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
+    )
     first, second = data.draw(st.integers(0, len(elements) - 1)), data.draw(st.integers(0, len(elements) - 1))
     assume(elements[first] != elements[second])
     elements[[first, second]] = elements[[second, first]]

@@ -43,7 +43,8 @@ def bits(tensor: Tensor) -> Tensor:
 
 def test_blocks_by_hand() -> None:
     weight = torch.zeros(130, 200)
-    weight[0, :6] = torch.tensor([448.0, 17.0, 18.0, -19.0, 2.0**-9, 2.0**-10])  # four bits; ties to even; the least, half of it
+    # four bits; ties to even; the least, half of it
+    weight[0, :6] = torch.tensor([448.0, 17.0, 18.0, -19.0, 2.0**-9, 2.0**-10])
     weight[1, 128:131] = torch.tensor([464.0, 1.0, -0.0]) / 1024  # 464 rounds to 448
     weight[129, 0] = 465.0  # rounds to 480, above 448: the scale is 2
     found, scales = quantised(weight)
@@ -58,27 +59,38 @@ def test_blocks_by_hand() -> None:
     assert whole.count_nonzero() == 8  # all else stayed zero, the block of zeros at the lower right too
 
 
-SHAPES = st.tuples(st.integers(1, 300), st.integers(1, 300)) | st.tuples(st.integers(1, 3), st.integers(1, 140), st.integers(1, 140))
+SHAPES = st.tuples(st.integers(1, 300), st.integers(1, 300)) | st.tuples(
+    st.integers(1, 3), st.integers(1, 140), st.integers(1, 140)
+)
 
 
 @settings(deadline=None, max_examples=60)
-@given(shape=SHAPES, seed=st.integers(0, 2**31), power=st.integers(-140, 118), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+@given(
+    shape=SHAPES,
+    seed=st.integers(0, 2**31),
+    power=st.integers(-140, 118),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
 def test_error_is_bounded_and_quantising_again_gives_the_same_bits(
     shape: tuple[int, ...], seed: int, power: int, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    weight = (torch.randn(shape, generator=generator) * 2.0**power * torch.rand(shape[-1], generator=generator)).to(dtype)
+    weight = (torch.randn(shape, generator=generator) * 2.0**power * torch.rand(shape[-1], generator=generator)).to(
+        dtype
+    )
     found, scales = quantised(weight)
     whole = fp8.dequantise(found, scales, torch.float32)
     each = spread(scales, shape)
     assert torch.equal(whole, found.float() * each)  # exact: torch's own cast says the same
-    bound = torch.maximum(weight.float().abs() / 16, each / 1024)  # half a unit in the fourth significant bit; half the least number
+    # half a unit in the fourth significant bit; half the least number
+    bound = torch.maximum(weight.float().abs() / 16, each / 1024)
     assert bool(((whole - weight.float()).abs() <= bound).all())
     again, scales_again = quantised(whole)
     assert torch.equal(bits(again), bits(found))
     assert torch.equal(scales_again, scales)
     if power > -100:  # bfloat16's own least numbers are coarser
-        assert torch.equal(fp8.dequantise(found, scales, torch.bfloat16).float(), whole)  # four significant bits and a power of two
+        # four significant bits and a power of two
+        assert torch.equal(fp8.dequantise(found, scales, torch.bfloat16).float(), whole)
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, 3.1e38])
@@ -131,7 +143,12 @@ def test_which_are_linear_layers(name: str, shape: tuple[int, ...], linear: bool
 
 def model(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    shapes = {"embed.weight": (300, 60), "layers.0.up.weight": (300, 200), "layers.0.experts.down": (2, 130, 5), "layers.0.up.bias": (300,)}
+    shapes = {
+        "embed.weight": (300, 60),
+        "layers.0.up.weight": (300, 200),
+        "layers.0.experts.down": (2, 130, 5),
+        "layers.0.up.bias": (300,),
+    }
     return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()} | {"layers.0.steps": torch.arange(3)}
 
 
@@ -239,17 +256,27 @@ async def test_who_holds_the_first_weights_computes_from_what_fp8_makes_of_them(
 
     async def landing() -> tuple[WeightLoader, OfferAcceptance, wire.WeightsOffer]:
         state = OfferAcceptance(plan.digest, None)
-        landed = WeightLoader(state, plan, tensors, load, bucket_mib=1, device=None, kept=True, first=None, quantised=True)
+        landed = WeightLoader(
+            state, plan, tensors, load, bucket_mib=1, device=None, kept=True, first=None, quantised=True
+        )
         await landed.begin()
         probe = make_probe([1, 2], [0.0], tolerance=1.0)
         offer = wire.WeightsOffer(
-            epoch=1, version=0, digest=state.digest or "", plan=plan.digest, size_bytes=plan.size_bytes, backend="gloo", probe=probe
+            epoch=1,
+            version=0,
+            digest=state.digest or "",
+            plan=plan.digest,
+            size_bytes=plan.size_bytes,
+            backend="gloo",
+            probe=probe,
         )
         return landed, state, offer
 
     first, _, offer = await landing()
     await first.adopt(offer)
-    assert all(torch.equal(loads[0][name].to(tensor.dtype), fp8.as_sent(name, tensor)) for name, tensor in tensors.items())
+    assert all(
+        torch.equal(loads[0][name].to(tensor.dtype), fp8.as_sent(name, tensor)) for name, tensor in tensors.items()
+    )
     await first.adopt(offer)  # by a new learner: it holds these bytes now
     assert loads[1] == {}
 

@@ -214,7 +214,9 @@ def test_server_that_asks_again_for_what_it_got_gets_a_new_communicator() -> Non
 
 
 def test_server_that_asks_again_in_its_transfer_gets_a_new_communicator_for_the_next_version() -> None:
-    """It was started anew behind its last byte, so its end of the communicator is gone, and a newer version comes up before the end."""
+    """It was started anew behind its last byte, so its end of the communicator is gone, and a newer version comes up
+    before the end.
+    """
     state = make()
     state.joined(join("a", 1), 0.0)
     state.tick(0.0, {"a"}, None)
@@ -229,7 +231,9 @@ def test_refusals() -> None:
     state = make(version=4)
     assert state.joined(join("a", 4, epoch=2), 0.0) == [RefuseJoin("a", "epoch 2 is over, this is epoch 1")]
     assert state.joined(join("a", 3), 0.0) == [RefuseJoin("a", "superseded by version 4")]
-    assert state.joined(join("a", 4, plan="q"), 0.0) == [RefuseJoin("a", "another model: bucket plan q is not the offer's p")]
+    assert state.joined(join("a", 4, plan="q"), 0.0) == [
+        RefuseJoin("a", "another model: bucket plan q is not the offer's p")
+    ]
     state.joined(join("a", 4), 0.0)
     assert state.offered(5) == [RefuseJoin("a", "superseded by version 5")]
     assert state.tick(9.0, set(), None) == []
@@ -311,7 +315,9 @@ class Interleavings(RuleBasedStateMachine):
                 assert action.fresh == (bool(sent) and uses == 0)
                 for server in action.members:
                     assert self.waiting.pop(server) == action.version, "only those who asked and still wait"
-                    assert server not in self.suspects or len(action.members) == 1, "nobody waits twice for the same peer"
+                    assert server not in self.suspects or len(action.members) == 1, (
+                        "nobody waits twice for the same peer"
+                    )
                     if server in read:
                         continue
                     if action.fresh:
@@ -347,7 +353,9 @@ class Interleavings(RuleBasedStateMachine):
     def time_passes(self, seconds: float, expected: set[str] | None) -> None:
         self.now += seconds
         if self.running is None:  # who has waited longer, behind a slow transfer, has given up and will ask again
-            self.waiting = {server: version for server, version in self.waiting.items() if self.now - self.since[server] <= TTL_S}
+            self.waiting = {
+                server: version for server, version in self.waiting.items() if self.now - self.since[server] <= TTL_S
+            }
         self.perform(self.state.tick(self.now, expected, None))
 
     @precondition(lambda self: self.running is not None)

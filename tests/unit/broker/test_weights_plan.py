@@ -74,7 +74,9 @@ def test_first_difference() -> None:
     assert here.difference(make_plan([TensorSpec("a", (2,), "float32"), TensorSpec("b", (), "int8")], 1)) == (
         "b int8[] is in the offer and not here"
     )
-    assert here.difference(make_plan([TensorSpec("a", (2,), "float32")], 1)) == "c float32[2] is here and not in the offer"
+    assert (
+        here.difference(make_plan([TensorSpec("a", (2,), "float32")], 1)) == "c float32[2] is here and not in the offer"
+    )
     assert here.difference(make_plan([slot.spec for slot in here.slots], 2)) == (
         "buckets of 1048576 bytes here are 2097152 bytes in the offer"
     )
@@ -104,7 +106,11 @@ def test_text_that_is_no_plan(text: str) -> None:
 def test_tied_parameters_travel_once_under_the_first_name() -> None:
     embed = torch.zeros(4, 3)
     tensors = {"embed": embed, "lm_head": embed.detach(), "slice": embed[:2], "norm": torch.zeros(3, dtype=torch.int64)}
-    assert [str(slot.spec) for slot in plan_of(tensors, 1).slots] == ["embed float32[4, 3]", "norm int64[3]", "slice float32[2, 3]"]
+    assert [str(slot.spec) for slot in plan_of(tensors, 1).slots] == [
+        "embed float32[4, 3]",
+        "norm int64[3]",
+        "slice float32[2, 3]",
+    ]
     meta = torch.zeros(4, 3, device="meta")
     tied = plan_of({"embed": meta, "lm_head": meta.detach(), "other": torch.zeros(4, 3, device="meta")}, 1)
     assert [slot.spec.name for slot in tied.slots] == ["embed", "other"]

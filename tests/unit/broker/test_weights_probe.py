@@ -14,7 +14,13 @@ PROBE = make_probe([5, 6, 7], [-1.0, -2.0], tolerance=0.01)
 
 def test_probe_is_a_valid_part_of_an_offer() -> None:
     offer = wire.WeightsOffer(
-        epoch=1, version=0, digest="d", plan="p", size_bytes=1, backend="gloo", probe=make_probe([5, 6, 7], [-1, -2.5], tolerance=0.01)
+        epoch=1,
+        version=0,
+        digest="d",
+        plan="p",
+        size_bytes=1,
+        backend="gloo",
+        probe=make_probe([5, 6, 7], [-1, -2.5], tolerance=0.01),
     )
     probe = codec.decode(codec.encode(offer), wire.WeightsOffer).probe
     assert probe.token_ids.array().tolist() == [5, 6, 7]
@@ -26,14 +32,18 @@ def test_largest_difference_within_the_tolerance() -> None:
     assert check_probe(make_probe([1, 2], [-0.5], tolerance=0.0), [-0.5]) == 0.0
 
 
-@pytest.mark.parametrize("logprobs", [[-1.0, -2.02], [-1.0, float("nan")], [float("-inf"), -2.0], [-1.0], [-1.0, -2.0, -3.0], []])
+@pytest.mark.parametrize(
+    "logprobs", [[-1.0, -2.02], [-1.0, float("nan")], [float("-inf"), -2.0], [-1.0], [-1.0, -2.0, -3.0], []]
+)
 def test_anything_else_is_refused(logprobs: list[float]) -> None:
     with pytest.raises(TransferFailed, match="probe"):
         check_probe(PROBE, logprobs)
 
 
 def test_message_names_the_worst_token() -> None:
-    with pytest.raises(TransferFailed, match=r"token 2 has logprob -2\.500000, the learner's is -2\.000000, tolerance 0\.01"):
+    with pytest.raises(
+        TransferFailed, match=r"token 2 has logprob -2\.500000, the learner's is -2\.000000, tolerance 0\.01"
+    ):
         check_probe(PROBE, np.array([-1.1, -2.5]))
 
 

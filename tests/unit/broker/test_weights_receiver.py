@@ -40,7 +40,9 @@ def test_gloo_arrives_on_the_cpu_and_the_buffer_is_kept() -> None:
 
 
 def test_nccl_without_a_gpu_says_what_to_do() -> None:
-    with pytest.raises(TransferFailed, match=r"sends by nccl, the weights here are on cpu; set train\.weights_backend=shared"):
+    with pytest.raises(
+        TransferFailed, match=r"sends by nccl, the weights here are on cpu; set train\.weights_backend=shared"
+    ):
         receiver()._landing.take("nccl", receiver().plan)
 
 
@@ -52,18 +54,27 @@ def test_nothing_is_served_before_the_first_version() -> None:
 async def test_a_snapshot_of_another_model_is_refused_with_the_first_difference() -> None:
     made, other = receiver(), plan_of({"w": torch.zeros(11)}, 1)
     probe = make_probe([1, 2], [-1.0], tolerance=0.1)
-    offer = wire.WeightsOffer(epoch=1, version=5, digest="d", plan=other.digest, size_bytes=other.size_bytes, backend="gloo", probe=probe)
-    why = r"^snapshot here: epoch 1 version 5 is another model than the one here: w float32\[10\] here is w float32\[11\] in the offer$"
+    offer = wire.WeightsOffer(
+        epoch=1, version=5, digest="d", plan=other.digest, size_bytes=other.size_bytes, backend="gloo", probe=probe
+    )
+    why = (
+        r"^snapshot here: epoch 1 version 5 is another model than the one here: w float32\[10\] "
+        r"here is w float32\[11\] in the offer$"
+    )
     with pytest.raises(TransferFailed, match=why):
         await made._wants(SnapshotManifest("r", offer, other, "f"), "here")
-    assert await made._wants(SnapshotManifest("r", msgspec.structs.replace(offer, plan=made.plan.digest), made.plan, "f"), "here")
+    assert await made._wants(
+        SnapshotManifest("r", msgspec.structs.replace(offer, plan=made.plan.digest), made.plan, "f"), "here"
+    )
 
 
 async def test_memory_that_was_no_use_three_times_is_not_read_again() -> None:
     made = receiver()
     segment = SharedSegment(made.plan)
     probe = make_probe([1, 2], [-1.0], tolerance=0.1)
-    offer = wire.WeightsOffer(epoch=1, version=5, digest="", plan=made.plan.digest, size_bytes=1, backend="gloo", probe=probe)
+    offer = wire.WeightsOffer(
+        epoch=1, version=5, digest="", plan=made.plan.digest, size_bytes=1, backend="gloo", probe=probe
+    )
     assert made._look_over(offer) is None
     offer = msgspec.structs.replace(offer, segment=segment.address)
     assert made._look_over(offer) is not None

@@ -96,7 +96,9 @@ def test_packing_that_fails_or_stands_still_ends_the_reading() -> None:
     staging, window = StagingBuffers(PLAN, memory=segment), SegmentReader(segment.address, PLAN)
     staging._sides[0].open(7)
     staging._sides[0].reached(PLAN.buckets[2][1])
-    with pytest.raises(TransferFailed, match=rf"^version 7 was packed up to byte {PLAN.buckets[2][1]}, then nothing came for 0\.05 s$"):
+    with pytest.raises(
+        TransferFailed, match=rf"^version 7 was packed up to byte {PLAN.buckets[2][1]}, then nothing came for 0\.05 s$"
+    ):
         read(window, 7, timeout_s=0.05)
     with pytest.raises(TransferFailed, match="overwritten"):
         read(window, 7, done=lambda index: staging._sides[0].failed() if index == 2 else None)

@@ -55,7 +55,11 @@ def test_version_being_sent_is_never_overwritten() -> None:
 
 def test_digest_never_mixes_versions() -> None:
     """A version digested while another is written over it is None or right."""
-    staging, seen, done = StagingBuffers(PLAN), {version: digest_of(version) for version in range(60)}, threading.Event()
+    staging, seen, done = (
+        StagingBuffers(PLAN),
+        {version: digest_of(version) for version in range(60)},
+        threading.Event(),
+    )
     staging.write(0, tensors(0))
     wrong: list[int] = []
 
@@ -99,7 +103,9 @@ def test_the_digest_that_follows_the_copy_is_that_of_the_whole(monkeypatch: pyte
         for version in range(4):
             tensors["c"][version] = 7.0
             followed: list[Future[str | None]] = []
-            staging.write(version, tensors, lambda version=version, to=followed: to.append(pool.submit(staging.digest, version)))  # type: ignore[misc]
+            staging.write(
+                version, tensors, lambda version=version, to=followed: to.append(pool.submit(staging.digest, version))
+            )
             expected.fill(tensors)
             assert followed[0].result(10) == staging.digest(version) == expected.digest()
             assert staging.digest(version - 2) is None

@@ -97,7 +97,14 @@ def test_missing_fields_are_refused(field: str) -> None:
 
 def test_wrong_types_are_refused() -> None:
     plain = msgpack.unpackb(codec.encode(GROUP))
-    for field, value in [("ticket", "1"), ("ticket", 1.5), ("pools", "judge"), ("trajectories", None), ("hub", b"x"), ("ticket", True)]:
+    for field, value in [
+        ("ticket", "1"),
+        ("ticket", 1.5),
+        ("pools", "judge"),
+        ("trajectories", None),
+        ("hub", b"x"),
+        ("ticket", True),
+    ]:
         with pytest.raises(WireError, match=field):
             codec.decode(msgpack.packb(plain | {field: value}), wire.Group)
 
@@ -243,7 +250,10 @@ BAD_TRAJECTORIES: list[tuple[dict[str, Any], str]] = [
     ({"episode": -1}, r"Trajectory\.episode: -1"),
     ({"reward_parts": {"env": 1.0, "judge": math.nan}}, r"reward_parts\['judge'\]: nan; finite"),
     ({"metrics": {"x": -math.inf}}, r"metrics\['x'\]: -inf; finite"),
-    ({"token_ids": i4([]), "loss_mask": u1([]), "logprobs": f4([]), "version_runs": i4([]), "turns": []}, "at least one token"),
+    (
+        {"token_ids": i4([]), "loss_mask": u1([]), "logprobs": f4([]), "version_runs": i4([]), "turns": []},
+        "at least one token",
+    ),
 ]
 
 
@@ -299,7 +309,8 @@ def test_the_fast_check_agrees_with_the_plain_one(data: st.DataObject) -> None:
             runs = data.draw(st.lists(st.integers(-1, 3), max_size=4))
     covered = [any(turn.start <= i < turn.end for turn in turns) for i in range(n)]
     right = (
-        all(bit in (0, inside) for bit, inside in zip(mask, covered, strict=True))  # in a turn 0: drawn from a reshaped distribution
+        # in a turn 0: drawn from a reshaped distribution
+        all(bit in (0, inside) for bit, inside in zip(mask, covered, strict=True))
         and all(math.isfinite(p) and (p <= 1e-3 if bit else p == 0) for p, bit in zip(logprobs, mask, strict=True))
         and all(token >= 0 for token in ids)
         and len(runs) % 2 == 0
@@ -307,7 +318,9 @@ def test_the_fast_check_agrees_with_the_plain_one(data: st.DataObject) -> None:
         and all(count >= 1 for count in runs[1::2])
         and sum(runs[1::2]) == sum(mask)
     )
-    trajectory = replace(TRAJECTORY, token_ids=i4(ids), loss_mask=u1(mask), logprobs=f4(logprobs), version_runs=i4(runs), turns=turns)
+    trajectory = replace(
+        TRAJECTORY, token_ids=i4(ids), loss_mask=u1(mask), logprobs=f4(logprobs), version_runs=i4(runs), turns=turns
+    )
     try:
         checks.check_trajectory(trajectory)
     except WireError:
@@ -332,7 +345,10 @@ def test_the_fast_check_agrees_with_the_plain_one(data: st.DataObject) -> None:
         (replace(REQUEST, request_id=""), "request_id"),
         (replace(REQUEST, sampling=wire.SamplingParams(max_tokens=1, stop=["a", ""])), "stop"),
         (replace(REQUEST, sampling=wire.SamplingParams(max_tokens=1, stop_token_ids=[5, -4])), "stop_token_ids: -4"),
-        (replace(REQUEST, sampling=wire.SamplingParams(max_tokens=1, presence_penalty=2.5)), r"presence_penalty: 2\.5; -2 to 2"),
+        (
+            replace(REQUEST, sampling=wire.SamplingParams(max_tokens=1, presence_penalty=2.5)),
+            r"presence_penalty: 2\.5; -2 to 2",
+        ),
         (
             replace(REQUEST, sampling=wire.SamplingParams(max_tokens=1, logit_bias={7: 101.0})),
             r"logit_bias: \{7: 101\.0\}; must be token ids",
@@ -346,7 +362,10 @@ def test_the_fast_check_agrees_with_the_plain_one(data: st.DataObject) -> None:
             r"Guide\.schema: ''; must not be empty",
         ),
         (
-            replace(REQUEST, sampling=wire.SamplingParams(max_tokens=1, guides=[wire.Guide(schema="{}", before="x" * 65535)])),
+            replace(
+                REQUEST,
+                sampling=wire.SamplingParams(max_tokens=1, guides=[wire.Guide(schema="{}", before="x" * 65535)]),
+            ),
             "guides: of 65537 characters; must have at most 65536",
         ),
         (replace(REPLY, reshaped=u1([1])), "reshaped: another value; must be 2 bytes"),
@@ -444,7 +463,12 @@ def test_arbitrary_bytes(data: bytes) -> None:
 
 
 _VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=8) | st.binary(max_size=12),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.binary(max_size=12),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
@@ -466,10 +490,15 @@ def test_any_field_of_a_trajectory_with_any_value(data: st.DataObject) -> None:
     trajectory = plain["trajectories"][0]
     field = data.draw(st.sampled_from(sorted(trajectory)))
     if isinstance(trajectory[field], dict) and "dtype" in trajectory[field]:
-        trajectory[field] = {"dtype": data.draw(st.sampled_from(["<i4", "<f4", "|u1"])), "data": data.draw(st.binary(max_size=40))}
+        trajectory[field] = {
+            "dtype": data.draw(st.sampled_from(["<i4", "<f4", "|u1"])),
+            "data": data.draw(st.binary(max_size=40)),
+        }
     elif field == "turns":
         bound = st.integers(-(2**63), 2**64 - 1) | st.integers(-1, 10)
-        trajectory[field][data.draw(st.integers(0, 1))][data.draw(st.sampled_from(["start", "end", "reward"]))] = data.draw(bound)
+        trajectory[field][data.draw(st.integers(0, 1))][data.draw(st.sampled_from(["start", "end", "reward"]))] = (
+            data.draw(bound)
+        )
     else:
         trajectory[field] = data.draw(_VALUES)
     survives(msgpack.packb(plain))
@@ -480,7 +509,10 @@ def test_any_field_of_a_trajectory_with_any_value(data: st.DataObject) -> None:
 def test_a_negative_token_id_is_found_in_columns_of_any_length(length: int, at: int) -> None:
     values = np.full(length, 2**31 - 1, "<i4")
     good = wire.GenerateRequest(
-        request_id="r", conversation_id="c", token_ids=wire.column(values, "<i4"), sampling=wire.SamplingParams(max_tokens=1)
+        request_id="r",
+        conversation_id="c",
+        token_ids=wire.column(values, "<i4"),
+        sampling=wire.SamplingParams(max_tokens=1),
     )
     codec.decode(codec.encode(good), wire.GenerateRequest)
     values[at] = -7
@@ -488,7 +520,9 @@ def test_a_negative_token_id_is_found_in_columns_of_any_length(length: int, at: 
         codec.encode(msgspec.structs.replace(good, token_ids=wire.column(values, "<i4")))
 
 
-@pytest.mark.parametrize(("values", "dtype"), [(array("i", [1, -2]), "<i4"), (array("f", [0.5]), "<f4"), (array("B", [1, 0]), "|u1")])
+@pytest.mark.parametrize(
+    ("values", "dtype"), [(array("i", [1, -2]), "<i4"), (array("f", [0.5]), "<f4"), (array("B", [1, 0]), "|u1")]
+)
 def test_a_column_of_an_array_holds_the_bytes_that_numpy_would_make(values: array[float], dtype: wire.Dtype) -> None:
     assert wire.column(values, dtype) == wire.column(list(values), dtype)
 
@@ -497,7 +531,9 @@ def test_an_array_of_another_type_is_converted() -> None:
     assert wire.column(array("q", [3, 4]), "<i4").array().tolist() == [3, 4]
 
 
-@pytest.mark.parametrize(("dtype", "numbers"), [("<i4", [0, -1, 2**31 - 1]), ("<f4", [0.5, -1.0, 0.0]), ("|u1", [0, 1, 255])])
+@pytest.mark.parametrize(
+    ("dtype", "numbers"), [("<i4", [0, -1, 2**31 - 1]), ("<f4", [0.5, -1.0, 0.0]), ("|u1", [0, 1, 255])]
+)
 def test_a_column_grows_as_an_array_and_goes_back(dtype: wire.Dtype, numbers: list[float]) -> None:
     column = wire.column(numbers, dtype)
     grown = wire.growing(column)

@@ -27,7 +27,9 @@ def test_a_worker_whose_hub_has_hung_up_ends_without_a_word() -> None:
     with ours, theirs:
         theirs.set_inheritable(True)
         command = [sys.executable, "-m", "rewardhub.worker", str(theirs.fileno()), "0"]
-        with subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, env={**os.environ}) as worker:
+        with subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, env={**os.environ}
+        ) as worker:
             theirs.close()
             ours.sendall(line.frame(b"nothing that it understands"))
             ours.shutdown(socket.SHUT_RD)

@@ -1,4 +1,6 @@
-"""Environments of other libraries: gymnasium itself; the others' documented interfaces as small doubles, for they are extras."""
+"""Environments of other libraries: gymnasium itself; the others' documented interfaces as small doubles, for they are
+extras.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def test_a_gymnasium_environment_is_played_by_names_of_actions() -> None:
 
 def test_observations_become_text_by_a_function_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "say.py"
-    file.write_text("def say(observation, environment):\n    return f'cell {observation} of {environment.observation_space.n}'\n")
+    file.write_text(
+        "def say(observation, environment):\n    return f'cell {observation} of {environment.observation_space.n}'\n"
+    )
     env = gym(observe=f"{file}:say", answer_tag=True, actions=[])
     assert env.reset(0, "eval", 0).text == "cell 0 of 16"
     assert env.step("I go <answer>1</answer>").observation.text == env.text_frame() == "cell 4 of 16"
@@ -170,7 +174,9 @@ def test_gem_environments_plug_in_unchanged(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Game:
-    """As textarena.Env under its default wrapper, which repeats the whole game: count down from 3 in turn; who says 0 wins."""
+    """As textarena.Env under its default wrapper, which repeats the whole game: count down from 3 in turn; who says 0
+    wins.
+    """
 
     def __init__(self, start: int = 3) -> None:
         self.start = start
@@ -198,7 +204,9 @@ class Game:
 
     def close(self) -> tuple[dict[int, int], dict[int, dict[str, Any]]]:
         winner = self.state.current_player_id
-        return {player: 1 if player == winner else -1 for player in range(self.players)}, {winner: {"reason": "It is over."}}
+        return {player: 1 if player == winner else -1 for player in range(self.players)}, {
+            winner: {"reason": "It is over."}
+        }
 
 
 def test_a_textarena_game_is_played_and_only_what_is_new_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,13 +218,22 @@ def test_a_textarena_game_is_played_and_only_what_is_new_is_shown(monkeypatch: p
     assert (wrong.valid, wrong.done, wrong.observation.text) == (False, False, "[GAME] Invalid.")
     assert env.step("1").observation.text == "[GAME] 1 left."
     last = env.step("0")
-    assert (last.valid, last.done, last.reward, last.success, last.observation.text) == (True, True, 1.0, True, "It is over.")
+    assert (last.valid, last.done, last.reward, last.success, last.observation.text) == (
+        True,
+        True,
+        1.0,
+        True,
+        "It is over.",
+    )
 
 
 def test_other_seats_are_played_by_an_opponent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     install(monkeypatch, "textarena", make=lambda env_id, **args: Game(**args))
     file = tmp_path / "them.py"
-    file.write_text("def play(seen, rng):\n    return str(int(seen.split('left.')[-2].split()[-1]) - 1) if 'left' in seen else '2'\n")
+    file.write_text(
+        "def play(seen, rng):\n    return str(int(seen.split('left.')[-2].split()[-1]) - 1) if 'left' in seen else "
+        "'2'\n"
+    )
     env = TextArenaEnv(TextArenaArgs(id="Down-v0", num_players=2, seat=1, opponent=f"{file}:play"))
     assert env.reset(0, "train", 0).text == "[GAME] Count down from 3.\n[Player 0] 2\n[GAME] 2 left."
     lost = env.step("1")  # and the opponent says 0
@@ -284,7 +301,12 @@ def test_training_passes_over_questions_of_the_evaluation(monkeypatch: pytest.Mo
     [
         ("gem.envs", GemEnv, GemArgs(id="x"), r"pip install 'rlearner\[gem\]'.*--no-deps gem-llm"),
         ("textarena", TextArenaEnv, TextArenaArgs(id="x"), r"pip install 'rlearner\[textarena\]'"),
-        ("reasoning_gym", ReasoningGymEnv, ReasoningGymArgs(dataset="x", dataset_seed=99), r"pip install 'rlearner\[reasoning-gym\]'"),
+        (
+            "reasoning_gym",
+            ReasoningGymEnv,
+            ReasoningGymArgs(dataset="x", dataset_seed=99),
+            r"pip install 'rlearner\[reasoning-gym\]'",
+        ),
     ],
 )
 def test_a_missing_library_is_one_line_that_says_what_to_install(

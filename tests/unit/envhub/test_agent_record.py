@@ -1,4 +1,6 @@
-"""Stitching: the tokens of a call are those of the sample that it goes on from, whatever tokenising its text would give."""
+"""Stitching: the tokens of a call are those of the sample that it goes on from, whatever tokenising its text would
+give.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,12 @@ def test_the_longest_beginning_counts() -> None:
     assert one.samples[-1] is longest
 
 
-@given(st.lists(st.tuples(st.text("ab?", min_size=1, max_size=4), st.lists(st.integers(1, 4), max_size=5), st.booleans()), max_size=6))
+@given(
+    st.lists(
+        st.tuples(st.text("ab?", min_size=1, max_size=4), st.lists(st.integers(1, 4), max_size=5), st.booleans()),
+        max_size=6,
+    )
+)
 def test_a_growing_conversation_is_one_sample_of_exactly_its_tokens(turns: list[tuple[str, list[int], bool]]) -> None:
     one, text, said, asked = record(), "", [], 0
     for number, (user, answer, closed) in enumerate(turns, start=1):

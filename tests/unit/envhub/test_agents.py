@@ -1,4 +1,6 @@
-"""Agents as real processes: what they ask is recorded token for token, what they come to is the reward, a failure costs an episode."""
+"""Agents as real processes: what they ask is recorded token for token, what they come to is the reward, a failure costs
+an episode.
+"""
 
 from __future__ import annotations
 
@@ -59,9 +61,21 @@ async def play(tokenizer: Tokenizer, tmp_path: Path) -> AsyncIterator[Play]:
 
     async def run(name: str, policy: Any = None, timeout_s: float = 30.0, **fields: Any) -> EpisodeResult:
         tokens = fields.pop("tokenizer", tokenizer)
-        args = {"command": ["python", PROGRAMS, name], "path": str(rows), "prompt": "q", "answer": "a", "eval_share": 0.5}
+        args = {
+            "command": ["python", PROGRAMS, name],
+            "path": str(rows),
+            "prompt": "q",
+            "answer": "a",
+            "eval_share": 0.5,
+        }
         args |= {"env": {"PIDS": str(tmp_path / "pids")}, **fields.pop("env_args", {})}
-        section = {"context": "steps", "max_turns": 8, "max_context_tokens": 400, "sampling": {"max_tokens": 12}, **fields}
+        section = {
+            "context": "steps",
+            "max_turns": 8,
+            "max_context_tokens": 400,
+            "sampling": {"max_tokens": 12},
+            **fields,
+        }
         of = domain("agent", env_args=args, **section)
         of.check()
         players = EpisodeRunners(
@@ -104,7 +118,9 @@ async def test_calls_become_samples_of_exactly_what_was_sampled(play: Play, toke
     assert short.version_runs.array().tolist() == [3, 4]
     assert [turn.server for one in played.trajectories for turn in one.turns] == ["s1", "s2", "s3"]
     assert policy.asks[1].token_ids.tolist() == ids[: spans[1][0]]  # type: ignore[attr-defined]  # what was trained on is what was asked
-    assert [(one.episode, one.reward, one.success, one.end) for one in played.trajectories] == [(2, 0.5, True, "terminated")] * 2
+    assert [(one.episode, one.reward, one.success, one.end) for one in played.trajectories] == [
+        (2, 0.5, True, "terminated")
+    ] * 2
     assert [one.reward_parts for one in played.trajectories] == [{"env": 0.5}] * 2
     assert [one.response for one in played.trajectories] == ["", "yes!"]
     assert short.metrics == {"words": 3.0, "num_turns": 3.0, "num_samples": 2.0}
@@ -143,16 +159,21 @@ def with_tools(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.load(make_tokenizer_folder(tmp_path_factory.mktemp("hermes"), "hermes"))
 
 
-CALL = 'Let me add.\n<tool_call>\n{"arguments":  {"of": [2,3]}, "name": "add"}\n</tool_call>'  # not as the template spaces it
+# not as the template spaces it
+CALL = 'Let me add.\n<tool_call>\n{"arguments":  {"of": [2,3]}, "name": "add"}\n</tool_call>'
 
 
 def calling(context: str) -> str:
     return "5" if "<tool_response>" in context else CALL
 
 
-async def test_tool_calls_are_read_as_the_template_writes_them_and_kept_as_they_were_said(play: Play, with_tools: Tokenizer) -> None:
+async def test_tool_calls_are_read_as_the_template_writes_them_and_kept_as_they_were_said(
+    play: Play, with_tools: Tokenizer
+) -> None:
     policy = Policy(with_tools, calling)
-    played = await play("calls_tools", policy, tokenizer=with_tools, max_context_tokens=900, sampling={"max_tokens": 200})
+    played = await play(
+        "calls_tools", policy, tokenizer=with_tools, max_context_tokens=900, sampling={"max_tokens": 200}
+    )
     (one,) = played.trajectories
     assert (one.reward, one.metrics["turns"], len(one.turns)) == (1.0, 4.0, 2)
     text = with_tools.decode(one.token_ids.array(), skip_special_tokens=False)
@@ -161,14 +182,18 @@ async def test_tool_calls_are_read_as_the_template_writes_them_and_kept_as_they_
     spans = [one.token_ids.array()[turn.start : turn.end].tolist() for turn in one.turns]
     end = with_tools.token_id("<|im_end|>")
     assert spans == [[*with_tools.encode(CALL), end], [*with_tools.encode("5"), end]]
-    changed = await play("changes_calls", policy, tokenizer=with_tools, max_context_tokens=900, sampling={"max_tokens": 200})
+    changed = await play(
+        "changes_calls", policy, tokenizer=with_tools, max_context_tokens=900, sampling={"max_tokens": 200}
+    )
     assert len(changed.trajectories) == 2  # what was not said is not trained on as if it were
     refused = await fails(play, "calls_tools")
     assert refused.detail.endswith("HTTP Error 400: Bad Request")  # the small model's template has no calls
 
 
 @pytest.mark.parametrize("program", ["calls_tools", "responds"])
-async def test_a_call_that_is_cut_before_its_end_token_is_a_call(play: Play, with_tools: Tokenizer, program: str) -> None:
+async def test_a_call_that_is_cut_before_its_end_token_is_a_call(
+    play: Play, with_tools: Tokenizer, program: str
+) -> None:
     policy = Policy(with_tools, calling, close=False)
     most = len(with_tools.encode(CALL))
     fields = {"tokenizer": with_tools, "max_context_tokens": 900, "sampling": {"max_tokens": most}}
@@ -176,17 +201,22 @@ async def test_a_call_that_is_cut_before_its_end_token_is_a_call(play: Play, wit
     assert (one.reward, [turn.end - turn.start for turn in one.turns]) == (1.0, [most, 1])
     text = with_tools.decode(one.token_ids.array(), skip_special_tokens=False)
     assert f"assistant\n{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>" in text
-    cut = await play(program, policy, **(fields | {"sampling": {"max_tokens": most - len(with_tools.encode("}\n</tool_call>"))}}))
+    cut = await play(
+        program, policy, **(fields | {"sampling": {"max_tokens": most - len(with_tools.encode("}\n</tool_call>"))}})
+    )
     assert (cut.trajectory.reward, len(cut.trajectory.turns)) == (0.0, 1)  # half a call is words
 
 
 @pytest.mark.parametrize("env", [{}, {"REFERS": "1"}], ids=["items", "references"])
-async def test_the_responses_api_is_recorded_like_a_chat(play: Play, with_tools: Tokenizer, env: dict[str, str]) -> None:
+async def test_the_responses_api_is_recorded_like_a_chat(
+    play: Play, with_tools: Tokenizer, env: dict[str, str]
+) -> None:
     policy = Policy(with_tools, calling)
     fields = {"tokenizer": with_tools, "max_context_tokens": 900, "sampling": {"max_tokens": 200}}
     played = await play("responds", policy, env_args={"env": env}, **fields)
     (one,) = played.trajectories
-    assert (one.reward, one.metrics["items"], len(one.turns)) == (1.0, 5.0, 2)  # a question, words, a call, its result, an answer
+    # a question, words, a call, its result, an answer
+    assert (one.reward, one.metrics["items"], len(one.turns)) == (1.0, 5.0, 2)
     end = with_tools.token_id("<|im_end|>")
     spans = [one.token_ids.array()[turn.start : turn.end].tolist() for turn in one.turns]
     assert spans == [[*with_tools.encode(CALL), end], [*with_tools.encode("5"), end]]
@@ -222,10 +252,17 @@ async def test_tokens_of_a_reshaped_distribution_are_not_trained_on(play: Play, 
         assert logprobs == [-number / 8 * bit for bit in mask]
         own = sum(mask[:-1])
         assert one.version_runs.array().tolist() == ([3, own, 4, 1] if mask[-1] else [3, own])
-    assert played.trajectory.metrics["reshaped_share"] == pytest.approx(sum(n % 2 for n in range(len(said))) / len(said))
+    assert played.trajectory.metrics["reshaped_share"] == pytest.approx(
+        sum(n % 2 for n in range(len(said))) / len(said)
+    )
     assert played.trajectory.metrics["tops"] == 2 * len(said)
     first, second = (ask.sampling for ask in policy.asks)
-    assert (first.frequency_penalty, first.presence_penalty, first.logit_bias, first.top_logprobs) == (0.5, -0.5, {7: -100.0}, 2)
+    assert (first.frequency_penalty, first.presence_penalty, first.logit_bias, first.top_logprobs) == (
+        0.5,
+        -0.5,
+        {7: -100.0},
+        2,
+    )
     (form,), (call,) = first.guides, second.guides
     assert (json.loads(form.schema)["properties"], form.before, form.after) == ({"a": {"type": "integer"}}, "", "")
     assert (call.before, call.after) == ("<tool_call>\n", "\n</tool_call>")
@@ -233,7 +270,9 @@ async def test_tokens_of_a_reshaped_distribution_are_not_trained_on(play: Play, 
 
 
 async def test_top_logprobs_of_an_engine_without_them_are_refused(play: Play, with_tools: Tokenizer) -> None:
-    failed = await fails(play, "wants_forms", policy=Policy(with_tools, lambda _: "1"), tokenizer=with_tools, max_context_tokens=900)
+    failed = await fails(
+        play, "wants_forms", policy=Policy(with_tools, lambda _: "1"), tokenizer=with_tools, max_context_tokens=900
+    )
     assert (failed.kind, failed.detail.endswith("HTTP Error 400: Bad Request")) == ("env", True)
 
 
@@ -268,16 +307,31 @@ async def test_a_policy_that_uses_up_its_calls_or_its_context_is_judged_and_not_
     played = await play("too_many", max_turns=3)
     assert (played.trajectory.end, played.trajectory.reward, len(played.trajectories)) == ("truncated", 0.0, 3)
     knows = await play("too_many_but_knows", max_turns=3)
-    assert (knows.trajectory.end, knows.trajectory.reward, knows.trajectory.metrics["status"]) == ("truncated", 0.25, 400.0)
+    assert (knows.trajectory.end, knows.trajectory.reward, knows.trajectory.metrics["status"]) == (
+        "truncated",
+        0.25,
+        400.0,
+    )
     long = await play("too_long")
     assert (long.trajectory.end, long.trajectory.reward, len(long.trajectory.turns)) == ("length", 0.0, 3)
     first = await fails(play, "too_long", max_context_tokens=50)
-    assert (first.kind, first.detail) == ("fatal", "the agent's first prompt does not fit into max_context_tokens, which is 50")
+    assert (first.kind, first.detail) == (
+        "fatal",
+        "the agent's first prompt does not fit into max_context_tokens, which is 50",
+    )
 
 
-async def test_an_agent_that_gives_up_on_a_cut_answer_is_judged_and_not_tried_again(play: Play, tokenizer: Tokenizer) -> None:
-    played = await play("wants_whole_answers", Policy(tokenizer, lambda _: "without end", close=False), sampling={"max_tokens": 5})
-    assert (played.trajectory.end, played.trajectory.reward, played.trajectory.reward_parts) == ("length", 0.0, {"env": 0.0})
+async def test_an_agent_that_gives_up_on_a_cut_answer_is_judged_and_not_tried_again(
+    play: Play, tokenizer: Tokenizer
+) -> None:
+    played = await play(
+        "wants_whole_answers", Policy(tokenizer, lambda _: "without end", close=False), sampling={"max_tokens": 5}
+    )
+    assert (played.trajectory.end, played.trajectory.reward, played.trajectory.reward_parts) == (
+        "length",
+        0.0,
+        {"env": 0.0},
+    )
     whole = await fails(play, "wants_whole_answers")
     assert (whole.kind, whole.detail) == ("env", "the agent ended with exit code 1: KeyError: 'no such thing'")
 
@@ -288,7 +342,10 @@ async def test_an_agent_that_gives_up_on_a_cut_answer_is_judged_and_not_tried_ag
         ("crashes", "the agent ended by signal 11"),
         ("raises", "the agent ended with exit code 1: KeyError: 'no such thing'"),
         ("says_nothing", "the agent ended without asking the policy anything"),
-        ("no_result", "the last line that the agent printed is no JSON number or object with a reward: 'thinking aloud'"),
+        (
+            "no_result",
+            "the last line that the agent printed is no JSON number or object with a reward: 'thinking aloud'",
+        ),
         ("nan", "the agent's result has reward nan, not a finite number"),
         ("huge_number", f"the agent's result has reward 1{'0' * 116}..., not a finite number"),
         ("cut_emoji", "the agent's result has a response that is no valid Unicode: half of a surrogate pair at 0"),
@@ -300,7 +357,9 @@ async def test_an_agent_that_gives_up_on_a_cut_answer_is_judged_and_not_tried_ag
 async def test_a_program_that_fails_is_an_episode_that_failed(play: Play, name: str, detail: str) -> None:
     failed = await fails(play, name)
     assert (failed.kind, failed.detail) == ("env", detail)
-    assert failed.trace.endswith("in raises\n    raise KeyError(\"no such thing\")\nKeyError: 'no such thing'") == (name == "raises")
+    assert failed.trace.endswith("in raises\n    raise KeyError(\"no such thing\")\nKeyError: 'no such thing'") == (
+        name == "raises"
+    )
 
 
 async def test_characters_that_only_look_odd_pass(play: Play) -> None:
@@ -365,12 +424,17 @@ async def test_an_agent_on_the_openai_client(play: Play, tokenizer: Tokenizer) -
     ("change", "line"),
     [
         ({"context": "full"}, "context: 'full' is not allowed; steps with env agent: "),
-        ({"env_args": {"command": ["no-such-program"]}}, "env_args.command: ['no-such-program'] is not allowed; a program that is there; "),
-        ({"env_args": {"command": ["python", "no.py"]}}, "env_args.command: ['python', 'no.py'] is not allowed; there is no file no.py"),
-        ({"env_args": {"function": "none.py:play"}}, "env_args.function: 'none.py:play' is not allowed; there is no file none.py"),
+        ({"env_args": {"command": ["no-such-program"]}}, "env_args.command: ['no-such-program'] is not allowed; a "
+        "program that is there; "),
+        ({"env_args": {"command": ["python", "no.py"]}}, "env_args.command: ['python', 'no.py'] is not allowed; there "
+        "is no file no.py"),
+        ({"env_args": {"function": "none.py:play"}}, "env_args.function: 'none.py:play' is not allowed; there is no "
+        "file none.py"),
         ({"env_args": {}}, "env_args: {} is not allowed; give one of command and function"),
-        ({"env_args": {"command": ["ls"], "reward": "none"}}, "rewards: [] is not allowed; at least one with env_args.reward none"),
-        ({"env_args": {"command": ["ls"], "path": "none.jsonl"}}, "env_args.path: 'none.jsonl' is not allowed; there is no such file"),
+        ({"env_args": {"command": ["ls"], "reward": "none"}}, "rewards: [] is not allowed; at least one with "
+        "env_args.reward none"),
+        ({"env_args": {"command": ["ls"], "path": "none.jsonl"}}, "env_args.path: 'none.jsonl' is not allowed; there "
+        "is no such file"),
     ],
 )  # fmt: skip
 def test_bad_settings_are_one_line(change: dict[str, Any], line: str) -> None:

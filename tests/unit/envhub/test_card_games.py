@@ -1,4 +1,6 @@
-"""The number and card games: rules and rewards as published, formulas against Python's own arithmetic, tasks kept apart."""
+"""The number and card games: rules and rewards as published, formulas against Python's own arithmetic, tasks kept
+apart.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +126,11 @@ def test_hands_can_be_solved_unless_any_will_do() -> None:
 def test_the_solver_knows_the_classic_hands() -> None:
     for hand, units in (((3, 3, 8, 8), "8 / ( 3 - 8 / 3 )"), ((1, 1, 1, 1), None), ((1, 5, 5, 5), "5 * ( 5 - 1 / 5 )")):
         found = reach(hand, 24, "+-*/")
-        assert (found is None) if units is None else (found is not None and evaluate(found) == evaluate(units.split()) == 24)
+        assert (
+            (found is None)
+            if units is None
+            else (found is not None and evaluate(found) == evaluate(units.split()) == 24)
+        )
     assert reach((5, 7), 12, "+*") == ("5", "+", "7")
 
 
@@ -133,13 +139,24 @@ def test_whether_a_hand_can_be_solved_is_known_by_brute_force_too() -> None:
     from itertools import combinations_with_replacement, permutations, product
 
     def brute(hand: tuple[int, ...]) -> bool:
-        shapes = ("(({}{}{}){}{}){}{}", "({}{}({}{}{})){}{}", "({}{}{}){}({}{}{})", "{}{}(({}{}{}){}{})", "{}{}({}{}({}{}{}))")
+        shapes = (
+            "(({}{}{}){}{}){}{}",
+            "({}{}({}{}{})){}{}",
+            "({}{}{}){}({}{}{})",
+            "{}{}(({}{}{}){}{})",
+            "{}{}({}{}({}{}{}))",
+        )
         for order in set(permutations(hand)):
             for a, b, c in product("+-*/", repeat=3):
                 for shape in shapes:
                     try:
                         text = shape.format(
-                            *(x for pair in zip(map("Fraction({})".format, order), (a, b, c, ""), strict=True) for x in pair if x)
+                            *(
+                                x
+                                for pair in zip(map("Fraction({})".format, order), (a, b, c, ""), strict=True)
+                                for x in pair
+                                if x
+                            )
                         )
                         if eval(text, {"Fraction": Fraction}) == 24:
                             return True
@@ -162,7 +179,8 @@ def test_formulas_are_worth_what_python_says(units: list[str]) -> None:
     text = "".join(f"F({unit})" if unit.isdecimal() else unit for unit in units)
     plain = "".join(units)
     apart = all(not (one.isdecimal() and other.isdecimal()) for one, other in pairwise(units))
-    signs = any(one in "+-" and (at == 0 or units[at - 1] in "+-*/(") for at, one in enumerate(units))  # a sign is no unit of ours
+    # a sign is no unit of ours
+    signs = any(one in "+-" and (at == 0 or units[at - 1] in "+-*/(") for at, one in enumerate(units))
     try:
         ast.parse(plain, mode="eval")
         wanted = None if not apart or signs or "**" in plain or "//" in plain else eval(text, {"F": Fraction})
@@ -177,7 +195,13 @@ def test_formulas_are_worth_what_python_says(units: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("cards", "count"),
-    [([1, 13], (21, True)), ([1, 1], (12, True)), ([1, 6, 10], (17, False)), ([10, 12, 2], (22, False)), ([5, 6], (11, False))],
+    [
+        ([1, 13], (21, True)),
+        ([1, 1], (12, True)),
+        ([1, 6, 10], (17, False)),
+        ([10, 12, 2], (22, False)),
+        ([5, 6], (11, False)),
+    ],
 )
 def test_cards_count_as_in_blackjack(cards: list[int], count: tuple[int, bool]) -> None:
     assert total(cards) == count
@@ -194,7 +218,8 @@ def table(own: list[int], dealer: list[int], draws: list[int], **args: object) -
 def test_blackjack_by_hand() -> None:
     env = table([1, 6], [13, 4], [5, 3], format_penalty=0.5)
     assert env.text_frame() == "Your hand: A 6 (soft 17)\nDealer shows: K\nDealer's hand: K 4"
-    assert play(env, ["double", "hit", "Stand"]) == [(-0.5, False, False), (0.0, False, True), (-1.0, True, True)]  # 12 against 17
+    # 12 against 17
+    assert play(env, ["double", "hit", "Stand"]) == [(-0.5, False, False), (0.0, False, True), (-1.0, True, True)]
     assert play(table([10, 6], [10, 7], [9]), ["hit"]) == [(-1.0, True, True)]  # 25
     assert play(table([10, 7], [10, 7], []), ["stick"]) == [(0.0, True, True)]
     assert play(table([10, 7], [10, 6], [10]), ["stand"]) == [(1.0, True, True)]  # the dealer has 26
@@ -203,7 +228,9 @@ def test_blackjack_by_hand() -> None:
 
 
 def test_the_plain_strategy_of_blackjack_loses_little() -> None:
-    """Near the -0.04 to -0.05 a deal of the best one without doubling and splitting; players by chance lose about 0.4."""
+    """Near the -0.04 to -0.05 a deal of the best one without doubling and splitting; players by chance lose about
+    0.4.
+    """
     env, rng = Blackjack(BlackjackArgs()), np.random.default_rng(0)
     won = {0.0: 0.0, 1.0: 0.0}
     for noise in won:
@@ -218,7 +245,10 @@ def test_the_plain_strategy_of_blackjack_loses_little() -> None:
 
 def test_first_tasks_stay_what_they_are() -> None:
     """Frozen, so that evaluations of different releases can be compared."""
-    shown = [game.reset(0, "eval", 5).text for game in (NumberLine(NumberLineArgs()), EZPoints(PointsArgs()), Blackjack(BlackjackArgs()))]
+    shown = [
+        game.reset(0, "eval", 5).text
+        for game in (NumberLine(NumberLineArgs()), EZPoints(PointsArgs()), Blackjack(BlackjackArgs()))
+    ]
     assert shown == [
         "Target: 3\nCurrent: 0",
         "Cards: 2 Q\nNumbers: 2 10\nTarget: 12\nFormula:",

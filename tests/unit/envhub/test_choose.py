@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from envhub.servers.choose import ServerLoad, choose
 
 
-def server(name: str, load: int = 0, *, version: int = 5, slots: int = 8, speed: float | None = None, weight: float = 1.0) -> ServerLoad:
+def server(
+    name: str, load: int = 0, *, version: int = 5, slots: int = 8, speed: float | None = None, weight: float = 1.0
+) -> ServerLoad:
     return ServerLoad(name, f"tcp://{name}", version, slots, load, slots if speed is None else speed, weight)
 
 
@@ -28,7 +30,8 @@ def test_the_emptier_of_two_for_its_speed_is_asked() -> None:
     assert name(server("a", 4), server("b", 3)) == "b"
     assert name(server("a", 4, slots=8), server("b", 6, slots=64)) == "b"
     assert name(server("a", 3, speed=1.0), server("b", 6, speed=4.0)) == "b"
-    assert name(server("a", 7, speed=1.0), server("b", 8, speed=9.0)) == "a"  # a free slot is used before any request waits
+    # a free slot is used before any request waits
+    assert name(server("a", 7, speed=1.0), server("b", 8, speed=9.0)) == "a"
 
 
 def test_the_least_loaded_of_all_is_not_where_everyone_goes() -> None:
@@ -81,8 +84,12 @@ SERVERS = st.lists(
 )
 
 
-@given(SERVERS, st.integers(0, 4), st.sampled_from("abcdef"), st.frozensets(st.sampled_from("abcdef")), st.integers(0, 9))
-def test_any_servers(servers: list[ServerLoad], min_version: int, sticky: str, avoid: frozenset[str], seed: int) -> None:
+@given(
+    SERVERS, st.integers(0, 4), st.sampled_from("abcdef"), st.frozensets(st.sampled_from("abcdef")), st.integers(0, 9)
+)
+def test_any_servers(
+    servers: list[ServerLoad], min_version: int, sticky: str, avoid: frozenset[str], seed: int
+) -> None:
     found = choose(servers, random.Random(seed), min_version=min_version, sticky=sticky, avoid=avoid)
     if found is None:
         assert not servers

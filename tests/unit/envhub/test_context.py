@@ -35,13 +35,17 @@ PAST = [("a", "1"), ("b", "2"), ("c", "3")]
         (PAST[:1], 9, "a\n1\nd"),
     ],
 )
-def test_a_prompt_shows_the_opening_the_last_turns_and_the_present(past: list[tuple[str, str]], length: int, prompt: str) -> None:
+def test_a_prompt_shows_the_opening_the_last_turns_and_the_present(
+    past: list[tuple[str, str]], length: int, prompt: str
+) -> None:
     assert recent("a", past, "d" if past else "a", length) == prompt
 
 
 @given(st.lists(st.tuples(st.text(max_size=3), st.text(max_size=3)), max_size=12), st.integers(0, 4))
 def test_a_prompt_is_bounded_by_the_history_length(past: list[tuple[str, str]], length: int) -> None:
-    assert len(recent("o", past, "n", length).split("\n")) <= 2 + 2 * length + sum(part.count("\n") for turn in past for part in turn)
+    assert len(recent("o", past, "n", length).split("\n")) <= 2 + 2 * length + sum(
+        part.count("\n") for turn in past for part in turn
+    )
 
 
 def test_a_context_remembers_what_was_seen_and_done() -> None:
@@ -84,18 +88,27 @@ async def test_each_turn_is_a_sample_of_its_own(tokenizer: Tokenizer) -> None:
 
 
 async def test_a_prompt_without_room_ends_the_episode(tokenizer: Tokenizer) -> None:
-    chosen = domain("frozenlake", max_turns=9, sampling={"max_tokens": 4}, context="steps", history_length=9, max_context_tokens=60)
+    chosen = domain(
+        "frozenlake", max_turns=9, sampling={"max_tokens": 4}, context="steps", history_length=9, max_context_tokens=60
+    )
     _, samples = await played(tokenizer, chosen)
     assert len(samples) == 2  # 24, 46 and 68 tokens with the third
     assert {one.end for one in samples} == {"length"}
 
 
-@pytest.mark.parametrize(("body", "says"), [("return 7", "memory returned int, not a text"), ("return past[9]", "IndexError")])
-async def test_a_memory_that_fails_closes_its_ticket(tokenizer: Tokenizer, tmp_path: Path, body: str, says: str) -> None:
+@pytest.mark.parametrize(
+    ("body", "says"), [("return 7", "memory returned int, not a text"), ("return past[9]", "IndexError")]
+)
+async def test_a_memory_that_fails_closes_its_ticket(
+    tokenizer: Tokenizer, tmp_path: Path, body: str, says: str
+) -> None:
     file = tmp_path / "mine.py"
     file.write_text(f"def remember(opening, past, now, history_length):\n    {body}\n")
     with pytest.raises(EpisodeFailed, match=says) as caught:
-        await played(tokenizer, domain("frozenlake", max_turns=3, sampling={"max_tokens": 4}, context="steps", memory=f"{file}:remember"))
+        await played(
+            tokenizer,
+            domain("frozenlake", max_turns=3, sampling={"max_tokens": 4}, context="steps", memory=f"{file}:remember"),
+        )
     assert caught.value.kind == "fatal"
 
 
@@ -106,17 +119,24 @@ def test_an_unknown_memory_is_refused() -> None:
 
 async def test_thinking_is_kept_in_the_sample_and_dropped_from_what_others_see(tokenizer: Tokenizer) -> None:
     scripted = Scripted(tokenizer, lambda _: "<think>L or U?</think>R")
-    chosen = domain("frozenlake", max_turns=2, sampling={"max_tokens": 40}, context="steps", history_length=1, thinking="drop")
+    chosen = domain(
+        "frozenlake", max_turns=2, sampling={"max_tokens": 40}, context="steps", history_length=1, thinking="drop"
+    )
     crew = EpisodeRunners(tokenizer, scripted, EnvironmentCalls(5.0), EpisodeLimits(20.0, 10.0))
-    samples = (await crew.play(EpisodeTask("c", chosen, task_index=0, split="eval", seed=77, episode=4), lambda _: None)).trajectories
-    assert [turn.valid for sample in samples for turn in sample.turns] == [True, True]  # R, not the L that it thinks of first
+    samples = (
+        await crew.play(EpisodeTask("c", chosen, task_index=0, split="eval", seed=77, episode=4), lambda _: None)
+    ).trajectories
+    # R, not the L that it thinks of first
+    assert [turn.valid for sample in samples for turn in sample.turns] == [True, True]
     assert samples[-1].response == "<think>L or U?</think>R"
     shown = tokenizer.decode(scripted.asks[1].token_ids).removesuffix("<think>L or U?</think>R")
     assert shown == "PFFF\nFFFH\nFFFF\nFFFG\nR\nSPFF\nFFFH\nFFFF\nFFFG"
 
 
 def lake(**section: object) -> dict[str, object]:
-    return validate({"domains": {"lake": {"env": "frozenlake", "max_turns": 4, "sampling": {"max_tokens": 4}, **section}}})
+    return validate(
+        {"domains": {"lake": {"env": "frozenlake", "max_turns": 4, "sampling": {"max_tokens": 4}, **section}}}
+    )
 
 
 def test_auto_is_steps_for_gigpo_alone() -> None:
@@ -127,9 +147,14 @@ def test_auto_is_steps_for_gigpo_alone() -> None:
 
 
 def test_demonstrations_have_the_prompts_that_the_hub_makes(tmp_path: Path) -> None:
-    write_demonstrations(lake(context="steps", history_length=1), None, episodes=3, noise=0.0, out=str(tmp_path / "steps"))
+    write_demonstrations(
+        lake(context="steps", history_length=1), None, episodes=3, noise=0.0, out=str(tmp_path / "steps")
+    )
     write_demonstrations(lake(), None, episodes=3, noise=0.0, out=str(tmp_path / "full"))
-    steps, full = ([json.loads(line)["messages"] for line in (tmp_path / name).read_text().splitlines()] for name in ("steps", "full"))
+    steps, full = (
+        [json.loads(line)["messages"] for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("steps", "full")
+    )
     turns = [
         (messages[0]["content"], messages[i]["content"], messages[i + 1]["content"])
         for messages in full
@@ -137,7 +162,11 @@ def test_demonstrations_have_the_prompts_that_the_hub_makes(tmp_path: Path) -> N
     ]
     assert len(full) == 3
     assert [messages[1]["content"] for messages in steps] == [action for _, _, action in turns]
-    assert all(messages[0]["content"].startswith(opening) for messages, (opening, _, _) in zip(steps, turns, strict=True))
+    assert all(
+        messages[0]["content"].startswith(opening) for messages, (opening, _, _) in zip(steps, turns, strict=True)
+    )
     assert all(messages[0]["content"].endswith(now) for messages, (_, now, _) in zip(steps, turns, strict=True))
     with pytest.raises(UserError, match="pairs are whole conversations"):
-        write_demonstrations(lake(context="steps"), None, episodes=3, noise=0.0, out=str(tmp_path / "pairs"), against=1.0)
+        write_demonstrations(
+            lake(context="steps"), None, episodes=3, noise=0.0, out=str(tmp_path / "pairs"), against=1.0
+        )

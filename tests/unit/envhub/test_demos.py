@@ -58,7 +58,18 @@ def test_noise_makes_the_solver_imperfect_and_max_turns_ends_it(tmp_path: Path) 
 
 def test_the_command_writes_the_file_and_one_line_about_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "demos.jsonl"
-    arguments = ["demos", "configs/quickstart.yaml", "--domain", "lake", "--episodes", "3", "--noise", "0.5", "--out", str(out)]
+    arguments = [
+        "demos",
+        "configs/quickstart.yaml",
+        "--domain",
+        "lake",
+        "--episodes",
+        "3",
+        "--noise",
+        "0.5",
+        "--out",
+        str(out),
+    ]
     assert cli.main([*arguments, "domains.lake.max_turns=2"]) == 0
     assert json.loads(capsys.readouterr().out)["episodes"] == 3
     assert max(len(row["messages"]) for row in lines(out)) <= 4
@@ -105,7 +116,11 @@ def test_a_replay_is_a_picture_of_each_state(tmp_path: Path) -> None:
     [
         (StepResult(Observation("x"), 0.0, done=False, valid=True, success=False), False, "reward +0"),
         (StepResult(Observation("x"), 0.5, done=False, valid=True, success=False), True, "reward +0.5, out of turns"),
-        (StepResult(Observation("x"), -0.1, done=False, valid=False, success=False), False, "reward -0.1, not a valid action"),
+        (
+            StepResult(Observation("x"), -0.1, done=False, valid=False, success=False),
+            False,
+            "reward -0.1, not a valid action",
+        ),
         (StepResult(Observation("x"), 0.99, done=True, valid=True, success=True), True, "reward +0.99, solved"),
         (StepResult(Observation("x"), 0.0, done=True, valid=True, success=False), False, "reward +0, failed"),
     ],
@@ -122,7 +137,18 @@ def test_an_environment_without_pictures_is_not_even_built(tmp_path: Path, monke
 
 def test_the_render_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "x.gif"
-    arguments = ["render", "configs/quickstart.yaml", "--domain", "lake", "--task-index", "0", "--seed", "77", "--out", str(out)]
+    arguments = [
+        "render",
+        "configs/quickstart.yaml",
+        "--domain",
+        "lake",
+        "--task-index",
+        "0",
+        "--seed",
+        "77",
+        "--out",
+        str(out),
+    ]
     assert cli.main([*arguments, "--actions", "R,oops", "--title", "step 3"]) == 0
     assert json.loads(capsys.readouterr().out)["frames"] == 3
     assert cli.main([*arguments, "--actions", json.dumps(["R", "let me think, D"])]) == 0
@@ -164,7 +190,10 @@ QA = {"env": "qa", "rewards": [{"name": "math"}]}
             {"domains": {"d": {"env": "frozenlake", "env_args": {"size": "4"}}}},
             "domains.d.env_args.size: '4' is not allowed; input should be a valid integer",
         ),
-        ({"domains": {"d": {"env": "frozenlake", "env_args": {"size": 99}}}}, "domains.d.env_args.size: 99 is not allowed"),
+        (
+            {"domains": {"d": {"env": "frozenlake", "env_args": {"size": 99}}}},
+            "domains.d.env_args.size: 99 is not allowed",
+        ),
         ({"domains": {"d": QA}}, "domains.d.env_args.path: None is not allowed; it must be given"),
         (
             {"domains": {"d": {**QA, "env_args": {"path": "no.jsonl"}}}},
@@ -182,7 +211,10 @@ QA = {"env": "qa", "rewards": [{"name": "math"}]}
             {"rollout": {"max_context_tokens": 512}},
             "domains.lake.max_context_tokens: 4096 .* at most rollout.max_context_tokens, which is 512",
         ),
-        ({"eval": {"every_steps": 5, "tasks": 513}}, "eval.tasks: 513 is not allowed; at most 512, the held-out tasks of domain lake"),
+        (
+            {"eval": {"every_steps": 5, "tasks": 513}},
+            "eval.tasks: 513 is not allowed; at most 512, the held-out tasks of domain lake",
+        ),
         ({"warm_start": {"steps": 5, "domain": "sea"}}, "warm_start.domain: 'sea' is not allowed; one of lake"),
         (
             {"domains": {"d": {"env": "envhub_kit:Count"}}, "warm_start": {"steps": 5}},
@@ -211,7 +243,9 @@ def test_the_digests_name_every_data_file_of_the_run(tmp_path: Path) -> None:
     one, two = tmp_path / "1.jsonl", tmp_path / "2.jsonl"
     one.write_text("one")
     two.write_text("two")
-    given = config(domains={"lake": {"env": "frozenlake"}, "d": {**QA, "env_args": {"path": str(one), "eval_path": str(two)}}})
+    given = config(
+        domains={"lake": {"env": "frozenlake"}, "d": {**QA, "env_args": {"path": str(one), "eval_path": str(two)}}}
+    )
     digests = data_digests(given)
     assert sorted(digests) == [str(one), str(two)]
     assert len(set(digests.values())) == 2

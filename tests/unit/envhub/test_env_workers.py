@@ -86,7 +86,12 @@ async def test_an_environment_plays_the_same_wherever_it_runs(crew: EpisodeRunne
 async def test_a_worker_serves_one_episode_after_another(crew: EpisodeRunners, cls: str) -> None:
     chosen = bad(cls=cls)
     first, second = await play(crew, chosen, 1), await play(crew, chosen, 2)
-    assert (first.trajectory.reward, first.trajectory.success, first.prompt, second.prompt) == (1.0, True, "task 1", "task 2")
+    assert (first.trajectory.reward, first.trajectory.success, first.prompt, second.prompt) == (
+        1.0,
+        True,
+        "task 1",
+        "task 2",
+    )
     assert first.reference == second.reference != str(os.getpid())  # the same process, and not this one
     assert crew.nurseries.living == 1
     both = await asyncio.gather(play(crew, chosen), play(crew, chosen))
@@ -106,7 +111,8 @@ FAULTS = {
     "reads_nowhere": "step: the worker process died by SIGSEGV",
     "recurses": "step raised RecursionError: maximum recursion depth exceeded",
     "closes_everything": "step: the worker process closed its socket",
-    "answers_itself": "step: the worker process answered something unintelligible: 2147483647 bytes, the limit is 8388608",
+    "answers_itself": "step: the worker process answered something unintelligible: 2147483647 bytes, the limit is "
+    "8388608",
     "returns_none": "step returned str, not a StepResult",
     "returns_none in reset": "reset returned str, not an Observation",
     "returns_nan": "step returned reward nan; it must be finite",
@@ -116,7 +122,8 @@ FAULTS = {
     "returns_number_observation": "step returned an Observation whose text is int 17, not a text",
     "returns_surrogates": "step returned an Observation whose text is no valid Unicode: half of a surrogate pair at 1",
     "returns_ten_megabytes": "step returned an Observation whose text has 10000000 bytes, the limit is 1048576",
-    "returns_ten_megabytes_of_anchor": "step returned an Observation whose anchor has 10000000 bytes, the limit is 8388608",
+    "returns_ten_megabytes_of_anchor": "step returned an Observation whose anchor has 10000000 bytes, the limit is "
+    "8388608",
     "returns_a_thousand_metrics": "step returned 1000 metrics, the limit is 256",
 }
 
@@ -150,7 +157,12 @@ async def test_a_constructor_is_no_better(crew: EpisodeRunners, fault: str, deta
 
 async def test_numbers_of_numpy_become_plain_ones(crew: EpisodeRunners) -> None:
     trajectory = (await play(crew, bad("returns_numpy"))).trajectory
-    assert (trajectory.reward, trajectory.success, trajectory.metrics["at"], trajectory.end) == (1.0, True, 2.0, "terminated")
+    assert (trajectory.reward, trajectory.success, trajectory.metrics["at"], trajectory.end) == (
+        1.0,
+        True,
+        2.0,
+        "terminated",
+    )
     assert [type(turn.reward) for turn in trajectory.turns] == [float, float]
 
 
@@ -277,7 +289,9 @@ def test_workers_do_not_outlive_a_hub_that_is_killed(tmp_path: Path) -> None:
         "    await asyncio.sleep(600)\n"
         "asyncio.run(main())\n"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]) as hub:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]
+    ) as hub:
         assert hub.stdout is not None
         pids = [int(pid) for pid in hub.stdout.readline().split()]
         assert len(pids) == 2

@@ -31,7 +31,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def players(
     tokenizer: Tokenizer, script: Callable[[str], str] = lambda _: "R", *, step_s: float = 5.0, episode_s: float = 20.0
 ) -> EpisodeRunners:
-    return EpisodeRunners(tokenizer, Scripted(tokenizer, script), EnvironmentCalls(step_s), EpisodeLimits(episode_s, 10.0))
+    return EpisodeRunners(
+        tokenizer, Scripted(tokenizer, script), EnvironmentCalls(step_s), EpisodeLimits(episode_s, 10.0)
+    )
 
 
 def task(chosen: Domain, *, record: bool = False, episode: int = 0) -> EpisodeTask:
@@ -71,7 +73,12 @@ async def test_the_whole_conversation_token_by_token(tokenizer: Tokenizer) -> No
         (3, False, "stop"),
     ]
     assert [turn.anchor[:4] for turn in trajectory.turns] == ["PFFF", "SPFF", "SFPF"]
-    assert (trajectory.end, trajectory.reward, trajectory.success, trajectory.response) == ("truncated", 0.0, False, "no")
+    assert (trajectory.end, trajectory.reward, trajectory.success, trajectory.response) == (
+        "truncated",
+        0.0,
+        False,
+        "no",
+    )
     assert trajectory.metrics == {"valid_action_rate": pytest.approx(2 / 3), "num_turns": 3.0}
     assert trajectory.reward_parts == {"env": 0.0}
 
@@ -102,7 +109,10 @@ async def test_the_goal_ends_it(tokenizer: Tokenizer) -> None:
 
 async def test_each_turn_is_seeded_and_sampled_as_the_domain_says(tokenizer: Tokenizer) -> None:
     lake = domain(
-        "frozenlake", max_turns=2, max_context_tokens=50, sampling={"temperature": 0.7, "top_p": 0.9, "max_tokens": 5, "stop": ["x"]}
+        "frozenlake",
+        max_turns=2,
+        max_context_tokens=50,
+        sampling={"temperature": 0.7, "top_p": 0.9, "max_tokens": 5, "stop": ["x"]},
     )
     crew = players(tokenizer)
     await play(crew, lake)
@@ -130,7 +140,9 @@ async def test_a_turn_that_was_cut_off_is_closed_unmasked(tokenizer: Tokenizer) 
     crew = players(tokenizer, lambda _: "RRRR")
     trajectory = (await play(crew, lake)).trajectory
     assert [turn.finish_reason for turn in trajectory.turns] == ["length", "length"]
-    assert "RR<|im_end|><|im_user|>" in tokenizer.decode(trajectory.token_ids.array().tolist(), skip_special_tokens=False)
+    assert "RR<|im_end|><|im_user|>" in tokenizer.decode(
+        trajectory.token_ids.array().tolist(), skip_special_tokens=False
+    )
     assert sum(trajectory.loss_mask.array()) == 4
 
 
@@ -156,7 +168,11 @@ async def test_environments_of_either_kind_are_used_again(tokenizer: Tokenizer, 
     crew, chosen = players(tokenizer), domain(env, max_turns=5)
     for _ in range(3):
         played = await play(crew, chosen)
-        assert (played.trajectory.reward, played.trajectory.success, played.trajectory.metrics["at"]) == (1.0, True, 2.0)
+        assert (played.trajectory.reward, played.trajectory.success, played.trajectory.metrics["at"]) == (
+            1.0,
+            True,
+            2.0,
+        )
         assert played.env_step_s > 0
     assert envhub_kit.Count.made + envhub_kit.AsyncCount.made == 1
     await crew.close()
@@ -170,7 +186,9 @@ async def test_environments_of_either_kind_are_used_again(tokenizer: Tokenizer, 
         ("nan", "step returned reward nan; it must be finite"),
     ],
 )
-async def test_a_broken_environment_fails_its_episode_and_is_not_used_again(tokenizer: Tokenizer, trouble: str, detail: str) -> None:
+async def test_a_broken_environment_fails_its_episode_and_is_not_used_again(
+    tokenizer: Tokenizer, trouble: str, detail: str
+) -> None:
     crew, chosen = players(tokenizer), count(trouble=trouble)
     closed = envhub_kit.Count.closed
     with pytest.raises(EpisodeFailed) as caught:
@@ -182,7 +200,9 @@ async def test_a_broken_environment_fails_its_episode_and_is_not_used_again(toke
             await asyncio.sleep(0.01)
 
 
-async def test_a_hanging_environment_costs_a_thread_and_not_the_loop(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hanging_environment_costs_a_thread_and_not_the_loop(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     released = threading.Event()
     monkeypatch.setattr(envhub_kit.Count, "released", released)
     crew, chosen = players(tokenizer, step_s=1.0), count(trouble="hang in step", seconds=60.0)

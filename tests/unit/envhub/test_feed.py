@@ -39,7 +39,9 @@ def feed(queue: Queue, turnstile: QueueTurns, stream: Stream, group_size: int) -
     running, pausing = asyncio.Event(), asyncio.Event()
     running.set()
     member = cast(Member, SimpleNamespace(bus=SimpleNamespace(work_queue=work_queue), running=running, pausing=pausing))
-    return TicketFeed(member, turnstile, stream, "lake", group_size, lambda *_: group_size, lambda _: 0, lambda _: True, asyncio.sleep)
+    return TicketFeed(
+        member, turnstile, stream, "lake", group_size, lambda *_: group_size, lambda _: 0, lambda _: True, asyncio.sleep
+    )
 
 
 async def test_a_queue_waits_for_nothing_while_another_wants_the_room() -> None:
@@ -47,7 +49,8 @@ async def test_a_queue_waits_for_nothing_while_another_wants_the_room() -> None:
     training, evaluation = Queue(), Queue()
     taken = turnstile.slots.reserve(2, 1)
     tasks = [
-        asyncio.create_task(feed(queue, turnstile, stream, 2).run()) for queue, stream in ((evaluation, EVALTICKETS), (training, TICKETS))
+        asyncio.create_task(feed(queue, turnstile, stream, 2).run())
+        for queue, stream in ((evaluation, EVALTICKETS), (training, TICKETS))
     ]
     try:
         while not turnstile.crowded:  # noqa: ASYNC110 - it tells nobody

@@ -52,7 +52,13 @@ class Client:
 
 
 def reply(
-    request: wire.GenerateRequest, tokens: list[int], reason: str = "stop", *, version: int = 1, server: str = "a", error: str = ""
+    request: wire.GenerateRequest,
+    tokens: list[int],
+    reason: str = "stop",
+    *,
+    version: int = 1,
+    server: str = "a",
+    error: str = "",
 ) -> wire.GenerateReply:
     return wire.GenerateReply(
         request_id=request.request_id,
@@ -82,7 +88,11 @@ def fails(request: wire.GenerateRequest) -> wire.GenerateReply:
 async def test_one_answer_is_one_turn() -> None:
     client = Client(a=lambda request: reply(request, [7, 8]))
     sampled = await generator(client, presence("a")).turn(ask(min_version=4, expected_tokens=3))
-    assert (list(sampled.token_ids), list(sampled.logprobs), list(sampled.version_runs)) == ([7, 8], [-1.0, -1.0], [1, 2])
+    assert (list(sampled.token_ids), list(sampled.logprobs), list(sampled.version_runs)) == (
+        [7, 8],
+        [-1.0, -1.0],
+        [1, 2],
+    )
     assert (sampled.finish_reason, sampled.server) == ("stop", "a")
     request = client.asked[0][1]
     assert request.token_ids.array().tolist() == [1, 2, 3]
@@ -114,7 +124,11 @@ async def test_a_partial_output_is_continued_not_thrown_away(reason: str) -> Non
 
     client = Client(a=first, b=lambda request: reply(request, [9], version=2, server="b"))
     sampled = await generator(client, presence("a"), presence("b", running=1)).turn(ask())
-    assert (list(sampled.token_ids), list(sampled.version_runs), sampled.finish_reason) == ([7, 8, 9], [1, 2, 2, 1], "stop")
+    assert (list(sampled.token_ids), list(sampled.version_runs), sampled.finish_reason) == (
+        [7, 8, 9],
+        [1, 2, 2, 1],
+        "stop",
+    )
     again = client.asked[1][1]
     assert again.token_ids.array().tolist() == [1, 2, 3, 7, 8]
     assert again.sampling.max_tokens == 6

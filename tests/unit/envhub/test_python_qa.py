@@ -1,4 +1,6 @@
-"""The Python tool: programs in the real sandbox, names that stay defined, output that is cut and says so, answers as numbers."""
+"""The Python tool: programs in the real sandbox, names that stay defined, output that is cut and says so, answers as
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ def asked(folder: Path, **args: object) -> PythonQA:
 def test_a_program_runs_in_the_sandbox_and_names_stay_defined(tmp_path: Path) -> None:
     env = asked(tmp_path, format_penalty=0.5, max_programs=4)
     first = env.step("Let me see. <python>```python\nx = 6\nprint('six')\n```</python>")
-    assert (first.observation.text, first.reward, first.done, first.valid) == ("<output>\nsix\n</output>", 0.0, False, True)
+    assert (first.observation.text, first.reward, first.done, first.valid) == (
+        "<output>\nsix\n</output>",
+        0.0,
+        False,
+        True,
+    )
     assert (
         env.step('<tool_call>{"name": "python", "arguments": {"code": "print(x * 7)"}}</tool_call>').observation.text
         == "<output>\n42\n</output>"
@@ -46,7 +53,10 @@ def test_a_program_cannot_leave_the_sandbox_nor_run_on(tmp_path: Path) -> None:
     out = tmp_path / "written"
     assert "Error" in env.step(f"<python>open({str(out)!r}, 'w')</python>").observation.text
     assert not out.exists()
-    assert "(the program ended by its time was up)" in env.step("<python>import time; time.sleep(30)</python>").observation.text
+    assert (
+        "(the program ended by its time was up)"
+        in env.step("<python>import time; time.sleep(30)</python>").observation.text
+    )
     env.step("<python>z = 1</python>")
     assert "NameError" in env.step("<python>print(z)</python>").observation.text
 

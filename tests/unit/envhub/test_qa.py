@@ -60,7 +60,10 @@ def test_the_held_out_tail_is_never_trained_on(tmp_path: Path) -> None:
 
 
 def test_a_file_of_its_own_for_evaluation(tmp_path: Path) -> None:
-    path, other = write(tmp_path / "a.jsonl", numbered(4)), write(tmp_path / "b.jsonl", [{"question": "x", "answer": 7}])
+    path, other = (
+        write(tmp_path / "a.jsonl", numbered(4)),
+        write(tmp_path / "b.jsonl", [{"question": "x", "answer": 7}]),
+    )
     env = QuestionAnswer(args(path, eval_path=other))
     assert asked(env, 1, "eval") == ["x"]
     assert env.reference == "7"

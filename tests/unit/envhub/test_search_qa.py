@@ -52,9 +52,15 @@ def world(folder: Path, **args: object) -> SearchQA:
         '{"contents": "Scarves come from Oslo."}\n{"title": 3, "contents": "Nothing."}\n'
     )
     (folder / "questions.jsonl").write_text(
-        '{"question": "Where are red hats made?", "answer": "Milan / Milano"}\n{"question": "Who?", "answer": "Nobody"}\n'
+        '{"question": "Where are red hats made?", "answer": "Milan / Milano"}\n{"question": "Who?", "answer": '
+        '"Nobody"}\n'
     )
-    whole = {"corpus": str(folder / "corpus.jsonl"), "path": str(folder / "questions.jsonl"), "answer_separator": "/", **args}
+    whole = {
+        "corpus": str(folder / "corpus.jsonl"),
+        "path": str(folder / "questions.jsonl"),
+        "answer_separator": "/",
+        **args,
+    }
     made = SearchArgs.model_validate(whole)
     SearchQA.check(made)
     env = SearchQA(made)

@@ -1,4 +1,6 @@
-"""OpenEnv against a server that speaks its protocol; ALFWorld and AppWorld, which are not here, against doubles of what they document."""
+"""OpenEnv against a server that speaks its protocol; ALFWorld and AppWorld, which are not here, against doubles of what
+they document.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,11 @@ class Counting:
                 continue
             else:
                 count += len(data["message"])
-            seen = {"observation": {"text": f"count {count}", "count": count}, "reward": float(count), "done": count > 5}
+            seen = {
+                "observation": {"text": f"count {count}", "count": count},
+                "reward": float(count),
+                "done": count > 5,
+            }
             await socket.send_json({"type": "observation", "data": seen})
         return socket
 
@@ -63,7 +69,9 @@ class Counting:
         await socket.send_json({"type": "error", "data": {"message": message, "code": code}})
 
     async def schema(self, request: web.Request) -> web.Response:
-        return web.json_response({"action": {"properties": {"message": {}, "metadata": {}}}, "observation": {}, "state": {}})
+        return web.json_response(
+            {"action": {"properties": {"message": {}, "metadata": {}}}, "observation": {}, "state": {}}
+        )
 
 
 @pytest.fixture
@@ -81,10 +89,20 @@ async def served() -> AsyncIterator[tuple[str, Counting]]:
 
 async def test_a_served_environment_is_played_over_one_connection(served: tuple[str, Counting]) -> None:
     url, server = served
-    env = OpenEnv(OpenEnvArgs(url=url, observation_field="text", reset_args={"size": 3}, action_args={"metadata": {}}, success_reward=6.0))
+    env = OpenEnv(
+        OpenEnvArgs(
+            url=url, observation_field="text", reset_args={"size": 3}, action_args={"metadata": {}}, success_reward=6.0
+        )
+    )
     assert (await env.reset(7, "train", 1)).text == "count 0"
     step = await env.step("abc")
-    assert (step.observation.text, step.reward, step.done, step.valid, step.success) == ("count 3", 3.0, False, True, False)
+    assert (step.observation.text, step.reward, step.done, step.valid, step.success) == (
+        "count 3",
+        3.0,
+        False,
+        True,
+        False,
+    )
     last = await env.step("def")
     assert (last.reward, last.done, last.success) == (6.0, True, True)
     assert env.text_frame() == "count 6"
@@ -103,7 +121,12 @@ async def test_actions_in_json_that_are_malformed_are_counted(served: tuple[str,
     assert (await env.reset(0, "train", 0)).text == '{"text": "count 0", "count": 0}'
     for text in ("no json", "[1]", "[" * 100_000):
         step = await env.step(text)
-        assert (step.reward, step.done, step.valid, step.observation.text) == (-0.5, False, False, '{"text": "count 0", "count": 0}')
+        assert (step.reward, step.done, step.valid, step.observation.text) == (
+            -0.5,
+            False,
+            False,
+            '{"text": "count 0", "count": 0}',
+        )
     refused = await env.step('{"text": "x"}')
     assert (refused.valid, refused.observation.text) == (False, "Field required: message (VALIDATION_ERROR)")
     assert (await env.step('{"message": "x"}')).reward == 1.0
@@ -112,7 +135,11 @@ async def test_actions_in_json_that_are_malformed_are_counted(served: tuple[str,
 
 @pytest.mark.parametrize(
     ("text", "problem"),
-    [("boom", "step: the server answered: it broke"), ("hang up", "closed the connection"), ("nonsense", "not OpenEnv's protocol")],
+    [
+        ("boom", "step: the server answered: it broke"),
+        ("hang up", "closed the connection"),
+        ("nonsense", "not OpenEnv's protocol"),
+    ],
 )
 async def test_errors_of_the_server_fail_the_episode_and_the_next_one_connects_anew(
     served: tuple[str, Counting], text: str, problem: str
@@ -145,7 +172,11 @@ async def test_what_a_server_takes_is_checked_before_anything_starts(served: tup
     url = served[0]
     await asyncio.to_thread(OpenEnv.check, OpenEnvArgs(url=url))
     await asyncio.to_thread(OpenEnv.check, OpenEnvArgs(url=url.replace("http", "ws")))
-    for args, key in (({"url": url, "action_field": "text"}, "action_field"), ({"url": "ftp://x"}, "url"), ({"url": f"{url}/x"}, "url")):
+    for args, key in (
+        ({"url": url, "action_field": "text"}, "action_field"),
+        ({"url": "ftp://x"}, "url"),
+        ({"url": f"{url}/x"}, "url"),
+    ):
         with pytest.raises(ConfigError) as caught:
             await asyncio.to_thread(OpenEnv.check, OpenEnvArgs.model_validate(args))
         assert caught.value.key == key
@@ -203,14 +234,21 @@ def alfworld(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     class AlfredTWEnv:
         def __init__(self, config: dict[str, Any], train_eval: str = "train") -> None:
             configs.append(config)
-            self.game_files = [] if config["env"]["task_types"] == [6] else [f"{train_eval}/{name}.tw-pddl" for name in "cab"]
+            self.game_files = (
+                [] if config["env"]["task_types"] == [6] else [f"{train_eval}/{name}.tw-pddl" for name in "cab"]
+            )
 
     def start(path: str, request_infos: Any, wrappers: list[Any]) -> Game:
         assert (request_infos.won, request_infos.admissible_commands, wrappers) == (True, True, ["demangler"])
         return Game(path)
 
     install(monkeypatch, "alfworld.info", ALFWORLD_DATA="/data/alfworld")
-    install(monkeypatch, "alfworld.agents.environment.alfred_tw_env", AlfredTWEnv=AlfredTWEnv, AlfredDemangler=lambda shuffle: "demangler")
+    install(
+        monkeypatch,
+        "alfworld.agents.environment.alfred_tw_env",
+        AlfredTWEnv=AlfredTWEnv,
+        AlfredDemangler=lambda shuffle: "demangler",
+    )
     install(monkeypatch, "textworld", start=start, EnvInfos=lambda **wanted: types.SimpleNamespace(**wanted))
     alfworld_env._game_files.cache_clear()
     return configs
@@ -224,10 +262,15 @@ def test_an_alfworld_game_by_hand(alfworld: list[dict[str, Any]]) -> None:
     env = AlfworldEnv(args)
     seen = env.reset(3, "train", 0)  # a fourth one is the first again, in the order of the paths
     assert seen.text == (
-        "You are in train/a.tw-pddl. Your task is to: put a mug on the desk.\nAdmissible commands: look, put mug 1 in/on desk 1"
+        "You are in train/a.tw-pddl. Your task is to: put a mug on the desk.\nAdmissible commands: look, put mug 1 "
+        "in/on desk 1"
     )
     lost = [env.step(text) for text in ("dance", "look", "look")]
-    assert [(step.reward, step.done, step.valid) for step in lost] == [(-0.25, False, False), (0.0, False, True), (0.0, True, True)]
+    assert [(step.reward, step.done, step.valid) for step in lost] == [
+        (-0.25, False, False),
+        (0.0, False, True),
+        (0.0, True, True),
+    ]
     assert (lost[-1].truncated, lost[-1].success) == (True, False)
     assert "eval_out_of_distribution/b" in env.reset(1, "eval", 0).text
     won = env.step(" Put mug 1 in/on desk 1 ")
@@ -237,7 +280,9 @@ def test_an_alfworld_game_by_hand(alfworld: list[dict[str, Any]]) -> None:
     assert Game.open_games == 0
 
 
-def test_alfworld_without_games_or_without_itself_says_what_to_do(alfworld: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alfworld_without_games_or_without_itself_says_what_to_do(
+    alfworld: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match="it has none for train; pip install alfworld, then alfworld-download"):
         AlfworldEnv.check(AlfworldArgs(task_types=[6]))
     monkeypatch.setitem(sys.modules, "alfworld.info", None)
@@ -275,7 +320,12 @@ class World:
 
 @pytest.fixture
 def appworld(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, "appworld", AppWorld=World, load_task_ids=lambda name: [] if name == "test_normal" else [f"{name}_1", f"{name}_2"])
+    install(
+        monkeypatch,
+        "appworld",
+        AppWorld=World,
+        load_task_ids=lambda name: [] if name == "test_normal" else [f"{name}_1", f"{name}_2"],
+    )
     appworld_env._tasks.cache_clear()
 
 
@@ -300,7 +350,13 @@ def test_an_appworld_task_by_hand() -> None:
     whole = AppworldEnv(AppworldArgs(max_interactions=1, reward="success"))
     whole.reset(0, "train", 0)
     cut = whole.step("print(2)")
-    assert (cut.reward, cut.done, cut.truncated, cut.success, cut.metrics) == (0.0, True, True, False, {"tests_passed": 0.75})
+    assert (cut.reward, cut.done, cut.truncated, cut.success, cut.metrics) == (
+        0.0,
+        True,
+        True,
+        False,
+        {"tests_passed": 0.75},
+    )
     env.close()
 
 

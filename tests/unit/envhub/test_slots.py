@@ -12,7 +12,13 @@ from envhub.scheduling.slots import AbortEpisode, CloseTicket, EpisodeSlots, Fin
 
 
 def job(key: str = "a", size: int = 2, least: int | None = None, **kwargs: object) -> GroupJob:
-    values = {"key": key, "group_size": size, "min_group_size": size if least is None else least, "deadline_s": 10.0, **kwargs}
+    values = {
+        "key": key,
+        "group_size": size,
+        "min_group_size": size if least is None else least,
+        "deadline_s": 10.0,
+        **kwargs,
+    }
     return GroupJob(**values)  # type: ignore[arg-type]
 
 
@@ -49,7 +55,10 @@ def test_a_failed_episode_starts_again_and_then_closes_its_ticket() -> None:
     slots = EpisodeSlots(4, max_retries=1)
     slots.offer(job(), 0.0)
     assert slots.failed("a", 1, "env", "boom") == [StartEpisode("a", 1, 1)]
-    assert slots.failed("a", 1, "env", "boom") == [AbortEpisode("a", 0), CloseTicket("a", "env_error", "episode 1, attempt 2: boom")]
+    assert slots.failed("a", 1, "env", "boom") == [
+        AbortEpisode("a", 0),
+        CloseTicket("a", "env_error", "episode 1, attempt 2: boom"),
+    ]
     assert slots.failed("a", 0, "env", "boom") == []
     assert slots.running == 0
 
@@ -74,7 +83,10 @@ def test_the_log_says_what_a_failure_leads_to() -> None:
             said.append(slots.what_next("a", 0, actions))
         return said
 
-    assert after("generate", 2) == ["the episode starts again", "its ticket goes back to the queue and will be played again"]
+    assert after("generate", 2) == [
+        "the episode starts again",
+        "its ticket goes back to the queue and will be played again",
+    ]
     assert after("env", 2) == ["the episode starts again", ""]  # its closing is logged
     assert after("env", 2, min_size=1) == ["the episode starts again", ""]  # the group does without it
 
@@ -82,7 +94,9 @@ def test_the_log_says_what_a_failure_leads_to() -> None:
 def test_fatal_is_not_tried_again() -> None:
     slots = EpisodeSlots(1, max_retries=5)
     slots.offer(job(size=1), 0.0)
-    assert slots.failed("a", 0, "fatal", "too long") == [CloseTicket("a", "env_error", "episode 0, attempt 1: too long")]
+    assert slots.failed("a", 0, "fatal", "too long") == [
+        CloseTicket("a", "env_error", "episode 0, attempt 1: too long")
+    ]
 
 
 def test_a_lost_episode_leaves_a_smaller_group_where_that_is_allowed() -> None:
@@ -261,13 +275,20 @@ class SlotsMachine(RuleBasedStateMachine):
         assert not [entry for entry in self.running if entry[0] == key], "ended with episodes still running"
         self.ended.append(key)
 
-    @rule(size=st.integers(1, 8), least=st.integers(1, 8), staleness=st.sampled_from([None, 0, 1]), redundant=st.integers(0, 3))
+    @rule(
+        size=st.integers(1, 8),
+        least=st.integers(1, 8),
+        staleness=st.sampled_from([None, 0, 1]),
+        redundant=st.integers(0, 3),
+    )
     def ticket(self, size: int, least: int, staleness: int | None, redundant: int) -> None:
         if self.slots.reserve(size, 1):
             self.slots.release(size, 1)
             self.next_key += 1
             key = str(self.next_key)
-            self.open[key] = GroupJob(key, size, min(size, least), 10.0, staleness, num_redundant=min(redundant, size - min(size, least)))
+            self.open[key] = GroupJob(
+                key, size, min(size, least), 10.0, staleness, num_redundant=min(redundant, size - min(size, least))
+            )
             self.done[key] = set()
             self.perform(self.slots.offer(self.open[key], self.now))
 

@@ -110,7 +110,9 @@ def test_ways_may_be_told_in_place_of_a_map(tmp_path: Path) -> None:
 
 @given(st.integers(0, 10**6), st.integers(0, 10**4), st.sampled_from([(6, 1), (8, 2), (7, 3)]))
 @settings(max_examples=25, deadline=None)
-def test_generated_levels_are_solvable_reproducible_and_never_held_out(seed: int, task_index: int, shape: tuple[int, int]) -> None:
+def test_generated_levels_are_solvable_reproducible_and_never_held_out(
+    seed: int, task_index: int, shape: tuple[int, int]
+) -> None:
     made = levels.train_level(*shape, 20, None, seed, task_index)
     levels.train_level.cache_clear()
     assert levels.train_level(*shape, 20, None, seed, task_index) == made
@@ -135,7 +137,9 @@ def test_held_out_levels_are_512_different_ones_and_never_long_where_that_is_ask
 def test_the_first_task_stays_what_it_is() -> None:
     """Frozen, so that evaluations of different releases can be compared."""
     env = Sokoban(SokobanArgs())
-    assert env.reset(0, "eval", 1).text == env.reset(0, "eval", 2).text == "######\n#O___#\n#__X_#\n##___#\n#_P#_#\n######"
+    assert (
+        env.reset(0, "eval", 1).text == env.reset(0, "eval", 2).text == "######\n#O___#\n#__X_#\n##___#\n#_P#_#\n######"
+    )
 
 
 @given(st.integers(0, 10**6))
@@ -158,7 +162,8 @@ def test_solutions_are_shortest_ones(seed: int) -> None:
 
 def test_the_solver_gives_up_where_a_box_is_lost_or_the_states_run_out(tmp_path: Path) -> None:
     lost = level(tmp_path, "######\n#@  $#\n#   .#\n#    #\n######")
-    assert push_distances(lost.room) == {16: 0, 15: 1, 14: 2}  # only along the target's row, for there is no room behind other cells
+    # only along the target's row, for there is no room behind other cells
+    assert push_distances(lost.room) == {16: 0, 15: 1, 14: 2}
     assert solve(lost.room, lost.player, lost.boxes) is None
     blocked = level(tmp_path, "#######\n#@ $$ #\n#  $$ #\n#..   #\n#..   #\n#######")
     assert solve(blocked.room, blocked.player, blocked.boxes) is None
@@ -206,7 +211,8 @@ def test_files_of_levels_in_a_folder_are_split_without_repeats(tmp_path: Path) -
     levels.read_levels.cache_clear()
     args = SokobanArgs(path=str(tmp_path), eval_share=0.25, vocab="xsb")
     Sokoban.check(args)
-    assert (Sokoban.num_tasks(args, "train"), Sokoban.num_tasks(args, "eval")) == (2, 1)  # what is held out stands twice in the files
+    # what is held out stands twice in the files
+    assert (Sokoban.num_tasks(args, "train"), Sokoban.num_tasks(args, "eval")) == (2, 1)
     assert Sokoban.data_files(args) == [str(tmp_path / "000.txt"), str(tmp_path / "001.txt")]
     env = Sokoban(args)
     assert [env.reset(index, "train", 0).text for index in range(3)] == [one, third, one]

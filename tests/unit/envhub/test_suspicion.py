@@ -27,7 +27,9 @@ def playing(deaths: int, *, alone: bool = False) -> Attempt:
         (9, Attempt(deaths=2), False, TicketJudgement(2)),  # a hub that was to play it alone drained
     ],
 )
-def test_a_delivery_is_judged_by_who_died(num_delivered: int, past: Attempt | None, died: bool, expected: TicketJudgement) -> None:
+def test_a_delivery_is_judged_by_who_died(
+    num_delivered: int, past: Attempt | None, died: bool, expected: TicketJudgement
+) -> None:
     assert judge(num_delivered, past, died=died) == expected
 
 

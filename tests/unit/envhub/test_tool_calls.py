@@ -26,14 +26,21 @@ from rlearner_text.template_rules import TemplateRules
 from rlearner_text.tokenizer import Tokenizer
 from rlearner_text.tool_calls import ToolCall, ToolCallError, ToolSyntax
 
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"to": {"type": "number"}}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {"to": {"type": "number"}}}},
+    }
+]
 ADD_3, ADD_4 = '{"name": "add", "arguments": {"to": 3}}', '{"name": "add", "arguments": {"to": 4}}'
 
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
     root = tmp_path_factory.mktemp("templates")
-    return {name: Tokenizer.load(make_tokenizer_folder(root / name, name)) for name in ("hermes", "bare", "listed", "plain")}
+    return {
+        name: Tokenizer.load(make_tokenizer_folder(root / name, name)) for name in ("hermes", "bare", "listed", "plain")
+    }
 
 
 @pytest.mark.parametrize(
@@ -44,14 +51,18 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
         ("listed", ToolSyntax("[TOOL_CALLS]", "name", "arguments", "[TOOL_CALLS][", "]")),
     ],
 )
-def test_the_spelling_is_read_off_the_template(tokenizers: dict[str, Tokenizer], family: str, spelling: ToolSyntax) -> None:
+def test_the_spelling_is_read_off_the_template(
+    tokenizers: dict[str, Tokenizer], family: str, spelling: ToolSyntax
+) -> None:
     assert tool_calls.tool_syntax(tokenizers[family]) == spelling
     assert TemplateRules(tokenizers[family], tools=json.dumps(TOOLS))._spelling.opener == spelling.opener
 
 
 def test_a_template_without_tool_calls_is_refused_where_there_are_tools(tokenizers: dict[str, Tokenizer]) -> None:
     TemplateRules(tokenizers["plain"])
-    with pytest.raises(ConfigError, match=r"model\.path.*cannot be used with tools: it does not write tool calls as JSON"):
+    with pytest.raises(
+        ConfigError, match=r"model\.path.*cannot be used with tools: it does not write tool calls as JSON"
+    ):
         TemplateRules(tokenizers["plain"], tools=json.dumps(TOOLS))
 
 
@@ -87,9 +98,18 @@ def test_calls_are_read(tokenizers: dict[str, Tokenizer], family: str, text: str
             "the tool call is not valid JSON: it holds half of a surrogate pair",
         ),
         ('<tool_call>{"name": "add", "arguments": {"to": NaN}}', "the tool call is not valid JSON: it holds NaN"),
-        ('<tool_call>{"name": "add", "arguments": {"to": 1e999}}', "the tool call is not valid JSON: the number 1e999 is too large"),
-        (r'<tool_call>{"name": "add", "arguments": "{\"to\": \"\\ud83d\"}"}', 'the tool call\'s "arguments" is not an object'),
-        (f'<tool_call>{{"name": "add", "arguments": {{"to": {10**30}}}}}', 'the tool call\'s "arguments" cannot be passed on: '),
+        (
+            '<tool_call>{"name": "add", "arguments": {"to": 1e999}}',
+            "the tool call is not valid JSON: the number 1e999 is too large",
+        ),
+        (
+            r'<tool_call>{"name": "add", "arguments": "{\"to\": \"\\ud83d\"}"}',
+            'the tool call\'s "arguments" is not an object',
+        ),
+        (
+            f'<tool_call>{{"name": "add", "arguments": {{"to": {10**30}}}}}',
+            'the tool call\'s "arguments" cannot be passed on: ',
+        ),
     ],
 )
 def test_what_is_no_call_says_why(text: str, says: str) -> None:
@@ -106,12 +126,24 @@ def test_any_text_gives_calls_or_a_bad_call(text: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["hermes", "bare", "listed"])
-def test_a_conversation_with_tools_grows_into_the_whole_rendering(tokenizers: dict[str, Tokenizer], family: str) -> None:
+def test_a_conversation_with_tools_grows_into_the_whole_rendering(
+    tokenizers: dict[str, Tokenizer], family: str
+) -> None:
     tokenizer = tokenizers[family]
-    call = {"role": "assistant", "content": "", "tool_calls": [{"id": "a23456789", "function": {"name": "add", "arguments": {"to": 3}}}]}
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "What is 4 + 3?"}, call, {"role": "tool", "content": "x 7 x"}]
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "a23456789", "function": {"name": "add", "arguments": {"to": 3}}}],
+    }
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "What is 4 + 3?"},
+        call,
+        {"role": "tool", "content": "x 7 x"},
+    ]
     messages += [{"role": "assistant", "content": "It is 7."}, {"role": "user", "content": "Once more."}]
-    rendered = [tokenizer.render_chat(messages[:n], add_generation_prompt=n in (1, 3, 5), tools=TOOLS) for n in range(1, 6)]
+    rendered = [
+        tokenizer.render_chat(messages[:n], add_generation_prompt=n in (1, 3, 5), tools=TOOLS) for n in range(1, 6)
+    ]
     conversation = Conversation(tokenizer, tools=json.dumps(TOOLS))
     for turn, role in ((0, "user"), (2, "tool"), (4, "user")):
         conversation.observe(str(messages[turn]["content"]), role)  # type: ignore[arg-type]
@@ -146,18 +178,37 @@ class Calculator(Environment):
 
 
 @pytest.mark.parametrize("isolation", ["none", "process"])
-async def test_an_episode_calls_tools_and_then_says_the_answer(tokenizers: dict[str, Tokenizer], isolation: str) -> None:
+async def test_an_episode_calls_tools_and_then_says_the_answer(
+    tokenizers: dict[str, Tokenizer], isolation: str
+) -> None:
     said = iter(
-        [f"<tool_call>{ADD_3}</tool_call>", "<tool_call>add 4", f"<think>\n<tool_call>oops</think><tool_call>{ADD_4}</tool_call>", "7"]
+        [
+            f"<tool_call>{ADD_3}</tool_call>",
+            "<tool_call>add 4",
+            f"<think>\n<tool_call>oops</think><tool_call>{ADD_4}</tool_call>",
+            "7",
+        ]
     )
     scripted = Scripted(tokenizers["hermes"], lambda _: next(said))
     crew = EpisodeRunners(tokenizers["hermes"], scripted, EnvironmentCalls(20.0), EpisodeLimits(60.0, 10.0))
-    section: dict[str, Any] = {"isolation": isolation, "max_turns": 9, "sampling": {"max_tokens": 200}, "thinking": "drop"}
+    section: dict[str, Any] = {
+        "isolation": isolation,
+        "max_turns": 9,
+        "sampling": {"max_tokens": 200},
+        "thinking": "drop",
+    }
     chosen = domain(f"{Path(__file__).stem}:Calculator", **section)
-    (trajectory,) = (await crew.play(EpisodeTask("c", chosen, task_index=0, split="train", seed=1, episode=0), lambda _: None)).trajectories
+    (trajectory,) = (
+        await crew.play(EpisodeTask("c", chosen, task_index=0, split="train", seed=1, episode=0), lambda _: None)
+    ).trajectories
     await crew.close()
     checks.check_trajectory(trajectory)
-    assert [(turn.reward, turn.valid) for turn in trajectory.turns] == [(0.25, True), (0.0, False), (0.25, True), (1.0, True)]
+    assert [(turn.reward, turn.valid) for turn in trajectory.turns] == [
+        (0.25, True),
+        (0.0, False),
+        (0.25, True),
+        (1.0, True),
+    ]
     assert (trajectory.success, trajectory.end, trajectory.reward) == (True, "terminated", 1.5)
     shown = tokenizers["hermes"].decode(trajectory.token_ids.array().tolist(), skip_special_tokens=False)
     answers = [part.split("\n</tool_response>")[0] for part in shown.split("<tool_response>\n")[1:]]

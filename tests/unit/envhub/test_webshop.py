@@ -34,11 +34,22 @@ SHIRT: dict[str, Any] = {
     "images": ["x.png"],
 }
 LAMP: dict[str, Any] = {
-    **{**SHIRT, "asin": "B00LAMP", "name": "Desk Lamp", "query": "lamps", "product_category": "Home › Lamps", "pricing": ""},
+    **{
+        **SHIRT,
+        "asin": "B00LAMP",
+        "name": "Desk Lamp",
+        "query": "lamps",
+        "product_category": "Home › Lamps",
+        "pricing": "",
+    },
     "customization_options": {},
 }
 ATTRIBUTES: dict[str, Any] = {
-    "B00SHIRT01": {"attributes": ["machine wash", "cotton"], "instruction": "i want a shirt", "instruction_attributes": ["machine wash"]},
+    "B00SHIRT01": {
+        "attributes": ["machine wash", "cotton"],
+        "instruction": "i want a shirt",
+        "instruction_attributes": ["machine wash"],
+    },
     "B00LAMP": {"attributes": ["dimmable"]},
 }
 HUMAN: dict[str, Any] = {
@@ -56,13 +67,22 @@ HUMAN: dict[str, Any] = {
 
 def product(asin: str = "b1", **changes: Any) -> ShopProduct:
     whole: dict[str, Any] = {
-        **{"asin": asin, "name": "wool hat", "nouns": frozenset(["hat"]), "query": "hat", "category": "clothing › hat", "price": 20.0},
+        **{
+            "asin": asin,
+            "name": "wool hat",
+            "nouns": frozenset(["hat"]),
+            "query": "hat",
+            "category": "clothing › hat",
+            "price": 20.0,
+        },
         **{"options": {"color": ("red", "blue"), "size": ("small", "large")}, "attributes": ("wool", "washable")},
     }
     return ShopProduct(**{**whole, **changes})
 
 
-GOAL = ShoppingGoal(product(), "a washable wool hat, red, large, below 30", ("wool", "washable"), ("red", "large"), 30.0)
+GOAL = ShoppingGoal(
+    product(), "a washable wool hat, red, large, below 30", ("wool", "washable"), ("red", "large"), 30.0
+)
 
 
 def written(folder: Path, **contents: Any) -> dict[str, str]:
@@ -116,7 +136,15 @@ def test_a_visit_by_hand() -> None:
     shop.goal = goal = next(goal for goal in generate(40, 0, 3, 1, 2).goals if len(goal.options) == 2)
     own = goal.product
     assert shop.text_frame() == f"Instruction: {goal.instruction}\n[search]"
-    for text in ("", "buy", "click[buy now]", f"click[{own.asin}]", "search[]", "search[" + "x" * 600 + "]", "SEARCH hat"):
+    for text in (
+        "",
+        "buy",
+        "click[buy now]",
+        f"click[{own.asin}]",
+        "search[]",
+        "search[" + "x" * 600 + "]",
+        "SEARCH hat",
+    ):
         step = shop.step(text)
         assert (step.valid, step.reward, step.done) == (False, -0.25, False)
     found = shop.step(f"Search [ {own.name} ]")
@@ -173,13 +201,19 @@ def test_the_first_task_stays_what_it_is() -> None:
     assert WebShop(WebShopArgs()).reset(0, "eval", 1).text.split("\n")[0] == FIRST
 
 
-FIRST = "Instruction: i need a coat that is lightweight and washable, color: white, size: large, price lower than 80.00 dollars"
+FIRST = (
+    "Instruction: i need a coat that is lightweight and washable, color: white, size: large, price lower than "
+    "80.00 dollars"
+)
 
 
 def test_the_demonstrator_buys_what_is_wanted_without_noise() -> None:
     wins = {0.0: 0, 0.4: 0, 1.0: 0}
     for observe, window in (("full", 10), ("compact", 3)):
-        shop, rng = WebShop(WebShopArgs.model_validate({"products": 100, "observe": observe, "window": window})), np.random.default_rng(0)
+        shop, rng = (
+            WebShop(WebShopArgs.model_validate({"products": 100, "observe": observe, "window": window})),
+            np.random.default_rng(0),
+        )
         for noise in wins:
             for index in range(20):
                 shop.reset(index, "train", 0)
@@ -189,7 +223,11 @@ def test_the_demonstrator_buys_what_is_wanted_without_noise() -> None:
 
 
 def test_compact_pages_say_it_in_few_characters() -> None:
-    shop = WebShop(WebShopArgs(products=40, product_attributes=1, hidden_attributes=0, goal_attributes=1, window=2, observe="compact"))
+    shop = WebShop(
+        WebShopArgs(
+            products=40, product_attributes=1, hidden_attributes=0, goal_attributes=1, window=2, observe="compact"
+        )
+    )
     text = shop.reset(0, "train", 0).text
     assert text == wish(shop.goal)
     found = shop.step(shop.demonstrate(np.random.default_rng(0), 0.0)).observation.text.split("\n")
@@ -220,9 +258,15 @@ def test_webshops_files_are_read_by_its_rules(tmp_path: Path) -> None:
     assert shirt.nouns == {"acme", "cotton", "shirt", "men"}
     assert shirt.text == "Acme Cotton Shirt for Men A shirt. Machine wash color: navy | white, red size: large"
     starts = {goal.instruction.partition(", and price")[0] for goal in synthetic.goals}
-    assert starts == {"i want a shirt with color: navy | white, and size: large", "i want a shirt with color: red, and size: large"}
+    assert starts == {
+        "i want a shirt with color: navy | white, and size: large",
+        "i want a shirt with color: red, and size: large",
+    }
     (goal,) = files.load(paths["items"], paths["attributes"], paths["human"], None).goals
-    assert goal.instruction == f"i need a washable cotton shirt in red, and price lower than {goal.price_upper:.2f} dollars"
+    assert (
+        goal.instruction
+        == f"i need a washable cotton shirt in red, and price lower than {goal.price_upper:.2f} dollars"
+    )
     assert (goal.attributes, goal.options) == (("machine wash", "cotton"), ("red",))
     assert score(shirt, goal, ["red"]) == 1.0
     assert score(lamp, goal, []) == 0.0
@@ -253,7 +297,8 @@ def test_malformed_products_are_named_by_file_and_row(tmp_path: Path, change: di
     ("key", "raw", "problem"),
     [
         ("items", b'[{"asin": "a"}, {"asin": "b", "price": NaN}]', ":2: not JSON: it holds NaN"),
-        ("items", b' [{"asin": "a"},\n{"asin": "b"},\n{"name": "\\ud83d"}]', ":3: not JSON: it holds half of a surrogate pair"),
+        ("items", b' [{"asin": "a"},\n{"asin": "b"},\n{"name": "\\ud83d"}]', ":3: not JSON: it holds half of a "
+        "surrogate pair"),
         ("items", b'[{"asin": "a"}, {"asin": "\xff"}]', ":2: not UTF-8: invalid start byte"),
         ("items", b'[{"asin": "a"}, {"asin": 1e999}]', ":2: not JSON: the number 1e999 is too large"),
         ("attributes", b'{"a": {}, "b": {"attributes": [Infinity]}}', ":2: not JSON: it holds Infinity"),
@@ -305,7 +350,10 @@ def test_scores_of_a_search_are_those_of_the_formula() -> None:
     scorer = bm25s.BM25()
     scorer.index(documents, show_progress=False)
     mean, idf = 2.0, np.log(1 + (4 - 3 + 0.5) / (3 + 0.5))
-    expected = [idf * count / (count + 1.5 * (1 - 0.75 + 0.75 * length / mean)) for count, length in ((1, 3), (1, 1), (2, 3), (0, 1))]
+    expected = [
+        idf * count / (count + 1.5 * (1 - 0.75 + 0.75 * length / mean))
+        for count, length in ((1, 3), (1, 1), (2, 3), (0, 1))
+    ]
     assert scorer.get_scores(["hat"]) == pytest.approx(expected, rel=1e-5)
 
 

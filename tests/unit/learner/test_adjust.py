@@ -15,7 +15,9 @@ MODES = get_args(Mode)
 
 
 @given(n=st.integers(1, 60), divisor=st.integers(1, 17), mode=st.sampled_from(MODES), seed=st.integers(0, 9))
-def test_the_number_divides_and_only_samples_that_were_there_come_out(n: int, divisor: int, mode: Mode, seed: int) -> None:
+def test_the_number_divides_and_only_samples_that_were_there_come_out(
+    n: int, divisor: int, mode: Mode, seed: int
+) -> None:
     samples = list(range(n))
     found = adjust(samples, divisor, mode, seed)
     assert found == adjust(samples, divisor, mode, seed)

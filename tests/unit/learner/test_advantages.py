@@ -53,8 +53,8 @@ def test_reinforce_by_hand():
 
 
 def test_reinforce_discounts_over_sampled_tokens_only():
-    # gamma 0.5; rewards 1 on token 2, 4 on token 5 (3 of its own, 1 from reward hubs), tokens 3 and 4 are the environment's.
-    # Backwards: 4; 1 + 0.5 * 4 = 3; 0.5 * 3 = 1.5.
+    # gamma 0.5; rewards 1 on token 2, 4 on token 5 (3 of its own, 1 from reward hubs), tokens 3 and 4 are the
+    # environment's. Backwards: 4; 1 + 0.5 * 4 = 3; 0.5 * 3 = 1.5.
     (values,) = reinforce.estimate([trajectory(5.0, [(1, 3, 1.0), (5, 6, 3.0)], 6)], AlgorithmSection(gamma=0.5))
     assert values.tolist() == [0, 1.5, 3, 0, 0, 4]
 
@@ -84,7 +84,10 @@ def test_rloo_is_the_centred_reward_scaled(rewards):
 
 
 def test_spread_over_sampled_tokens():
-    group = [trajectory(1.0, [(2, 4, 0.0), (5, 6, 1.0)], 7), msgspec.structs.replace(trajectory(0.0, [(1, 3, 0.0)], 4), episode=1)]
+    group = [
+        trajectory(1.0, [(2, 4, 0.0), (5, 6, 1.0)], 7),
+        msgspec.structs.replace(trajectory(0.0, [(1, 3, 0.0)], 4), episode=1),
+    ]
     first, second = grpo.estimate(group, AlgorithmSection(norm_std=False))
     assert first.tolist() == [0, 0, 0.5, 0.5, 0, 0.5, 0]
     assert second.tolist() == [0, -0.5, -0.5, 0]
@@ -98,7 +101,9 @@ def test_reinforce_gives_each_turn_what_came_after():
 @pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - WHOLE_BATCH))
 def test_every_estimator_gives_one_finite_array_per_trajectory_and_nothing_off_the_mask(name):
     group = [trajectory(r, [(2, 4, r / 2), (5, 7, r / 2)], 8) for r in (0.0, 1.0, 0.25)] + [trajectory(0.5, [], 3)]
-    group[1] = msgspec.structs.replace(group[1], turns=[msgspec.structs.replace(turn, anchor="A") for turn in group[1].turns])
+    group[1] = msgspec.structs.replace(
+        group[1], turns=[msgspec.structs.replace(turn, anchor="A") for turn in group[1].turns]
+    )
     estimated = resolve("advantages", name, ADVANTAGES)(group, AlgorithmSection())
     assert [len(a) for a in estimated] == [8, 8, 8, 3]
     for values, one in zip(estimated, group, strict=True):

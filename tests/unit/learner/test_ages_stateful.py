@@ -1,4 +1,6 @@
-"""When tickets expire, under any interleaving of time, pauses, fleets that come and go, renamed domains and changed rules."""
+"""When tickets expire, under any interleaving of time, pauses, fleets that come and go, renamed domains and changed
+rules.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from learner.credit.ledger import Action, ForgetTicket, GroupArrival, IssueTicket, Ledger, Record, RulesUpdate, TicketEnd
+from learner.credit.ledger import (
+    Action,
+    ForgetTicket,
+    GroupArrival,
+    IssueTicket,
+    Ledger,
+    Record,
+    RulesUpdate,
+    TicketEnd,
+)
 from learner.credit.ticket_rules import DomainRule, TicketRules
 from learner.credit.tickets import TicketAges
 
@@ -16,13 +27,19 @@ NAMES = ["a", "b", "c"]
 
 def rules(names: set[str], groups: int, staleness: int) -> TicketRules:
     domains = tuple(DomainRule(name, 1.0, 2, 2, 9.0) for name in sorted(names))
-    return TicketRules(steps=1000, groups_per_step=groups, max_staleness=staleness, on_late="wait", seed=0, domains=domains)
+    return TicketRules(
+        steps=1000, groups_per_step=groups, max_staleness=staleness, on_late="wait", seed=0, domains=domains
+    )
 
 
 class Patience(RuleBasedStateMachine):
-    """A ledger whose tickets age; each is also followed by a clock of its own that only runs while a hub could work on it."""
+    """A ledger whose tickets age; each is also followed by a clock of its own that only runs while a hub could work on
+    it.
+    """
 
-    @initialize(names=st.sets(st.sampled_from(NAMES), min_size=1), groups=st.integers(1, 3), staleness=st.integers(0, 2))
+    @initialize(
+        names=st.sets(st.sampled_from(NAMES), min_size=1), groups=st.integers(1, 3), staleness=st.integers(0, 2)
+    )
     def start(self, names: set[str], groups: int, staleness: int) -> None:
         self.ledger, self.ages = Ledger(rules(names, groups, staleness)), TicketAges(TIMEOUT_S)
         self.records = self.epoch = 0

@@ -21,7 +21,9 @@ DOC = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
 
 
 def preset(name: str, *overrides: str) -> AlgorithmSection:
-    return AlgorithmSection.model_validate(validate(load("configs/quickstart.yaml", [f"algorithm={name}", *overrides]))["algorithm"])
+    return AlgorithmSection.model_validate(
+        validate(load("configs/quickstart.yaml", [f"algorithm={name}", *overrides]))["algorithm"]
+    )
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -38,7 +40,9 @@ def test_every_name_of_the_registries_has_a_preset() -> None:
 
 
 def test_every_documented_preset_exists() -> None:
-    rows = [line.split("|")[1].strip(" `") for line in DOC.split("## Offline")[0].splitlines() if line.startswith("| `")]
+    rows = [
+        line.split("|")[1].strip(" `") for line in DOC.split("## Offline")[0].splitlines() if line.startswith("| `")
+    ]
     assert sorted(rows) == PRESETS
 
 
@@ -69,17 +73,29 @@ def test_an_unknown_preset_lists_those_there_are(name: str) -> None:
 
 
 def test_the_tables_that_settings_are_checked_by_are_true() -> None:
-    assert {name for name in ADVANTAGES if getattr(resolve("advantages", name, ADVANTAGES), "needs_batch", False)} == WHOLE_BATCH
+    assert {
+        name for name in ADVANTAGES if getattr(resolve("advantages", name, ADVANTAGES), "needs_batch", False)
+    } == WHOLE_BATCH
     assert set(ADVANTAGES) >= NEEDS_GROUPS
 
 
-LAKE = {"env": "frozenlake", "group_size": 4, "max_turns": 4, "max_context_tokens": 256, "sampling": {"max_tokens": 4}, "deadline_s": 60}
+LAKE = {
+    "env": "frozenlake",
+    "group_size": 4,
+    "max_turns": 4,
+    "max_context_tokens": 256,
+    "sampling": {"max_tokens": 4},
+    "deadline_s": 60,
+}
 
 
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
-        ({"algorithm": {"adv_estimator": "gae"}}, "algorithm.critic.enabled: False is not allowed; true with algorithm.adv_estimator gae"),
+        (
+            {"algorithm": {"adv_estimator": "gae"}},
+            "algorithm.critic.enabled: False is not allowed; true with algorithm.adv_estimator gae",
+        ),
         ({"algorithm": {"critic": {"enabled": True}}}, "algorithm.critic.enabled: True is not allowed; false with"),
         (
             {"algorithm": {"adv_estimator": "gigpo"}, "domains": {"lake": {**LAKE, "max_turns": 1}}},
@@ -91,7 +107,8 @@ LAKE = {"env": "frozenlake", "group_size": 4, "max_turns": 4, "max_context_token
         ),
         (
             {"algorithm": {"adv_estimator": "remax"}, "domains": {"lake": {**LAKE, "context": "steps"}}},
-            "domains.lake.context: 'steps' is not allowed; full with algorithm.adv_estimator remax; with steps: dr_grpo, gigpo, grpo, rloo",
+            "domains.lake.context: 'steps' is not allowed; full with algorithm.adv_estimator remax; with steps: "
+            "dr_grpo, gigpo, grpo, rloo",
         ),
         (
             {"algorithm": {"format_penalty": 0.1}, "domains": {"lake": {**LAKE, "context": "steps"}}},
@@ -117,13 +134,23 @@ LAKE = {"env": "frozenlake", "group_size": 4, "max_turns": 4, "max_context_token
             {"algorithm": {"adv_estimator": "reinforce++"}, "train": {"streaming": "always"}},
             "auto or never with algorithm.adv_estimator reinforce++",
         ),
-        ({"algorithm": {"num_epochs": 2}, "train": {"streaming": "always"}}, "auto or never with algorithm.num_epochs and num_minibatches"),
-        ({"algorithm": {"pg_variant": "starpo_s"}, "train": {"streaming": "always"}}, "auto or never with algorithm.pg_variant starpo_s"),
+        (
+            {"algorithm": {"num_epochs": 2}, "train": {"streaming": "always"}},
+            "auto or never with algorithm.num_epochs and num_minibatches",
+        ),
+        (
+            {"algorithm": {"pg_variant": "starpo_s"}, "train": {"streaming": "always"}},
+            "auto or never with algorithm.pg_variant starpo_s",
+        ),
         ({"model": {"dtype": "float16"}}, "model.dtype: 'float16' is not allowed; float32 or bfloat16"),
-        ({"algorithm": {"overlong_buffer": 8}}, "algorithm.overlong_length: None is not allowed; at least algorithm.overlong_buffer"),
+        (
+            {"algorithm": {"overlong_buffer": 8}},
+            "algorithm.overlong_length: None is not allowed; at least algorithm.overlong_buffer",
+        ),
         (
             {"algorithm": {"pg_variant": "cispo", "dual_clip": 3.0}},
-            "algorithm.dual_clip: 3.0 is not allowed; null with algorithm.pg_variant cispo; it takes effect in ppo, starpo, starpo_s",
+            "algorithm.dual_clip: 3.0 is not allowed; null with algorithm.pg_variant cispo; it takes effect in ppo, "
+            "starpo, starpo_s",
         ),
         (
             {"algorithm": {"pg_variant": "starpo_s", "kl_coef": 0.1}},
@@ -133,16 +160,28 @@ LAKE = {"env": "frozenlake", "group_size": 4, "max_turns": 4, "max_context_token
             {"algorithm": {"correction": "tis", "mis_mask_level": "token"}},
             "algorithm.mis_mask_level: 'token' is not allowed; null with algorithm.correction tis; only mis reads it",
         ),
-        ({"algorithm": {"kl_target": 0.1}}, "algorithm.kl_target: 0.1 is not allowed; null, or algorithm.kl_coef above 0"),
-        ({"algorithm": {"correction": "tis", "correction_high": 0.9}}, "algorithm.correction_high: 0.9 is not allowed; at least 1"),
-        ({"algorithm": {"correction": "icepop", "correction_low": 1.1}}, "algorithm.correction_low: 1.1 is not allowed; at most 1"),
+        (
+            {"algorithm": {"kl_target": 0.1}},
+            "algorithm.kl_target: 0.1 is not allowed; null, or algorithm.kl_coef above 0",
+        ),
+        (
+            {"algorithm": {"correction": "tis", "correction_high": 0.9}},
+            "algorithm.correction_high: 0.9 is not allowed; at least 1",
+        ),
+        (
+            {"algorithm": {"correction": "icepop", "correction_low": 1.1}},
+            "algorithm.correction_low: 1.1 is not allowed; at most 1",
+        ),
         ({"algorithm": {"correction": "tsi"}}, "algorithm.correction: 'tsi' is not allowed; did you mean 'tis'?"),
         (
             {"algorithm": {"adv_estimator": "dr_grpo"}, "domains": {"lake": {**LAKE, "group_size": 1}}},
             "domains.lake.group_size: 1 is not allowed; at least 2 with algorithm.adv_estimator dr_grpo",
         ),
         (
-            {"algorithm": {"adv_estimator": "reinforce", "pg_variant": "starpo_s"}, "domains": {"lake": {**LAKE, "group_size": 1}}},
+            {
+                "algorithm": {"adv_estimator": "reinforce", "pg_variant": "starpo_s"},
+                "domains": {"lake": {**LAKE, "group_size": 1}},
+            },
             "at least 2 with algorithm.pg_variant starpo_s",
         ),
     ],
@@ -191,4 +230,9 @@ def test_gspo_averages_over_sequences_unless_told_otherwise(section: dict[str, s
 
 @pytest.mark.parametrize("loss", ["ppo", "starpo", "starpo_s"])
 def test_dual_clip_goes_with_the_losses_that_read_it(loss: str) -> None:
-    assert validate({"domains": {"lake": LAKE}, "algorithm": {"pg_variant": loss, "dual_clip": 3.0}})["algorithm"]["dual_clip"] == 3.0
+    assert (
+        validate({"domains": {"lake": LAKE}, "algorithm": {"pg_variant": loss, "dual_clip": 3.0}})["algorithm"][
+            "dual_clip"
+        ]
+        == 3.0
+    )

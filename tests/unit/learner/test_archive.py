@@ -65,7 +65,9 @@ def test_a_file_is_bounded_in_frames_too(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("moment", [1, 2, 3])
 def test_a_sync_while_a_file_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int) -> None:
-    """Another thread appends, and leaves a file, while the sync has done half its work: what was there before is synced nevertheless."""
+    """Another thread appends, and leaves a file, while the sync has done half its work: what was there before is synced
+    nevertheless.
+    """
     opened, synced, real = SampleArchive(tmp_path, 0, 1), list[str](), os.fsync
 
     def fsync(file: int) -> None:
@@ -112,7 +114,12 @@ def test_a_record_is_found_without_reading_those_before_it(tmp_path: Path) -> No
 
 def test_some_records_are_picked_from_several_files(tmp_path: Path) -> None:
     write(tmp_path, *range(1, 8))
-    assert [(frame.seq, frame.data[0]) for frame in select_frames(tmp_path, [9, 6, 2, 7, 4, 2])] == [(2, 2), (4, 4), (6, 6), (7, 7)]
+    assert [(frame.seq, frame.data[0]) for frame in select_frames(tmp_path, [9, 6, 2, 7, 4, 2])] == [
+        (2, 2),
+        (4, 4),
+        (6, 6),
+        (7, 7),
+    ]
     _, newest = archive_files(tmp_path)[-1]
     newest.write_bytes(newest.read_bytes()[:-1])
     _, damaged = archive_files(tmp_path)[1]
@@ -135,14 +142,17 @@ def test_what_an_earlier_incarnation_goes_on_to_write_is_not_read(tmp_path: Path
     for seq in (1, 2, 3):
         zombie.append(record(seq), digest(record(seq).data))
     write(tmp_path, 2, 3, 4, position=1)
-    zombie.append(record(4), digest(record(4).data))  # behind a hole in its own file, which the new incarnation has left
+    # behind a hole in its own file, which the new incarnation has left
+    zombie.append(record(4), digest(record(4).data))
     zombie.close()
     assert [path.name for _, path in archive_files(tmp_path)] == ["000000000001.frames", "000000000002.frames"]
     assert held(tmp_path) == [1, 2, 3, 4]
 
 
 def test_nor_what_it_writes_behind_a_hole(tmp_path: Path) -> None:
-    """The new incarnation begins at a later record than the file, so the file stays, cut: the zombie's next frame leaves a hole."""
+    """The new incarnation begins at a later record than the file, so the file stays, cut: the zombie's next frame
+    leaves a hole.
+    """
     zombie = SampleArchive(tmp_path, 0, 10_000)
     for seq in (1, 2, 3):
         zombie.append(record(seq), digest(record(seq).data))
@@ -165,7 +175,9 @@ def test_damage_is_named(tmp_path: Path) -> None:
         (5, "000000000004.frames: the bytes of record 5 are damaged")
     ]
     path.write_bytes(whole[:200])
-    assert [frame.error for frame in frames(tmp_path) if frame.error] == ["000000000004.frames: no frame at byte 132, after record 4"]
+    assert [frame.error for frame in frames(tmp_path) if frame.error] == [
+        "000000000004.frames: no frame at byte 132, after record 4"
+    ]
     path.write_bytes(whole[132:])
     assert [frame.error for frame in frames(tmp_path) if frame.error] == ["000000000004.frames: begins with record 5"]
 

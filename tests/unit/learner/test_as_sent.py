@@ -21,7 +21,9 @@ def test_logprobs_are_a_servers_and_the_weights_stay(tmp_path: Path, dtype: str,
     if lora:
         pytest.importorskip("peft", reason="adapters need rlearner[lora]")
     path, model = save_model(tmp_path), ModelSection(dtype=dtype)
-    train = TrainSection(lr=0.1, device="cpu", weights_dtype="fp8", lora=LoraSection(rank=4, send="merged") if lora else None)
+    train = TrainSection(
+        lr=0.1, device="cpu", weights_dtype="fp8", lora=LoraSection(rank=4, send="merged") if lora else None
+    )
     trainer = backend(path, train=train, model=model)
     trainer.forward_backward(samples(0))
     trainer.step()

@@ -21,7 +21,14 @@ from learner.config import AlgorithmSection, CriticSection, RewardNormalization
 def group(ticket: int, rewards: list[float], **more: Any) -> wire.Group:
     trajectories = [trajectory([(1, 3, 0.0, "A"), (4, 5, r, "B")], 6, episode=i) for i, r in enumerate(rewards)]
     plain = wire.Group(
-        ticket=ticket, domain="lake", task_index=0, min_version=0, hub="h", deliveries=1, pools=[], trajectories=trajectories
+        ticket=ticket,
+        domain="lake",
+        task_index=0,
+        min_version=0,
+        hub="h",
+        deliveries=1,
+        pools=[],
+        trajectories=trajectories,
     )
     return msgspec.structs.replace(plain, **more)
 
@@ -38,7 +45,10 @@ def constant(**columns: float) -> Any:
     """Every token has the same scores; remembers what it was asked."""
 
     def score(samples: Sequence[TrainSample]) -> list[SampleScores]:
-        return [SampleScores(**{name: np.full(one.num_tokens, value, np.float32) for name, value in columns.items()}) for one in samples]
+        return [
+            SampleScores(**{name: np.full(one.num_tokens, value, np.float32) for name, value in columns.items()})
+            for one in samples
+        ]
 
     return score
 
@@ -76,7 +86,8 @@ def test_what_waits_for_the_whole_step() -> None:
 
 
 def test_when_the_models_are_asked() -> None:
-    assert not scores_needed(AlgorithmSection(correction="tis"))  # one update: its own forward pass is the proximal policy
+    # one update: its own forward pass is the proximal policy
+    assert not scores_needed(AlgorithmSection(correction="tis"))
     assert scores_needed(AlgorithmSection(correction="tis", num_minibatches=2))
     assert not scores_needed(AlgorithmSection(correction="tis", num_minibatches=2, prox_logp_method="interpolate"))
     assert not scores_needed(AlgorithmSection(num_epochs=2))
@@ -85,8 +96,9 @@ def test_when_the_models_are_asked() -> None:
 
 
 def test_kl_in_the_reward_of_a_group_by_hand() -> None:
-    # Three tokens a trajectory, kl 0.5 nats each with a coefficient of 0.2: 0.3 off every reward, which the group's mean takes back.
-    # For reinforce++ each token pays its own 0.1; returns of rewards 1 and 0: 0.7, 0.8, 0.9 and -0.3, -0.2, -0.1.
+    # Three tokens a trajectory, kl 0.5 nats each with a coefficient of 0.2: 0.3 off every reward, which the group's
+    # mean takes back. For reinforce++ each token pays its own 0.1; returns of rewards 1 and 0: 0.7, 0.8, 0.9 and -0.3,
+    # -0.2, -0.1.
     section: dict[str, Any] = {"kl_coef": 0.2, "kl_placement": "reward"}
     found = assembly("grpo", norm_std=False, **section).batch([group(1, [1.0, 0.0])], constant(kl=0.5), 0.2)
     assert trained(found) == [pytest.approx([0.5] * 3), pytest.approx([-0.5] * 3)]
@@ -99,7 +111,9 @@ def test_kl_in_the_reward_of_a_group_by_hand() -> None:
 
 def test_the_critics_columns_reach_the_samples() -> None:
     # gamma and lambda 1: targets are returns, 1 on every token of the good one, whatever the values are.
-    found = assembly("gae", critic=CriticSection(enabled=True)).batch([group(1, [1.0, 0.0])], constant(values=0.25, logprobs=-2.0))
+    found = assembly("gae", critic=CriticSection(enabled=True)).batch(
+        [group(1, [1.0, 0.0])], constant(values=0.25, logprobs=-2.0)
+    )
     for one, target in zip(found, (1.0, 0.0), strict=True):
         assert one.values is not None
         assert one.returns is not None
@@ -110,16 +124,22 @@ def test_the_critics_columns_reach_the_samples() -> None:
 
 
 def test_whitening_is_over_trained_tokens_and_before_the_clip() -> None:
-    # Advantages 0.5 and -0.5 on three tokens each: std sqrt(6 * 0.25 / 5) = 0.5477226, so +-0.9128709; the clip at 0.9 comes after.
+    # Advantages 0.5 and -0.5 on three tokens each: std sqrt(6 * 0.25 / 5) = 0.5477226, so +-0.9128709; the clip at 0.9
+    # comes after.
     settings: dict[str, Any] = {"norm_std": False, "whiten_advantages": True}
     assert trained(assembly(**settings).batch([group(1, [1.0, 0.0])]))[0] == pytest.approx([0.9128709] * 3)
-    assert trained(assembly(**settings, advantage_clip=0.9).batch([group(1, [1.0, 0.0])]))[0] == pytest.approx([0.9] * 3)
+    assert trained(assembly(**settings, advantage_clip=0.9).batch([group(1, [1.0, 0.0])]))[0] == pytest.approx(
+        [0.9] * 3
+    )
 
 
 def test_truncated_samples_count_in_the_mean_and_are_not_trained() -> None:
     cut = group(1, [1.0, 0.0])
     cut.trajectories[1] = msgspec.structs.replace(cut.trajectories[1], end="length")
-    for found in (assembly(norm_std=False, mask_truncated=True).stream(cut), assembly(stream=False, mask_truncated=True).batch([cut])):
+    for found in (
+        assembly(norm_std=False, mask_truncated=True).stream(cut),
+        assembly(stream=False, mask_truncated=True).batch([cut]),
+    ):
         assert [one.num_tokens for one in found] == [3, 0]
         assert found[0].advantages.any()
     assert [one.num_tokens for one in assembly().stream(cut)] == [3, 3]
@@ -134,13 +154,17 @@ def test_greedy_baselines_are_never_trained_on() -> None:
 
 
 def test_a_greedy_baseline_pays_for_its_divergence_as_the_others_do() -> None:
-    # Rewards 1, 0 and greedy 0.25, three tokens each. Divergences of 0.5, 1, 0.75 nats a token at 0.2: 0.3, 0.6, 0.45 off the rewards.
-    # So 0.7, -0.6 against -0.2. A baseline that paid nothing would leave every advantage too low by what the policy has moved so far.
+    # Rewards 1, 0 and greedy 0.25, three tokens each. Divergences of 0.5, 1, 0.75 nats a token at 0.2: 0.3, 0.6, 0.45
+    # off the rewards. So 0.7, -0.6 against -0.2. A baseline that paid nothing would leave every advantage too low by
+    # what the policy has moved so far.
     asked = group(1, [1.0, 0.0, 0.25])
     asked.trajectories[2] = msgspec.structs.replace(asked.trajectories[2], greedy=True)
 
     def score(samples: Sequence[TrainSample]) -> list[SampleScores]:
-        return [SampleScores(kl=np.full(one.num_tokens, kl, np.float32)) for one, kl in zip(samples, (0.5, 1.0, 0.75), strict=True)]
+        return [
+            SampleScores(kl=np.full(one.num_tokens, kl, np.float32))
+            for one, kl in zip(samples, (0.5, 1.0, 0.75), strict=True)
+        ]
 
     found = assembly("remax", kl_coef=0.2, kl_placement="reward").batch([asked], score, 0.2)
     assert trained(found) == [pytest.approx([0.9] * 3), pytest.approx([-0.4] * 3), []]

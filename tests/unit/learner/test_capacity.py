@@ -17,7 +17,13 @@ from broker.settings.runspec import validate
 from learner.credit.capacity import LargestGroup, capacity_notes, largest_group
 from rlearner.cli import main
 
-LAKE: dict[str, Any] = {"env": "frozenlake", "group_size": 8, "max_context_tokens": 256, "sampling": {"max_tokens": 4}, "max_turns": 10}
+LAKE: dict[str, Any] = {
+    "env": "frozenlake",
+    "group_size": 8,
+    "max_context_tokens": 256,
+    "sampling": {"max_tokens": 4},
+    "max_turns": 10,
+}
 
 
 def config(domain: dict[str, Any] | None = None, **sections: Any) -> dict[str, Any]:
@@ -36,7 +42,8 @@ def encoded(group: LargestGroup) -> int:
     def sample(episode: int) -> wire.Trajectory:
         turns = [
             wire.Turn(
-                start=100_000 + turn, end=100_001 + turn, reward=0.5, valid=True, finish_reason="deadline", server="rollout-" + 24 * "0",
+                start=100_000 + turn, end=100_001 + turn, reward=0.5, valid=True, finish_reason="deadline",
+                server="rollout-" + 24 * "0",
                 anchor=text,
             )
             for turn in range(group.turns)
@@ -57,7 +64,8 @@ def encoded(group: LargestGroup) -> int:
 
     samples = [sample(episode) for episode in range(group.episodes) for _ in range(group.samples)]
     made = wire.Group(
-        ticket=10**6, domain=group.domain, task_index=10**6, min_version=10**5, hub="envhub-" + 24 * "0", deliveries=1, pools=[],
+        ticket=10**6, domain=group.domain, task_index=10**6, min_version=10**5, hub="envhub-" + 24 * "0", deliveries=1,
+        pools=[],
         trajectories=samples, reward_hubs=["rewardhub-" + 24 * "0"],
     )  # fmt: skip
     return len(msgspec.msgpack.encode(made))
@@ -89,16 +97,22 @@ def test_which_group_is_the_largest() -> None:
 
 
 def test_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked = config({"group_size": 16, "max_context_tokens": 65_536, "max_turns": 1}, train={"groups_per_step": 64, "max_staleness": 3})
+    checked = config(
+        {"group_size": 16, "max_context_tokens": 65_536, "max_turns": 1},
+        train={"groups_per_step": 64, "max_staleness": 3},
+    )
     # 16 x (65,536 x 13 + 128 + 512) + 1,024 = 13,642,752 bytes; 64 of them; 4 x 64 of them
     lines = capacity_notes(checked)
     assert lines[0] == "domains.lake: a group takes at most 13 MiB: 16 episodes of 65,536 tokens"
     assert lines[1].startswith(
-        "a step takes at most 833 MiB, the open tickets 3.25 GiB (4 x train.groups_per_step), in the broker's store and "
+        "a step takes at most 833 MiB, the open tickets 3.25 GiB (4 x train.groups_per_step), in the broker's store "
+        "and "
     )
     assert len(lines) == 2 + (psutil.virtual_memory().total < 4 * 64 * 13_642_752)
     small = capacity_notes(checked | {"broker": {"store_max_gib": 3.0}})
-    assert small[2].startswith("that is more than broker.store_max_gib, which is 3: with such groups tickets wait for room")
+    assert small[2].startswith(
+        "that is more than broker.store_max_gib, which is 3: with such groups tickets wait for room"
+    )
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"total": 2 << 30}))
     assert capacity_notes(checked)[2].startswith("that is more than the memory of this machine, 2 GiB: ")
 
@@ -134,7 +148,10 @@ def test_the_command_check_notes_sizes_and_timeouts_and_prints_numbers(capsys: p
     assert main(["check", "configs/quickstart.yaml"]) == 0
     out, err = capsys.readouterr()
     assert "note: domains.lake: a group takes at most 41 KiB: 8 episodes of 256 tokens\n" in err
-    assert "note: timeouts: a turn 120 s, an episode 1560 s, a group 3120 s, a ticket 6240 s from its first delivery on" in err
+    assert (
+        "note: timeouts: a turn 120 s, an episode 1560 s, a group 3120 s, a ticket 6240 s from its first delivery on"
+        in err
+    )
     resolved = yaml.safe_load(out)
     assert resolved["envhub"]["episode_timeout_s"] == 1560.0
     assert resolved["train"]["ticket_timeout_s"] == resolved["eval"]["timeout_s"] == 6240.0

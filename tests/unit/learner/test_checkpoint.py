@@ -37,7 +37,14 @@ class Stub:
 
 
 def ledger_at(step: int) -> dict[str, Any]:
-    rules = TicketRules(steps=12, groups_per_step=1, max_staleness=1, on_late="wait", seed=0, domains=(DomainRule("lake", 1.0, 2, 2, 1.0),))
+    rules = TicketRules(
+        steps=12,
+        groups_per_step=1,
+        max_staleness=1,
+        on_late="wait",
+        seed=0,
+        domains=(DomainRule("lake", 1.0, 2, 2, 1.0),),
+    )
     ledger = Ledger(rules)
     ledger.open_credit()
     for seq in range(1, step + 1):
@@ -56,7 +63,10 @@ def test_written_found_and_loaded(tmp_path: Path) -> None:
     assert found is not None
     assert (found.path, found.step, found.epoch, found.ledger) == (folder / "step-000010", 10, 3, ledger_at(10))
     checkpoint.load_state(found, backend)  # type: ignore[arg-type]
-    assert {name: tensor.tolist() for name, tensor in backend.loaded.items()} == {"optimizer.step": [7], "rng.cpu": [0, 1, 2, 3]}
+    assert {name: tensor.tolist() for name, tensor in backend.loaded.items()} == {
+        "optimizer.step": [7],
+        "rng.cpu": [0, 1, 2, 3],
+    }
     assert (found.path / "config.json").read_text() == "{}"
 
 

@@ -30,7 +30,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(folder / "first", folder / "wordy")
     tokenizer = folder / "wordy" / "tokenizer.json"
     tokenizer.write_text(
-        tokenizer.read_text().replace('"content": "<|unk|>"', '"content": "<|odd|>"').replace('"<|unk|>": 1', '"<|odd|>": 1')
+        tokenizer.read_text()
+        .replace('"content": "<|unk|>"', '"content": "<|odd|>"')
+        .replace('"<|unk|>": 1', '"<|odd|>": 1')
     )
     return folder
 
@@ -51,7 +53,10 @@ def begun(tmp_path: Path, models: Path) -> Path:
 
 def test_each_setting_that_changed_is_one_line() -> None:
     before = {"train": {"lr": 1e-5, "steps": 4}, "domains": {"a": {"env": "qa"}, "b": {"env": "x" * 99}}}
-    after = {"train": {"lr": 2e-5, "steps": 4, "lora": {"rank": 8}}, "domains": {"a": {"env": "qa", "args": {"n": [1]}}}}
+    after = {
+        "train": {"lr": 2e-5, "steps": 4, "lora": {"rank": 8}},
+        "domains": {"a": {"env": "qa", "args": {"n": [1]}}},
+    }
     assert [format_change(change) for change in changes(before, after)] == [
         "train.lr: 1e-05 -> 2e-05",
         'train.lora: null -> {"rank": 8}',
@@ -63,7 +68,10 @@ def test_each_setting_that_changed_is_one_line() -> None:
 def test_what_may_change_is_listed_and_a_new_run_has_nothing_to_compare(begun: Path, models: Path) -> None:
     after = settings(models, dtype="bfloat16")
     after["train"]["lr"] = 2e-5
-    assert check_changes(begun, after, force=False) == ['model.dtype: "float32" -> "bfloat16"', "train.lr: 1e-05 -> 2e-05"]
+    assert check_changes(begun, after, force=False) == [
+        'model.dtype: "float32" -> "bfloat16"',
+        "train.lr: 1e-05 -> 2e-05",
+    ]
     assert check_changes(begun / "none", after, force=False) == []
 
 
@@ -71,12 +79,20 @@ def test_what_may_change_is_listed_and_a_new_run_has_nothing_to_compare(begun: P
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("wider", "its intermediate_size is 48, that of {held} is 32: a run cannot change that; choose another run.name"),
-        ("wordy", "its tokenizer is not that of {held} (2 tokens differ): a run cannot change that; choose another run.name"),
+        (
+            "wider",
+            "its intermediate_size is 48, that of {held} is 32: a run cannot change that; choose another run.name",
+        ),
+        (
+            "wordy",
+            "its tokenizer is not that of {held} (2 tokens differ): a run cannot change that; choose another run.name",
+        ),
         ("none", "no such folder; give a Hugging Face model folder or hub name such as Qwen/Qwen3-0.6B"),
     ],
 )
-def test_a_model_of_another_shape_or_tokenizer_is_refused(begun: Path, models: Path, name: str, said: str, force: bool) -> None:
+def test_a_model_of_another_shape_or_tokenizer_is_refused(
+    begun: Path, models: Path, name: str, said: str, force: bool
+) -> None:
     with pytest.raises(ConfigError) as refused:
         check_changes(begun, settings(models, path=str(models / name)), force=force)
     held = begun / "checkpoints" / "step-000004"
@@ -97,7 +113,8 @@ def test_a_model_that_is_replaced_under_the_same_path_is_refused(begun: Path, mo
 def test_another_model_of_the_same_shapes_needs_force(begun: Path, models: Path) -> None:
     again = settings(models, path=str(models / "again"))
     with pytest.raises(
-        ConfigError, match=r"run mine began with '.*first': choose another run.name, or --force to continue from .*step-000004"
+        ConfigError,
+        match=r"run mine began with '.*first': choose another run.name, or --force to continue from .*step-000004",
     ):
         check_changes(begun, again, force=False)
     assert check_changes(begun, again, force=True) == [
@@ -111,13 +128,20 @@ def test_a_changed_tiny_model_is_not_ignored(tmp_path: Path, models: Path, place
     shutil.copytree(models / "first", tmp_path / place)
     (tmp_path / "config.yaml").write_text(to_yaml(settings(models, path=None)))
     wider = settings(models, path=None, tiny=TINY.model_dump() | {"hidden_size": 32})
-    with pytest.raises(ConfigError, match=r"^model.tiny.hidden_size: 32 is not allowed; run mine began with 16: a run cannot change that"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^model.tiny.hidden_size: 32 is not allowed; run mine began with 16: a run cannot change that",
+    ):
         check_changes(tmp_path, wider, force=True)
-    with pytest.raises(ConfigError, match=r"^model.seed: 7 is not allowed; run mine began with 0: choose another run.name, or --force"):
+    with pytest.raises(
+        ConfigError, match=r"^model.seed: 7 is not allowed; run mine began with 0: choose another run.name, or --force"
+    ):
         check_changes(tmp_path, settings(models, path=None, seed=7), force=False)
     assert check_changes(tmp_path, settings(models, path=None, seed=7), force=True) == ["model.seed: 0 -> 7"]
     (tmp_path / "config.yaml").write_text(to_yaml(settings(models)))
-    with pytest.raises(ConfigError, match=r"^model.path: None is not allowed; run mine began with '.*first': a run cannot change that"):
+    with pytest.raises(
+        ConfigError, match=r"^model.path: None is not allowed; run mine began with '.*first': a run cannot change that"
+    ):
         check_changes(tmp_path, settings(models, path=None), force=True)
 
 
@@ -130,7 +154,10 @@ def test_a_run_keeps_one_of_its_domains(begun: Path, models: Path) -> None:
         check_changes(begun, after, force=False)
     allowed = "run mine has trained lake: keep one of them, choose another run.name, or give --force"
     assert str(refused.value) == f"domains: 'sums' is not allowed; {allowed}"
-    assert check_changes(begun, after, force=True) == ['domains.lake: {"env": "frozenlake"} -> null', 'domains.sums: null -> {"env": "qa"}']
+    assert check_changes(begun, after, force=True) == [
+        'domains.lake: {"env": "frozenlake"} -> null',
+        'domains.sums: null -> {"env": "qa"}',
+    ]
 
 
 @pytest.mark.parametrize("text", ["[1]", "a: ["])

@@ -21,10 +21,14 @@ from learner.algorithm.losses.ratios import correction_metrics, correction_sums
 from learner.config import AlgorithmSection
 
 some = settings(max_examples=60, deadline=None)
-NUMBERS = st.lists(st.tuples(st.floats(-5, 0), st.floats(-5, 0), st.floats(-3, 3), st.integers(0, 3)), min_size=1, max_size=20)
+NUMBERS = st.lists(
+    st.tuples(st.floats(-5, 0), st.floats(-5, 0), st.floats(-3, 3), st.integers(0, 3)), min_size=1, max_size=20
+)
 SETTINGS = [
     {"correction_level": level, "mis_estimator": estimator, "correction_mode": mode}
-    for level, estimator, mode in itertools.product(("token", "sequence", "geometric"), ("k1", "k2", "k3"), ("truncate", "mask"))
+    for level, estimator, mode in itertools.product(
+        ("token", "sequence", "geometric"), ("k1", "k2", "k3"), ("truncate", "mask")
+    )
 ]
 
 
@@ -81,18 +85,27 @@ def test_icepop_by_hand():
 
 
 def test_mis_by_ratio_by_hand():
-    # Sequences: 3 * 0.5 = 1.5 stays, 2 * 2 = 4 goes; by token, 3 goes and the twos stay at the bound's edge (2.1); geometric: 1.22, 2.
+    # Sequences: 3 * 0.5 = 1.5 stays, 2 * 2 = 4 goes; by token, 3 goes and the twos stay at the bound's edge (2.1);
+    # geometric: 1.22, 2.
     given_facts = facts([3.0, 0.5, 2.0, 2.0], [0, 0, 1, 1])
     bounds = {"correction_low": 0.4, "correction_high": 2.1}
-    expected = {"token": [0.0, 0.5, 2.0, 2.0], "sequence": [1.5, 1.5, 0.0, 0.0], "geometric": [math.sqrt(1.5)] * 2 + [2.0] * 2}
+    expected = {
+        "token": [0.0, 0.5, 2.0, 2.0],
+        "sequence": [1.5, 1.5, 0.0, 0.0],
+        "geometric": [math.sqrt(1.5)] * 2 + [2.0] * 2,
+    }
     for level, values in expected.items():
-        assert mis(given_facts, AlgorithmSection(correction_level=level, **bounds)).weights.tolist() == pytest.approx(values), level
+        assert mis(given_facts, AlgorithmSection(correction_level=level, **bounds)).weights.tolist() == pytest.approx(
+            values
+        ), level
 
 
 def test_mis_masks_at_one_level_and_weighs_at_another():
     # The products 1.5 and 4 decide what stays; what stays weighs its token's own ratio.
     given_facts = facts([3.0, 0.5, 2.0, 2.0], [0, 0, 1, 1])
-    section = AlgorithmSection(correction_level="token", mis_mask_level="sequence", correction_low=0.4, correction_high=2.1)
+    section = AlgorithmSection(
+        correction_level="token", mis_mask_level="sequence", correction_low=0.4, correction_high=2.1
+    )
     assert mis(given_facts, section).weights.tolist() == pytest.approx([3.0, 0.5, 0.0, 0.0])
     # By k2 the sums are (log 3)^2 / 2 + (log 2)^2 / 2 = 0.84 and 0.48.
     section = section.model_copy(update={"mis_estimator": "k2", "correction_high": 0.5})
@@ -120,15 +133,18 @@ def test_mis_by_divergence_by_hand():
 
 
 def test_opsm_by_hand():
-    # Mean of log β - log θ. Sequence 0: (ln 2 + 0)/2 = 0.3466; sequence 1: (-ln 2 + 0)/2 < 0: θ makes it more often than β did.
-    # Sequence 2 is as far as sequence 0, but good.
-    given_facts = facts([1.0] * 6, [0, 0, 1, 1, 2, 2], [-1.0, -1.0, -1.0, -1.0, 1.0, 1.0], [0.5, 1.0, 2.0, 1.0, 0.5, 1.0])
+    # Mean of log β - log θ. Sequence 0: (ln 2 + 0)/2 = 0.3466; sequence 1: (-ln 2 + 0)/2 < 0: θ makes it more often
+    # than β did. Sequence 2 is as far as sequence 0, but good.
+    given_facts = facts(
+        [1.0] * 6, [0, 0, 1, 1, 2, 2], [-1.0, -1.0, -1.0, -1.0, 1.0, 1.0], [0.5, 1.0, 2.0, 1.0, 0.5, 1.0]
+    )
     assert weights(opsm(given_facts, AlgorithmSection(opsm_delta=0.34)))[0] == [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
     assert not opsm(given_facts, AlgorithmSection(opsm_delta=0.35)).masked.any()
 
 
 def test_interpolation_by_hand():
-    # v_p = 5. v_β = 5: α = 0, p = β. v_β = 4: α = 1/2. v_β = 2: α = 3/4. β = -1, θ = -3: -1, -2, -2.5. A future version counts as 5.
+    # v_p = 5. v_β = 5: α = 0, p = β. v_β = 4: α = 1/2. v_β = 2: α = 3/4. β = -1, θ = -3: -1, -2, -2.5. A future version
+    # counts as 5.
     rollout, now = torch.full((4,), -1.0), torch.full((4,), -3.0)
     assert interpolate(now, rollout, torch.tensor([5, 4, 2, 6]), 5).tolist() == pytest.approx([-1.0, -2.0, -2.5, -1.0])
 
@@ -157,7 +173,9 @@ def facts_of(rows, *, on_policy=False):
     names = {name: i for i, name in enumerate(sorted({row[3] for row in rows}))}
     proximal, rollout, advantages = (torch.tensor([row[i] for row in rows], dtype=torch.float64) for i in range(3))
     rollout = proximal if on_policy else rollout
-    return CorrectionInputs(proximal, proximal, rollout, advantages, torch.tensor([names[row[3]] for row in rows]), len(names))
+    return CorrectionInputs(
+        proximal, proximal, rollout, advantages, torch.tensor([names[row[3]] for row in rows]), len(names)
+    )
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
@@ -179,7 +197,12 @@ def test_a_sequence_alone_is_corrected_as_among_others(name, rows, choice):
     together = correct(whole, section)
     for number in range(whole.num_sequences):
         mine = whole.sequence == number
-        parts = (whole.logprobs[mine], whole.proximal_logprobs[mine], whole.rollout_logprobs[mine], whole.advantages[mine])
+        parts = (
+            whole.logprobs[mine],
+            whole.proximal_logprobs[mine],
+            whole.rollout_logprobs[mine],
+            whole.advantages[mine],
+        )
         alone = correct(CorrectionInputs(*parts, torch.zeros(int(mine.sum()), dtype=torch.long), 1), section)
         torch.testing.assert_close(alone.weights, together.weights[mine])
         assert torch.equal(alone.masked, together.masked[mine])

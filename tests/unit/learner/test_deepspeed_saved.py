@@ -14,7 +14,9 @@ HERE, GONE = SimpleNamespace(name="AVAILABLE"), SimpleNamespace(name="NOT_AVAILA
 
 
 class Divided:
-    """A layer's weight as ZeRO's stage 3 has it: whole while it is gathered, each time somewhere else, and otherwise nothing."""
+    """A layer's weight as ZeRO's stage 3 has it: whole while it is gathered, each time somewhere else, and otherwise
+    nothing.
+    """
 
     def __init__(self, layer):
         self.weight, self._whole, self.gathered = layer.weight, layer.weight.detach().clone(), 0

@@ -10,7 +10,9 @@ from learner.disk_retry import RetryBackoff
 
 
 def steps_due(due: CheckpointSchedule, ends: list[float]) -> list[int]:
-    """Steps after which a checkpoint is taken, if each is taken at once; ``ends`` are the times at which steps 1, 2 … end."""
+    """Steps after which a checkpoint is taken, if each is taken at once; ``ends`` are the times at which steps 1, 2 …
+    end.
+    """
     taken = []
     for step, now in enumerate(ends, start=1):
         due.completed(step, now, failing=False)
@@ -71,6 +73,9 @@ def test_waits_double_up_to_a_limit_and_begin_anew() -> None:
 
 def test_a_reason_is_said_once_and_again_after_a_while() -> None:
     backoff = RetryBackoff()
-    said = [backoff.failed(reason, now)[1] for reason, now in (("full", 1.0), ("full", 2.0), ("denied", 3.0), ("denied", 4.0))]
+    said = [
+        backoff.failed(reason, now)[1]
+        for reason, now in (("full", 1.0), ("full", 2.0), ("denied", 3.0), ("denied", 4.0))
+    ]
     assert said == [True, False, True, False]
     assert backoff.failed("denied", 3.0 + FIRST_S)[1]

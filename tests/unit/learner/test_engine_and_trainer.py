@@ -1,4 +1,6 @@
-"""What the engine says it sampled with is what the trainer computes for the same tokens; a stale engine is found out."""
+"""What the engine says it sampled with is what the trainer computes for the same tokens; a stale engine is found
+out.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ CLOSE = 1e-4
 def sampled(path: Path, temperature: float) -> list[TrainSample]:
     """Six answers of 12 tokens from the engine, batched four at a time, as training samples."""
     core = EngineCore(
-        EngineConfig(str(path), RolloutSection(max_running=4, max_context_tokens=64, num_threads=1), device="cpu", policy_version=0)
+        EngineConfig(
+            str(path),
+            RolloutSection(max_running=4, max_context_tokens=64, num_threads=1),
+            device="cpu",
+            policy_version=0,
+        )
     )
     prompts = {str(i): [2 + (7 * i + j) % 100 for j in range(3 + 2 * i)] for i in range(6)}
     for name, prompt in prompts.items():
@@ -55,9 +62,14 @@ def sampled(path: Path, temperature: float) -> list[TrainSample]:
 
 
 def largest_difference(path: Path, samples: list[TrainSample]) -> tuple[float, dict[str, float]]:
-    trainer = TorchBackend(str(path), train=TrainSection(lr=1e-3, device="cpu"), algorithm=AlgorithmSection(), model=ModelSection(), seed=0)
+    trainer = TorchBackend(
+        str(path), train=TrainSection(lr=1e-3, device="cpu"), algorithm=AlgorithmSection(), model=ModelSection(), seed=0
+    )
     scores = trainer.score(samples)
-    gaps = [np.abs(told.logprobs - one.rollout_logprobs[one.positions]).max() for told, one in zip(scores, samples, strict=True)]
+    gaps = [
+        np.abs(told.logprobs - one.rollout_logprobs[one.positions]).max()
+        for told, one in zip(scores, samples, strict=True)
+    ]
     trainer.forward_backward(samples)
     return float(max(gaps)), trainer.step()
 

@@ -101,7 +101,8 @@ async def test_episodes_wait_for_space_and_so_does_the_end(tmp_path: Path, monke
     assert evaluating.completed[0].rows == []  # they stand in the file; numbers alone are kept
     rows = [json.loads(line) for line in (tmp_path / "evals" / "actor-step-000004.jsonl").read_text().splitlines()]
     assert [(row["domain"], row["task_index"], len(row["reward"])) for row in rows] == [("lake", 0, 2), ("lake", 1, 2)]
-    assert [(row["prompt"], row["text"]) for row in rows] == [("3 7", "4 4")] * 2  # by their numbers, for there is no tokenizer
+    # by their numbers, for there is no tokenizer
+    assert [(row["prompt"], row["text"]) for row in rows] == [("3 7", "4 4")] * 2
     assert evaluating.take(last=True)["eval/num_episodes"] == 4
     assert evaluating._bus.kept == [list(range(3, 20))]  # type: ignore[attr-defined]  # 1 and 2 have ended
 
@@ -139,12 +140,14 @@ def won(policy: str, step: int, *successes: tuple[int, list[bool]]) -> Evaluatio
     made = Evaluation(step, policy, set(), 0.0)
     for index, flags in successes:
         ticket = wire.Ticket(
-            number=index + 1, domain="lake", task_index=index, seed=1, min_version=0, max_staleness=0, group_size=len(flags),
+            number=index + 1, domain="lake", task_index=index, seed=1, min_version=0, max_staleness=0,
+            group_size=len(flags),
             min_group_size=1, deadline_s=9.0,
         )  # fmt: skip
         whole = group(ticket, eval_step=step)
         of_one = [
-            msgspec.structs.replace(whole.trajectories[0], episode=n, success=flag, reward=float(flag)) for n, flag in enumerate(flags)
+            msgspec.structs.replace(whole.trajectories[0], episode=n, success=flag, reward=float(flag))
+            for n, flag in enumerate(flags)
         ]
         made.add(msgspec.structs.replace(whole, trajectories=of_one))
     return made
@@ -170,7 +173,14 @@ async def test_others_are_measured_whenever_the_actor_is_and_shown_beside_it(tmp
     )
     roster: Any = Offers("actor", "old")
     made = Evaluator(
-        Log(), evaluations, roster, tmp_path, "", DiskRetry(tmp_path, stop, "x"), TranscriptFactory({}, tmp_path), ["old", "absent"]
+        Log(),
+        evaluations,
+        roster,
+        tmp_path,
+        "",
+        DiskRetry(tmp_path, stop, "x"),
+        TranscriptFactory({}, tmp_path),
+        ["old", "absent"],
     )  # type: ignore[arg-type]
     made.step_completed(4, 20)
     assert evaluations.pending == []

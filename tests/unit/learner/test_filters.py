@@ -23,11 +23,16 @@ def group(*successes: bool, ticket: int = 1) -> wire.Group:
     return msgspec.structs.replace(
         example,
         ticket=ticket,
-        trajectories=[msgspec.structs.replace(base, episode=i, success=success, greedy=False) for i, success in enumerate(successes)],
+        trajectories=[
+            msgspec.structs.replace(base, episode=i, success=success, greedy=False)
+            for i, success in enumerate(successes)
+        ],
     )
 
 
-@pytest.mark.parametrize(("successes", "wanted"), [((True, False), True), ((True, True), False), ((False, False), False), ((True,), False)])
+@pytest.mark.parametrize(
+    ("successes", "wanted"), [((True, False), True), ((True, True), False), ((False, False), False), ((True,), False)]
+)
 def test_mixed_success(successes: tuple[bool, ...], wanted: bool) -> None:
     assert passes_filter("mixed_success", group(*successes)) is wanted
 
@@ -49,7 +54,9 @@ def write(folder: Path, body: str) -> str:
 
 def test_a_function_of_the_users_decides_and_the_ledger_replaces_up_to_the_bound(tmp_path: Path) -> None:
     name = write(tmp_path, "return group.ticket % 2 == 0")
-    rules = TicketRules(2, 1, 0, "wait", 0, (DomainRule("lake", 1.0, 2, 2, 60.0),), group_filter=name, max_replacements_per_step=2)
+    rules = TicketRules(
+        2, 1, 0, "wait", 0, (DomainRule("lake", 1.0, 2, 2, 60.0),), group_filter=name, max_replacements_per_step=2
+    )
     ledger = Ledger(rules)
     ledger.open_credit()
     vocab_size = 1 << 30
@@ -62,12 +69,20 @@ def test_a_function_of_the_users_decides_and_the_ledger_replaces_up_to_the_bound
         there = msgspec.structs.replace(
             there,
             eval_step=-1,
-            trajectories=[msgspec.structs.replace(one, version_runs=wire.column([0, 1], "<i4")) for one in there.trajectories],
+            trajectories=[
+                msgspec.structs.replace(one, version_runs=wire.column([0, 1], "<i4")) for one in there.trajectories
+            ],
         )
-        read = record_intake.read_record(LogRecord(ledger.state.position + 1, there, "", number, b""), ledger, vocab_size)
+        read = record_intake.read_record(
+            LogRecord(ledger.state.position + 1, there, "", number, b""), ledger, vocab_size
+        )
         assert isinstance(read.record, GroupArrival), read
         assert read.record.wanted is (number % 2 == 0)
-        return list(ledger.apply(dataclasses.replace(read.record, oldest_version=ledger.state.version), ledger.state.position + 1))
+        return list(
+            ledger.apply(
+                dataclasses.replace(read.record, oldest_version=ledger.state.version), ledger.state.position + 1
+            )
+        )
 
     filtered = arrive(1)
     assert filtered[0] == ForgetTicket(1, "filtered")
@@ -82,7 +97,14 @@ def test_a_function_of_the_users_decides_and_the_ledger_replaces_up_to_the_bound
 
 def test_at_the_bound_an_unwanted_group_is_trained() -> None:
     rules = TicketRules(
-        1, 1, 0, "wait", 0, (DomainRule("lake", 1.0, 2, 2, 60.0),), group_filter="mixed_success", max_replacements_per_step=1
+        1,
+        1,
+        0,
+        "wait",
+        0,
+        (DomainRule("lake", 1.0, 2, 2, 60.0),),
+        group_filter="mixed_success",
+        max_replacements_per_step=1,
     )
     ledger = Ledger(rules)
     ledger.open_credit()
@@ -97,7 +119,9 @@ def test_at_the_bound_an_unwanted_group_is_trained() -> None:
         ("return 1.0", "keep returned 1.0 for the group of ticket 7; True keeps it, False filters it"),
     ],
 )
-def test_a_filter_that_fails_stops_the_learner_with_its_name_and_the_ticket(tmp_path: Path, body: str, says: str) -> None:
+def test_a_filter_that_fails_stops_the_learner_with_its_name_and_the_ticket(
+    tmp_path: Path, body: str, says: str
+) -> None:
     with pytest.raises(UserError, match="algorithm") as caught:
         passes_filter(write(tmp_path, body), group(True, ticket=7))
     assert says in str(caught.value)

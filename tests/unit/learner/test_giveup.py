@@ -9,7 +9,10 @@ from broker.settings.config import DomainSection, RewardConfig
 from learner.config import FailuresSection
 from learner.give_up import LEAST_WINDOW, NOT_FAILURES, WORKED_TIMES, FailureMonitor
 
-DOMAINS = {"a": DomainSection(env="qa"), "b": DomainSection(env="qa", rewards=[RewardConfig(name="length", pool="judge")])}
+DOMAINS = {
+    "a": DomainSection(env="qa"),
+    "b": DomainSection(env="qa", rewards=[RewardConfig(name="length", pool="judge")]),
+}
 G = 2  # groups of a step
 
 
@@ -18,19 +21,24 @@ def made(domains: dict[str, DomainSection] | None = None, **settings: float) -> 
 
 
 def hub(hub_id: str, role: str, serves: list[str], problem: str = "") -> wire.Presence:
-    return wire.Presence(role=role, id=hub_id, host="h", pid=1, state="serving" if serves else "failed", serves=serves, problem=problem)
+    return wire.Presence(
+        role=role, id=hub_id, host="h", pid=1, state="serving" if serves else "failed", serves=serves, problem=problem
+    )
 
 
 def test_the_first_groups_all_failing_ends_the_run_and_names_the_most_frequent_reason() -> None:
     giveup = made()
     details = (
-        ["reset raised KeyError: 'x' (bad.py:7 in reset)"] * 5 + ["episode 3: timed out"] + ["step raised OSError: 17 (bad.py:9 in f)"]
+        ["reset raised KeyError: 'x' (bad.py:7 in reset)"] * 5
+        + ["episode 3: timed out"]
+        + ["step raised OSError: 17 (bad.py:9 in f)"]
     )
     for detail in details:
         assert giveup.failed("a", "env_error", detail) == ""
     verdict = giveup.failed("a", "env_error", "reset raised KeyError: 'y' (bad.py:7 in reset)")
     assert verdict.startswith(
-        "all of the first 8 groups failed, most often (6 of 8) by env_error: reset raised KeyError: 'y' (bad.py:7 in reset); fix that"
+        "all of the first 8 groups failed, most often (6 of 8) by env_error: reset raised KeyError: 'y' (bad.py:7 in "
+        "reset); fix that"
     )
     assert giveup.verdict == verdict
 
@@ -39,7 +47,9 @@ def test_details_that_differ_in_numbers_alone_are_one_reason() -> None:
     giveup = made(give_up_after=3)
     giveup.failed("a", "timeout", "something else")
     giveup.failed("a", "reward_error", "episode 1: no answer")
-    assert "(2 of 3) by reward_error: episode 2: no answer" in giveup.failed("a", "reward_error", "episode 2: no answer")
+    assert "(2 of 3) by reward_error: episode 2: no answer" in giveup.failed(
+        "a", "reward_error", "episode 2: no answer"
+    )
 
 
 def test_what_is_no_failure_of_the_users_code_does_not_count() -> None:
@@ -83,7 +93,12 @@ def test_a_share_is_of_the_domains_by_their_weights_however_fast_one_fails() -> 
 
 def test_all_hubs_of_a_domain_broken_for_long_ends_the_run() -> None:
     giveup = made(DOMAINS)
-    broken = hub("h1", "envhub", ["a"], "domain b: 5 tickets in a row failed here, the last: reset raised OSError (bad.py:3 in reset)")
+    broken = hub(
+        "h1",
+        "envhub",
+        ["a"],
+        "domain b: 5 tickets in a row failed here, the last: reset raised OSError (bad.py:3 in reset)",
+    )
     good = hub("h2", "envhub", ["a", "b"])
     assert giveup.look([broken], 0.0) == ""
     assert giveup.look([broken], 599.0) == ""
@@ -93,7 +108,9 @@ def test_all_hubs_of_a_domain_broken_for_long_ends_the_run() -> None:
     assert giveup.look([broken], 1000.0) == ""
     assert giveup.look([broken], 1599.0) == ""
     verdict = giveup.look([broken], 1600.0)
-    assert verdict.startswith("for 600 s every hub of domain b was broken and no group was trained: h1: domain b: 5 tickets in a row")
+    assert verdict.startswith(
+        "for 600 s every hub of domain b was broken and no group was trained: h1: domain b: 5 tickets in a row"
+    )
     assert "(bad.py:3 in reset)" in verdict
 
 
@@ -103,7 +120,9 @@ def test_a_reward_pool_too_and_not_while_it_is_paused() -> None:
     assert giveup.look([broken], 0.0) == ""
     giveup.pause()
     assert giveup.look([broken], 11.0) == ""
-    assert giveup.look([broken, hub("e", "envhub", ["a", "b"])], 21.0).startswith("for 10 s every hub of pool judge was broken")
+    assert giveup.look([broken, hub("e", "envhub", ["a", "b"])], 21.0).startswith(
+        "for 10 s every hub of pool judge was broken"
+    )
 
 
 @pytest.mark.parametrize("domain", ["a", "b"])

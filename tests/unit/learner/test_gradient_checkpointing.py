@@ -31,9 +31,13 @@ def test_the_gradient_is_identical_and_blocks_run_twice(tmp_path, packing):
 
 
 def test_a_model_without_blocks_is_refused(tmp_path):
-    config = transformers.MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4, eos_token_id=0)
+    config = transformers.MambaConfig(
+        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4, eos_token_id=0
+    )
     transformers.MambaForCausalLM(config).save_pretrained(tmp_path)
     trainer = backend(str(tmp_path), train=settings("padded"))
     trainer.policy.module.supports_gradient_checkpointing = False
-    with pytest.raises(ConfigError, match=r"train.gradient_checkpointing: True is not allowed; false: MambaForCausalLM has no blocks"):
+    with pytest.raises(
+        ConfigError, match=r"train.gradient_checkpointing: True is not allowed; false: MambaForCausalLM has no blocks"
+    ):
         trainer.policy.checkpoint_blocks()

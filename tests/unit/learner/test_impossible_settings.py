@@ -16,7 +16,13 @@ from rlearner_text.config import ModelSection, TinyModel
 from rlearner_text.hub import layer_names
 from rlearner_text.tiny import LAYERS, build_tiny
 
-LAKE = {"env": "frozenlake", "group_size": 4, "max_context_tokens": 256, "sampling": {"max_tokens": 4}, "deadline_s": 60}
+LAKE = {
+    "env": "frozenlake",
+    "group_size": 4,
+    "max_context_tokens": 256,
+    "sampling": {"max_tokens": 4},
+    "deadline_s": 60,
+}
 PLUGINS = """
 def loss(tokens): ...
 def fine(tokens, algorithm, *, more=1): ...
@@ -28,9 +34,15 @@ number = 3
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
-        ({"train": {"device": "banana"}}, "train.device: 'banana' is not allowed; auto, cpu, cuda, or one GPU as cuda:1"),
+        (
+            {"train": {"device": "banana"}},
+            "train.device: 'banana' is not allowed; auto, cpu, cuda, or one GPU as cuda:1",
+        ),
         ({"train": {"device": "cuda:x"}}, "train.device: 'cuda:x' is not allowed; auto, "),
-        ({"trackers": {"args": {"tensorboard": 5}}}, "trackers.args.tensorboard: 5 is not allowed; input should be an object"),
+        (
+            {"trackers": {"args": {"tensorboard": 5}}},
+            "trackers.args.tensorboard: 5 is not allowed; input should be an object",
+        ),
         (
             {"domains": {"lake": {**LAKE, "sampling": {"max_tokens": 4, "stop": [""]}}}},
             "domains.lake.sampling.stop.0: '' is not allowed; string should have at least 1 character",
@@ -40,7 +52,10 @@ number = 3
             {"eval": {"every_steps": 2, "baseline": "random", "baseline_args": {"choises": ["L"]}}},
             "eval.baseline_args.choises: ['L'] is not allowed; unknown key, did you mean 'eval.baseline_args.choices'?",
         ),
-        ({"train": {"steps": 2**31}}, "train.steps: 2147483648 is not allowed; input should be less than or equal to 2147483647"),
+        (
+            {"train": {"steps": 2**31}},
+            "train.steps: 2147483648 is not allowed; input should be less than or equal to 2147483647",
+        ),
         ({"train": {"lr": float("inf")}}, "train.lr: inf is not allowed; input should be a finite number"),
         (
             {"domains": {"lake": {**LAKE, "deadline_s": float("inf")}}},
@@ -50,29 +65,45 @@ number = 3
         ({"model": {"seed": 2**63}}, "model.seed: 9223372036854775808 is not allowed; input should be"),
         (
             {"train": {"weights_dtype": "fp8", "lora": {}}},
-            "train.weights_dtype: 'fp8' is not allowed; null, float32, bfloat16 or float16 with train.lora.send adapter: factors ",
+            "train.weights_dtype: 'fp8' is not allowed; null, float32, bfloat16 or float16 with train.lora.send "
+            "adapter: factors ",
         ),
         (
             {"train": {"weights_dtype": "fp8", "backend": "megatron"}},
-            "train.weights_dtype: 'fp8' is not allowed; null, float32, bfloat16 or float16 with train.backend megatron: no rank has the ",
+            "train.weights_dtype: 'fp8' is not allowed; null, float32, bfloat16 or float16 with train.backend "
+            "megatron: no rank has the ",
         ),
         (
-            {"train": {"weights_dtype": "fp8", "backend": "deepspeed", "deepspeed": {"stage": 3}, "lora": {"send": "merged"}}},
-            "train.weights_dtype: 'fp8' is not allowed; null, float32, bfloat16 or float16 with train.backend deepspeed stage 3 and ",
+            {
+                "train": {
+                    "weights_dtype": "fp8",
+                    "backend": "deepspeed",
+                    "deepspeed": {"stage": 3},
+                    "lora": {"send": "merged"},
+                }
+            },
+            "train.weights_dtype: 'fp8' is not allowed; null, float32, bfloat16 or float16 with train.backend "
+            "deepspeed stage 3 and ",
         ),
         (
             {"train": {"lora": {"target_modules": ["banana", "q_proj"]}}},
-            "train.lora.target_modules: ['banana'] is not allowed; names of this model's linear layers: down_proj, gate_proj, k_proj, ",
+            "train.lora.target_modules: ['banana'] is not allowed; names of this model's linear layers: down_proj, "
+            "gate_proj, k_proj, ",
         ),
         (
             {"domains": {"lake": {**LAKE, "context": "full", "memory": "./mine.py:summary"}}},
-            "domains.lake.memory: './mine.py:summary' is not allowed; recent with context full, which shows the whole conversation",
+            "domains.lake.memory: './mine.py:summary' is not allowed; recent with context full, which shows the whole "
+            "conversation",
         ),
         (
             {"domains": {"lake": {**LAKE, "context": "full", "history_length": 7}}},
-            "domains.lake.history_length: 7 is not allowed; left out with context full, which shows the whole conversation",
+            "domains.lake.history_length: 7 is not allowed; left out with context full, which shows the whole "
+            "conversation",
         ),
-        ({"domains": {"lake": {**LAKE, "memory": "recnt"}}}, "domains.lake.memory: 'recnt' is not allowed; did you mean 'recent'?"),
+        (
+            {"domains": {"lake": {**LAKE, "memory": "recnt"}}},
+            "domains.lake.memory: 'recnt' is not allowed; did you mean 'recent'?",
+        ),
         (
             {"rollout": {"engine": "openai", "engine_args": {"base_url": "http://h/v1"}}},
             "rollout.policy: 'actor' is not allowed; engine openai does not follow the learner's weights; name another",
@@ -82,7 +113,11 @@ number = 3
             "domains.lake.rewards.0.args.path: '/nope' is not allowed; no such folder",
         ),
         (
-            {"domains": {"lake": {**LAKE, "rewards": [{"name": "reward_model", "args": {"path": "a/b", "device": "x"}}]}}},
+            {
+                "domains": {
+                    "lake": {**LAKE, "rewards": [{"name": "reward_model", "args": {"path": "a/b", "device": "x"}}]}
+                }
+            },
             "domains.lake.rewards.0.args.device: 'x' is not allowed; auto, cpu, cuda, or one GPU as cuda:1",
         ),
         (
@@ -109,7 +144,9 @@ def test_refused(sections: dict[str, Any], says: str) -> None:
         ("filters", "keep", ""),
     ],
 )
-def test_a_function_of_the_users_own_must_take_what_it_is_given(kind: str, name: str, says: str, tmp_path: Path) -> None:
+def test_a_function_of_the_users_own_must_take_what_it_is_given(
+    kind: str, name: str, says: str, tmp_path: Path
+) -> None:
     file = tmp_path / "plugins.py"
     file.write_text(PLUGINS)
     if not says:
@@ -129,9 +166,13 @@ def test_the_layers_of_a_model_are_known_without_reading_it(tmp_path: Path) -> N
 
 
 def test_a_file_for_offline_training_is_none_for_a_run_and_the_other_way_round(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^data: with that section it is a configuration for `rlearner sft`, not for a run"):
+    with pytest.raises(
+        UserError, match=r"^data: with that section it is a configuration for `rlearner sft`, not for a run"
+    ):
         validate(load("configs/sft.yaml"))
-    with pytest.raises(UserError, match=r"^domains: with that section it is a configuration for `rlearner up` and `rlearner start`"):
+    with pytest.raises(
+        UserError, match=r"^domains: with that section it is a configuration for `rlearner up` and `rlearner start`"
+    ):
         validate_offline("sft", load("configs/quickstart.yaml"))
 
 

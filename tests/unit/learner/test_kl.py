@@ -15,7 +15,8 @@ def test_by_hand(estimator, expected):
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_expectation_against_the_true_divergence(estimator):
-    # All tokens of a small vocabulary, weighted by p: k1 and k3 give KL(p || ref) exactly, k2 comes near for near policies.
+    # All tokens of a small vocabulary, weighted by p: k1 and k3 give KL(p || ref) exactly, k2 comes near for near
+    # policies.
     p = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     ref = torch.tensor([0.45, 0.33, 0.22], dtype=torch.float64)
     exact = (p * (p / ref).log()).sum().item()
@@ -30,7 +31,9 @@ def test_k2_has_the_gradient_of_the_true_divergence():
     logprobs = logits.log_softmax(0)
     (true,) = torch.autograd.grad((logprobs.exp() * (logprobs - ref)).sum(), logits, retain_graph=True)
     sampled = {
-        k: torch.autograd.grad((logprobs.exp().detach() * kl_penalty(logprobs, ref, k)).sum(), logits, retain_graph=True)[0]
+        k: torch.autograd.grad(
+            (logprobs.exp().detach() * kl_penalty(logprobs, ref, k)).sum(), logits, retain_graph=True
+        )[0]
         for k in ("k1", "k2")
     }
     assert sampled["k2"].tolist() == pytest.approx(true.tolist(), abs=1e-12)

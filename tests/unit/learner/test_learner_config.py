@@ -15,7 +15,13 @@ from learner.algorithm.losses import LOSSES
 from learner.backends import BACKENDS
 from learner.prepare import name_run, run_folder, to_yaml
 
-LAKE = {"env": "frozenlake", "group_size": 4, "max_context_tokens": 256, "sampling": {"max_tokens": 4}, "deadline_s": 60}
+LAKE = {
+    "env": "frozenlake",
+    "group_size": 4,
+    "max_context_tokens": 256,
+    "sampling": {"max_tokens": 4},
+    "deadline_s": 60,
+}
 
 
 def merged(**sections: Any) -> dict[str, Any]:
@@ -26,25 +32,61 @@ def merged(**sections: Any) -> dict[str, Any]:
     ("sections", "key", "allowed"),
     [
         ({"domains": {}}, "domains", "at least one domain"),
-        ({"algorithm": {"pg_variant": "pppo"}}, "algorithm.pg_variant", f"did you mean 'ppo'? known: {', '.join(sorted(LOSSES))}"),
-        ({"algorithm": {"adv_estimator": "nope"}}, "algorithm.adv_estimator", f"known: {', '.join(sorted(ADVANTAGES))}"),
+        (
+            {"algorithm": {"pg_variant": "pppo"}},
+            "algorithm.pg_variant",
+            f"did you mean 'ppo'? known: {', '.join(sorted(LOSSES))}",
+        ),
+        (
+            {"algorithm": {"adv_estimator": "nope"}},
+            "algorithm.adv_estimator",
+            f"known: {', '.join(sorted(ADVANTAGES))}",
+        ),
         ({"train": {"backend": "jax"}}, "train.backend", f"known: {', '.join(sorted(BACKENDS))}"),
-        ({"trackers": {"use": ["tensorbord"]}}, "trackers.use", "did you mean 'tensorboard'? known: swanlab, tensorboard, wandb"),
+        (
+            {"trackers": {"use": ["tensorbord"]}},
+            "trackers.use",
+            "did you mean 'tensorboard'? known: swanlab, tensorboard, wandb",
+        ),
         ({"trackers": {"args": {"wandb": {}}}}, "trackers.args.wandb", "trackers.use does not name it"),
         ({"algorithm": {"pg_variant": "no.such:thing"}}, "algorithm.pg_variant", "there is no module 'no.such'"),
-        ({"train": {"weights_backend": "nccl", "device": "cpu"}}, "train.weights_backend", "gloo with train.device cpu"),
-        ({"train": {"weights_backend": "ipc", "device": "cpu"}}, "train.weights_backend", "shared with train.device cpu: ipc is"),
-        ({"train": {"weights_snapshot_port": 0}}, "train.weights_snapshot_port", "null without train.weights_snapshot_every"),
-        ({"train": {"micro_batch_tokens": 255}}, "train.micro_batch_tokens", "at least domains.lake.max_context_tokens, which is 256"),
+        (
+            {"train": {"weights_backend": "nccl", "device": "cpu"}},
+            "train.weights_backend",
+            "gloo with train.device cpu",
+        ),
+        (
+            {"train": {"weights_backend": "ipc", "device": "cpu"}},
+            "train.weights_backend",
+            "shared with train.device cpu: ipc is",
+        ),
+        (
+            {"train": {"weights_snapshot_port": 0}},
+            "train.weights_snapshot_port",
+            "null without train.weights_snapshot_every",
+        ),
+        (
+            {"train": {"micro_batch_tokens": 255}},
+            "train.micro_batch_tokens",
+            "at least domains.lake.max_context_tokens, which is 256",
+        ),
         ({"train": {"steps": 5, "warmup_steps": 5}}, "train.warmup_steps", "below train.steps, which is 5"),
         ({"train": {"ticket_timeout_s": 60.0}}, "train.ticket_timeout_s", "above domains.lake.deadline_s, which is 60"),
-        ({"train": {"ranks": 2}}, "train.ranks", "1 with train.backend torch; more with ddp, fsdp2, deepspeed or megatron"),
+        (
+            {"train": {"ranks": 2}},
+            "train.ranks",
+            "1 with train.backend torch; more with ddp, fsdp2, deepspeed or megatron",
+        ),
         ({"train": {"max_staleness": -1}}, "train.max_staleness", "greater than or equal to 0"),
         ({"train": {"on_late": "skip"}}, "train.on_late", "'drop' or 'wait'"),
         ({"train": {"lr": "fast"}}, "train.lr", "valid number"),
         ({"train": {"stepss": 3}}, "train.stepss", "did you mean 'train.steps'?"),
         ({"algorithm": {"dual_clip": 1.0}}, "algorithm.dual_clip", "above 1"),
-        ({"domains": {"lake": {**LAKE, "group_size": 1}}}, "domains.lake.group_size", "at least 2 with algorithm.adv_estimator grpo"),
+        (
+            {"domains": {"lake": {**LAKE, "group_size": 1}}},
+            "domains.lake.group_size",
+            "at least 2 with algorithm.adv_estimator grpo",
+        ),
         (
             {
                 "domains": {"lake": {**LAKE, "group_size": 1}},
@@ -63,7 +105,11 @@ def merged(**sections: Any) -> dict[str, Any]:
             "domains.lake.thinking",
             "keep with whole conversations, trained as they were sampled; drop needs context: steps",
         ),
-        ({"model": {"tiny": {"max_position_embeddings": 128}}}, "domains.lake.max_context_tokens", "max_position_embeddings, which is 128"),
+        (
+            {"model": {"tiny": {"max_position_embeddings": 128}}},
+            "domains.lake.max_context_tokens",
+            "max_position_embeddings, which is 128",
+        ),
         ({"model": {"path": "./no-such-folder"}}, "model.path", "no such folder"),
         ({"warm_start": {"steps": 5, "domain": "sea"}}, "warm_start.domain", "one of lake"),
         ({"warm_start": {"steps": 5, "data": "/no/such.jsonl"}}, "warm_start.data", "no such file"),
@@ -102,5 +148,7 @@ def test_a_name_is_made_up_where_none_is_given(tmp_path: Path) -> None:
 
 def test_a_run_cannot_live_where_a_file_is(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(ConfigError, match=r"^run\.dir: '.*/notes\.txt/deeper' is not allowed; a folder.*notes\.txt is a file"):
+    with pytest.raises(
+        ConfigError, match=r"^run\.dir: '.*/notes\.txt/deeper' is not allowed; a folder.*notes\.txt is a file"
+    ):
         run_folder(validate(merged(run={"dir": str(tmp_path / "notes.txt" / "deeper"), "name": "r"})))

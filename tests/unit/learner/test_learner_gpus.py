@@ -42,7 +42,9 @@ def test_each_gpu_gets_a_rank(machine):
 
 
 def test_cpu_keeps_the_ranks_and_auto_keeps_all(machine):
-    assert gpu_selection.assign_gpus({"train": {"ranks": 2}}, "cpu", share=False) == {"train": {"ranks": 2, "device": "cpu"}}
+    assert gpu_selection.assign_gpus({"train": {"ranks": 2}}, "cpu", share=False) == {
+        "train": {"ranks": 2, "device": "cpu"}
+    }
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
     assert gpu_selection.assign_gpus({"train": {"ranks": 2}}, "auto", share=False) == {"train": {"ranks": 2}}
     assert gpu_selection.assign_gpus({}, "0", share=False) == {"train": {"device": "cuda", "ranks": 1}}
@@ -51,7 +53,9 @@ def test_cpu_keeps_the_ranks_and_auto_keeps_all(machine):
 def test_what_does_not_fit(machine):
     with pytest.raises(UserError, match=r"^--gpus 2-4: GPU 4 not on this machine; it has 0, 1, 2, 3$"):
         gpu_selection.assign_gpus({}, "2-4", share=False)
-    with pytest.raises(ConfigError, match=r"^train.ranks: 2 is not allowed; 4 with --gpus 0-3, or nothing: each GPU gets a rank$"):
+    with pytest.raises(
+        ConfigError, match=r"^train.ranks: 2 is not allowed; 4 with --gpus 0-3, or nothing: each GPU gets a rank$"
+    ):
         gpu_selection.assign_gpus({"train": {"ranks": 2}}, "0-3", share=False)
     with pytest.raises(ConfigError, match=r"^train.device: 'cuda:1' is not allowed; cuda with --gpus 0, or nothing$"):
         gpu_selection.assign_gpus({"train": {"device": "cuda:1"}}, "0", share=False)
@@ -61,7 +65,10 @@ def test_a_taken_gpu_is_named_with_who_takes_it(machine, monkeypatch):
     monkeypatch.setattr(gpu_selection, "EACH_S", 0.01)
     machine.write_text("GPU-cc, 4711, /usr/bin/python3\nGPU-cc, 4712, python3\nGPU-aa, 1, vllm\n")
     assert gpu_selection.gpu_users() == {0: ["pid 1 (vllm)"], 2: ["pid 4711 (python3)", "pid 4712 (python3)"]}
-    line = r"^--gpus 1-3: GPU 2 is taken by pid 4711 \(python3\), pid 4712 \(python3\); end that, choose others, or add --share-gpus$"
+    line = (
+        r"^--gpus 1-3: GPU 2 is taken by pid 4711 \(python3\), pid 4712 \(python3\); end that, "
+        r"choose others, or add --share-gpus$"
+    )
     with pytest.raises(UserError, match=line):
         gpu_selection.refuse_taken([1, 2, 3], "1-3", patience_s=0.02)
     gpu_selection.refuse_taken([1, 3], "1,3", patience_s=0)
@@ -76,8 +83,17 @@ def test_the_command_refuses_in_one_line(tmp_path, machine):
     command = [sys.executable, "-m", "rlearner.cli", "start", str(config), "--gpus"]
     for spec, rest, line in (
         ("0,9", [], "error: --gpus 0,9: GPU 9 not on this machine; it has 0, 1, 2, 3\n"),
-        ("0-1", [], "error: train.ranks: 2 is not allowed; 1 with train.backend torch; more with ddp, fsdp2, deepspeed or megatron\n"),
-        ("x", [], "error: --gpus 'x' is not allowed; write a list such as 0,2 or a range such as 4-7, or cpu, or auto\n"),
+        (
+            "0-1",
+            [],
+            "error: train.ranks: 2 is not allowed; 1 with train.backend torch; more with ddp, fsdp2, deepspeed or "
+            "megatron\n",
+        ),
+        (
+            "x",
+            [],
+            "error: --gpus 'x' is not allowed; write a list such as 0,2 or a range such as 4-7, or cpu, or auto\n",
+        ),
     ):
         done = subprocess.run([*command, spec, *rest], capture_output=True, text=True, check=False, timeout=100)
         assert (done.returncode, done.stderr) == (2, line)

@@ -23,7 +23,9 @@ from learner.evaluation.evaluation import EvaluationQueue
 from learner.training import TrainingThread
 
 
-def trajectory(episode: int = 0, reward: float = 1.0, runs: tuple[int, ...] = (0, 2), token: int = 7) -> wire.Trajectory:
+def trajectory(
+    episode: int = 0, reward: float = 1.0, runs: tuple[int, ...] = (0, 2), token: int = 7
+) -> wire.Trajectory:
     sampled = sum(runs[1::2])
     return wire.Trajectory(
         episode=episode,
@@ -31,7 +33,9 @@ def trajectory(episode: int = 0, reward: float = 1.0, runs: tuple[int, ...] = (0
         loss_mask=wire.column([0, 0] + [1] * sampled, "|u1"),
         logprobs=wire.column([0.0, 0.0] + [-1.0] * sampled, "<f4"),
         version_runs=wire.column(runs, "<i4"),
-        turns=[wire.Turn(start=2, end=2 + sampled, reward=reward, valid=True, finish_reason="stop", server="s")] if sampled else [],
+        turns=[wire.Turn(start=2, end=2 + sampled, reward=reward, valid=True, finish_reason="stop", server="s")]
+        if sampled
+        else [],
         reward=reward,
         reward_parts={},
         success=reward > 0,
@@ -40,7 +44,15 @@ def trajectory(episode: int = 0, reward: float = 1.0, runs: tuple[int, ...] = (0
 
 
 def group(trajectories: list[wire.Trajectory] | None = None, **more: Any) -> wire.Group:
-    given: dict[str, Any] = {"ticket": 1, "domain": "lake", "task_index": 0, "min_version": 0, "hub": "h", "deliveries": 1, "pools": []}
+    given: dict[str, Any] = {
+        "ticket": 1,
+        "domain": "lake",
+        "task_index": 0,
+        "min_version": 0,
+        "hub": "h",
+        "deliveries": 1,
+        "pools": [],
+    }
     return wire.Group(**{**given, **more}, trajectories=trajectories or [trajectory(0), trajectory(1)])
 
 
@@ -60,12 +72,16 @@ def record(message: wire.Message | None, *, ticket: int = 0, error: str = "") ->
 
 def test_a_good_group() -> None:
     good = group([trajectory(0, 1.0, (0, 2)), trajectory(1, -0.5, (0, 1, 0, 3))])
-    assert record_intake.read_record(record(good), a_ledger(), 100) == record_intake.RecordIntake(GroupArrival(1, 0, (1.0, -0.5)), good)
+    assert record_intake.read_record(record(good), a_ledger(), 100) == record_intake.RecordIntake(
+        GroupArrival(1, 0, (1.0, -0.5)), good
+    )
 
 
 def test_a_closing() -> None:
     closed = wire.Closed(ticket=3, domain="lake", reason="late", detail="", by="h")
-    assert record_intake.read_record(record(closed), a_ledger(), 100) == record_intake.RecordIntake(TicketEnd(3, "late"))
+    assert record_intake.read_record(record(closed), a_ledger(), 100) == record_intake.RecordIntake(
+        TicketEnd(3, "late")
+    )
 
 
 def test_bytes_that_do_not_decode_end_the_ticket_in_the_header() -> None:
@@ -82,7 +98,8 @@ def test_bytes_that_do_not_decode_end_the_ticket_in_the_header() -> None:
         (group(domain="sea"), "asked for lake task 0, not sea task 0"),
         (group(task_index=4), "asked for lake task 0, not lake task 4"),
         (group([trajectory()]), "1 of the 2 episodes of ticket 1, which needs at least 2"),
-        (group([trajectory(), trajectory()]), "1 of the 2 episodes of ticket 1, which needs at least 2"),  # two samples of one episode
+        # two samples of one episode
+        (group([trajectory(), trajectory()]), "1 of the 2 episodes of ticket 1, which needs at least 2"),
         (group([trajectory(token=100), trajectory(1)]), "token id 100 of episode 0, the vocabulary has 100"),
         (group([trajectory(runs=(0, 1, 1, 1)), trajectory(1)]), "a token of policy version 1 while 0 is being trained"),
     ],
@@ -104,7 +121,9 @@ def test_a_group_without_sampled_tokens_is_as_new_as_can_be() -> None:
 
 def evaluations(**more: Any) -> EvaluationQueue:
     domains = {"sea": DomainSection(env="x", deadline_s=5), "lake": DomainSection(env="x", deadline_s=9)}
-    return EvaluationQueue(EvalSection(every_steps=10, tasks=2, temperature=0.5, **more), domains, seed=1, first_number=11)
+    return EvaluationQueue(
+        EvalSection(every_steps=10, tasks=2, temperature=0.5, **more), domains, seed=1, first_number=11
+    )
 
 
 def test_the_same_tasks_every_time() -> None:

@@ -92,7 +92,8 @@ def test_redundant_episodes_come_on_top_of_the_group() -> None:
 
 
 def test_groups_of_a_full_step_that_are_not_chosen_are_filtered_and_not_replaced() -> None:
-    # A quarter of two groups is one: the other one counts as filtered, and the next step's two tickets are all that is issued.
+    # A quarter of two groups is one: the other one counts as filtered, and the next step's two tickets are all that is
+    # issued.
     ledger = Ledger(rules(keep_fraction=0.25))
     assert issued(ledger.open_credit()) == [1, 2, 3, 4]
     for seq, number in ((1, 1), (2, 2)):
@@ -119,7 +120,11 @@ def test_what_stands_on_a_ticket() -> None:
 
 def test_seed_depends_on_each_part_and_is_exact_in_a_double() -> None:
     seeds = {
-        task_seed(run, split, domain, index) for run in (0, 1) for split in ("train", "eval") for domain in "ab" for index in range(50)
+        task_seed(run, split, domain, index)
+        for run in (0, 1)
+        for split in ("train", "eval")
+        for domain in "ab"
+        for index in range(50)
     }
     assert len(seeds) == 400
     assert all(0 <= seed < 2**53 for seed in seeds)
@@ -258,7 +263,14 @@ def test_filter_replaces_up_to_its_bound_and_then_trains_what_there_is() -> None
 
 @pytest.mark.parametrize(
     ("rewards", "zero"),
-    [((1.0,), True), ((1.0, 1.0), True), ((0.0, 1.0), False), ((0.0, 1e-6), True), ((0.0, 2e-6), False), ((0.1, 0.1, 0.1), True)],
+    [
+        ((1.0,), True),
+        ((1.0, 1.0), True),
+        ((0.0, 1.0), False),
+        ((0.0, 1e-6), True),
+        ((0.0, 2e-6), False),
+        ((0.1, 0.1, 0.1), True),
+    ],
 )
 def test_zero_variance(rewards: tuple[float, ...], zero: bool) -> None:
     assert is_zero_variance(rewards) is zero  # std of (0, x) with ddof 1 is x / sqrt(2)
@@ -348,18 +360,27 @@ def test_a_domain_that_is_gone_is_replaced_by_those_that_exist() -> None:
     lake, maze, quiz = (DomainRule(name, 1.0, 1, 1, 9.0) for name in ("lake", "maze", "quiz"))
     ledger = Ledger(rules(steps=9, groups=2, staleness=1, domains=(lake, maze)))
     opened = ledger.open_credit()
-    assert [action.ticket.domain for action in opened if isinstance(action, IssueTicket)] == ["lake", "maze", "lake", "maze"]
+    assert [action.ticket.domain for action in opened if isinstance(action, IssueTicket)] == [
+        "lake",
+        "maze",
+        "lake",
+        "maze",
+    ]
     ledger.apply(arrived(2), 1)  # maze, in the step under way
     out = ledger.apply(RulesUpdate(rules(steps=9, groups=2, staleness=1, domains=(lake, quiz)), epoch=2), 2)
     assert out[0] == ForgetTicket(4, "dropped", REMOVED)
-    assert [(action.ticket.number, action.ticket.domain) for action in out if isinstance(action, IssueTicket)] == [(5, "lake")]
+    assert [(action.ticket.number, action.ticket.domain) for action in out if isinstance(action, IssueTicket)] == [
+        (5, "lake")
+    ]
     assert counts(ledger) == (5, 0, 0, 1, 0, 4)
     assert ledger.state.reasons == {REMOVED: 1}
     assert ledger.apply(arrived(4), 3) == [RefuseRecord(4, "duplicate")]
     assert [entry.number for entry in ledger.state.taken] == [2]  # it was taken by the rules of its time
     gone = ledger.lose({2})  # … unless the log has lost it: then its ticket is replaced, too
     assert [entry.number for entry in gone] == [2]
-    assert [action.ticket.domain for action in ledger.apply(TicketEnd(2, "lost"), 4) if isinstance(action, IssueTicket)] == ["quiz"]
+    assert [
+        action.ticket.domain for action in ledger.apply(TicketEnd(2, "lost"), 4) if isinstance(action, IssueTicket)
+    ] == ["quiz"]
 
 
 def test_a_group_in_the_queue_of_a_domain_that_is_gone_is_dropped() -> None:

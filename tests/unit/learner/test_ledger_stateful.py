@@ -9,7 +9,14 @@ from fractions import Fraction
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from broker.contract import wire
 from learner.credit.ledger import (
@@ -96,7 +103,9 @@ class Fleet(RuleBasedStateMachine):
                     self.held.remove(number)
                     assert number not in self.ended
                     self.ended[number] = "taken"
-                    assert self.oldest[number] >= self.ledger.state.version - self.rules_.max_staleness, "staleness bound"
+                    assert self.oldest[number] >= self.ledger.state.version - self.rules_.max_staleness, (
+                        "staleness bound"
+                    )
                     self.now.append(number)
                 case ForgetTicket(number, outcome, reason):
                     self.num_by_rules += reason != "" and number not in self.held
@@ -124,9 +133,13 @@ class Fleet(RuleBasedStateMachine):
                 self.do(self.ledger.complete_step())
 
     def group(self, ticket: wire.Ticket, age: int, same: bool) -> GroupArrival:
-        """Tokens from the newest version back to ``age`` versions ago, never older than the ticket allows where honest."""
+        """Tokens from the newest version back to ``age`` versions ago, never older than the ticket allows where
+        honest.
+        """
         floor = ticket.min_version if self.honest else 0
-        return GroupArrival(ticket.number, max(floor, self.ledger.state.version - age), (1.0, 1.0) if same else (0.0, 1.0))
+        return GroupArrival(
+            ticket.number, max(floor, self.ledger.state.version - age), (1.0, 1.0) if same else (0.0, 1.0)
+        )
 
     # ---- events
     @precondition(lambda self: not self.ledger.done)
@@ -162,12 +175,16 @@ class Fleet(RuleBasedStateMachine):
         """The learner is started again with other settings."""
         domains = tuple(DomainRule(name, weight, 2, 2, 5.0) for name, weight in sorted(weights.items()))
         before = self.rules_
-        self.rules_ = replace(before, steps=before.steps + more_steps, groups_per_step=groups, max_staleness=staleness, domains=domains)
+        self.rules_ = replace(
+            before, steps=before.steps + more_steps, groups_per_step=groups, max_staleness=staleness, domains=domains
+        )
         self.num_changes += 1
         self.put(RulesUpdate(self.rules_, self.num_changes))
         live = self.ledger.state.live
         taken = {entry.number for entry in self.ledger.state.taken}
-        assert {live[number].domain for number in live.keys() - taken} <= weights.keys(), "no ticket waits for a domain that is gone"
+        assert {live[number].domain for number in live.keys() - taken} <= weights.keys(), (
+            "no ticket waits for a domain that is gone"
+        )
 
     @rule()
     def restart(self) -> None:
@@ -204,7 +221,9 @@ class Fleet(RuleBasedStateMachine):
             assert c["trained"] == s.version * r.groups_per_step
         assert c["open"] <= max(r.outstanding(s.version), len(s.taken))
         ended_by_records = replaced - len(self.skipped) + self.skips - self.num_by_rules + self.num_changes
-        assert c["duplicate"] + c["unknown"] + len(s.taken) + len(s.queue) + c["trained"] + ended_by_records == len(self.log)
+        assert c["duplicate"] + c["unknown"] + len(s.taken) + len(s.queue) + c["trained"] + ended_by_records == len(
+            self.log
+        )
         assert self.held == {q.number for q in s.queue}
 
     @invariant()

@@ -66,9 +66,18 @@ async def test_a_tally_counts_on_from_the_last_boundary(tmp_path: Path) -> None:
     bare = [msgspec.structs.replace(line, counts={}) for line in lines]
     for number, line in enumerate(lines, start=1):
         if line.state == "boundary":  # what was counted from the lines alone is what the ledger says
-            assert ledger_file.final_counts(bare[:number])[0] == ledger_file.final_counts(lines[:number])[0] == line.counts
+            assert (
+                ledger_file.final_counts(bare[:number])[0] == ledger_file.final_counts(lines[:number])[0] == line.counts
+            )
     counts, dead = ledger_file.final_counts(lines[:14])  # behind the first boundary: seven issued, three ended
-    assert [counts[name] for name in ("issued", "trained", "dropped", "dead", "open", "duplicate")] == [7, 0, 1, 2, 4, 2]
+    assert [counts[name] for name in ("issued", "trained", "dropped", "dead", "open", "duplicate")] == [
+        7,
+        0,
+        1,
+        2,
+        4,
+        2,
+    ]
     assert dead == {"malformed": 1, "env_error": 1}
     assert ledger_file.final_counts([]) == ({}, {})
 
@@ -132,13 +141,16 @@ async def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "pwrite", pwrite)
     await world.learn()
     assert kit.ledger_files(tmp_path / "run") == kit.ledger_files(tmp_path / "whole")
-    assert sorted(os.listdir(tmp_path / "run" / ledger_segments.FOLDER)) == sorted(kit.ledger_files(tmp_path / "run"))  # no remains
+    # no remains
+    assert sorted(os.listdir(tmp_path / "run" / ledger_segments.FOLDER)) == sorted(kit.ledger_files(tmp_path / "run"))
     for path in (tmp_path / "whole" / "samples").iterdir():
         assert (tmp_path / "run" / "samples" / path.name).read_bytes() == path.read_bytes()
 
 
 async def test_an_earlier_incarnation_no_longer_archives(tmp_path: Path) -> None:
-    """It resumed at the same record as the learner that took over, so its first archive file has the name of that learner's."""
+    """It resumed at the same record as the learner that took over, so its first archive file has the name of that
+    learner's.
+    """
     world = kit.World(tmp_path)
     with pytest.raises(kit.Killed):
         await world.learn(die_at=10)
@@ -150,7 +162,9 @@ async def test_an_earlier_incarnation_no_longer_archives(tmp_path: Path) -> None
     before = {path.name: path.read_bytes() for _, path in archive.archive_files(tmp_path / archive.FOLDER)}
     entry = world.log[ledger.state.position]
     await zombie.began(ledger.open_credit())
-    await zombie.consumed(entry, read := record_intake.read_record(entry, ledger, 100), ledger.apply(read.record, entry.seq))
+    await zombie.consumed(
+        entry, read := record_intake.read_record(entry, ledger, 100), ledger.apply(read.record, entry.seq)
+    )
     await zombie.sync()
     zombie.close()
     assert f"{entry.seq:012d}.frames" in before

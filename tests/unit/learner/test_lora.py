@@ -26,7 +26,9 @@ def settings(**more):
 
 
 def start(path, *, algorithm=None, ref_path=None, dtype="float32", **more):
-    return backend(path, train=settings(**more), algorithm=algorithm, ref_path=ref_path, model=ModelSection(dtype=dtype))
+    return backend(
+        path, train=settings(**more), algorithm=algorithm, ref_path=ref_path, model=ModelSection(dtype=dtype)
+    )
 
 
 def move(trainer, steps):
@@ -124,7 +126,9 @@ def test_checkpoint_for_transformers_and_for_peft(tmp_path):
     assert not any("lora" in name for name in merged.state_dict())
     for name, tensor in trainer.weights().items():
         assert torch.equal(merged.state_dict()[name], tensor)
-    adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), folder / "adapter").eval()
+    adapted = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), folder / "adapter"
+    ).eval()
     said = json.loads((folder / "adapter" / "adapter_config.json").read_text())
     assert (said["r"], said["lora_alpha"], said["base_model_name_or_path"]) == (RANK, ALPHA, path)
     tokens = torch.tensor(ids)
@@ -134,7 +138,8 @@ def test_checkpoint_for_transformers_and_for_peft(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "more"), [("float32", {}), ("float32", {"lora": {"rank": RANK, "dropout": 0.3}}), ("bfloat16", {"optimizer_offload": True})]
+    ("dtype", "more"),
+    [("float32", {}), ("float32", {"lora": {"rank": RANK, "dropout": 0.3}}), ("bfloat16", {"optimizer_offload": True})],
 )
 def test_resume_is_bit_identical(tmp_path, dtype, more):
     path = save_model(tmp_path / "first", dtype=getattr(torch, dtype))
@@ -176,7 +181,8 @@ def test_the_reference_is_the_base_without_a_second_copy(tmp_path):
     algorithm = AlgorithmSection(kl_coef=0.3)
     trainer, full = start(path, algorithm=algorithm), backend(path, algorithm=algorithm)
     move(trainer, range(2))
-    alone = backend(path, algorithm=algorithm, train=settings(lora=None))  # a policy at the merged weights, a reference of its own
+    # a policy at the merged weights, a reference of its own
+    alone = backend(path, algorithm=algorithm, train=settings(lora=None))
     with torch.no_grad():
         for name, tensor in trainer.weights().items():
             dict(alone.policy.module.named_parameters())[name].copy_(tensor)
@@ -204,27 +210,36 @@ def test_gradient_checkpointing_and_packing_change_nothing(tmp_path):
     path = save_model(tmp_path)
     expected = [one["actor/pg_loss"] for one in move(start(path), range(3))]
     for more in ({"gradient_checkpointing": True}, {"packing": "padded"}):
-        assert [one["actor/pg_loss"] for one in move(start(path, **more), range(3))] == pytest.approx(expected, abs=1e-5)
+        assert [one["actor/pg_loss"] for one in move(start(path, **more), range(3))] == pytest.approx(
+            expected, abs=1e-5
+        )
 
 
 def test_refused(tmp_path, monkeypatch):
     path = save_model(tmp_path / "first")
     with pytest.raises(
-        ConfigError, match=r"train.lora.target_modules: \['lm_head', 'q'\] is not allowed; linear layers .* q_proj, up_proj"
+        ConfigError,
+        match=r"train.lora.target_modules: \['lm_head', 'q'\] is not allowed; linear layers .* q_proj, up_proj",
     ):
         start(path, lora={"target_modules": ["q", "q_proj", "lm_head"]})
     full = backend(path)
     full_folder = checkpoint.write(tmp_path / "full", full, {"version": 1}, 1)
-    with pytest.raises(ConfigError, match=r"train.lora: .* is not allowed; null: .*step-000001 was trained without adapters"):
+    with pytest.raises(
+        ConfigError, match=r"train.lora: .* is not allowed; null: .*step-000001 was trained without adapters"
+    ):
         start(str(full_folder), ref_path=path)
     trainer = start(path)
     folder = checkpoint.write(tmp_path / "lora", trainer, {"version": 1}, 1)
-    with pytest.raises(ConfigError, match=r"train.lora.rank: 5 is not allowed; 4, as in .*: adapters cannot change their shape"):
+    with pytest.raises(
+        ConfigError, match=r"train.lora.rank: 5 is not allowed; 4, as in .*: adapters cannot change their shape"
+    ):
         start(str(folder), ref_path=path, lora={"rank": 5, "alpha": ALPHA})
     with pytest.raises(UserError, match="belongs to another model"):
         checkpoint.load_state(checkpoint.read_checkpoint(folder), backend(str(folder), ref_path=path))
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
-    with pytest.raises(ConfigError, match=r"train.lora: .* null, for the package peft is not installed: pip install 'rlearner\[lora\]'"):
+    with pytest.raises(
+        ConfigError, match=r"train.lora: .* null, for the package peft is not installed: pip install 'rlearner\[lora\]'"
+    ):
         start(path)
 
 

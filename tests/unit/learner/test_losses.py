@@ -85,7 +85,8 @@ def test_ppo_equals_the_formula(rows, low, high, dual):
     assert 0 <= stats["clipped"] <= len(rows)
 
 
-@pytest.mark.parametrize("name", [name for name in LOSSES if name not in ("gspo", "cispo", "topr")])  # those hold weights back
+# those hold weights back
+@pytest.mark.parametrize("name", [name for name in LOSSES if name not in ("gspo", "cispo", "topr")])
 def test_every_loss_has_the_gradient_of_its_values(name):
     generator = torch.Generator().manual_seed(4)
     new, old, advantages = (torch.randn(30, generator=generator, dtype=torch.float64) for _ in range(3))
@@ -119,7 +120,12 @@ def test_ratio_figures_by_hand():
     sums = ratio_sums(old + torch.tensor([1.0, 2.0, 0.5]).log(), old)
     metrics = ratio_metrics({name: value.item() for name, value in sums.items()}, 3)
     assert metrics == pytest.approx(
-        {"rollout_corr/kl": 0.0, "rollout_corr/k3_kl": 0.5 / 3, "rollout_corr/is_mean": 3.5 / 3, "rollout_corr/ess": 12.25 / 15.75},
+        {
+            "rollout_corr/kl": 0.0,
+            "rollout_corr/k3_kl": 0.5 / 3,
+            "rollout_corr/is_mean": 3.5 / 3,
+            "rollout_corr/ess": 12.25 / 15.75,
+        },
         abs=1e-6,
     )
 
@@ -128,7 +134,11 @@ def test_ratio_figures_by_hand():
 def test_ratio_sums_add_up_over_micro_batches(rows, where):
     new, old = (torch.tensor(column) for column in zip(*rows, strict=True))
     where = min(where, len(rows) - 1)
-    whole, first, second = ratio_sums(new, old), ratio_sums(new[:where], old[:where]), ratio_sums(new[where:], old[where:])
+    whole, first, second = (
+        ratio_sums(new, old),
+        ratio_sums(new[:where], old[:where]),
+        ratio_sums(new[where:], old[where:]),
+    )
     for name, value in whole.items():
         assert (first[name] + second[name]).item() == pytest.approx(value.item(), rel=1e-9, abs=1e-9)
     metrics = ratio_metrics({name: value.item() for name, value in whole.items()}, len(rows))
@@ -138,4 +148,9 @@ def test_ratio_sums_add_up_over_micro_batches(rows, where):
 
 
 def test_no_tokens_mean_no_movement():
-    assert ratio_metrics({}, 0) == {"rollout_corr/kl": 0, "rollout_corr/k3_kl": 0, "rollout_corr/is_mean": 1, "rollout_corr/ess": 1}
+    assert ratio_metrics({}, 0) == {
+        "rollout_corr/kl": 0,
+        "rollout_corr/k3_kl": 0,
+        "rollout_corr/is_mean": 1,
+        "rollout_corr/ess": 1,
+    }

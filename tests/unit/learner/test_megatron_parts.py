@@ -1,4 +1,6 @@
-"""What of the backend megatron needs neither Megatron nor other processes: whose part is what, in which order, and what is refused."""
+"""What of the backend megatron needs neither Megatron nor other processes: whose part is what, in which order, and what
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ from learner.backends.megatron.mapping import parts_of, take_share
 from learner.backends.megatron.pipeline import StagePipeline, pass_order
 from learner.offline import config as offline
 
-LAKE = {"env": "frozenlake", "group_size": 4, "max_context_tokens": 256, "sampling": {"max_tokens": 4}, "deadline_s": 60}
+LAKE = {
+    "env": "frozenlake",
+    "group_size": 4,
+    "max_context_tokens": 256,
+    "sampling": {"max_tokens": 4},
+    "deadline_s": 60,
+}
 SHAPE = DecoderArchitecture(
     num_layers=4, hidden=6, num_heads=4, num_groups=2, head_dim=3, intermediate=10, vocab=7, max_positions=64, eps=1e-6,
     qkv_bias=True, qk_norm=True, tied=False,
@@ -49,7 +57,9 @@ def test_the_order_of_a_pipeline_by_hand() -> None:
 
 @given(st.integers(0, 9), st.integers(1, 5))
 def test_a_pipeline_never_waits_for_what_comes_later(num: int, num_stages: int) -> None:
-    """Between two steps a stage gives away what it made and takes what it needs, and both must be met by the neighbours' own exchanges."""
+    """Between two steps a stage gives away what it made and takes what it needs, and both must be met by the
+    neighbours' own exchanges.
+    """
     steps = [pass_order(num, stage, num_stages) for stage in range(num_stages)]
 
     def exchange(stage: int, position: int) -> set[tuple[int, int, bool, int]]:
@@ -63,7 +73,8 @@ def test_a_pipeline_never_waits_for_what_comes_later(num: int, num_stages: int) 
             found.add((stage + 1 if is_backward else stage - 1, stage, is_backward, index))
         return {one for one in found if 0 <= one[0] < num_stages and 0 <= one[1] < num_stages}
 
-    at, posted, moved = [0] * num_stages, set(), True  # the exchange that each stage is in; (stage, what it has asked for)
+    # the exchange that each stage is in; (stage, what it has asked for)
+    at, posted, moved = [0] * num_stages, set(), True
     while moved:
         moved = False
         waiting = [stage for stage in range(num_stages) if at[stage] <= len(steps[stage])]
@@ -82,9 +93,13 @@ def test_a_pipeline_never_waits_for_what_comes_later(num: int, num_stages: int) 
 
 def test_a_stage_lets_go_of_what_it_has_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        StagePipeline, "_exchange", lambda self, made, to, source, shape: None if source is None else torch.full(shape, 2.0)
+        StagePipeline,
+        "_exchange",
+        lambda self, made, to, source, shape: None if source is None else torch.full(shape, 2.0),
     )
-    first_but_one = StagePipeline(RankGrid(4, 1, 4, 1), SimpleNamespace(pipeline=None), torch.device("cpu"), torch.float32)  # type: ignore[arg-type]
+    first_but_one = StagePipeline(
+        RankGrid(4, 1, 4, 1), SimpleNamespace(pipeline=None), torch.device("cpu"), torch.float32
+    )
     weight, sent = torch.ones(3, requires_grad=True), []
 
     def forward(index: int, entered: torch.Tensor | None) -> torch.Tensor:
@@ -103,9 +118,12 @@ def test_a_stage_lets_go_of_what_it_has_sent(monkeypatch: pytest.MonkeyPatch) ->
 def whole_tensors(shape: DecoderArchitecture) -> dict[str, torch.Tensor]:
     """Each element another number."""
     sizes = {
-        "embed_tokens.weight": (shape.vocab, shape.hidden), "lm_head.weight": (shape.vocab, shape.hidden), "norm.weight": (shape.hidden,),
-        "q_proj.weight": (12, 6), "k_proj.weight": (6, 6), "v_proj.weight": (6, 6), "q_proj.bias": (12,), "k_proj.bias": (6,),
-        "v_proj.bias": (6,), "o_proj.weight": (6, 12), "q_norm.weight": (3,), "k_norm.weight": (3,), "gate_proj.weight": (10, 6),
+        "embed_tokens.weight": (shape.vocab, shape.hidden), "lm_head.weight": (shape.vocab, shape.hidden),
+        "norm.weight": (shape.hidden,),
+        "q_proj.weight": (12, 6), "k_proj.weight": (6, 6), "v_proj.weight": (6, 6), "q_proj.bias": (12,),
+        "k_proj.bias": (6,),
+        "v_proj.bias": (6,), "o_proj.weight": (6, 12), "q_norm.weight": (3,), "k_norm.weight": (3,),
+        "gate_proj.weight": (10, 6),
         "up_proj.weight": (10, 6), "down_proj.weight": (6, 10), "layernorm.weight": (6,),
     }  # fmt: skip
     found, count = {}, 0
@@ -153,7 +171,9 @@ def test_every_element_has_its_place_and_comes_back(tp: int, pp: int) -> None:
         for share in range(tp):
             for part in (part for part in parts if part.stage == stage):
                 piece = take_share(tensors[part.name], part.dim, tp, share)
-                size = next((size for ending, size in sizes.items() if part.holder.endswith(ending)), tuple(piece.shape))
+                size = next(
+                    (size for ending, size in sizes.items() if part.holder.endswith(ending)), tuple(piece.shape)
+                )
                 holder = holders.setdefault((stage, share, part.holder), torch.full(size, -1))
                 view = part.view(holder)
                 assert view.data_ptr() >= holder.data_ptr()
@@ -166,7 +186,11 @@ def test_every_element_has_its_place_and_comes_back(tp: int, pp: int) -> None:
             if part.dim is not None:
                 size[part.dim] = -(-size[part.dim] // tp)
             pieces.append(part.view(holders[part.stage, share, part.holder]).reshape(size))
-        whole = pieces[0] if part.dim is None else torch.cat(pieces, part.dim).narrow(part.dim, 0, tensors[part.name].shape[part.dim])
+        whole = (
+            pieces[0]
+            if part.dim is None
+            else torch.cat(pieces, part.dim).narrow(part.dim, 0, tensors[part.name].shape[part.dim])
+        )
         assert torch.equal(whole, tensors[part.name]), part.name
 
 
@@ -178,7 +202,13 @@ def test_a_tied_embedding_lies_at_both_ends_of_a_pipeline_and_counts_once() -> N
     assert not any("lm_head" in part.name for part in parts_of(tied, 1, 1))
 
 
-SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 6, "intermediate_size": 48}
+SMALL = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 6,
+    "intermediate_size": 48,
+}
 OTHERS = "one of LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM with train.backend megatron, not "
 PLAIN = "a plain LlamaForCausalLM with train.backend megatron, not one with {}; fsdp2 takes it"
 
@@ -191,7 +221,9 @@ PLAIN = "a plain LlamaForCausalLM with train.backend megatron, not one with {}; 
         (LlamaConfig(**SMALL, architectures=["LlamaForCausalLM"], attention_bias=True), PLAIN.format("attention_bias")),
         (
             LlamaConfig(
-                **SMALL, architectures=["LlamaForCausalLM"], rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+                **SMALL,
+                architectures=["LlamaForCausalLM"],
+                rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4},
             ),
             PLAIN.format("rope_type yarn"),
         ),
@@ -217,14 +249,34 @@ def test_what_a_configuration_says() -> None:
 @pytest.mark.parametrize(
     ("heads", "tp", "pp", "line"),
     [
-        ((4, 2), 4, 1, "train.megatron.tensor_parallel: 4 is not allowed; one of 1, 2: it must divide the model's 2 key-value heads"),
-        ((4, 2), 3, 1, "train.megatron.tensor_parallel: 3 is not allowed; one of 1, 2: it must divide the model's 4 attention heads"),
-        ((14, 2), 4, 1, "train.megatron.tensor_parallel: 4 is not allowed; one of 1, 2: it must divide the model's 14 attention heads"),
+        (
+            (4, 2),
+            4,
+            1,
+            "train.megatron.tensor_parallel: 4 is not allowed; one of 1, 2: it must divide the model's 2 key-value "
+            "heads",
+        ),
+        (
+            (4, 2),
+            3,
+            1,
+            "train.megatron.tensor_parallel: 3 is not allowed; one of 1, 2: it must divide the model's 4 attention "
+            "heads",
+        ),
+        (
+            (14, 2),
+            4,
+            1,
+            "train.megatron.tensor_parallel: 4 is not allowed; one of 1, 2: it must divide the model's 14 attention "
+            "heads",
+        ),
         ((4, 2), 1, 4, "train.megatron.pipeline_parallel: 4 is not allowed; a divisor of the model's 6 layers"),
     ],
 )
 def test_sizes_that_do_not_divide_the_model(heads: tuple[int, int], tp: int, pp: int, line: str) -> None:
-    shape = DecoderArchitecture(**{**vars(SHAPE), "num_heads": heads[0], "num_groups": heads[1], "num_layers": 6, "intermediate": 48})
+    shape = DecoderArchitecture(
+        **{**vars(SHAPE), "num_heads": heads[0], "num_groups": heads[1], "num_layers": 6, "intermediate": 48}
+    )
     with pytest.raises(ConfigError) as caught:
         check_sizes(shape, tp, pp)
     assert str(caught.value) == line
@@ -238,10 +290,16 @@ def refused(train: dict[str, object], **more: object) -> str:
 
 def test_ranks_and_options() -> None:
     both = {"tensor_parallel": 2, "pipeline_parallel": 2}
-    line = "train.ranks: 6 is not allowed; a multiple of train.megatron.tensor_parallel 2 times train.megatron.pipeline_parallel 2"
+    line = (
+        "train.ranks: 6 is not allowed; a multiple of train.megatron.tensor_parallel 2 times "
+        "train.megatron.pipeline_parallel 2"
+    )
     assert refused({"backend": "megatron", "ranks": 6, "megatron": both}) == line
     train = {"backend": "megatron", "ranks": 8, "megatron": both}
-    assert validate({"domains": {"lake": LAKE}, "train": train, "model": {"tiny": {"num_layers": 4}}})["train"]["ranks"] == 8
+    assert (
+        validate({"domains": {"lake": LAKE}, "train": train, "model": {"tiny": {"num_layers": 4}}})["train"]["ranks"]
+        == 8
+    )
     line = "train.megatron.pipeline_parallel: 2 is not allowed; 1 with train.backend fsdp2; more with megatron"
     assert refused({"backend": "fsdp2", "ranks": 2, "megatron": {"pipeline_parallel": 2}}) == line
     line = "train.lora.dropout: 0.1 is not allowed; 0 with train.backend megatron, whose ranks divide a layer's inputs"
@@ -251,18 +309,33 @@ def test_ranks_and_options() -> None:
     assert validate({"domains": {"lake": LAKE}, "train": train, "algorithm": critic})["train"]["compile"]
 
 
-def test_a_model_that_is_here_is_looked_at_before_anything_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_model_that_is_here_is_looked_at_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     train = {"backend": "megatron", "ranks": 4, "megatron": {"tensor_parallel": 4}}
-    line = "train.megatron.tensor_parallel: 4 is not allowed; one of 1, 2: it must divide the model's {} key-value heads"
+    line = (
+        "train.megatron.tensor_parallel: 4 is not allowed; one of 1, 2: it must divide the model's {} key-value heads"
+    )
     assert refused(train, model={"path": None, "tiny": {"num_heads": 4, "num_kv_heads": 2}}) == line.format(2)
     (tmp_path / "model.safetensors").write_bytes(b"")
-    said = {"model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 64}
+    said = {
+        "model_type": "llama",
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+    }
     (tmp_path / "config.json").write_text(json.dumps({**said, "architectures": ["LlamaForCausalLM"]}))
     assert refused(train, model={"path": str(tmp_path)}) == line.format(2)
     (tmp_path / "config.json").write_text(json.dumps({**said, "architectures": ["MistralForCausalLM"]}))
-    assert refused(train, model={"path": str(tmp_path)}) == f"model.path: '{tmp_path}' is not allowed; {OTHERS}MistralForCausalLM"
+    assert (
+        refused(train, model={"path": str(tmp_path)})
+        == f"model.path: '{tmp_path}' is not allowed; {OTHERS}MistralForCausalLM"
+    )
 
 
 def test_offline_training_has_one_rank(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^train.backend: 'megatron' is not allowed; torch, ddp or fsdp2"):
-        offline.validate("sft", {"model": {"path": str(tmp_path)}, "data": {"train": "x.jsonl"}, "train": {"backend": "megatron"}})
+        offline.validate(
+            "sft", {"model": {"path": str(tmp_path)}, "data": {"train": "x.jsonl"}, "train": {"backend": "megatron"}}
+        )

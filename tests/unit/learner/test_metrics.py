@@ -92,7 +92,10 @@ def test_a_step_by_hand() -> None:
 
 
 def test_an_episode_in_several_trajectories_counts_once() -> None:
-    parts = [trajectory(0, 1.0, [0, 2], [(True, "stop")], success=True), trajectory(0, 1.0, [0, 3], [(True, "stop")], success=True)]
+    parts = [
+        trajectory(0, 1.0, [0, 2], [(True, "stop")], success=True),
+        trajectory(0, 1.0, [0, 3], [(True, "stop")], success=True),
+    ]
     other = trajectory(1, 0.0, [0, 1], [(True, "stop")])
     values = step_metrics([group("lake", [*parts, other])], version=0)
     assert values["reward/mean"] == 0.5
@@ -142,12 +145,18 @@ def test_a_resumed_run_writes_its_later_lines_again(tmp_path: Path) -> None:
     again = MetricsFile(path, last_step=2)
     again.write({"step": 3, "reward/mean": 9.0})
     again.close()
-    assert read_lines(path) == [{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 1.0}, {"step": 3, "reward/mean": 9.0}]
+    assert read_lines(path) == [
+        {"step": 1, "reward/mean": 0.5},
+        {"step": 2, "reward/mean": 1.0},
+        {"step": 3, "reward/mean": 9.0},
+    ]
     assert path.read_text().count("\n") == 3
 
 
 @pytest.mark.parametrize("block", [1, 7, 64, 1 << 16])
-def test_the_line_to_go_on_behind_is_found_from_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+def test_the_line_to_go_on_behind_is_found_from_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
     """What an older part of the file holds is not read: it costs nothing, and is left alone."""
     monkeypatch.setattr(metrics, "BLOCK_BYTES", block)
     path = tmp_path / "metrics.jsonl"

@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 from broker.contract import wire
 from broker.errors import ConfigError
 from broker.settings.registry import resolve
-from learner.algorithm.advantages import ADVANTAGES, COUNT_EPISODES, WHOLE_BATCH, dr_grpo, gae, gigpo, grpo, reinforce_plus_plus, remax
+from learner.algorithm.advantages import (
+    ADVANTAGES,
+    COUNT_EPISODES,
+    WHOLE_BATCH,
+    dr_grpo,
+    gae,
+    gigpo,
+    grpo,
+    reinforce_plus_plus,
+    remax,
+)
 from learner.algorithm.advantages.base import BatchRow, discounted, token_rewards, whiten
 from learner.config import AlgorithmSection
 
@@ -19,7 +29,9 @@ some = settings(max_examples=60, deadline=None)
 REWARDS = st.lists(st.floats(-10, 10, allow_subnormal=False), min_size=1, max_size=12)
 
 
-def trajectory(turns: list[tuple[int, int, float, str]], n: int, *, total: float | None = None, **more: object) -> wire.Trajectory:
+def trajectory(
+    turns: list[tuple[int, int, float, str]], n: int, *, total: float | None = None, **more: object
+) -> wire.Trajectory:
     mask = np.zeros(n, np.uint8)
     for start, end, _, _ in turns:
         mask[start:end] = 1
@@ -29,7 +41,10 @@ def trajectory(turns: list[tuple[int, int, float, str]], n: int, *, total: float
         loss_mask=wire.column(mask, "|u1"),
         logprobs=wire.column(np.where(mask, -1.0, 0.0), "<f4"),
         version_runs=wire.column([0, int(mask.sum())], "<i4"),
-        turns=[wire.Turn(start=a, end=b, reward=r, valid=True, finish_reason="stop", server="s", anchor=x) for a, b, r, x in turns],
+        turns=[
+            wire.Turn(start=a, end=b, reward=r, valid=True, finish_reason="stop", server="s", anchor=x)
+            for a, b, r, x in turns
+        ],
         reward=sum(r for _, _, r, _ in turns) if total is None else total,
         reward_parts={},
         success=False,
@@ -50,7 +65,8 @@ def test_discounting_by_hand() -> None:
 def test_rewards_stand_on_the_last_token_of_their_turn() -> None:
     # Sampled tokens 1, 2, 5. The total of 6 has 2 more than the turns: they come last.
     assert token_rewards(trajectory([(1, 3, 1.0, ""), (5, 6, 3.0, "")], 7, total=6.0)).tolist() == [0.0, 1.0, 5.0]
-    assert token_rewards(trajectory([(1, 3, 1.0, ""), (3, 3, 2.0, "")], 7)).tolist() == [0.0, 3.0]  # a turn without tokens
+    # a turn without tokens
+    assert token_rewards(trajectory([(1, 3, 1.0, ""), (3, 3, 2.0, "")], 7)).tolist() == [0.0, 3.0]
     assert token_rewards(trajectory([], 7, total=3.0)).tolist() == []
 
 
@@ -76,7 +92,11 @@ def test_whitened_tokens_have_mean_zero_and_deviation_one(rows: list[list[float]
 def test_dr_grpo_by_hand() -> None:
     # Rewards 3, 1, 2: mean 2, not divided by anything.
     group = [trajectory([(1, 3, r, "")], 3, episode=i) for i, r in enumerate((3.0, 1.0, 2.0))]
-    assert [a.tolist() for a in dr_grpo.estimate(group, AlgorithmSection(norm_std=True))] == [[0, 1, 1], [0, -1, -1], [0, 0, 0]]
+    assert [a.tolist() for a in dr_grpo.estimate(group, AlgorithmSection(norm_std=True))] == [
+        [0, 1, 1],
+        [0, -1, -1],
+        [0, 0, 0],
+    ]
 
 
 def test_remax_by_hand() -> None:
@@ -84,14 +104,18 @@ def test_remax_by_hand() -> None:
     three = enumerate(((1.0, False), (0.0, False), (0.5, True)))
     group = [trajectory([(1, 2, r, "")], 2, greedy=greedy, episode=i) for i, (r, greedy) in three]
     assert [a.tolist() for a in remax.estimate(group, AlgorithmSection())] == [[0, 0.5], [0, -0.5], [0, 0]]
-    assert not any(a.any() for a in remax.estimate(group[:2], AlgorithmSection()))  # without a baseline there is nothing to learn
+    # without a baseline there is nothing to learn
+    assert not any(a.any() for a in remax.estimate(group[:2], AlgorithmSection()))
     assert remax.advantages(np.array([1.0, 0.0]), 0.5).tolist() == [0.5, -0.5]
 
 
 def test_reinforce_plus_plus_by_hand() -> None:
-    # gamma 0.5: returns (0 + 1, 2) and (-2). 1, 2, -2: mean 1/3, squared deviations 4/9 + 25/9 + 49/9 = 78/9, over 2: std 2.0816660.
+    # gamma 0.5: returns (0 + 1, 2) and (-2). 1, 2, -2: mean 1/3, squared deviations 4/9 + 25/9 + 49/9 = 78/9, over 2:
+    # std 2.0816660.
     found = reinforce_plus_plus.estimate([row([0.0, 2.0]), row([-2.0])], AlgorithmSection(gamma=0.5))
-    assert np.concatenate([one.advantages for one in found]).tolist() == pytest.approx([0.3202563, 0.8006408, -1.1208971])
+    assert np.concatenate([one.advantages for one in found]).tolist() == pytest.approx(
+        [0.3202563, 0.8006408, -1.1208971]
+    )
 
 
 def test_reinforce_plus_plus_with_a_baseline_by_hand() -> None:
@@ -99,17 +123,22 @@ def test_reinforce_plus_plus_with_a_baseline_by_hand() -> None:
     # 2 * 0.5625 + 1.5625 + 0.0625 = 2.75, over 3: std 0.9574271.
     rows = [row([0.0, 3.0], group=0), row([1.0], group=0), row([5.0], group=1)]
     found = reinforce_plus_plus.estimate_baseline(rows, AlgorithmSection())
-    assert np.concatenate([one.advantages for one in found]).tolist() == pytest.approx([0.7833495, 0.7833495, -1.3055825, -0.2611165])
+    assert np.concatenate([one.advantages for one in found]).tolist() == pytest.approx(
+        [0.7833495, 0.7833495, -1.3055825, -0.2611165]
+    )
 
 
 def test_gae_by_hand() -> None:
-    # gamma 0.9, lambda 0.5, r = 0, 1, 2, V = 1, 2, 3. delta_2 = 2 - 3 = -1; delta_1 = 1 + 2.7 - 2 = 1.7; delta_0 = 1.8 - 1 = 0.8.
-    # A_2 = -1; A_1 = 1.7 - 0.45 = 1.25; A_0 = 0.8 + 0.45 * 1.25 = 1.3625.
-    assert gae.gae(np.array([0.0, 1.0, 2.0]), np.array([1.0, 2.0, 3.0]), 0.9, 0.5).tolist() == pytest.approx([1.3625, 1.25, -1.0])
+    # gamma 0.9, lambda 0.5, r = 0, 1, 2, V = 1, 2, 3. delta_2 = 2 - 3 = -1; delta_1 = 1 + 2.7 - 2 = 1.7; delta_0 = 1.8
+    # - 1 = 0.8. A_2 = -1; A_1 = 1.7 - 0.45 = 1.25; A_0 = 0.8 + 0.45 * 1.25 = 1.3625.
+    assert gae.gae(np.array([0.0, 1.0, 2.0]), np.array([1.0, 2.0, 3.0]), 0.9, 0.5).tolist() == pytest.approx(
+        [1.3625, 1.25, -1.0]
+    )
 
 
 def test_gae_targets_come_from_advantages_before_whitening() -> None:
-    # As above: A + V = 2.3625, 3.25, 2. Whitened: mean 0.5375, deviations 0.825, 0.7125, -1.5375, squares 3.5522, over 2: 1.3327017.
+    # As above: A + V = 2.3625, 3.25, 2. Whitened: mean 0.5375, deviations 0.825, 0.7125, -1.5375, squares 3.5522, over
+    # 2: 1.3327017.
     section = AlgorithmSection(gamma=0.9, gae_lambda=0.5)
     (found,) = gae.estimate([row([0.0, 1.0, 2.0], [1.0, 2.0, 3.0])], section)
     assert found.returns is not None
@@ -131,8 +160,9 @@ def test_gae_with_lambda_one_is_the_return_minus_the_value(pairs: list[tuple[flo
 
 def test_gigpo_by_hand() -> None:
     # Two episodes from A: one reaches the goal over B (rewards 0, 1), the other stays at A and fails (0, 0). gamma 0.5.
-    # Episodes: 1 and 0, mean 0.5: +-0.5. Returns: 0.5, 1; 0, 0. Steps from A: 0.5, 0, 0 with mean 1/6; from B: alone, 0.
-    # Without the deviation and with weight 3: first episode 0.5 + 3 * (1/3) = 1.5 and 0.5 + 0; second -0.5 - 3/6 = -1 twice.
+    # Episodes: 1 and 0, mean 0.5: +-0.5. Returns: 0.5, 1; 0, 0. Steps from A: 0.5, 0, 0 with mean 1/6; from B: alone,
+    # 0. Without the deviation and with weight 3: first episode 0.5 + 3 * (1/3) = 1.5 and 0.5 + 0; second -0.5 - 3/6 =
+    # -1 twice.
     group = [
         trajectory([(1, 2, 0.0, "A"), (3, 5, 1.0, "B")], 5, episode=0),
         trajectory([(1, 2, 0.0, "A"), (3, 4, 0.0, "A")], 5, episode=1),
@@ -165,12 +195,17 @@ def test_step_independent_samples_are_the_same_steps() -> None:
     ]
     section = AlgorithmSection(gamma=0.9)
     joined, apart = gigpo.estimate(whole, section), gigpo.estimate(steps, section)
-    assert [joined[0][1], joined[0][3], joined[1][1], joined[1][3]] == pytest.approx([apart[0][1], apart[1][3], apart[2][1], apart[3][3]])
+    assert [joined[0][1], joined[0][3], joined[1][1], joined[1][3]] == pytest.approx(
+        [apart[0][1], apart[1][3], apart[2][1], apart[3][3]]
+    )
 
 
 @pytest.mark.parametrize("name", sorted(COUNT_EPISODES - {"gigpo"}))
 def test_an_episode_cut_into_steps_counts_once(name: str) -> None:
-    whole = [trajectory([(1, 2, 0.0, "A"), (3, 5, 2.0, "B")], 5, episode=0), trajectory([(1, 2, 0.0, "A")], 5, episode=1, total=1.0)]
+    whole = [
+        trajectory([(1, 2, 0.0, "A"), (3, 5, 2.0, "B")], 5, episode=0),
+        trajectory([(1, 2, 0.0, "A")], 5, episode=1, total=1.0),
+    ]
     steps = [
         trajectory([(1, 2, 0.0, "A")], 2, episode=0, total=2.0),
         trajectory([(3, 5, 2.0, "B")], 5, episode=0),
@@ -208,8 +243,14 @@ def test_gigpo_with_a_weight_of_zero_is_grpo(rewards: list[float]) -> None:
 @pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - WHOLE_BATCH))
 def test_masking_a_token_equals_removing_it(name: str) -> None:
     # What the environment says between turns may be long or short, or anything at all.
-    short = [trajectory([(1, 3, 0.5, "A"), (4, 6, r, "B")], 6, episode=i, greedy=i == 2) for i, r in enumerate((1.0, 0.0, 0.25))]
-    long = [trajectory([(3, 5, 0.5, "A"), (9, 11, r, "B")], 14, episode=i, greedy=i == 2) for i, r in enumerate((1.0, 0.0, 0.25))]
+    short = [
+        trajectory([(1, 3, 0.5, "A"), (4, 6, r, "B")], 6, episode=i, greedy=i == 2)
+        for i, r in enumerate((1.0, 0.0, 0.25))
+    ]
+    long = [
+        trajectory([(3, 5, 0.5, "A"), (9, 11, r, "B")], 14, episode=i, greedy=i == 2)
+        for i, r in enumerate((1.0, 0.0, 0.25))
+    ]
     estimator = resolve("advantages", name, ADVANTAGES)
     section = AlgorithmSection(gamma=0.7)
     for a, b, x, y in zip(estimator(short, section), estimator(long, section), short, long, strict=True):

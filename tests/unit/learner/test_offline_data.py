@@ -48,7 +48,11 @@ def trained(tokenizer: Tokenizer, example: Any) -> str:
 def test_texts_and_messages_mean_the_same(tokenizer: Tokenizer, tmp_path: Path) -> None:
     texts = {"prompt": "abc", "chosen": "U", "rejected": "DD"}
     lists = {"prompt": [user("abc")], "chosen": [assistant("U")], "rejected": [assistant("DD")]}
-    whole = {"prompt": "looked past", "chosen": [user("abc"), assistant("U")], "rejected": [user("abc"), assistant("DD")]}
+    whole = {
+        "prompt": "looked past",
+        "chosen": [user("abc"), assistant("U")],
+        "rejected": [user("abc"), assistant("DD")],
+    }
     found, num_long = load_pairs(write(tmp_path / "x.jsonl", [texts, lists, whole]), tokenizer, 100)
     assert num_long == 0
     assert found[0] == found[1] == found[2]
@@ -80,7 +84,10 @@ def test_long_pairs_are_left_out_whole(tokenizer: Tokenizer, tmp_path: Path) -> 
         ({"chosen": "c", "rejected": "r"}, "prompt is neither a text nor a list of messages"),
         ({"prompt": "p", "chosen": 3, "rejected": "r"}, "chosen is neither a text nor a list of messages"),
         ({"prompt": "p", "chosen": "c", "rejected": "c"}, "chosen and rejected are the same"),
-        ({"prompt": "p", "chosen": "c\ud83d", "rejected": "r"}, "not JSON: it holds half of a surrogate pair, which is no text"),
+        (
+            {"prompt": "p", "chosen": "c\ud83d", "rejected": "r"},
+            "not JSON: it holds half of a surrogate pair, which is no text",
+        ),
         ({"prompt": "p", "chosen": "c", "rejected": float("nan")}, "not JSON: it holds NaN"),
         (
             {"prompt": "p", "chosen": [assistant("c"), user("u")], "rejected": "r"},
@@ -112,7 +119,9 @@ def test_prompt_and_response_are_a_conversation(tokenizer: Tokenizer, tmp_path: 
 def test_parquet_rows_read_as_lines_do(tokenizer: Tokenizer, tmp_path: Path) -> None:
     rows = [{"prompt": [user("abc")], "chosen": [assistant("U")], "rejected": [assistant("D" * n)]} for n in (1, 2, 3)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "x.parquet", row_group_size=2)
-    assert load_pairs(tmp_path / "x.parquet", tokenizer, 100) == load_pairs(write(tmp_path / "x.jsonl", rows), tokenizer, 100)
+    assert load_pairs(tmp_path / "x.parquet", tokenizer, 100) == load_pairs(
+        write(tmp_path / "x.jsonl", rows), tokenizer, 100
+    )
     bad = [*rows, {"prompt": [user("abc")], "chosen": [assistant("U")], "rejected": None}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(bad), tmp_path / "bad.parquet", row_group_size=2)
     with pytest.raises(DataError, match=r"bad\.parquet:4: rejected is neither a text nor a list"):

@@ -1,4 +1,6 @@
-"""The gradient of a preference step and of a distillation step is that of the loss written out plainly, however the batch is cut."""
+"""The gradient of a preference step and of a distillation step is that of the loss written out plainly, however the
+batch is cut.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ CUTS = [(24, "padded"), (24, "packed"), (8192, "packed")]
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
-    return [save_model(tmp_path_factory.mktemp("offline") / name, seed=seed) for name, seed in (("student", 0), ("teacher", 1))]
+    return [
+        save_model(tmp_path_factory.mktemp("offline") / name, seed=seed)
+        for name, seed in (("student", 0), ("teacher", 1))
+    ]
 
 
 @pytest.mark.parametrize(("budget", "packing"), CUTS)
@@ -43,7 +48,9 @@ def test_a_preference_step(paths, name, budget, packing):
     expected.backward()
     plain = torch.cat([p.grad.flatten() for p in model.parameters()])
 
-    trainer = backend(paths[0], algorithm=LIKELIHOOD, train=TrainSection(device="cpu", micro_batch_tokens=budget, packing=packing))
+    trainer = backend(
+        paths[0], algorithm=LIKELIHOOD, train=TrainSection(device="cpu", micro_batch_tokens=budget, packing=packing)
+    )
     logprobs = answer_logprobs(trainer, pairs).requires_grad_()
     found = compare(loss, BETA, logprobs, ref.double(), pairs)[0].mean()
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -54,9 +61,15 @@ def test_a_preference_step(paths, name, budget, packing):
 
 
 def distiller(paths, direction, top_k, *, budget=8192, packing="auto", served=False):
-    others = {"train": TrainSection(device="cpu", micro_batch_tokens=budget, packing=packing), "model": ModelSection(), "seed": 0}
+    others = {
+        "train": TrainSection(device="cpu", micro_batch_tokens=budget, packing=packing),
+        "model": ModelSection(),
+        "seed": 0,
+    }
     algorithm = AlgorithmSection(pg_variant="sft")
-    return DistillBackend(paths[0], direction=direction, top_k=top_k, teacher=None if served else paths[1], algorithm=algorithm, **others)
+    return DistillBackend(
+        paths[0], direction=direction, top_k=top_k, teacher=None if served else paths[1], algorithm=algorithm, **others
+    )
 
 
 def plain_divergence(student, teacher, one, direction, top_k):
@@ -75,7 +88,8 @@ def plain_divergence(student, teacher, one, direction, top_k):
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
 def test_a_distillation_step(paths, direction, top_k, budget, packing, monkeypatch):
     if budget == 24:
-        monkeypatch.setattr("learner.backends.models.policy._LOGIT_BUDGET", 23 * 5)  # five tokens at a time, computed again going back
+        # five tokens at a time, computed again going back
+        monkeypatch.setattr("learner.backends.models.policy._LOGIT_BUDGET", 23 * 5)
     rows = samples(4, count=7, advantage=1.0)
     student, teacher = (AutoModelForCausalLM.from_pretrained(path) for path in paths)
     values = torch.cat([plain_divergence(student, teacher, one, direction, top_k) for one in rows])
@@ -95,7 +109,12 @@ def test_a_teacher_elsewhere_teaches_the_same(paths):
     told = []
     for one in rows:
         with torch.no_grad():
-            best = teacher(input_ids=torch.tensor(one.token_ids[None].astype(np.int64))).logits[0, :-1].log_softmax(-1).topk(4, -1)
+            best = (
+                teacher(input_ids=torch.tensor(one.token_ids[None].astype(np.int64)))
+                .logits[0, :-1]
+                .log_softmax(-1)
+                .topk(4, -1)
+            )
         told.append(with_candidates(one, best.indices.numpy(), best.values.numpy()))
     here, elsewhere = distiller(paths, "reverse", 4), distiller(paths, "reverse", 4, served=True)
     assert elsewhere.divergence(told) == pytest.approx(here.divergence(rows), rel=1e-5)
@@ -105,7 +124,10 @@ def test_a_teacher_elsewhere_teaches_the_same(paths):
     with pytest.raises(ValueError, match="a sample has no logprobs of the teacher"):
         elsewhere.forward_backward(rows)
     told[2].top_ids[0, 0] = 23  # padding of a larger model
-    line = r"distill.top_k: 4 is not allowed; a smaller one: one of the teacher's best is token 23, and the student's model has 23$"
+    line = (
+        r"distill.top_k: 4 is not allowed; a smaller one: one of the teacher's best is token 23, "
+        r"and the student's model has 23$"
+    )
     with pytest.raises(ConfigError, match=line):
         elsewhere.divergence(told)
 
@@ -119,5 +141,7 @@ def test_a_teacher_equal_to_the_student_leaves_nothing_to_learn(paths):
 
 
 def test_as_many_candidates_as_tokens_are_refused(paths):
-    with pytest.raises(ConfigError, match=r"distill.top_k: 23 is not allowed; below 23, the vocabulary; 0 compares all of it"):
+    with pytest.raises(
+        ConfigError, match=r"distill.top_k: 23 is not allowed; below 23, the vocabulary; 0 compares all of it"
+    ):
         distiller(paths, "forward", 23)

@@ -43,9 +43,14 @@ def test_a_ticket_that_comes_back_to_its_queue_starts_again() -> None:
 
 
 @settings(max_examples=300)
-@given(moves=st.lists(st.sampled_from(["other in", "other out", "mine on", "look", "read"]), max_size=80), pools=st.integers(0, 3))
+@given(
+    moves=st.lists(st.sampled_from(["other in", "other out", "mine on", "look", "read"]), max_size=80),
+    pools=st.integers(0, 3),
+)
 def test_no_group_in_flight_is_ever_lost_and_a_lost_one_is_always_found(moves: Sequence[str], pools: int) -> None:
-    """A group goes through as many reward queues as there are pools and then into the log, among others that come and go."""
+    """A group goes through as many reward queues as there are pools and then into the log, among others that come and
+    go.
+    """
     queue: list[tuple[int, str]] = [(1, "mine")] if pools else []
     last, log_end, position, left = len(queue), 0, 0, pools
     mine_at = 0  # its place in the log

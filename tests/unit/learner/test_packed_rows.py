@@ -32,8 +32,16 @@ GOOD = {
     "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM, {"num_key_value_heads": 2}),
 }
 BAD = {
-    "window": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": 8, "num_key_value_heads": 2}),
-    "chunks_and_caps": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM, {"num_key_value_heads": 2, "head_dim": 8}),
+    "window": (
+        transformers.MistralConfig,
+        transformers.MistralForCausalLM,
+        {"sliding_window": 8, "num_key_value_heads": 2},
+    ),
+    "chunks_and_caps": (
+        transformers.Gemma2Config,
+        transformers.Gemma2ForCausalLM,
+        {"num_key_value_heads": 2, "head_dim": 8},
+    ),
     "recurrent": (transformers.MambaConfig, transformers.MambaForCausalLM, {"state_size": 4}),
     "alibi": (transformers.BloomConfig, transformers.BloomForCausalLM, {"n_head": 4, "n_layer": 2}),
 }
@@ -70,7 +78,8 @@ def test_the_layout_by_hand():
     found = piece_layout([4, 5, 8, 8, 30], CPU)
     assert MAX_LENGTH_RATIO == 1.25
     assert [(p.start, p.stop, p.num, p.longest) for p in found] == [(0, 9, 2, 5), (9, 25, 2, 8), (25, 55, 1, 30)]
-    assert found[0].spread.tolist() == [0, 1, 2, 3, 3, 4, 5, 6, 7, 8]  # the first sequence's last token again in its fifth place
+    # the first sequence's last token again in its fifth place
+    assert found[0].spread.tolist() == [0, 1, 2, 3, 3, 4, 5, 6, 7, 8]
     assert found[0].gather.tolist() == [0, 1, 2, 3, 5, 6, 7, 8, 9]
     assert found[1].spread is found[1].gather is found[2].spread is None
     assert positions([2, 1, 3]).tolist() == [0, 1, 0, 0, 1, 2]
@@ -147,7 +156,11 @@ def test_the_critic_is_the_same_packed_or_padded(path):
         trainer = backend(path, algorithm=algorithm, train=train)
         rows = samples(1)
         told = [
-            {"values": np.zeros(len(one.token_ids), np.float32), "returns": one.advantages, "proximal_logprobs": one.rollout_logprobs}
+            {
+                "values": np.zeros(len(one.token_ids), np.float32),
+                "returns": one.advantages,
+                "proximal_logprobs": one.rollout_logprobs,
+            }
             for one in rows
         ]
         trainer.update([type(one)(**{**vars(one), **more}) for one, more in zip(map(_plain, rows), told, strict=True)])
@@ -173,7 +186,10 @@ def test_other_architectures_are_exact(tmp_path, name):
 @pytest.mark.parametrize("name", BAD)
 def test_models_that_are_not_exact_are_refused_or_padded(tmp_path, name, caplog):
     where, rows = save(tmp_path, *BAD[name]), samples(3, 5)
-    with pytest.raises(ConfigError, match=r"train.packing: 'packed' is not allowed; .* is not exact in packed rows \(.*\): auto or padded"):
+    with pytest.raises(
+        ConfigError,
+        match=r"train.packing: 'packed' is not allowed; .* is not exact in packed rows \(.*\): auto or padded",
+    ):
         backend(where, train=PACKED)
     caplog.set_level("INFO")
     trainer = backend(where, train=TrainSection(lr=1e-3, device="cpu"))

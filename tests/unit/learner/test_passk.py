@@ -12,7 +12,9 @@ from learner.evaluation import pass_at_k
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=7), st.data())
-def test_pass_at_k_is_the_share_of_all_choices_of_k_tries_with_a_right_one(tries: list[bool], data: st.DataObject) -> None:
+def test_pass_at_k_is_the_share_of_all_choices_of_k_tries_with_a_right_one(
+    tries: list[bool], data: st.DataObject
+) -> None:
     k = data.draw(st.integers(1, len(tries)))
     chosen = [any(some) for some in itertools.combinations(tries, k)]
     assert pass_at_k.pass_at_k(len(tries), sum(tries), k) == pytest.approx(sum(chosen) / len(chosen))
@@ -27,7 +29,9 @@ def test_what_is_not_defined_is_refused(n: int, c: int, k: int) -> None:
 def test_values_of_four_tries() -> None:
     # Right: 1 of 4, 0 of 4, 4 of 4. avg = (1/4 + 0 + 1) / 3. pass@2 of the first: 1 - C(3,2)/C(4,2) = 1 - 3/6.
     tasks = [[True, False, False, False], [False] * 4, [True] * 4]
-    assert pass_at_k.pass_at_k_metrics(tasks) == pytest.approx({"avg@4": 1.25 / 3, "pass@1": 1.25 / 3, "pass@2": 1.5 / 3, "pass@4": 2 / 3})
+    assert pass_at_k.pass_at_k_metrics(tasks) == pytest.approx(
+        {"avg@4": 1.25 / 3, "pass@1": 1.25 / 3, "pass@2": 1.5 / 3, "pass@4": 2 / 3}
+    )
 
 
 def test_a_task_that_lost_a_try_does_not_count() -> None:

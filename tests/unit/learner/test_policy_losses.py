@@ -20,7 +20,9 @@ from learner.config import AlgorithmSection
 
 some = settings(max_examples=60, deadline=None)
 CLIP = AlgorithmSection(clip_low=0.2, clip_high=0.28)
-ROWS = st.lists(st.tuples(st.floats(-5, 0), st.floats(-5, 0), st.floats(-3, 3), st.integers(0, 3)), min_size=1, max_size=20)
+ROWS = st.lists(
+    st.tuples(st.floats(-5, 0), st.floats(-5, 0), st.floats(-3, 3), st.integers(0, 3)), min_size=1, max_size=20
+)
 
 
 def tokens(ratios, advantages, sequence=None, old=-1.0):
@@ -34,7 +36,8 @@ def tokens(ratios, advantages, sequence=None, old=-1.0):
 def test_gspo_by_hand():
     # Sequence 0: token ratios 4 and 1, s = exp((ln 4 + ln 1)/2) = 2. A = 1: max(-2, -1.28) = -1.28, cut, no gradient.
     # Sequence 1: the same with A = -1: max(2, 1.28) = 2, gradient -s A = 2 at each token.
-    # Sequence 2: ratios 1/4 and 1, s = 0.5. A = 1: max(-0.5, -0.8) = -0.5, gradient -0.5. Token 5 alone would have been at 1.
+    # Sequence 2: ratios 1/4 and 1, s = 0.5. A = 1: max(-0.5, -0.8) = -0.5, gradient -0.5. Token 5 alone would have been
+    # at 1.
     batch = tokens([4.0, 1.0, 4.0, 1.0, 0.25, 1.0], [1.0, 1.0, -1.0, -1.0, 1.0, 1.0], [0, 0, 1, 1, 2, 2])
     losses, stats = gspo(batch, CLIP)
     losses.sum().backward()
@@ -46,7 +49,8 @@ def test_gspo_by_hand():
 @some
 @given(ROWS)
 def test_gspo_in_the_sequence_mean_is_the_sequence_form(rows):
-    # With one advantage per sequence, the mean over tokens of the token form has the gradient of -min(s A, clip(s) A) itself.
+    # With one advantage per sequence, the mean over tokens of the token form has the gradient of -min(s A, clip(s) A)
+    # itself.
     new, old, advantages, _ = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
     advantages = advantages[:1].expand(len(rows))
     one, other = new.clone().requires_grad_(), new.clone().requires_grad_()
@@ -59,7 +63,8 @@ def test_gspo_in_the_sequence_mean_is_the_sequence_form(rows):
 
 
 def test_cispo_by_hand():
-    # Logprobs -1 + ln r. Weights: r 3 cut to 1.28, r 0.5 raised to 0.8, r 1.1 as it is. Loss -w A log p, gradient -w A everywhere.
+    # Logprobs -1 + ln r. Weights: r 3 cut to 1.28, r 0.5 raised to 0.8, r 1.1 as it is. Loss -w A log p, gradient -w A
+    # everywhere.
     batch = tokens([3.0, 0.5, 1.1], [2.0, 1.0, -1.0])
     losses, stats = cispo(batch, CLIP)
     losses.sum().backward()
@@ -76,8 +81,9 @@ def test_cispo_without_a_lower_bound():
 
 
 def test_topr_by_hand():
-    # Sequence 0, A = 2: weight 1, gradient -2 whatever r is. Sequence 1, A = -1, ratios 0.5 and 0.5: product 0.25, gradient 0.25.
-    # Sequence 2, A = -1, ratios 4 and 0.5: product 2, tapered to 1, gradient 1; both its tokens count as clipped.
+    # Sequence 0, A = 2: weight 1, gradient -2 whatever r is. Sequence 1, A = -1, ratios 0.5 and 0.5: product 0.25,
+    # gradient 0.25. Sequence 2, A = -1, ratios 4 and 0.5: product 2, tapered to 1, gradient 1; both its tokens count as
+    # clipped.
     batch = tokens([5.0, 0.1, 0.5, 0.5, 4.0, 0.5], [2.0, 2.0, -1.0, -1.0, -1.0, -1.0], [0, 0, 1, 1, 2, 2])
     losses, stats = topr(batch, AlgorithmSection())
     losses.sum().backward()
@@ -133,7 +139,9 @@ def test_a_sequence_alone_has_the_gradient_it_has_among_others(name, rows):
     for number in range(whole.num_sequences):
         mine = whole.sequence == number
         zeros = torch.zeros(int(mine.sum()), dtype=torch.long)
-        alone = LossTokens(whole.logprobs[mine].detach().requires_grad_(), whole.old_logprobs[mine], whole.advantages[mine], zeros, 1)
+        alone = LossTokens(
+            whole.logprobs[mine].detach().requires_grad_(), whole.old_logprobs[mine], whole.advantages[mine], zeros, 1
+        )
         torch.testing.assert_close(gradient(loss, alone), together[mine])
 
 

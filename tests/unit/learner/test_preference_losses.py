@@ -23,7 +23,8 @@ def pairs(chosen, rejected, ref_chosen, ref_rejected, chosen_tokens=1.0, rejecte
 
 def test_dpo_by_hand():
     # policy: -2 against -5, reference: -3 against -4. Difference (-2 + 5) - (-3 + 4) = 2, times beta 0.5 is 1.
-    # -log sigmoid(1) = log(1 + e^-1) = 0.3132616875; the derivative by the margin is -sigmoid(-1) = -0.2689414214, times beta.
+    # -log sigmoid(1) = log(1 + e^-1) = 0.3132616875; the derivative by the margin is -sigmoid(-1) = -0.2689414214,
+    # times beta.
     batch = pairs(-2.0, -5.0, -3.0, -4.0)
     batch.chosen.requires_grad_()
     losses, margins = dpo(batch, 0.5)
@@ -61,7 +62,9 @@ def test_what_holds_for_any_pair(name, logprobs, beta, chosen_tokens, rejected_t
     assert losses.item() >= 0
     # The other answer chosen: the margin turns its sign. Moving policy and reference together changes nothing.
     assert loss(swapped, beta)[1].item() == pytest.approx(-margins.item(), abs=1e-12)
-    shifted = pairs(logprobs[0] - 3, logprobs[1] - 5, logprobs[2] - 3, logprobs[3] - 5, float(chosen_tokens), float(rejected_tokens))
+    shifted = pairs(
+        logprobs[0] - 3, logprobs[1] - 5, logprobs[2] - 3, logprobs[3] - 5, float(chosen_tokens), float(rejected_tokens)
+    )
     assert loss(shifted, beta)[0].item() == pytest.approx(losses.item(), rel=1e-9, abs=1e-9)
 
 

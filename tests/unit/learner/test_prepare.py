@@ -14,7 +14,9 @@ from learner.warm_start import ModelPreparation
 SLOW = "import time\ntime.sleep(0.5)\nwhole = True\n"
 
 
-def test_a_warm_start_begins_when_its_libraries_are_imported_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warm_start_begins_when_its_libraries_are_imported_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the demonstrations of an earlier life there is nothing to wait for but the import in its own thread."""
     (tmp_path / "slow_library.py").write_text(SLOW)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -25,7 +27,9 @@ def test_a_warm_start_begins_when_its_libraries_are_imported_whole(tmp_path: Pat
     preparation = ModelPreparation(config, tmp_path, lambda text: None)
     monkeypatch.setattr("learner.warm_start.base_model", lambda *_: "model")
     whole: list[bool] = []
-    monkeypatch.setattr(preparation, "_train", lambda *_: whole.append(getattr(sys.modules.get("slow_library"), "whole", False)))
+    monkeypatch.setattr(
+        preparation, "_train", lambda *_: whole.append(getattr(sys.modules.get("slow_library"), "whole", False))
+    )
     assert preparation.model_path() == str(tmp_path / "warm_start")
     assert whole == [True]
     sys.modules.pop("slow_library")
@@ -47,7 +51,9 @@ def test_a_warm_start_is_made_only_where_it_is_missing_and_needed(
 ) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text("")
-    config = load("configs/quickstart.yaml", ["model.path=somebody/model", f"warm_start.steps={steps}", f"warm_start.data={data}"])
+    config = load(
+        "configs/quickstart.yaml", ["model.path=somebody/model", f"warm_start.steps={steps}", f"warm_start.data={data}"]
+    )
     preparation = ModelPreparation(config, tmp_path, lambda text: None, make_warm_start=makes)
     monkeypatch.setattr("learner.warm_start.base_model", lambda *_: str(tmp_path / "model"))
     trained: list[str] = []

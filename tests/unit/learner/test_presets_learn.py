@@ -1,4 +1,6 @@
-"""Every preset raises the reward of a policy on a task of two one-token turns, through assembly, scoring and updates."""
+"""Every preset raises the reward of a policy on a task of two one-token turns, through assembly, scoring and
+updates.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from learner.algorithm.assembly import SampleAssembler
 from learner.backends.torch import TorchBackend
 from learner.config import AlgorithmSection, CriticSection, TrainSection
 
-PRESETS = sorted(path.stem for path in (Path(__file__).parents[3] / "rlearner" / "configs" / "algorithm").glob("*.yaml"))
+PRESETS = sorted(
+    path.stem for path in (Path(__file__).parents[3] / "rlearner" / "configs" / "algorithm").glob("*.yaml")
+)
 STEPS, GROUPS, GROUP_SIZE = 14, 6, 6
 
 
@@ -67,7 +71,16 @@ def group(trainer: TorchBackend, number: int, num_greedy: int) -> wire.Group:
                 greedy=greedy[episode],
             )
         )
-    return wire.Group(ticket=number, domain="d", task_index=0, min_version=0, hub="h", deliveries=1, pools=[], trajectories=trajectories)
+    return wire.Group(
+        ticket=number,
+        domain="d",
+        task_index=0,
+        min_version=0,
+        hub="h",
+        deliveries=1,
+        pools=[],
+        trajectories=trajectories,
+    )
 
 
 @pytest.mark.parametrize("name", PRESETS)

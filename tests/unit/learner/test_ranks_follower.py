@@ -82,7 +82,9 @@ def test_what_went_wrong_here_alone_is_raised(started: Any, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_wrong_settings_are_said_once(started: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, alone: bool) -> None:
+def test_wrong_settings_are_said_once(
+    started: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, alone: bool
+) -> None:
     monkeypatch.setattr(follower, "_FAREWELL_S", 0.1 if alone else 30.0)
     start, descriptors = started
     link = start(ConfigError("model.path", "m", "another"), at_build=True)

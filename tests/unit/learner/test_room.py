@@ -128,6 +128,10 @@ def test_an_account_counts_every_replica_and_a_tier_limits_one() -> None:
     flat = {"storage": 900, "limits": {"max_storage": 3000}}
     assert replica_usage(flat, 1) == (900, 3000)
     assert replica_usage(flat, 3) == (300, 1000)
-    tiers = {"storage": 990, "limits": {"max_storage": 0}, "tiers": {"R3": {"storage": 900, "limits": {"max_storage": 1000}}}}
+    tiers = {
+        "storage": 990,
+        "limits": {"max_storage": 0},
+        "tiers": {"R3": {"storage": 900, "limits": {"max_storage": 1000}}},
+    }
     assert replica_usage(tiers, 3) == (300, 1000)
     assert replica_usage({"storage": 9, "limits": {"max_storage": -1}}, 1) == (9, None)

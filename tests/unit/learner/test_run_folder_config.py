@@ -40,7 +40,10 @@ def test_its_settings_under_the_name_that_it_has_now(tmp_path: Path, monkeypatch
 
 def test_overrides_change_them_and_what_follows_from_them(tmp_path: Path) -> None:
     folder = made(tmp_path / "runs" / "a", "train.ticket_timeout_s=50000")
-    before, after = validate(load(str(folder))), validate(load(str(folder), ["domains.lake.max_turns=20", "train.lr=1e-5", "run.name=b"]))
+    before, after = (
+        validate(load(str(folder))),
+        validate(load(str(folder), ["domains.lake.max_turns=20", "train.lr=1e-5", "run.name=b"])),
+    )
     assert (after["train"]["lr"], after["train"]["steps"], after["run"]["name"]) == (1e-5, 40, "b")
     assert after["train"]["ticket_timeout_s"] == 50000
     assert after["domains"]["lake"]["deadline_s"] > before["domains"]["lake"]["deadline_s"] > 0
@@ -48,12 +51,17 @@ def test_overrides_change_them_and_what_follows_from_them(tmp_path: Path) -> Non
     assert algorithm == validate(load("configs/quickstart.yaml", ["algorithm=gspo"]))["algorithm"]
 
 
-def test_check_takes_it_and_a_folder_without_settings_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_takes_it_and_a_folder_without_settings_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = made(tmp_path / "runs" / "a")
     assert main(["check", str(folder), "train.steps=9"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["train"]["steps"] == 9
     assert main(["check", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"error: {tmp_path}: a folder without config.yaml; give a YAML file, or the folder of a run\n"
+    assert (
+        capsys.readouterr().err
+        == f"error: {tmp_path}: a folder without config.yaml; give a YAML file, or the folder of a run\n"
+    )
     (folder / "config.yaml").write_text("train: {stepz: 3}\n")
     with pytest.raises(UserError, match=r"train.stepz: 3 is not allowed"):
         validate(load(str(folder)))
@@ -83,7 +91,9 @@ def test_the_command_that_goes_on(tmp_path: Path) -> None:
     assert continue_line(config, "nats://me:secret@host:4222") == by_hand
 
 
-def test_it_is_said_at_every_end_but_that_of_a_start_that_was_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_said_at_every_end_but_that_of_a_start_that_was_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config, broker = {"run": {"name": "a", "dir": str(tmp_path)}, "train": {"steps": 40}}, "nats://h:4222"
     (tmp_path / "a").mkdir()
     note_epoch(tmp_path / "a", 1, "")
@@ -97,7 +107,10 @@ def test_it_is_said_at_every_end_but_that_of_a_start_that_was_refused(tmp_path: 
 
     line = f"go on with this run: rlearner start {tmp_path / 'a'} --broker {broker}\n"
     assert [said(None, "other"), said(Stopped("SIGINT"), "other")] == [line, line]
-    assert [said(UserError("refused, or another one took over"), "other"), said(UserError("late"), this_process())] == ["", line]
+    assert [said(UserError("refused, or another one took over"), "other"), said(UserError("late"), this_process())] == [
+        "",
+        line,
+    ]
 
 
 @pytest.mark.parametrize("name", ["agent", "frozenlake", "gsm8k", "quickstart", "sokoban"])

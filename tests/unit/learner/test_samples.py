@@ -7,7 +7,10 @@ from learner.algorithm.samples import TrainSample, from_trajectory
 
 def from_group(group, advantages, *, temperature=1.0):
     pairs = zip(group.trajectories, advantages, strict=True)
-    return [from_trajectory(one, values, group=group.ticket, temperature=temperature, trained=not one.greedy) for one, values in pairs]
+    return [
+        from_trajectory(one, values, group=group.ticket, temperature=temperature, trained=not one.greedy)
+        for one, values in pairs
+    ]
 
 
 def group(*, mask, versions, reward=1.5):
@@ -19,13 +22,18 @@ def group(*, mask, versions, reward=1.5):
         loss_mask=wire.column(mask, "|u1"),
         logprobs=wire.column(-0.25 * mask, "<f4"),
         version_runs=wire.column(versions, "<i4"),
-        turns=[wire.Turn(start=int(a), end=int(b), reward=0.0, valid=True, finish_reason="stop", server="s") for a, b in edges],
+        turns=[
+            wire.Turn(start=int(a), end=int(b), reward=0.0, valid=True, finish_reason="stop", server="s")
+            for a, b in edges
+        ],
         reward=reward,
         reward_parts={},
         success=True,
         end="terminated",
     )
-    scored = wire.Group(ticket=7, domain="d", task_index=0, min_version=0, hub="h", deliveries=1, pools=[], trajectories=[one])
+    scored = wire.Group(
+        ticket=7, domain="d", task_index=0, min_version=0, hub="h", deliveries=1, pools=[], trajectories=[one]
+    )
     return codec.decode(codec.encode(scored), wire.Group)  # as the learner gets it: checked, columns read-only
 
 
@@ -39,7 +47,8 @@ def test_columns_are_unpacked_and_versions_follow_the_mask():
     assert sample.advantages.tolist() == [0, 1, 2, 0, 3, 0]
     assert sample.rollout_logprobs.tolist() == [0, -0.25, -0.25, 0, -0.25, 0]
     assert (sample.group, sample.reward, sample.temperature) == (7, 1.5, 0.7)
-    assert [a.dtype.str for a in (sample.token_ids, sample.loss_mask, sample.rollout_logprobs, sample.versions, sample.advantages)] == [
+    assert [a.dtype.str for a in (sample.token_ids, sample.loss_mask, sample.rollout_logprobs, sample.versions,
+        sample.advantages)] == [
         "<i4", "|u1", "<f4", "<i4", "<f4",
     ]  # fmt: skip
     # The last trained token, at 4, is predicted from the four before it; what follows is not read.

@@ -25,7 +25,9 @@ from learner.config import CheckpointSection
 from learner.credit.ledger import Ledger
 from learner.credit.ticket_rules import DomainRule, TicketRules
 
-RULES = TicketRules(steps=12, groups_per_step=1, max_staleness=1, on_late="wait", seed=0, domains=(DomainRule("lake", 1.0, 2, 2, 1.0),))
+RULES = TicketRules(
+    steps=12, groups_per_step=1, max_staleness=1, on_late="wait", seed=0, domains=(DomainRule("lake", 1.0, 2, 2, 1.0),)
+)
 
 
 class World:
@@ -106,7 +108,9 @@ async def test_training_goes_on_while_one_is_written_and_the_log_is_trimmed_afte
     oldest = [Ledger.load(ledger_at(step)).first_needed for step in (2, 6)]
     assert world.trims == [(oldest[0], [2]), (oldest[0], [2, 6]), (oldest[1], [6, 7])]
     states = [Ledger.load(ledger_at(step)).state for step in (2, 6)]
-    live_or_later = [[number for number in range(1, 100) if number in state.live or number > state.issued] for state in states]
+    live_or_later = [
+        [number for number in range(1, 100) if number in state.live or number > state.issued] for state in states
+    ]
     assert world.kept == [live_or_later[0], *live_or_later]
     assert live_or_later[0][0] < live_or_later[1][0]
     values = world.saver.values()
@@ -155,7 +159,9 @@ async def test_where_tickets_wait_for_room_the_log_is_trimmed_behind_the_newest_
     assert len(world.trims) == 3
 
 
-async def test_a_learner_that_starts_trims_what_its_earlier_life_could_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_learner_that_starts_trims_what_its_earlier_life_could_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     world = World(tmp_path, every_steps=2, keep=3)
     for step in (2, 4):
         await world.train_to(step)
@@ -197,7 +203,9 @@ async def test_who_is_fenced_while_writing_names_nothing_and_trims_nothing(tmp_p
     assert world.stop.asked.is_set()
 
 
-async def test_a_full_folder_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_full_folder_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(disk_retry, "FIRST_WAIT_S", 0.01)
     world = World(tmp_path, every_steps=1)
     for step in (1, 2):

@@ -34,7 +34,9 @@ async def test_files_by_hand(tmp_path: Path) -> None:
     summaries = [line for line in lines if line.state == "summary"]
     boundaries = [line for line in lines if line.state == "boundary"]
     assert summaries[0] == LedgerLine(state="summary", reasons={}, rules=world.rules.plain())
-    assert [(line.step, line.seq, line.counts) for line in summaries[1:]] == [(line.step, line.seq, line.counts) for line in boundaries[1:]]
+    assert [(line.step, line.seq, line.counts) for line in summaries[1:]] == [
+        (line.step, line.seq, line.counts) for line in boundaries[1:]
+    ]
     assert [line.rules for line in summaries[1:]] == [world.rules.plain()] * 4
     assert [line.reasons for line in summaries[1:]] == [{"malformed": 1, "env_error": 1}] * 4
     assert [line.held for line in summaries] == [()] * 5  # each group is trained in the step in which it arrives
@@ -166,7 +168,11 @@ def test_a_line_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         (SUMMARY, b'{"state":"summary","step":4}\n', "step-000003.jsonl: does not begin with the summary of step 3"),
         (SUMMARY, b"", "step-000003.jsonl: does not begin with the summary of step 3"),
         (SUMMARY, b'{"state":"summary","step":3}\n{"st', ""),
-        (SUMMARY, b'{"state":"summary","step":3,"held":' + b'[{"held":' * 5000, "step-000003.jsonl: does not begin with the summary"),
+        (
+            SUMMARY,
+            b'{"state":"summary","step":3,"held":' + b'[{"held":' * 5000,
+            "step-000003.jsonl: does not begin with the summary",
+        ),
     ],
 )
 def test_files_that_do_not_fit_together(tmp_path: Path, first: bytes, second: bytes, problem: str) -> None:
@@ -185,7 +191,9 @@ def test_deeply_nested_lines_are_refused(tmp_path: Path) -> None:
 
 def test_a_run_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ledger.jsonl").write_bytes(b'{"state":"issued","ticket":1}\n')
-    with pytest.raises(UserError, match=r"ledger\.jsonl: written by an earlier version of rlearner; read or resume the run with that"):
+    with pytest.raises(
+        UserError, match=r"ledger\.jsonl: written by an earlier version of rlearner; read or resume the run with that"
+    ):
         recovery.known_progress(tmp_path, Ledger(kit.rules()))
 
 

@@ -28,7 +28,9 @@ class Silent:
         self.closed += 1
 
 
-async def test_a_broker_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_broker_that_is_gone_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     everything: Any = Silent()
     monkeypatch.setattr(served_teacher, "FAREWELL_S", 0.05)
     monkeypatch.setattr(served_teacher.carriers, "connect", lambda carrier, bus: everything)
@@ -36,4 +38,6 @@ async def test_a_broker_that_is_gone_is_not_waited_for(monkeypatch: pytest.Monke
     async with asyncio.timeout(60):
         await asker.close()
     assert everything.closed == 3
-    assert "the broker at nats://gone:4222 does not respond, so the servers of run taught are not stopped" in caplog.text
+    assert (
+        "the broker at nats://gone:4222 does not respond, so the servers of run taught are not stopped" in caplog.text
+    )

@@ -46,7 +46,17 @@ def data(tmp_path: Path) -> str:
 def test_it_learns_and_writes_a_folder_that_transformers_loads(model: str, data: str, tmp_path: Path) -> None:
     seen: list[tuple[int, dict[str, float]]] = []
     out = str(tmp_path / "out" / "warm")
-    result = run_sft(model, data, out, steps=120, batch_size=6, lr=1e-2, seed=0, num_threads=1, on_step=lambda s, m: seen.append((s, m)))
+    result = run_sft(
+        model,
+        data,
+        out,
+        steps=120,
+        batch_size=6,
+        lr=1e-2,
+        seed=0,
+        num_threads=1,
+        on_step=lambda s, m: seen.append((s, m)),
+    )
     assert [s for s, _ in seen] == list(range(1, 121))
     assert result["first_loss"] == pytest.approx(math.log(102), abs=0.3)  # a fresh model is uniform over its 102 tokens
     assert result["loss"] < 0.05
@@ -56,7 +66,9 @@ def test_it_learns_and_writes_a_folder_that_transformers_loads(model: str, data:
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["warm"]
     trained, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     for letter, answer in RULE.items():
-        prompt = tokenizer.apply_chat_template([{"role": "user", "content": letter * 3}], add_generation_prompt=True, return_tensors="pt")
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": letter * 3}], add_generation_prompt=True, return_tensors="pt"
+        )
         output = trained.generate(**prompt, do_sample=False, max_new_tokens=4)[0, prompt["input_ids"].shape[1] :]
         assert tokenizer.decode(output) == answer + "<|im_end|>"
     assert Tokenizer.load(out).eos_token_ids == (0, 2)
@@ -73,7 +85,10 @@ def test_same_seed_same_weights(model: str, data: str, tmp_path: Path) -> None:
 def _examples(model: str) -> list[TokenizedExample]:
     tokenizer = Tokenizer.load(model)
     chats = [[("aaaa", "U")], [("b", "D"), ("cc", "LL"), ("d" * 9, "R")], [("a", "UDLR"), ("b", "D")]]
-    messages = [[{"role": r, "content": c} for turn in chat for r, c in zip(("user", "assistant"), turn, strict=True)] for chat in chats]
+    messages = [
+        [{"role": r, "content": c} for turn in chat for r, c in zip(("user", "assistant"), turn, strict=True)]
+        for chat in chats
+    ]
     return [TokenizedExample(*encode_supervised(tokenizer, m)) for m in messages]
 
 
@@ -115,7 +130,8 @@ def test_batches_see_every_example_once_an_epoch() -> None:
     drawn = [i for _ in range(5) for i in next(batches)]
     assert sorted(drawn[:5]) == sorted(drawn[5:]) == list(range(5))
     assert drawn[:5] != drawn[5:]
-    assert next(shuffled_batches(2, 5, seed=0)).count(0) in (2, 3)  # a batch larger than the data holds it more than once
+    # a batch larger than the data holds it more than once
+    assert next(shuffled_batches(2, 5, seed=0)).count(0) in (2, 3)
 
 
 def test_learning_rate_by_hand() -> None:
@@ -131,7 +147,10 @@ def test_learning_rate_by_hand() -> None:
         ("[1]", "the row is not an object"),
         ('{"text": "x"}', "an object with the key 'messages'"),
         ('{"messages": [{"role": "user", "content": "x"}]}', "the last message must be the assistant's"),
-        ('{"messages": [{"role": "robot", "content": "x"}, {"role": "assistant", "content": "y"}]}', "role 'robot', expected 'user'"),
+        (
+            '{"messages": [{"role": "robot", "content": "x"}, {"role": "assistant", "content": "y"}]}',
+            "role 'robot', expected 'user'",
+        ),
     ],
 )
 def test_a_malformed_row_names_file_and_line(data: str, model: str, row: str, problem: str, tmp_path: Path) -> None:
@@ -157,7 +176,9 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
 
 
 def test_missing_things_are_one_line(model: str, data: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^data: .*nowhere.jsonl' is not allowed; the file cannot be read: No such file"):
+    with pytest.raises(
+        ConfigError, match=r"^data: .*nowhere.jsonl' is not allowed; the file cannot be read: No such file"
+    ):
         run_sft(model, str(tmp_path / "nowhere.jsonl"), str(tmp_path / "out"), steps=1)
     with pytest.raises(ConfigError, match=r"^model.path: .*no such folder"):
         run_sft(str(tmp_path / "nothing"), data, str(tmp_path / "out"), steps=1)

@@ -19,7 +19,16 @@ some = settings(max_examples=60, deadline=None)
 
 def group(ticket: int, rewards: list[float], *, domain: str = "lake", anchors: str = "") -> wire.Group:
     trajectories = [trajectory([(1, 3, r, anchors[i : i + 1])], 4, episode=i) for i, r in enumerate(rewards)]
-    return wire.Group(ticket=ticket, domain=domain, task_index=0, min_version=0, hub="h", deliveries=1, pools=[], trajectories=trajectories)
+    return wire.Group(
+        ticket=ticket,
+        domain=domain,
+        task_index=0,
+        min_version=0,
+        hub="h",
+        deliveries=1,
+        pools=[],
+        trajectories=trajectories,
+    )
 
 
 def rewards(groups: list[wire.Group]) -> list[list[float]]:
@@ -39,9 +48,12 @@ def test_overlong_penalty_by_hand(length: int, penalty: float) -> None:
 
 
 def test_penalties_by_hand() -> None:
-    # Three sampled tokens, L 4, buffer 2: -(3 - 2)/2 = -0.5. Two invalid turns of three cost 0.1 each. 1 - 0.5 - 0.2 = 0.3.
+    # Three sampled tokens, L 4, buffer 2: -(3 - 2)/2 = -0.5. Two invalid turns of three cost 0.1 each. 1 - 0.5 - 0.2 =
+    # 0.3.
     one = trajectory([(1, 2, 0.0, ""), (3, 4, 0.0, ""), (5, 6, 1.0, "")], 6)
-    one = msgspec.structs.replace(one, turns=[msgspec.structs.replace(t, valid=i == 2) for i, t in enumerate(one.turns)])
+    one = msgspec.structs.replace(
+        one, turns=[msgspec.structs.replace(t, valid=i == 2) for i, t in enumerate(one.turns)]
+    )
     given_group = msgspec.structs.replace(group(1, [0.0]), trajectories=[one])
     (shaped,) = shape([given_group], AlgorithmSection(format_penalty=0.1, overlong_length=4, overlong_buffer=2))
     assert shaped.trajectories[0].reward == pytest.approx(0.3)
@@ -52,13 +64,18 @@ def test_the_clip_comes_last() -> None:
     assert rewards(shape([group(1, [5.0, -0.5])], AlgorithmSection(reward_clip=1.0))) == [[1.0, -0.5]]
 
 
-BY_HAND = [group(1, [0.0, 2.0], anchors="xy"), group(2, [4.0, 6.0], domain="sea", anchors="xx"), group(3, [8.0, 10.0], anchors="yy")]
+BY_HAND = [
+    group(1, [0.0, 2.0], anchors="xy"),
+    group(2, [4.0, 6.0], domain="sea", anchors="xx"),
+    group(3, [8.0, 10.0], anchors="yy"),
+]
 
 
 @pytest.mark.parametrize(
     ("grouping", "mean", "std", "expected"),
     [
-        # Groups have means 1, 5, 9 and a deviation of sqrt(2); the batch a mean of 5 and a deviation of sqrt(70/5) = 3.7416574.
+        # Groups have means 1, 5, 9 and a deviation of sqrt(2); the batch a mean of 5 and a deviation of sqrt(70/5) =
+        # 3.7416574.
         ("traj_group_id", "group", None, [-1, 1, -1, 1, -1, 1]),
         ("traj_group_id", "group", "group", [-0.7071063, 0.7071063] * 3),
         ("traj_group_id", "group", "batch", [-0.2672612, 0.2672612] * 3),
@@ -82,7 +99,8 @@ def test_normalisation_by_hand(grouping: str, mean: str | None, std: str | None,
 
 
 def test_turns_are_scaled_with_their_trajectory() -> None:
-    # Reward 2 of a group with mean 1 and deviation sqrt(2): the turn's reward becomes sqrt(2), the shift comes after it.
+    # Reward 2 of a group with mean 1 and deviation sqrt(2): the turn's reward becomes sqrt(2), the shift comes after
+    # it.
     section = AlgorithmSection(reward_normalization=RewardNormalization(norm_mean_type="group", norm_std_type="group"))
     one = shape([group(1, [0.0, 2.0])], section)[0].trajectories[1]
     assert one.turns[0].reward == pytest.approx(2**0.5, abs=1e-5)
@@ -131,11 +149,16 @@ def test_kl_comes_off_the_turn_it_belongs_to() -> None:
 def test_truncation() -> None:
     plain = trajectory([(1, 3, 1.0, "")], 4)
     cut = msgspec.structs.replace(plain, turns=[msgspec.structs.replace(plain.turns[0], finish_reason="length")])
-    assert [is_truncated(one) for one in (plain, cut, msgspec.structs.replace(plain, end="length"))] == [False, True, True]
+    assert [is_truncated(one) for one in (plain, cut, msgspec.structs.replace(plain, end="length"))] == [
+        False,
+        True,
+        True,
+    ]
 
 
 def test_the_most_varied_groups_by_hand() -> None:
-    # Variances 0.5, 0, 8, 2, 0.5: a quarter of five is 1.25, so two: 8 and 2; three: the earlier of the two with 0.5 as well.
+    # Variances 0.5, 0, 8, 2, 0.5: a quarter of five is 1.25, so two: 8 and 2; three: the earlier of the two with 0.5 as
+    # well.
     groups = [group(i, [0.0, r]) for i, r in enumerate((1.0, 0.0, 4.0, 2.0, 1.0))]
     assert [one.ticket for one in most_varied(groups, 0.25)] == [2, 3]
     assert [one.ticket for one in most_varied(groups, 0.6)] == [0, 2, 3]

@@ -52,7 +52,9 @@ def group(number: int) -> wire.Group:
     """Two episodes of five tokens of prompt and three sampled ones."""
     asked: dict[str, Any] = {"group_size": 2, "min_group_size": 1, "deadline_s": 9.0, "max_staleness": 1}
     ticket = wire.Ticket(number=number, domain="lake", task_index=7, seed=1, min_version=0, **asked)
-    return made_up_hub.group(ticket, [made_up_hub.trajectory(i, range(6, 14), [-1.0] * 3, version=0, reward=float(i)) for i in range(2)])
+    return made_up_hub.group(
+        ticket, [made_up_hub.trajectory(i, range(6, 14), [-1.0] * 3, version=0, reward=float(i)) for i in range(2)]
+    )
 
 
 def test_a_transcript_is_the_whole_prompt_and_what_followed(tmp_path: Path) -> None:
@@ -115,11 +117,22 @@ def test_texts_and_pictures_can_be_turned_off(tmp_path: Path) -> None:
     assert (kept.texts_of, kept.pictures) == ([], [])
 
 
-def test_an_episode_is_drawn_and_a_domain_without_pictures_asked_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    lake = {"env": "frozenlake", "group_size": 2, "max_turns": 4, "max_context_tokens": 64, "sampling": {"max_tokens": 4}}
+def test_an_episode_is_drawn_and_a_domain_without_pictures_asked_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lake = {
+        "env": "frozenlake",
+        "group_size": 2,
+        "max_turns": 4,
+        "max_context_tokens": 64,
+        "sampling": {"max_tokens": 4},
+    }
     domains = {"lake": lake, "sums": {**lake, "env": "number_line"}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"run": {"name": "demo"}, "domains": domains}))
-    frames = [json.dumps({"task_index": 1, "split": "eval", "seed": 5, "text": ""}), json.dumps({"action": "D", "text": ""})]
+    frames = [
+        json.dumps({"task_index": 1, "split": "eval", "seed": 5, "text": ""}),
+        json.dumps({"action": "D", "text": ""}),
+    ]
     shows, kept = showcase(tmp_path)
     rows = [row(1, success=False, frames=frames), row(1, success=False, domain="sums", frames=frames)]
     caplog.set_level("INFO")

@@ -9,7 +9,8 @@ import pytest
 from learner.reporting.training_signals import OVER_AFTER, RULES, TrainingWarnings, active_warnings
 
 GOOD = {
-    "reward/min": 0.0, "reward/max": 1.0, "env/success_rate": 0.5, "frac_reward_zero_std": 0.2, "response_length/clip_ratio": 0.1,
+    "reward/min": 0.0, "reward/max": 1.0, "env/success_rate": 0.5, "frac_reward_zero_std": 0.2,
+    "response_length/clip_ratio": 0.1,
     "actor/entropy": 1.2, "actor/kl_loss": 0.02, "actor/ppo_kl": 0.001, "actor/grad_norm": 0.7, "actor/skipped": 0.0,
 }  # fmt: skip
 
@@ -41,7 +42,11 @@ def test_it_is_said_once_when_it_begins_and_taken_back_when_it_is_over(name: str
     bad, after = BAD[name]
     signals = TrainingWarnings()
     told = [signals.take(GOOD) for _ in range(3)] + [signals.take(bad) for _ in range(after + 4)]
-    begun = [index for index, (texts, _) in enumerate(told) if any(text.startswith(RULES[name].says[:20].split("{")[0]) for text in texts)]
+    begun = [
+        index
+        for index, (texts, _) in enumerate(told)
+        if any(text.startswith(RULES[name].says[:20].split("{")[0]) for text in texts)
+    ]
     assert begun == [3 + after - 1]
     assert name in signals.active
     signals.take(GOOD)
@@ -57,7 +62,9 @@ def test_a_good_run_has_none() -> None:
 
 def test_what_is_not_measured_is_not_warned_of() -> None:
     assert active_warnings([{"step": 1, "reward/mean": 0.0}] * 50) == []
-    without = {name: value for name, value in GOOD.items() if name not in ("actor/kl_loss", "actor/entropy", "actor/grad_norm")}
+    without = {
+        name: value for name, value in GOOD.items() if name not in ("actor/kl_loss", "actor/entropy", "actor/grad_norm")
+    }
     assert active_warnings([without] * 50) == []
 
 
@@ -75,7 +82,9 @@ def test_an_action_of_a_few_tokens_may_be_cut() -> None:
 def test_a_reward_that_was_lower_before_is_not_the_lowest() -> None:
     flat = line(reward_min=-0.5, reward_max=-0.5, env_success_rate=0.0)
     assert active_warnings([line(reward_min=-1.0), *[flat] * 50]) == []
-    assert active_warnings([GOOD, *[flat] * 50])[0].startswith("every reward of the last 10 steps was the lowest so far, -0.5: ")
+    assert active_warnings([GOOD, *[flat] * 50])[0].startswith(
+        "every reward of the last 10 steps was the lowest so far, -0.5: "
+    )
 
 
 def test_no_gradient_is_explained_by_equal_rewards() -> None:
@@ -86,4 +95,6 @@ def test_no_gradient_is_explained_by_equal_rewards() -> None:
 
 
 def test_the_numbers_are_those_of_the_line() -> None:
-    assert active_warnings([line(response_length_clip_ratio=0.75)])[0].startswith("75% of the responses were cut for their length: ")
+    assert active_warnings([line(response_length_clip_ratio=0.75)])[0].startswith(
+        "75% of the responses were cut for their length: "
+    )

@@ -48,7 +48,10 @@ async def _published(bus: SlowBus, issued: list[wire.Ticket]) -> float:
         issuer.put(ticket)
     serving = asyncio.create_task(issuer.serve())
     began = asyncio.get_running_loop().time()
-    await asyncio.wait({serving, asyncio.ensure_future(until(lambda: _holds(bus, TICKETS, len(issued))))}, return_when="FIRST_COMPLETED")
+    await asyncio.wait(
+        {serving, asyncio.ensure_future(until(lambda: _holds(bus, TICKETS, len(issued))))},
+        return_when="FIRST_COMPLETED",
+    )
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
     if not serving.cancelled():
@@ -88,7 +91,9 @@ class Roster:
 
 
 def test_a_ticket_that_ends_while_another_is_being_closed() -> None:
-    """Both expire at once. The second ends while the closing of the first is confirmed: it is left alone, and the reaper goes on."""
+    """Both expire at once. The second ends while the closing of the first is confirmed: it is left alone, and the
+    reaper goes on.
+    """
 
     async def scene() -> list[int]:
         ledger, issued = tickets(2)

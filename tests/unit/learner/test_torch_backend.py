@@ -57,10 +57,14 @@ def test_metrics_of_a_step_on_its_own_policy(path):
     trainer.forward_backward(rows[5:])
     metrics = trainer.step()
     tokens = sum(one.num_tokens for one in rows)
-    assert metrics["actor/pg_loss"] == pytest.approx(-sum(one.advantages[one.positions].sum() for one in rows) / tokens, abs=1e-5)
+    assert metrics["actor/pg_loss"] == pytest.approx(
+        -sum(one.advantages[one.positions].sum() for one in rows) / tokens, abs=1e-5
+    )
     expected = {
-        "actor/ppo_kl": 0.0, "actor/pg_clipfrac": 0.0, "rollout_corr/kl": 0.0, "rollout_corr/k3_kl": 0.0, "rollout_corr/is_mean": 1.0,
-        "rollout_corr/ess": 1.0, "actor/lr": 1e-3, "actor/skipped": 0.0, "actor/num_tokens": tokens, "actor/num_rows": 9,
+        "actor/ppo_kl": 0.0, "actor/pg_clipfrac": 0.0, "rollout_corr/kl": 0.0, "rollout_corr/k3_kl": 0.0,
+        "rollout_corr/is_mean": 1.0,
+        "rollout_corr/ess": 1.0, "actor/lr": 1e-3, "actor/skipped": 0.0, "actor/num_tokens": tokens,
+        "actor/num_rows": 9,
         "actor/num_input_tokens": sum(one.num_inputs for one in rows),
     }  # fmt: skip
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, abs=2e-6)
@@ -85,9 +89,17 @@ def test_clip_fraction_and_ratio_figures_off_policy(path):
 
 
 def test_updates_equal_plain_adamw(path):
-    # Against torch's unfused AdamW on the gradients divided by the token count and clipped, over three steps with a schedule.
+    # Against torch's unfused AdamW on the gradients divided by the token count and clipped, over three steps with a
+    # schedule.
     train = TrainSection(
-        device="cpu", lr=1e-2, steps=3, lr_schedule="linear", warmup_steps=1, weight_decay=0.1, betas=(0.9, 0.95), max_grad_norm=0.05
+        device="cpu",
+        lr=1e-2,
+        steps=3,
+        lr_schedule="linear",
+        warmup_steps=1,
+        weight_decay=0.1,
+        betas=(0.9, 0.95),
+        max_grad_norm=0.05,
     )
     trainer = backend(path, train=train)
     model = copy.deepcopy(trainer.policy.module)
@@ -169,7 +181,9 @@ def test_state_is_a_copy(path):
     trainer.forward_backward(samples(2))
     trainer.step()
     assert all(torch.equal(state[name], kept[name]) for name in kept)
-    assert not torch.equal(state["optimizer.exp_avg.model.norm.weight"], trainer.state()["optimizer.exp_avg.model.norm.weight"])
+    assert not torch.equal(
+        state["optimizer.exp_avg.model.norm.weight"], trainer.state()["optimizer.exp_avg.model.norm.weight"]
+    )
 
 
 def test_state_within_a_step_is_refused(path):
@@ -204,7 +218,8 @@ def test_the_state_of_another_model_is_refused_and_changes_nothing(path):
 
 
 def test_bfloat16_keeps_master_weights(tmp_path):
-    # An update of 1e-5 on weights around 0.15 is far below bfloat16's spacing there (2^-10): without masters nothing would move.
+    # An update of 1e-5 on weights around 0.15 is far below bfloat16's spacing there (2^-10): without masters nothing
+    # would move.
     path = save_model(tmp_path / "model", dtype=torch.bfloat16)
     train, model = TrainSection(lr=1e-5, device="cpu"), ModelSection(dtype="bfloat16")
     trainer = backend(path, train=train, model=model)
@@ -215,7 +230,9 @@ def test_bfloat16_keeps_master_weights(tmp_path):
     assert {tensor.dtype for tensor in trainer.weights().values()} == {torch.bfloat16}
     moved = (flat(trainer) != before).float().mean().item()
     assert moved > 0.2
-    masters = torch.cat([value.flatten() for name, value in trainer.state().items() if name.startswith("optimizer.master.")])
+    masters = torch.cat(
+        [value.flatten() for name, value in trainer.state().items() if name.startswith("optimizer.master.")]
+    )
     assert 1e-4 < (masters - before).abs().max().item() < 6e-4  # 40 updates of at most about 1e-5
 
     trainer.save(tmp_path / "saved")
@@ -288,7 +305,9 @@ def test_weights_are_live_and_tied_ones_come_once(path):
     names = Counter(dict.fromkeys(weights, 1))
     assert names["model.embed_tokens.weight"] == 1
     assert "lm_head.weight" not in weights
-    assert sum(tensor.numel() for tensor in weights.values()) == sum(p.numel() for p in trainer.policy.module.parameters())
+    assert sum(tensor.numel() for tensor in weights.values()) == sum(
+        p.numel() for p in trainer.policy.module.parameters()
+    )
     before = weights["model.norm.weight"].clone()
     trainer.forward_backward(samples(1))
     trainer.step()
@@ -331,7 +350,9 @@ def test_a_path_without_a_model(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
     with pytest.raises(ConfigError, match=r"model\.path.*cannot load"):
         backend(str(tmp_path))
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "num_hidden_layers": 3, "layer_types": ["full_attention"]}')
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "qwen3", "num_hidden_layers": 3, "layer_types": ["full_attention"]}'
+    )
     with pytest.raises(ConfigError, match=r"model\.path.*cannot load.*must be equal to the number of `layer_types`"):
         backend(str(tmp_path))
 
@@ -342,7 +363,9 @@ def test_missing_weights_are_not_drawn_at_random(path, tmp_path):
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"1 of its weights are missing, the first is model\.layers\.1\.mlp\.up_proj\.weight"):
+    with pytest.raises(
+        ConfigError, match=r"1 of its weights are missing, the first is model\.layers\.1\.mlp\.up_proj\.weight"
+    ):
         backend(str(folder))
 
 

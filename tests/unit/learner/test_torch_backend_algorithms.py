@@ -110,7 +110,12 @@ def test_a_corrected_gradient_is_the_formula(path, name):
         new, _ = plain_logprobs(model, one)
         weight = torch.exp(new.detach() - torch.from_numpy(one.rollout_logprobs[one.positions]))
         clipped += int((weight > 2).sum())
-        total = total - (weight.clamp_max(2.0) * torch.from_numpy(one.advantages[one.positions]) * (new - new.detach()).exp()).sum()
+        total = (
+            total
+            - (
+                weight.clamp_max(2.0) * torch.from_numpy(one.advantages[one.positions]) * (new - new.detach()).exp()
+            ).sum()
+        )
         count += len(new)
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(total / count, list(model.parameters()))])
     trainer = backend(path, algorithm=AlgorithmSection(correction=name, correction_high=2.0))
@@ -252,7 +257,8 @@ def test_kl_in_the_reward_leaves_the_loss_alone(path, tmp_path):
 
 
 def test_value_losses_by_hand():
-    # V 1, V_old 0.5, R 2: (1 - 2)^2 = 1; clipped to 0.7: 1.69 is worse: 0.845. V 1, R 0: 1 and 0.49: 0.5. Unclipped: 0.5 both.
+    # V 1, V_old 0.5, R 2: (1 - 2)^2 = 1; clipped to 0.7: 1.69 is worse: 0.845. V 1, R 0: 1 and 0.49: 0.5. Unclipped:
+    # 0.5 both.
     values, old, returns = torch.tensor([1.0, 1.0]), torch.tensor([0.5, 0.5]), torch.tensor([2.0, 0.0])
     losses, clipped = value_losses(values, old, returns, 0.2)
     assert losses.tolist() == pytest.approx([0.845, 0.5])
@@ -273,11 +279,16 @@ CRITIC = AlgorithmSection(adv_estimator="gae", critic=CriticSection(enabled=True
 
 
 def targeted(rows, trainer, target):
-    """Samples whose every return is a function of the token that is trained: what a critic can only learn from the model's states."""
+    """Samples whose every return is a function of the token that is trained: what a critic can only learn from the
+    model's states.
+    """
     found = []
     for one, scores in zip(rows, trainer.score(rows), strict=True):
         values, returns = np.zeros(len(one.token_ids), np.float32), np.zeros(len(one.token_ids), np.float32)
-        values[one.positions], returns[one.positions] = scores.values, [target(one, position) for position in one.positions]
+        values[one.positions], returns[one.positions] = (
+            scores.values,
+            [target(one, position) for position in one.positions],
+        )
         found.append(dataclasses.replace(one, values=values, returns=returns))
     return found
 

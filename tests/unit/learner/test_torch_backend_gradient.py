@@ -38,7 +38,9 @@ def accumulated(path, batches, algorithm, scale=1.0, **rest):
 
 
 def reference_gradient(path, rows, algorithm):
-    """Each row on its own, the loss from its definition, one backward pass; the PPO bounds and the means are written out here."""
+    """Each row on its own, the loss from its definition, one backward pass; the PPO bounds and the means are written
+    out here.
+    """
     model = backend(path).policy.module
     sums, means, tokens = [], [], 0
     for one in rows:
@@ -144,7 +146,8 @@ def test_masking_the_last_tokens_equals_removing_them(path, seed, mode):
 
 
 def test_a_token_masked_in_the_middle_adds_nothing_but_context(path):
-    # The gradient is a sum over trained tokens, so the whole minus that of one token alone is that of the sample without it.
+    # The gradient is a sum over trained tokens, so the whole minus that of one token alone is that of the sample
+    # without it.
     whole = sample(np.random.default_rng(8), 20, advantage=0.7)
     middle = int(whole.positions[len(whole.positions) // 2])
     only, without = np.zeros(20, np.uint8), whole.loss_mask.copy()
@@ -193,7 +196,9 @@ def test_directional_derivative(path):
     for sign in (1, -1):
         moved = backend(path, algorithm=algorithm)
         vector = torch.nn.utils.parameters_to_vector(moved.policy.module.parameters()).detach()
-        torch.nn.utils.vector_to_parameters(vector + sign * step * slope / slope.norm(), moved.policy.module.parameters())
+        torch.nn.utils.vector_to_parameters(
+            vector + sign * step * slope / slope.norm(), moved.policy.module.parameters()
+        )
         losses.append(moved.forward_backward(rows)["pg_loss"])
     assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(float(slope.norm()), rel=2e-3)
 
@@ -210,7 +215,8 @@ def test_a_model_that_caps_its_logits(tmp_path):
     # Gemma 2 squashes logits after the head, so the head alone would give wrong logprobs.
     torch.manual_seed(0)
     config = Gemma2Config(
-        vocab_size=23, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=23, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1,
         head_dim=16, sliding_window=8, final_logit_softcapping=2.0, query_pre_attn_scalar=16,
         pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip

@@ -65,7 +65,11 @@ def test_tensorboard_shows_settings_texts_and_pictures(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
 
-    config = {"train": {"lr": 0.001, "steps": 3, "stream": True}, "model": {"path": None}, "domains": {"lake": {"rewards": ["a", "b"]}}}
+    config = {
+        "train": {"lr": 0.001, "steps": 3, "stream": True},
+        "model": {"path": None},
+        "domains": {"lake": {"rewards": ["a", "b"]}},
+    }
     trackers = TrackerGroup(TrackersSection(use=[]), tmp_path, "demo", config)
     trackers.texts(2, {"samples/lake": "**x** ü"})
     picture = io.BytesIO()
@@ -85,7 +89,10 @@ def test_tensorboard_shows_settings_texts_and_pictures(tmp_path: Path) -> None:
     settings = started.hparams
     assert (settings["train.lr"].number_value, settings["train.steps"].number_value) == (0.001, 3.0)
     assert settings["train.stream"].bool_value
-    assert (settings["model.path"].string_value, settings["domains.lake.rewards"].string_value) == ("None", "['a', 'b']")
+    assert (settings["model.path"].string_value, settings["domains.lake.rewards"].string_value) == (
+        "None",
+        "['a', 'b']",
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in TRACKERS if name != "tensorboard"])

@@ -1,4 +1,6 @@
-"""Offload and compile change where and how a step is computed, not what comes out; and streamed gradients are those of a whole step."""
+"""Offload and compile change where and how a step is computed, not what comes out; and streamed gradients are those of
+a whole step.
+"""
 
 import os
 from dataclasses import replace
@@ -83,7 +85,9 @@ def test_offloaded_activations_make_the_same_steps_and_weights_stay(tmp_path, mo
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(os.environ.get("RL_OPTIONS") != "1", reason="compiling takes a minute on a CPU: make test-options")
 @pytest.mark.filterwarnings("default")  # torch warns in its own compiler
-@pytest.mark.parametrize("more", [{"packing": "packed"}, {"packing": "padded"}, {"lora": {"rank": 4}, "gradient_checkpointing": True}])
+@pytest.mark.parametrize(
+    "more", [{"packing": "packed"}, {"packing": "padded"}, {"lora": {"rank": 4}, "gradient_checkpointing": True}]
+)
 def test_compiled_blocks_make_the_same_steps(tmp_path, more):
     path = save_model(tmp_path)
     algorithm = AlgorithmSection(kl_coef=0.2)
@@ -101,15 +105,20 @@ def test_compile_without_a_compiler_or_blocks_is_refused(tmp_path, monkeypatch):
     path = save_model(tmp_path)
     module = backend(path).policy.module
     module._no_split_modules = []
-    with pytest.raises(ConfigError, match=r"train.compile: True is not allowed; false: Qwen3ForCausalLM names no blocks"):
+    with pytest.raises(
+        ConfigError, match=r"train.compile: True is not allowed; false: Qwen3ForCausalLM names no blocks"
+    ):
         block_compilation.compile_blocks(module, torch.device("cpu"))
     monkeypatch.setattr(block_compilation.shutil, "which", lambda _: None)
-    with pytest.raises(ConfigError, match=r"train.compile: True is not allowed; false: on a CPU it needs a C\+\+ compiler"):
+    with pytest.raises(
+        ConfigError, match=r"train.compile: True is not allowed; false: on a CPU it needs a C\+\+ compiler"
+    ):
         backend(path, train=settings(compile=True))
 
 
 @pytest.mark.parametrize(
-    "algorithm", [{}, {"kl_coef": 0.2, "entropy_coef": 0.01}, {"pg_variant": "gspo", "loss_agg_mode": "seq-mean-token-mean"}]
+    "algorithm",
+    [{}, {"kl_coef": 0.2, "entropy_coef": 0.01}, {"pg_variant": "gspo", "loss_agg_mode": "seq-mean-token-mean"}],
 )
 def test_a_streamed_step_is_a_whole_step_of_one_epoch_and_one_minibatch(tmp_path, algorithm):
     # The same gradient before it is normalised, and after the update the same weights, however the stream was cut.
@@ -138,7 +147,13 @@ def test_a_streamed_step_is_a_whole_step_of_one_epoch_and_one_minibatch(tmp_path
 
 
 def resolved(algorithm=None, **train):
-    domain = {"env": "frozenlake", "group_size": 4, "max_context_tokens": 256, "sampling": {"max_tokens": 4}, "deadline_s": 60}
+    domain = {
+        "env": "frozenlake",
+        "group_size": 4,
+        "max_context_tokens": 256,
+        "sampling": {"max_tokens": 4},
+        "deadline_s": 60,
+    }
     return validate({"domains": {"lake": domain}, "train": train, "algorithm": algorithm or {}})
 
 
@@ -183,8 +198,12 @@ def test_off_by_default_and_a_word_turns_adapters_on():
 def test_a_critic_goes_on_from_its_checkpoint_with_an_offloaded_optimizer(tmp_path):
     path = save_model(tmp_path / "model")
     algorithm = AlgorithmSection.model_validate({"adv_estimator": "gae", "critic": {"enabled": True, "lr": 1e-2}})
-    rows = [replace(one, values=one.advantages * 0, returns=np.sin(one.token_ids).astype(np.float32)) for one in samples(3)]
-    first, plain = (backend(path, train=settings(optimizer_offload=wanted), algorithm=algorithm) for wanted in (True, False))
+    rows = [
+        replace(one, values=one.advantages * 0, returns=np.sin(one.token_ids).astype(np.float32)) for one in samples(3)
+    ]
+    first, plain = (
+        backend(path, train=settings(optimizer_offload=wanted), algorithm=algorithm) for wanted in (True, False)
+    )
     assert first.update(rows) == plain.update(rows)
     state, weights = first.state(), tmp_path / "saved"
     first.save(weights)

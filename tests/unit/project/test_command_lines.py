@@ -1,4 +1,6 @@
-"""The arguments of every command: each has a word of help, and a value that is none is refused before anything is asked of a broker."""
+"""The arguments of every command: each has a word of help, and a value that is none is refused before anything is asked
+of a broker.
+"""
 
 from __future__ import annotations
 
@@ -109,27 +111,61 @@ DEAD = ["--broker", "nats://127.0.0.1:9", "--connect-deadline"]
     ],
 )
 @pytest.mark.parametrize("name", ["envhub", "rewardhub", "rollout-server"])
-def test_bad_options_of_all_that_join(name: str, command: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options_of_all_that_join(
+    name: str, command: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     _refused(name, command, says, capsys)
 
 
 @pytest.mark.parametrize(
     ("name", "command", "says"),
     [
-        ("rollout-server", ["--engine", "vlm"], "error: rollout.engine: 'vlm' is not allowed; did you mean 'vllm'? known: hf, "),
-        ("rollout-server", ["max_runing=3"], "error: rollout.max_runing: 3 is not allowed; unknown key, did you mean 'rollout.max_"),
-        ("rollout-server", ["max_running=0"], "error: rollout.max_running: 0 is not allowed; input should be greater than 0"),
-        ("rollout-server", ["what"], "error: override 'what' is not allowed; write key=value, for example max_running=32"),
-        ("rollout-server", ["--model", "/nope", "--policy", "judge"], "error: --model: '/nope' is not allowed; no such folder"),
+        (
+            "rollout-server",
+            ["--engine", "vlm"],
+            "error: rollout.engine: 'vlm' is not allowed; did you mean 'vllm'? known: hf, ",
+        ),
+        (
+            "rollout-server",
+            ["max_runing=3"],
+            "error: rollout.max_runing: 3 is not allowed; unknown key, did you mean 'rollout.max_",
+        ),
+        (
+            "rollout-server",
+            ["max_running=0"],
+            "error: rollout.max_running: 0 is not allowed; input should be greater than 0",
+        ),
+        (
+            "rollout-server",
+            ["what"],
+            "error: override 'what' is not allowed; write key=value, for example max_running=32",
+        ),
+        (
+            "rollout-server",
+            ["--model", "/nope", "--policy", "judge"],
+            "error: --model: '/nope' is not allowed; no such folder",
+        ),
         ("rollout-server", ["--gpus", "x"], "error: --gpus 'x' is not allowed; write a list such as 0,2"),
         ("envhub", ["--n", "0"], "argument --n: '0' is not allowed; a whole number of at least 1"),
         ("envhub", ["--domains", "a.b"], "argument --domains: 'a.b' is not allowed; use 1-64 letters"),
         ("rewardhub", ["--pools", "a", "--rewards", "b"], "argument --rewards: not allowed with argument --pools"),
         ("rewardhub", ["--pools", "a.b"], "argument --pools: 'a.b' is not allowed; use 1-64 letters"),
-        ("broker", ["serve", "--store-max-gib", "-1"], "argument --store-max-gib: '-1' is not allowed; a number above 0"),
+        (
+            "broker",
+            ["serve", "--store-max-gib", "-1"],
+            "argument --store-max-gib: '-1' is not allowed; a number above 0",
+        ),
         ("broker", ["dead", "show", "-3"], "dead show"),
-        ("rlearner", ["up"], "error: rlearner up: the following arguments are required: CONFIG; see rlearner up --help\n"),
-        ("rlearner", ["doctor", "train.steps=3"], "error: 'train.steps=3' stands where a YAML file is expected: name that first"),
+        (
+            "rlearner",
+            ["up"],
+            "error: rlearner up: the following arguments are required: CONFIG; see rlearner up --help\n",
+        ),
+        (
+            "rlearner",
+            ["doctor", "train.steps=3"],
+            "error: 'train.steps=3' stands where a YAML file is expected: name that first",
+        ),
         ("rlearner", ["up", "quickstart", "run.dir=/proc/nope"], "error: /proc/nope/quickstart-"),
         ("rlearner", ["trace", "run", "x"], "argument GROUP: 'x' is not allowed; a whole number of at least 0"),
     ],

@@ -19,6 +19,8 @@ sys.exit(main("envhub", body))
 
 @pytest.mark.parametrize(("hard", "warned"), [(4096, False), (512, True)])
 def test_the_limit_is_raised_to_what_the_machine_permits(hard: int, warned: bool) -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(hard)], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(hard)], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.split() == [str(hard), str(hard)]
     assert ("at most 512 files and connections may be open here" in done.stderr) == warned

@@ -12,7 +12,9 @@ from rlearner_text.tiny import _chars
 EPISODES = 80
 
 
-@pytest.mark.parametrize(("name", "solved"), [("quickstart", (0.3, 0.8)), ("sokoban", (0.2, 0.7)), ("webshop", (0.3, 0.6))])
+@pytest.mark.parametrize(
+    ("name", "solved"), [("quickstart", (0.3, 0.8)), ("sokoban", (0.2, 0.7)), ("webshop", (0.3, 0.6))]
+)
 def test_demonstrations_fit_and_are_imperfect(name: str, solved: tuple[float, float]) -> None:
     config = validate(load(f"configs/{name}.yaml", ["run.name=x"]))
     (domain,) = load_domains(config).values()

@@ -79,7 +79,10 @@ RUN_PLUGINS: list[tuple[str, dict[str, str], str, list[str]]] = [
         "envs",
         ENVS,
         "Parity",
-        ["domains.lake=null", "domains.odd={env: mine, env_args: {modulus: 3}, max_context_tokens: 256, sampling: {max_tokens: 4}}"],
+        [
+            "domains.lake=null",
+            "domains.odd={env: mine, env_args: {modulus: 3}, max_context_tokens: 256, sampling: {max_tokens: 4}}",
+        ],
     ),
     ("rewards", REWARDS, "Vowels", ["domains.lake.rewards=[{name: mine, args: {weight: 2}}]"]),
     ("engines", ENGINES, "Engine", ["rollout.engine=mine"]),
@@ -100,7 +103,9 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("file")
-@pytest.mark.parametrize(("kind", "table", "attribute", "settings"), RUN_PLUGINS, ids=[kind for kind, *_ in RUN_PLUGINS])
+@pytest.mark.parametrize(
+    ("kind", "table", "attribute", "settings"), RUN_PLUGINS, ids=[kind for kind, *_ in RUN_PLUGINS]
+)
 def test_one_file_and_one_line_add_a_plug_in_of_a_run(
     kind: str, table: dict[str, str], attribute: str, settings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,7 +135,8 @@ def test_an_added_environment_plays_and_an_added_reward_scores(monkeypatch: pyte
     assert (environment.step("1").reward, environment.step("2").reward) == (1.0, 0.0)
     monkeypatch.setitem(REWARDS, "mine", "added_plugins:Vowels")
     sample = Sample(
-        domain="d", task_index=0, prompt="", response="a queue", reference="", reward=0.0, reward_parts={}, success=True,
+        domain="d", task_index=0, prompt="", response="a queue", reference="", reward=0.0, reward_parts={},
+        success=True,
         end="terminated", num_turns=1, num_tokens=2, metrics={},
     )  # fmt: skip
     worker = RewardWorker()

@@ -1,4 +1,6 @@
-"""A test that fails once and passes when it is run again does not stop a session; it is shown, and too many of them do."""
+"""A test that fails once and passes when it is run again does not stop a session; it is shown, and too many of them
+do.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def test_wrong(): assert {right}
         (1, False, 1, "1 failed, 1 passed, 2 rerun"),
     ],
 )
-def test_what_is_unstable_is_shown(tmp_path: Path, more: tuple[str, ...], unstable: int, right: bool, code: int, said: str) -> None:
+def test_what_is_unstable_is_shown(
+    tmp_path: Path, more: tuple[str, ...], unstable: int, right: bool, code: int, said: str
+) -> None:
     body = BODY.format(unstable=unstable, right=right)
     ended, shown = session(tmp_path, body, "-p", "reruns", "--reruns", "1", *more)
     assert (ended, said in shown) == (code, True), shown

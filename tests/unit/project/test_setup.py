@@ -1,4 +1,6 @@
-"""What make setup does about bubblewrap, with an apt-get of our own: the script installs it where it may, or says how."""
+"""What make setup does about bubblewrap, with an apt-get of our own: the script installs it where it may, or says
+how.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def script(folder: Path, apt_get: str | None, user: int = 0, present: bool = Fal
         if body is not None:
             (folder / name).write_text(f"#!/bin/sh\n{body}\n")
             (folder / name).chmod(0o755)
-    done = subprocess.run(["/bin/sh", SCRIPT], env={"PATH": str(folder)}, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(
+        ["/bin/sh", SCRIPT], env={"PATH": str(folder)}, capture_output=True, text=True, timeout=30, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.splitlines(), calls.read_text().splitlines() if calls.exists() else []
 

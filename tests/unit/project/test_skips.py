@@ -1,4 +1,6 @@
-"""The closing summary says what was skipped and why, and a session that has to exercise the sandbox fails if it did not."""
+"""The closing summary says what was skipped and why, and a session that has to exercise the sandbox fails if it did
+not.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ import pytest
 
 TESTS = Path(__file__).parents[2]
 HOW = "there is no bubblewrap (bwrap) on PATH; run: apt-get install bubblewrap"
-MARKED = "import pytest\n@pytest.mark.sandbox\n@pytest.mark.parametrize('number', range(3))\ndef test_marked(number): pass\n"
+MARKED = (
+    "import pytest\n@pytest.mark.sandbox\n@pytest.mark.parametrize('number', range(3))\ndef test_marked(number): pass\n"
+)
 OTHERS = "import pytest\ndef test_other(): pass\ndef test_skipped(): pytest.skip('no GPU')\n"
 WORKS = "import skips\nskips.lacking = lambda: ''\n"
 
@@ -19,7 +23,12 @@ WORKS = "import skips\nskips.lacking = lambda: ''\n"
 def session(folder: Path, body: str, *options: str, path: str = "/nowhere", require: bool = False) -> tuple[int, str]:
     """Run pytest on a file of tests without bubblewrap on PATH. Return its exit code and what it printed."""
     (folder / "test_it.py").write_text(body)
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": f"{TESTS / 'kit'}:{TESTS.parent}", "RL_REQUIRE_SANDBOX": str(int(require))}
+    environment = {
+        **os.environ,
+        "PATH": path,
+        "PYTHONPATH": f"{TESTS / 'kit'}:{TESTS.parent}",
+        "RL_REQUIRE_SANDBOX": str(int(require)),
+    }
     command = [
         sys.executable,
         "-m",
@@ -34,7 +43,9 @@ def session(folder: Path, body: str, *options: str, path: str = "/nowhere", requ
         *options,
         str(folder),
     ]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
     return done.returncode, done.stdout + done.stderr
 
 
@@ -55,7 +66,9 @@ def test_a_session_that_needs_the_sandbox_fails_at_once_without_it(tmp_path: Pat
 
 
 @pytest.mark.parametrize("options", [(), ("-n", "2")])
-def test_a_session_that_needs_the_sandbox_fails_if_none_of_its_tests_ran(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_a_session_that_needs_the_sandbox_fails_if_none_of_its_tests_ran(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
     (tmp_path / "conftest.py").write_text(WORKS)
     code, said = session(tmp_path, OTHERS, *options, require=True)
     assert code == 1, said

@@ -44,12 +44,16 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 async def crew(tmp_path: Path) -> AsyncIterator[EpisodeRunners]:
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path / "tokenizer"))
-    made = EpisodeRunners(tokenizer, Scripted(tokenizer, lambda _: ""), EnvironmentCalls(60.0), EpisodeLimits(120.0, 60.0))
+    made = EpisodeRunners(
+        tokenizer, Scripted(tokenizer, lambda _: ""), EnvironmentCalls(60.0), EpisodeLimits(120.0, 60.0)
+    )
     yield made
     await made.close()
 
 
-async def play(crew: EpisodeRunners, domain: Domain, says: Mapping[int, str] | random.Random, index: int = 0) -> EpisodeResult:
+async def play(
+    crew: EpisodeRunners, domain: Domain, says: Mapping[int, str] | random.Random, index: int = 0
+) -> EpisodeResult:
     """One episode; the policy says these at their turns, or digits by chance."""
     digits = says if isinstance(says, random.Random) else None
 
@@ -59,7 +63,9 @@ async def play(crew: EpisodeRunners, domain: Domain, says: Mapping[int, str] | r
 
     assert isinstance(crew.turns, Scripted)
     crew.turns.script = script
-    return await crew.play(EpisodeTask("c", domain, task_index=index, split="train", seed=7, episode=0, record=False), lambda _: None)
+    return await crew.play(
+        EpisodeTask("c", domain, task_index=index, split="train", seed=7, episode=0, record=False), lambda _: None
+    )
 
 
 async def scored(domain: Domain, played: EpisodeResult) -> wire.Trajectory:
@@ -79,7 +85,9 @@ def score(domain: Domain, played: EpisodeResult) -> wire.Trajectory:
     with closing(RewardWorker()) as worker:
         while isinstance(ask := todo.pop(), ScoreAction):
             reward = rewards[ask.reward]
-            reply = worker.answer(protocol.ScoreRequest(reward.name, reward.args, sample_of(group, group.trajectories[ask.trajectory])))
+            reply = worker.answer(
+                protocol.ScoreRequest(reward.name, reward.args, sample_of(group, group.trajectories[ask.trajectory]))
+            )
             assert isinstance(reply, protocol.ScoreReply), reply
             assert reply.value is not None
             todo += scoring.scored(ask, Scored(reply.value, reply.notes))
@@ -105,7 +113,10 @@ def test_paths_are_relative_to_the_working_folder_or_to_the_file(
     (here / "elsewhere").mkdir()
     monkeypatch.chdir(here / "elsewhere")
     assert main(["check", "../guess.yaml"]) == 2
-    line = f"error: domains.guess.env: './my_env.py:Guess' is not allowed; there is no file my_env.py in {here / 'elsewhere'}\n"
+    line = (
+        f"error: domains.guess.env: './my_env.py:Guess' is not allowed; there is no file my_env.py in "
+        f"{here / 'elsewhere'}\n"
+    )
     assert capsys.readouterr().err == line
     (here / "guess.yaml").write_text(FILES["guess.yaml"].replace("./my_", "${here}/my_"))
     assert main(["check", "../guess.yaml"]) == 0

@@ -1,4 +1,6 @@
-"""The reward ``code``: programs against tests in a real sandbox; what is the policy's fault, the data's, and nobody's."""
+"""The reward ``code``: programs against tests in a real sandbox; what is the policy's fault, the data's, and
+nobody's.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from rewardhub.rewards.code_tests import FunctionCallTests, InvalidTestsError, S
 from rlearner_sandbox import SandboxFailed
 
 SWAP = "class Solution:\n    def add(self, a, b): return (a, b)"
-DEEP = "import sys; sys.setrecursionlimit(10**6)\ndef f(n): return n and 1 + f(n - 1)\ndef add(a, b): return a + b + f(20000) * 0"
+DEEP = (
+    "import sys; sys.setrecursionlimit(10**6)\ndef f(n): return n and 1 + f(n - 1)\ndef add(a, b): return a + b + "
+    "f(20000) * 0"
+)
 FILE = "from solution import add as plus\ndef test_a(): assert plus(1, 1) == 2\ndef test_b(): assert add(1, 1) == 3"
 STUBBORN = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\n"  # only SIGKILL ends it
 CLASSES = """
@@ -52,7 +57,7 @@ def test_does_not_raise():
 def test_raises_another():
     with pytest.raises(TypeError):
         add(1, -1)
-def test_nearly(): assert add(1, 1) == approx(1.3333333333) and [add(1, 1)] == approx([4 / 3]) and add(1, 1) != approx(1.33)
+def test_nearly(): assert add(1, 1) == approx(1.3333333333) and [add(1, 1)] == approx([4 / 3]) != approx([1.33])
 def test_called(): pytest.raises(ValueError, add, 1, -1)
 """
 ADD = "def add(a, b):\n    return a + b\n"
@@ -63,8 +68,10 @@ ECHO = "import sys\nfor line in sys.stdin:\n    print(int(line) * 2)\n"
 
 def sample(program: str | None, reference: str) -> Sample:
     return Sample(
-        domain="mbpp", task_index=7, prompt="", response="no code" if program is None else f"So:\n```python\n{program}\n```\nDone.",
-        reference=reference, reward=0.0, reward_parts={}, success=False, end="terminated", num_turns=1, num_tokens=5, metrics={},
+        domain="mbpp", task_index=7, prompt="",
+        response="no code" if program is None else f"So:\n```python\n{program}\n```\nDone.",
+        reference=reference, reward=0.0, reward_parts={}, success=False, end="terminated", num_turns=1, num_tokens=5,
+        metrics={},
     )  # fmt: skip
 
 
@@ -88,7 +95,8 @@ def flags(scored: Scored) -> set[str]:
         (ADD, '{"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, [7]]}', 1.0, {"compiled"}),
         (SWAP, '{"fn_name": "add", "inputs": [[1, 2]], "outputs": [[1, 2]]}', 1.0, {"compiled"}),
         (ADD, FILE, 0.5, {"compiled"}),
-        (ADD, "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): self.assertEqual(add(1, 1), 2)", 1.0, {"compiled"}),
+        (ADD, "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): self.assertEqual(add(1, 1), "
+        "2)", 1.0, {"compiled"}),
         (ADD, "def check(f):\n    assert f(1, 1) == 2\ncheck(add)", 1.0, {"compiled"}),
         (ADD, CLASSES, 0.5, {"compiled"}),
         (RAISES, PYTEST, 0.6, {"compiled"}),
@@ -99,7 +107,8 @@ def flags(scored: Scored) -> set[str]:
         ("x = bytearray(1 << 30)", DOUBLE, 0.0, {"compiled", "memory"}),
         ("import os; os.abort()", DOUBLE, 0.0, {"compiled", "crashed"}),
         ("import os; os._exit(0)", ASSERTS, 0.0, {"compiled"}),  # an end in good order passes nothing
-        ("print('true'); import os; os.write(3, b'loaded\\n0 0 true\\n0 1 true\\n'); exit()", ASSERTS, 0.0, {"compiled", "crashed"}),
+        ("print('true'); import os; os.write(3, b'loaded\\n0 0 true\\n0 1 true\\n'); "
+        "exit()", ASSERTS, 0.0, {"compiled", "crashed"}),
         (ECHO + "exit()", DOUBLE, 1.0, {"compiled"}),
         (ECHO + "exit(1)", DOUBLE, 0.0, {"compiled", "crashed"}),
         (DEEP, ASSERTS, 2 / 3, {"compiled"}),
@@ -124,7 +133,10 @@ def test_a_program_that_takes_too_long_keeps_what_it_had_passed() -> None:
         '{"inputs": ["1", "60"], "outputs": ["2", "1"]}',
     ):
         scored = code.score(
-            sample(ADD + "if __name__ == '__main__':\n    n = int(input()); import time; time.sleep(n - 1); print(2)", reference)
+            sample(
+                ADD + "if __name__ == '__main__':\n    n = int(input()); import time; time.sleep(n - 1); print(2)",
+                reference,
+            )
         )
         assert scored.value == 0.5
         assert flags(scored) == {"compiled", "timeout"}
@@ -132,7 +144,9 @@ def test_a_program_that_takes_too_long_keeps_what_it_had_passed() -> None:
 
 @pytest.mark.sandbox
 def test_a_program_that_hides_its_outputs_is_ended_in_time_too() -> None:
-    scored = CodeReward(CodeArgs(timeout_s=0.7)).score(sample("import os, time\nos.close(1); os.close(2); time.sleep(600)", DOUBLE))
+    scored = CodeReward(CodeArgs(timeout_s=0.7)).score(
+        sample("import os, time\nos.close(1); os.close(2); time.sleep(600)", DOUBLE)
+    )
     assert scored.value == 0.0
     assert flags(scored) == {"compiled", "timeout"}
 
@@ -144,7 +158,10 @@ def test_packages_can_be_imported_by_programs_and_tests(tmp_path: Path) -> None:
     code = CodeReward(CodeArgs(packages=(str(tmp_path),)))
     program = "import ours\ndef add(a, b): return ours.twice(a + b)"
     assert code.score(sample(program, json.dumps(["import ours\nassert add(1, 2) == ours.twice(3)"]))).value == 1.0
-    assert code.score(sample("import ours\nprint(ours.twice(int(input())))", '{"inputs": ["2"], "outputs": ["4"]}')).value == 1.0
+    assert (
+        code.score(sample("import ours\nprint(ours.twice(int(input())))", '{"inputs": ["2"], "outputs": ["4"]}')).value
+        == 1.0
+    )
 
 
 @pytest.mark.sandbox
@@ -156,7 +173,9 @@ def test_all_or_nothing() -> None:
 
 @pytest.mark.sandbox
 def test_bad_tests_are_the_datas_fault_and_named(code: CodeReward) -> None:
-    with pytest.raises(InvalidScoreError, match=r"domain 'mbpp', task 7, its tests: test 1 is not valid Python: .*'assertt f"):
+    with pytest.raises(
+        InvalidScoreError, match=r"domain 'mbpp', task 7, its tests: test 1 is not valid Python: .*'assertt f"
+    ):
         code.score(sample(ADD, '["assertt f(1)"]'))
 
 
@@ -188,7 +207,10 @@ def test_none_runs_with_limits_alone_and_says_so(caplog: pytest.LogCaptureFixtur
         ('{"inputs": [], "outputs": [], "fn_name": "a b"}', "not a function name"),
         ("def f(:", "the test file is not valid Python"),
         ("def check(f):\n    assert f(1) == 2\n", "has no test_. function, no class of tests, and runs nothing itself"),
-        ("import unittest\nclass Case:\n    def test_a(self): f()\nif __name__ == '__main__': unittest.main()", "runs nothing itself"),
+        (
+            "import unittest\nclass Case:\n    def test_a(self): f()\nif __name__ == '__main__': unittest.main()",
+            "runs nothing itself",
+        ),
         ("def test_a(tmp_path): f()", "test_a takes arguments; fixtures and parametrize are not supported"),
         ('["assert eval(f(1)) == 2"]', "they use eval, so a program's results would run inside its tests"),
         ('["assert sum([1, 2]) == 3", "assert math.isclose(abs(1), 1)"]', "they use no name of the program"),
@@ -201,7 +223,11 @@ def test_malformed_tests(reference: str, problem: str) -> None:
 
 def test_forms() -> None:
     assert parse('["assert f(1)"]') == StatementTests("", ("assert f(1)",))
-    assert parse('[{"input": "1", "output": "2"}]') == parse('{"inputs": ["1"], "outputs": ["2"]}') == StdioTests(("1",), ("2",))
+    assert (
+        parse('[{"input": "1", "output": "2"}]')
+        == parse('{"inputs": ["1"], "outputs": ["2"]}')
+        == StdioTests(("1",), ("2",))
+    )
     assert parse('{"fn_name": "f", "inputs": [[1]], "outputs": [2]}') == FunctionCallTests("f", ("[1]",), (2,))
 
 
@@ -226,7 +252,9 @@ def test_outputs_are_compared_line_by_line() -> None:
     assert not same_output("", "0")
 
 
-@pytest.mark.parametrize(("args", "key"), [({"sandbox": "off"}, "sandbox"), ({"timeout_s": 0}, "timeout_s"), ({"cpu": 1}, "cpu")])
+@pytest.mark.parametrize(
+    ("args", "key"), [({"sandbox": "off"}, "sandbox"), ({"timeout_s": 0}, "timeout_s"), ({"cpu": 1}, "cpu")]
+)
 def test_arguments_are_checked(args: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=f"args.{key}"):
         loading.check("code", args)

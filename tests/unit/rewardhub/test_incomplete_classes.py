@@ -33,10 +33,15 @@ CLASSES = incomplete_classes
         ("NoStep", f"class NoStep (incomplete_classes.py:{line(CLASSES.NoStep)}) has no method step(self, text)"),
         (
             "ShortReset",
-            f"reset(self, task_index: 'int') -> 'Observation' (incomplete_classes.py:{line(CLASSES.ShortReset.reset)}) must take "
+            f"reset(self, task_index: 'int') -> 'Observation' (incomplete_classes.py:{line(CLASSES.ShortReset.reset)}) "
+            f"must take "
             "(self, task_index, split, seed)",
         ),
-        ("NoUse", f"class NoUse (incomplete_classes.py:{line(CLASSES.NoUse)}) has no method use(self, calls), which its tools need"),
+        (
+            "NoUse",
+            f"class NoUse (incomplete_classes.py:{line(CLASSES.NoUse)}) has no method use(self, calls), which its "
+            f"tools need",
+        ),
     ],
 )
 def test_an_environment(name: str, says: str) -> None:
@@ -56,7 +61,10 @@ def test_what_is_whole_passes() -> None:
     ("name", "says"),
     [
         ("NoScore", f"class NoScore (incomplete_classes.py:{line(CLASSES.NoScore)}) has no method score(self, sample)"),
-        ("NoSample", f"score(self) -> 'float' (incomplete_classes.py:{line(CLASSES.NoSample.score)}) must take (self, sample)"),
+        (
+            "NoSample",
+            f"score(self) -> 'float' (incomplete_classes.py:{line(CLASSES.NoSample.score)}) must take (self, sample)",
+        ),
     ],
 )
 def test_a_reward(name: str, says: str) -> None:

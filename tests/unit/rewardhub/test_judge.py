@@ -1,4 +1,6 @@
-"""The reward ``judge`` against an endpoint that answers from a script: scores, repeats, refusals, keys, the cache, and its process."""
+"""The reward ``judge`` against an endpoint that answers from a script: scores, repeats, refusals, keys, the cache, and
+its process.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ Answer = tuple[int, Any] | Callable[[dict[str, Any]], Any]
 
 def sample(response: str = "four", **fields: Any) -> Sample:
     return Sample(
-        domain="essays", task_index=3, prompt="2 + 2?", response=response, reference=fields.get("reference", "4"), reward=0.0,
+        domain="essays", task_index=3, prompt="2 + 2?", response=response, reference=fields.get("reference", "4"),
+        reward=0.0,
         reward_parts={}, success=False, end="terminated", num_turns=1, num_tokens=4, metrics={},
     )  # fmt: skip
 
@@ -46,7 +49,9 @@ class Endpoint:
     async def handle(self, request: web.Request) -> web.Response:
         self.keys.add(request.headers.get("Authorization"))
         if request.method == "GET":
-            return web.json_response({"data": [{"id": name} for name in self.models]} if self.status == 200 else {}, status=self.status)
+            return web.json_response(
+                {"data": [{"id": name} for name in self.models]} if self.status == 200 else {}, status=self.status
+            )
         self.asked.append(await request.json())
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         self.at_once += 1
@@ -126,7 +131,9 @@ async def test_an_answer_without_a_score_is_asked_for_again_and_never_a_zero(ser
     assert (scored.value, scored.notes["asked"], scored.notes["tokens_in"]) == (0.2, 3.0, 300)
     last = endpoint.asked[-1]["messages"]
     assert [message["role"] for message in last] == ["user", "assistant", "user", "assistant", "user"]
-    assert last[2]["content"] == "That holds no line `Score: N` with a number N from 0 to 10. Answer with that line alone."
+    assert (
+        last[2]["content"] == "That holds no line `Score: N` with a number N from 0 to 10. Answer with that line alone."
+    )
     endpoint.answers = [said("no idea")]
     line = r"^domain 'essays', task 3: the judge gave no score from 0 to 10 in 3 answers; the last ends 'no idea'$"
     with pytest.raises(NoScore, match=line):
@@ -142,10 +149,15 @@ async def test_busy_endpoints_are_tried_again_and_refusals_are_not(serve: Any) -
     made = await judge(await serve(endpoint), retries=2)
     assert (await made.score(sample())).value == 0.1
     endpoint.answers = [busy]
-    with pytest.raises(RuntimeError, match=r"^domain 'essays', task 3: http://.* gave no answer in 3 tries: 503: overloaded$"):
+    with pytest.raises(
+        RuntimeError, match=r"^domain 'essays', task 3: http://.* gave no answer in 3 tries: 503: overloaded$"
+    ):
         await made.score(sample("b"))
     endpoint.answers, endpoint.asked = [(401, {"error": {"message": f"no such key: {KEY}"}})], []
-    line = r"^domain 'essays', task 3: http://\S+/v1: the endpoint answered 401: no such key: \*\*\*; its key is taken from JUDGE_KEY$"
+    line = (
+        r"^domain 'essays', task 3: http://\S+/v1: the endpoint answered 401: no such key: \*\*\*; "
+        r"its key is taken from JUDGE_KEY$"
+    )
     with pytest.raises(NoScore, match=line):
         await made.score(sample("c"))
     assert len(endpoint.asked) == 1
@@ -155,7 +167,13 @@ async def test_busy_endpoints_are_tried_again_and_refusals_are_not(serve: Any) -
 async def test_long_responses_are_shown_from_their_end_and_noted(serve: Any) -> None:
     endpoint = Endpoint(said("4"))
     made = await judge(
-        await serve(endpoint), max_chars=3, template="{response}|", score_pattern=r"(\d)", low=1, high=5, extra_body={"max_tokens": None}
+        await serve(endpoint),
+        max_chars=3,
+        template="{response}|",
+        score_pattern=r"(\d)",
+        low=1,
+        high=5,
+        extra_body={"max_tokens": None},
     )
     scored = await made.score(sample("abcdef"))
     assert (scored.value, scored.notes["truncated"]) == (0.75, 1.0)
@@ -225,6 +243,8 @@ async def test_a_process_that_says_nothing_any_more_is_killed(serve: Any, monkey
 async def test_an_endpoint_that_does_not_take_the_key_ends_the_hub_with_one_line(serve: Any) -> None:
     args = {"base_url": await serve(Endpoint(said("x"), status=403)), "api_key_env": "JUDGE_KEY"}
     hosts = RewardProcesses()
-    with pytest.raises(UserError, match=r"^domains\.essays\.rewards\.1: judge: http://.*403.*; its key is taken from JUDGE_KEY$"):
+    with pytest.raises(
+        UserError, match=r"^domains\.essays\.rewards\.1: judge: http://.*403.*; its key is taken from JUDGE_KEY$"
+    ):
         await hosts.start({"domains.essays.rewards.1": RewardConfig(name="judge", args=args)})
     await hosts.close()

@@ -13,7 +13,10 @@ from rewardhub.rewards.base import NoScore, ResponseFault, Sample, Scored
 # Rows in the manner of grade-school word problems: worked solution, then the marker and the number.
 ROWS = [
     ("Ann has 3 bags with 14 apples each. How many apples?", "She has 3*14 = <<3*14=42>>42 apples.\n#### 42"),
-    ("A car costs $18,000 and a van twice that. Price of the van?", "2 x 18,000 = <<2*18000=36000>>36,000 dollars.\n#### 36,000"),
+    (
+        "A car costs $18,000 and a van twice that. Price of the van?",
+        "2 x 18,000 = <<2*18000=36000>>36,000 dollars.\n#### 36,000",
+    ),
     ("Tom owed $5 and borrowed $7 more. His balance?", "-5 - 7 = <<-5-7=-12>>-12\n#### -12"),
     ("Half of 5 litres?", "5/2 = <<5/2=2.5>>2.5 litres\n#### 2.5"),
     ("Stars in the picture?", "There are 1,234,567 stars.\n#### 1,234,567"),
@@ -23,7 +26,8 @@ ROWS = [
 
 def sample(response: str, reference: str) -> Sample:
     return Sample(
-        domain="math", task_index=0, prompt="", response=response, reference=reference, reward=0.0, reward_parts={}, success=False,
+        domain="math", task_index=0, prompt="", response=response, reference=reference, reward=0.0, reward_parts={},
+        success=False,
         end="terminated", num_turns=1, num_tokens=5, metrics={},
     )  # fmt: skip
 
@@ -140,7 +144,9 @@ def test_bare_formulas_are_references(reference: str, right: str, wrong: str) ->
     assert score(wrong, reference) == 0.0
 
 
-@pytest.mark.parametrize("response", ["Yes.", "#### **yes**", r"\boxed{\text{yes}}", "I thought long.\nThe answer is yes."])
+@pytest.mark.parametrize(
+    "response", ["Yes.", "#### **yes**", r"\boxed{\text{yes}}", "I thought long.\nThe answer is yes."]
+)
 def test_a_reference_in_words_is_compared_as_words(response: str) -> None:
     assert score(response, "yes") == Scored(1.0, {"by_text": 1.0})
     assert score(response, "no") == Scored(0.0, {"by_text": 1.0})

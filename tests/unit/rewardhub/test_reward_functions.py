@@ -23,7 +23,8 @@ HERE = str(Path(__file__).parents[2] / "kit" / "reward_functions.py")
 
 def sample(response: str = "four", prompt: str = "our") -> base.Sample:
     return base.Sample(
-        domain="d", task_index=3, prompt=prompt, response=response, reference="", reward=0.5, reward_parts={"env": 0.5}, success=True,
+        domain="d", task_index=3, prompt=prompt, response=response, reference="", reward=0.5,
+        reward_parts={"env": 0.5}, success=True,
         end="length", num_turns=2, num_tokens=9, metrics={"moves": 2.0},
     )  # fmt: skip
 
@@ -85,38 +86,64 @@ def test_a_dotted_path(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("reward", "line"),
     [
-        ({"name": "math_anser"}, "domains.qa.rewards.0.name: 'math_anser' is not allowed; did you mean 'math_answer'? known: "),
-        ({"name": "nowhere/f.py:score"}, "domains.qa.rewards.0.name: 'nowhere/f.py:score' is not allowed; there is no file nowhere/f.py"),
-        ({"name": "no_such_pkg:score"}, "domains.qa.rewards.0.name: 'no_such_pkg:score' is not allowed; there is no module 'no_such_pkg'"),
-        ({"name": f"{HERE}:absent"}, f"domains.qa.rewards.0.name: '{HERE}:absent' is not allowed; {HERE} has no 'absent'"),
+        (
+            {"name": "math_anser"},
+            "domains.qa.rewards.0.name: 'math_anser' is not allowed; did you mean 'math_answer'? known: ",
+        ),
+        (
+            {"name": "nowhere/f.py:score"},
+            "domains.qa.rewards.0.name: 'nowhere/f.py:score' is not allowed; there is no file nowhere/f.py",
+        ),
+        (
+            {"name": "no_such_pkg:score"},
+            "domains.qa.rewards.0.name: 'no_such_pkg:score' is not allowed; there is no module 'no_such_pkg'",
+        ),
+        (
+            {"name": f"{HERE}:absent"},
+            f"domains.qa.rewards.0.name: '{HERE}:absent' is not allowed; {HERE} has no 'absent'",
+        ),
         (
             {"name": f"{HERE}:not_callable"},
-            f"domains.qa.rewards.0.name: '{HERE}:not_callable' is not allowed; expected a function or a class, found an object of type int",
+            f"domains.qa.rewards.0.name: '{HERE}:not_callable' is not allowed; expected a function or a class, found "
+            f"an object of type int",
         ),
-        ({"name": f"{HERE}:NoScore"}, f"domains.qa.rewards.0.name: '{HERE}:NoScore' is not allowed; class NoScore (reward_functions.py:"),
-        ({"name": f"{HERE}:scaled"}, "domains.qa.rewards.0.args: {} is not allowed; scaled(sample: 'Any', *, factor: 'float', offset"),
+        (
+            {"name": f"{HERE}:NoScore"},
+            f"domains.qa.rewards.0.name: '{HERE}:NoScore' is not allowed; class NoScore (reward_functions.py:",
+        ),
+        (
+            {"name": f"{HERE}:scaled"},
+            "domains.qa.rewards.0.args: {} is not allowed; scaled(sample: 'Any', *, factor: 'float', offset",
+        ),
         (
             {"name": f"{HERE}:length", "args": {"x": 1}},
             "domains.qa.rewards.0.args: {'x': 1} is not allowed; length(sample: 'Any') -> 'int'",
         ),
         (
             {"name": "math_answer", "args": {"corect": 1}},
-            "domains.qa.rewards.0.args.corect: 1 is not allowed; unknown key, did you mean 'domains.qa.rewards.0.args.correct'?",
+            "domains.qa.rewards.0.args.corect: 1 is not allowed; unknown key, did you mean "
+            "'domains.qa.rewards.0.args.correct'?",
         ),
         (
             {"name": "format", "args": {"pattern": "(a"}},
-            "domains.qa.rewards.0.args.pattern: '(a' is not allowed; expected a regular expression: missing ), unterminated",
+            "domains.qa.rewards.0.args.pattern: '(a' is not allowed; expected a regular expression: missing ), "
+            "unterminated",
         ),
         (
             {"name": "length", "args": {"max_tokens": 10, "cache_tokens": 11}},
-            "domains.qa.rewards.0.args: {'max_tokens': 10, 'cache_tokens': 11} is not allowed; expected cache_tokens up to max_tokens (10)",
+            "domains.qa.rewards.0.args: {'max_tokens': 10, 'cache_tokens': 11} is not allowed; expected cache_tokens "
+            "up to max_tokens (10)",
         ),
         ({"name": "reward_model"}, "domains.qa.rewards.0.args.path: None is not allowed; it must be given"),
         (
             {"name": "judge", "args": {"base_url": "http://x/v1", "template": "{prompt}"}},
-            "domains.qa.rewards.0.args.template: '{prompt}' is not allowed; it must hold {response}; also allowed: {prompt}",
+            "domains.qa.rewards.0.args.template: '{prompt}' is not allowed; it must hold {response}; also allowed: "
+            "{prompt}",
         ),
-        ({"name": "math_answer", "args": {"wrong": "x"}}, "domains.qa.rewards.0.args.wrong: 'x' is not allowed; input should be a valid"),
+        (
+            {"name": "math_answer", "args": {"wrong": "x"}},
+            "domains.qa.rewards.0.args.wrong: 'x' is not allowed; input should be a valid",
+        ),
     ],
 )
 def test_check_names_key_value_and_what_is_allowed(reward: dict[str, Any], line: str) -> None:
@@ -145,7 +172,10 @@ def test_check_takes_what_is_right() -> None:
 
 
 def test_a_reward_that_may_outlast_the_hub_is_refused() -> None:
-    spec = {"domains": {"c": {"env": "qa", "rewards": [{"name": "code", "args": {"timeout_s": 20}}]}}, "rewardhub": {"timeout_s": 20}}
+    spec = {
+        "domains": {"c": {"env": "qa", "rewards": [{"name": "code", "args": {"timeout_s": 20}}]}},
+        "rewardhub": {"timeout_s": 20},
+    }
     line = r"^domains\.c\.rewards\.0\.args\.timeout_s: 20\.0 is not allowed; below rewardhub\.timeout_s \(20\), "
     with pytest.raises(ConfigError, match=line):
         config.check(spec)
@@ -153,7 +183,10 @@ def test_a_reward_that_may_outlast_the_hub_is_refused() -> None:
 
 
 def test_an_answer_is_too_costly_before_the_hub_gives_up() -> None:
-    spec = {"domains": {"m": {"env": "qa", "rewards": [{"name": "math_answer", "args": {"cpu_s": 3}}]}}, "rewardhub": {"timeout_s": 5}}
+    spec = {
+        "domains": {"m": {"env": "qa", "rewards": [{"name": "math_answer", "args": {"cpu_s": 3}}]}},
+        "rewardhub": {"timeout_s": 5},
+    }
     line = r"^domains\.m\.rewards\.0\.args\.cpu_s: 3\.0 is not allowed; at most half of rewardhub\.timeout_s \(5\), "
     with pytest.raises(ConfigError, match=line):
         config.check(spec)
@@ -174,7 +207,9 @@ def test_a_form_that_a_response_has_or_has_not(args: dict[str, Any], response: s
     assert loading.load("format", args)(sample(response)) == value
 
 
-@pytest.mark.parametrize(("tokens", "value"), [(0, 0.0), (60, 0.0), (61, -0.025), (80, -0.5), (100, -1.0), (5000, -1.0)])
+@pytest.mark.parametrize(
+    ("tokens", "value"), [(0, 0.0), (60, 0.0), (61, -0.025), (80, -0.5), (100, -1.0), (5000, -1.0)]
+)
 def test_soft_overlong_punishment(tokens: int, value: float) -> None:
     score = loading.load("length", {"max_tokens": 100, "cache_tokens": 40})
     assert score(msgspec.structs.replace(sample(), num_tokens=tokens)) == value
@@ -182,7 +217,9 @@ def test_soft_overlong_punishment(tokens: int, value: float) -> None:
 
 def test_notes_go_with_a_value_and_are_numbers_too() -> None:
     assert answer("noted") == protocol.ScoreReply(2.0, notes={"tokens": 7.0})
-    assert check_scored(base.Scored({"a": 1, "b": 2}, {"c": np.float32(0.5)})) == base.Scored({"a": 1.0, "b": 2.0}, {"c": 0.5})
+    assert check_scored(base.Scored({"a": 1, "b": 2}, {"c": np.float32(0.5)})) == base.Scored(
+        {"a": 1.0, "b": 2.0}, {"c": 0.5}
+    )
     with pytest.raises(InvalidScoreError, match="note 'x' must be finite, got nan"):
         check_scored(base.Scored(1.0, {"x": float("nan")}))
 

@@ -11,7 +11,13 @@ import pytest
 import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
+)
 
 from broker.errors import ConfigError
 from broker.settings.config import RewardConfig
@@ -28,14 +34,16 @@ BOTH = "{prompt} {response}"
 
 def sample(response: str, prompt: str = "what") -> Sample:
     return Sample(
-        domain="d", task_index=1, prompt=prompt, response=response, reference="", reward=0.0, reward_parts={}, success=False,
+        domain="d", task_index=1, prompt=prompt, response=response, reference="", reward=0.0, reward_parts={},
+        success=False,
         end="terminated", num_turns=1, num_tokens=1, metrics={},
     )  # fmt: skip
 
 
 def config(**fields: Any) -> Qwen3Config:
     return Qwen3Config(
-        hidden_size=4, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=4,
+        hidden_size=4, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
+        head_dim=4,
         rms_norm_eps=1e-12, max_position_embeddings=64, pad_token_id=0, bos_token_id=None, eos_token_id=None, **fields,
     )  # fmt: skip
 
@@ -43,10 +51,14 @@ def config(**fields: Any) -> Qwen3Config:
 @pytest.fixture
 def words(tmp_path: Path) -> Path:
     """A tokenizer of five words and no chat template."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="<pad>"))
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="<pad>")
+    )
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"pad_token": "<pad>", "tokenizer_class": "PreTrainedTokenizerFast"}')
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"pad_token": "<pad>", "tokenizer_class": "PreTrainedTokenizerFast"}'
+    )
     return tmp_path
 
 
@@ -57,7 +69,9 @@ def transparent(model: Any) -> Any:
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
         model.model.norm.weight.fill_(1.0)
-        model.model.embed_tokens.weight.copy_(torch.tensor([[0.0] * 4, [3.0, 4, 0, 0], [-3.0, 4, 0, 0], [1.0, 1, 1, 1], [0, 0, 2.0, 0]]))
+        model.model.embed_tokens.weight.copy_(
+            torch.tensor([[0.0] * 4, [3.0, 4, 0, 0], [-3.0, 4, 0, 0], [1.0, 1, 1, 1], [0, 0, 2.0, 0]])
+        )
     return model
 
 
@@ -75,8 +89,9 @@ async def values(folder: Path, *responses: str, **args: Any) -> list[float]:
 
 
 async def test_scores_worked_out_by_hand(words: Path) -> None:
-    # The root mean square of (3, 4, 0, 0) is 2.5, so the state is (1.2, 1.6, 0, 0) and the score 10 * 1.2 + 1.6; with -3, -12 + 1.6.
-    # (1, 1, 1, 1) stays as it is: 10 + 1 + 100. Longer texts are padded beside shorter ones and read to their own end.
+    # The root mean square of (3, 4, 0, 0) is 2.5, so the state is (1.2, 1.6, 0, 0) and the score 10 * 1.2 + 1.6; with
+    # -3, -12 + 1.6. (1, 1, 1, 1) stays as it is: 10 + 1 + 100. Longer texts are padded beside shorter ones and read to
+    # their own end.
     folder = classifier(words, num_labels=1)
     expected = [13.6, -10.4, 111.0, 13.6]
     assert await values(folder, "good", "so so bad", "so", "bad so good") == pytest.approx(expected, rel=1e-6)
@@ -102,10 +117,15 @@ async def test_a_label_of_several_and_a_text_that_is_too_long(words: Path) -> No
 
 async def test_a_value_head_beside_a_language_model(words: Path) -> None:
     transparent(Qwen3ForCausalLM(config(vocab_size=5, tie_word_embeddings=True))).save_pretrained(words)
-    with pytest.raises(ConfigError, match=r"a sequence classifier, or a model with one value head of shape \[1, hidden\] among v_head"):
+    with pytest.raises(
+        ConfigError, match=r"a sequence classifier, or a model with one value head of shape \[1, hidden\] among v_head"
+    ):
         await values(words, "good")
     state = load_file(words / "model.safetensors")
-    head = {"v_head.summary.weight": torch.tensor([[10.0, 1.0, 100.0, 0.0]]), "v_head.summary.bias": torch.tensor([0.5])}
+    head = {
+        "v_head.summary.weight": torch.tensor([[10.0, 1.0, 100.0, 0.0]]),
+        "v_head.summary.bias": torch.tensor([0.5]),
+    }
     save_file(state | head, words / "model.safetensors", metadata={"format": "pt"})
     assert await values(words, "good", "so so bad") == pytest.approx([14.1, -9.9], rel=1e-6)
 
@@ -113,7 +133,9 @@ async def test_a_value_head_beside_a_language_model(words: Path) -> None:
 async def test_an_output_that_is_not_finite_is_no_score(words: Path) -> None:
     folder = classifier(words, num_labels=1)
     state = load_file(folder / "model.safetensors")
-    save_file(state | {"score.weight": torch.full((1, 4), math.nan)}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        state | {"score.weight": torch.full((1, 4), math.nan)}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
     with pytest.raises(NoScore, match="domain 'd', task 1: the model's output is nan"):
         await values(folder, "good")
 

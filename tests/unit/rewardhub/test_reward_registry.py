@@ -1,4 +1,6 @@
-"""The contract of rewards, over their registry: arguments are checked, scores are finite, and equal samples score equally."""
+"""The contract of rewards, over their registry: arguments are checked, scores are finite, and equal samples score
+equally.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +46,17 @@ def test_arguments_are_a_section_that_refuses_unknown_keys(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.sandbox] if name == "code" else []) for name in sorted(CASES) if CASES[name][3] is not None],
+    [
+        pytest.param(name, marks=[pytest.mark.sandbox] if name == "code" else [])
+        for name in sorted(CASES)
+        if CASES[name][3] is not None
+    ],
 )
 def test_equal_samples_score_equally(name: str) -> None:
     args, response, reference, expected = CASES[name]
     sample = Sample(
-        domain="d", task_index=0, prompt="2 + 2?", response=response, reference=reference, reward=0.0, reward_parts={}, success=False,
+        domain="d", task_index=0, prompt="2 + 2?", response=response, reference=reference, reward=0.0, reward_parts={},
+        success=False,
         end="terminated", num_turns=1, num_tokens=8, metrics={},
     )  # fmt: skip
     worker = RewardWorker()

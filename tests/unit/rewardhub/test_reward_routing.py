@@ -1,4 +1,6 @@
-"""Where a group goes and what its reward becomes, without a broker; any order of answers and failures gives the same."""
+"""Where a group goes and what its reward becomes, without a broker; any order of answers and failures gives the
+same.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ REWARDS = [
 ]
 
 
-def trajectory(episode: int = 0, reward: float = 0.0, parts: dict[str, float] | None = None, success: bool = False) -> wire.Trajectory:
+def trajectory(
+    episode: int = 0, reward: float = 0.0, parts: dict[str, float] | None = None, success: bool = False
+) -> wire.Trajectory:
     return wire.Trajectory(
         episode=episode,
         token_ids=wire.column([5, 6, 7], "<i4"),
@@ -42,7 +46,8 @@ def trajectory(episode: int = 0, reward: float = 0.0, parts: dict[str, float] | 
 def group(pools: list[str], *trajectories: wire.Trajectory, eval_step: int = -1) -> wire.Group:
     return wire.Group(
         ticket=9, domain="qa", task_index=4, min_version=0, hub="e1", deliveries=1, pools=pools,
-        trajectories=list(trajectories) or [trajectory(0), trajectory(1)], prompt="question", reference="ref", eval_step=eval_step,
+        trajectories=list(trajectories) or [trajectory(0), trajectory(1)], prompt="question", reference="ref",
+        eval_step=eval_step,
     )  # fmt: skip
 
 
@@ -90,7 +95,13 @@ def test_notes_are_shown_and_count_nothing() -> None:
     }
     first = finish(GroupScoring(group(["default"], trajectory(0)), REWARDS, 2), values).group.trajectories[0]
     assert (first.reward, first.success) == (2.0 * 0.5 - 3.0, False)
-    assert first.reward_parts == {"math_answer": 0.5, "math_answer/compiled": 1.0, "length/a": 1.0, "length/b": 2.0, "length/c": 9.0}
+    assert first.reward_parts == {
+        "math_answer": 0.5,
+        "math_answer/compiled": 1.0,
+        "length/a": 1.0,
+        "length/b": 2.0,
+        "length/c": 9.0,
+    }
 
 
 def test_everything_else_about_the_group_stays() -> None:
@@ -99,7 +110,9 @@ def test_everything_else_about_the_group_stays() -> None:
     restored = msgspec.structs.replace(after, pools=before.pools, trajectories=before.trajectories)
     assert restored == before
     for old, new in zip(before.trajectories, after.trajectories, strict=True):
-        assert msgspec.structs.replace(new, reward=old.reward, reward_parts=old.reward_parts, success=old.success) == old
+        assert (
+            msgspec.structs.replace(new, reward=old.reward, reward_parts=old.reward_parts, success=old.success) == old
+        )
     codec.encode(after)
 
 
@@ -185,7 +198,13 @@ def test_what_is_not_even_begun() -> None:
 def test_what_a_reward_sees() -> None:
     mine = trajectory(3, 0.5, {"env": 0.5}, success=True)
     seen = sample_of(group(["default"], mine), mine)
-    assert (seen.prompt, seen.response, seen.reference, seen.domain, seen.task_index) == ("question", "answer 3", "ref", "qa", 4)
+    assert (seen.prompt, seen.response, seen.reference, seen.domain, seen.task_index) == (
+        "question",
+        "answer 3",
+        "ref",
+        "qa",
+        4,
+    )
     assert (seen.reward, seen.reward_parts, seen.success, seen.end) == (0.5, {"env": 0.5}, True, "terminated")
     assert (seen.num_turns, seen.num_tokens, seen.metrics) == (1, 2, {"moves": 3.0})
     both = trajectory(3), trajectory(3)  # of step-independent samples, all of the episode's count

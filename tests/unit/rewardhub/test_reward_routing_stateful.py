@@ -69,7 +69,9 @@ class RewardHubMachine(RuleBasedStateMachine):
         assert isinstance(ending, ForwardAction)
         codec.encode(ending.group)
         mine = [r for r in range(len(REWARDS)) if REWARDS[r].pool == job.group.pools[0]]
-        assert set(job.scored) == {(t, r) for t in range(len(job.group.trajectories)) for r in mine}, "not all are scored"
+        assert set(job.scored) == {(t, r) for t in range(len(job.group.trajectories)) for r in mine}, (
+            "not all are scored"
+        )
         for t, one in enumerate(ending.group.trajectories):
             self.expected[ticket][t] += sum(REWARDS[r].weight * job.scored[t, r] for r in mine)
             assert abs(one.reward - self.expected[ticket][t]) < 1e-9
@@ -87,7 +89,9 @@ class RewardHubMachine(RuleBasedStateMachine):
         self.next_ticket += 1
         pools = list(POOLS) if both else [POOLS[0]]
         made = group(pools, *(trajectory(i) for i in range(num)), eval_step=5 if evaluated else -1)
-        made = wire.Group(**{name: getattr(made, name) for name in made.__struct_fields__} | {"ticket": self.next_ticket})
+        made = wire.Group(
+            **{name: getattr(made, name) for name in made.__struct_fields__} | {"ticket": self.next_ticket}
+        )
         self.expected[self.next_ticket] = [0.0] * num
         self.queue.append((made, pools[0], 0))
 

@@ -31,7 +31,8 @@ def reward(name: str, **args: Any) -> RewardConfig:
 
 def sample(response: str = "four") -> Sample:
     return Sample(
-        domain="d", task_index=0, prompt="p", response=response, reference="#### 42", reward=0.0, reward_parts={}, success=False,
+        domain="d", task_index=0, prompt="p", response=response, reference="#### 42", reward=0.0, reward_parts={},
+        success=False,
         end="terminated", num_turns=1, num_tokens=1, metrics={},
     )  # fmt: skip
 
@@ -97,7 +98,9 @@ async def test_costly_answers_neither_fail_nor_hold_up_their_neighbours() -> Non
     pool = RewardWorkerPool(2, 60.0, [math])
     await pool.start()
     try:
-        costly = [rf"\boxed{{{formula}}}" for formula in (r"10^{10^{10}}", r"\binom{10^9}{5\cdot 10^8}", r"(x+y+z+w)^{200}")]
+        costly = [
+            rf"\boxed{{{formula}}}" for formula in (r"10^{10^{10}}", r"\binom{10^9}{5\cdot 10^8}", r"(x+y+z+w)^{200}")
+        ]
         answers = [*costly, *(f"#### {n}" for n in range(40))]
         scores = await asyncio.gather(*(pool.score(math, sample(answer)) for answer in answers))
         assert scores[:3] == [Scored(0.0, {"too_costly": 1.0})] * 3
@@ -118,7 +121,8 @@ async def test_each_fault_says_what_it_was(workers: RewardWorkerPool) -> None:
         "interrupts": r"interrupts: KeyboardInterrupt \(reward_functions.py:150 in interrupts\)$",
         "reads_nowhere": "reads_nowhere: the worker process died by SIGSEGV$",
         "ignores_signals": "ignores_signals: no score within 1 s$",
-        "says_nothing_printable": r"says_nothing_printable: ValueError: a\?b \(reward_functions.py:158 in says_nothing_printable\)$",
+        "says_nothing_printable": r"says_nothing_printable: ValueError: a\?b "
+        r"\(reward_functions.py:158 in says_nothing_printable\)$",
         "leaks": r"leaks: MemoryError \(reward_functions.py:110 in leaks\)$",
     }
     refusals = {
@@ -140,7 +144,10 @@ async def test_each_fault_says_what_it_was(workers: RewardWorkerPool) -> None:
 async def test_memory_is_counted_over_all_that_it_started() -> None:
     pool = RewardWorkerPool(1, 20.0, [], memory_mib=200)
     try:
-        with pytest.raises(ScoreError, match=r"leaks_through_children: the worker process was killed: it took \d+ MiB, the limit is 200"):
+        with pytest.raises(
+            ScoreError,
+            match=r"leaks_through_children: the worker process was killed: it took \d+ MiB, the limit is 200",
+        ):
             await pool.score(reward("leaks_through_children"), sample())
         assert (await pool.score(reward("length"), sample("ab"))).value == 2.0
     finally:
@@ -194,7 +201,9 @@ async def test_cancelled_work_does_not_answer_the_next_question(workers: RewardW
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert await asyncio.gather(*(workers.score(reward("length"), sample("abcd")) for _ in range(4))) == [Scored(4.0)] * 4
+    assert (
+        await asyncio.gather(*(workers.score(reward("length"), sample("abcd")) for _ in range(4))) == [Scored(4.0)] * 4
+    )
 
 
 async def test_a_reward_that_cannot_be_loaded_stops_the_start() -> None:
@@ -222,7 +231,9 @@ def test_workers_do_not_outlive_a_hub_that_is_killed(tmp_path: Path) -> None:
         "    await asyncio.sleep(600)\n"
         "asyncio.run(main())\n"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]) as hub:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]
+    ) as hub:
         assert hub.stdout is not None
         pids = [int(pid) for pid in hub.stdout.readline().split()]
         assert len(pids) == 2

@@ -11,9 +11,23 @@ from PIL import Image
 from rlearner.ops.drawing import curve, domains_of, draw_rewards
 
 LINES: list[dict[str, Any]] = [
-    {"step": 1, "reward/mean": 0.1, "reward/max": 1.0, "reward/a/mean": 0.0, "reward/b/mean": 0.2, "env/success_rate": 0.25},
+    {
+        "step": 1,
+        "reward/mean": 0.1,
+        "reward/max": 1.0,
+        "reward/a/mean": 0.0,
+        "reward/b/mean": 0.2,
+        "env/success_rate": 0.25,
+    },
     {"step": 2, "reward/mean": 0.3, "env/success_rate": 0.5, "eval/success_rate": 0.2, "eval/step": 0.0},
-    {"step": 3, "reward/mean": 0.5, "env/success_rate": 0.5, "eval/success_rate": 0.4, "eval/step": 2.0, "eval/random/success_rate": 0.1},
+    {
+        "step": 3,
+        "reward/mean": 0.5,
+        "env/success_rate": 0.5,
+        "eval/success_rate": 0.4,
+        "eval/step": 2.0,
+        "eval/random/success_rate": 0.1,
+    },
     {"step": 4, "reward/b/mean": 0.4, "eval/domain/a/success_rate": 0.5},
 ]
 
@@ -36,7 +50,9 @@ def test_domains_are_those_with_a_reward() -> None:
     assert domains_of(LINES) == ["a", "b"]
 
 
-def test_the_picture_has_the_runs_name_two_scales_and_whole_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_picture_has_the_runs_name_two_scales_and_whole_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from matplotlib import pyplot
 
     monkeypatch.setattr(pyplot, "close", lambda _: None)

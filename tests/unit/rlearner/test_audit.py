@@ -1,4 +1,6 @@
-"""The audit: silent about a run that is right, and loud about everything that was removed, doubled or changed on purpose."""
+"""The audit: silent about a run that is right, and loud about everything that was removed, doubled or changed on
+purpose.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,8 @@ async def test_a_completed_run_that_goes_further_is_right(tmp_path: Path) -> Non
         await world.learn()
         assert check(world, log=True, tap=True).problems == []
     lines = rows(world.folder / "metrics.jsonl")
-    wrong = json.loads(lines[3]) | {"ticket/issued": 13, "ticket/open": 1}  # neither before nor after the credit was opened again
+    # neither before nor after the credit was opened again
+    wrong = json.loads(lines[3]) | {"ticket/issued": 13, "ticket/open": 1}
     put(world.folder / "metrics.jsonl", [*lines[:3], json.dumps(wrong), *lines[4:]])
     assert check(world).problems == ["step 4: metrics.jsonl and the ledger file disagree on issued, open"]
 
@@ -110,7 +113,9 @@ async def test_a_completed_run_that_goes_further_is_right(tmp_path: Path) -> Non
 @SIZES
 @pytest.mark.parametrize("again", [False, True])
 async def test_records_that_were_not_archived_are_not_lost(tmp_path: Path, segment_bytes: int, again: bool) -> None:
-    """The archive is on, then off, then perhaps on again; groups per step and the configuration on disk change with it."""
+    """The archive is on, then off, then perhaps on again; groups per step and the configuration on disk change with
+    it.
+    """
     world = await a_run(tmp_path, segment_bytes=segment_bytes)
     archived = consumed(world)
     world.keep, world.rules = False, replace(world.rules, steps=6, groups_per_step=4)
@@ -127,11 +132,15 @@ async def test_records_that_were_not_archived_are_not_lost(tmp_path: Path, segme
     assert report.problems == []
     found = figures(report)
     assert (found["lost"], found["open"], found["ok"], found["not_archived"]) == (0, 0, True, without)
-    assert any(note.startswith(f"not archived: {without} records ({archived + 1}-") for note in report.notes), report.notes
+    assert any(note.startswith(f"not archived: {without} records ({archived + 1}-") for note in report.notes), (
+        report.notes
+    )
 
 
 async def test_an_archive_that_is_off_keeps_what_an_earlier_life_wrote(tmp_path: Path) -> None:
-    """Killed behind its checkpoint, then off: records that were archived stay; a life that archives again takes the place of the rest."""
+    """Killed behind its checkpoint, then off: records that were archived stay; a life that archives again takes the
+    place of the rest.
+    """
     world = kit.World(tmp_path / "run")
     with pytest.raises(kit.Killed):
         await world.learn(die_at=11)
@@ -270,7 +279,15 @@ async def test_another_record_in_the_log_fails(tmp_path: Path) -> None:
     record = world.log[2]
     assert isinstance(record.message, wire.Group)
     ticket = wire.Ticket(
-        number=2, domain="lake", task_index=1, seed=0, min_version=0, max_staleness=1, group_size=2, min_group_size=2, deadline_s=1.0
+        number=2,
+        domain="lake",
+        task_index=1,
+        seed=0,
+        min_version=0,
+        max_staleness=1,
+        group_size=2,
+        min_group_size=2,
+        deadline_s=1.0,
     )
     world.log[2:3] = []
     world.store(2, kit.group(ticket, 0, hub="hub-2"))
@@ -288,7 +305,8 @@ async def test_each_line_of_the_tap_removed_or_doubled_fails(tmp_path: Path) -> 
     for i in range(1, len(whole) - 1):
         world.tap = whole[:i] + whole[i + 1 :]
         assert f"tap: its own lines {i + 1} are missing" in check(world, tap=True).problems
-        world.tap = [{**line, "n": n} for n, line in enumerate(world.tap, start=1)]  # as if the message had never been there
+        # as if the message had never been there
+        world.tap = [{**line, "n": n} for n, line in enumerate(world.tap, start=1)]
         report = check(world, tap=True)
         consumed = whole[i]["event"] == "ticket" or whole[i]["digest"] in (ledger_file(world)).read_text()
         assert report.ok != consumed, whole[i]
@@ -299,7 +317,17 @@ async def test_each_line_of_the_tap_removed_or_doubled_fails(tmp_path: Path) -> 
 async def test_what_the_tap_saw_and_the_learner_does_not_know(tmp_path: Path) -> None:
     world = await a_run(tmp_path)
     n = len(world.tap)
-    world.tap.append({"n": n + 1, "event": "ticket", "ticket": 99, "digest": "00", "domain": "lake", "task_index": 0, "min_version": 0})
+    world.tap.append(
+        {
+            "n": n + 1,
+            "event": "ticket",
+            "ticket": 99,
+            "digest": "00",
+            "domain": "lake",
+            "task_index": 0,
+            "min_version": 0,
+        }
+    )
     report = check(world, tap=True)
     assert report.lost == {99}
     assert report.problems == ["tap: tickets 99 went out, but the ledger file has not issued them"]
@@ -336,7 +364,9 @@ async def test_tokens_beyond_the_bound_fail(tmp_path: Path) -> None:
         "ticket 8, trained in step 4: the ledger file has a token of version 1, the bound is 1",
     ]
     change(path, "trained", lambda line: line.update(oldest=2, newest=4))
-    assert check(world).problems == ["ticket 8, trained in step 4: the ledger file has a token of version 4, newer than that"]
+    assert check(world).problems == [
+        "ticket 8, trained in step 4: the ledger file has a token of version 4, newer than that"
+    ]
     change(path, "trained", lambda line: line.update(newest=2))
     assert check(world).ok
     # books that agree with each other, and a log that says otherwise
@@ -423,7 +453,9 @@ def lines_of(steps: int) -> list[LedgerLine]:
     lines = [scribe.summary(ledger.rules), *scribe.begin(ledger.open_credit(), ledger)]
     for seq in range(1, 2 * steps + 1):
         lines += scribe.record(
-            ledger.apply(GroupArrival(seq, ledger.state.version, (0.0, 1.0)), seq), seq=seq, bounds=(ledger.state.version,) * 2
+            ledger.apply(GroupArrival(seq, ledger.state.version, (0.0, 1.0)), seq),
+            seq=seq,
+            bounds=(ledger.state.version,) * 2,
         )
         if ledger.full:
             taken = list(ledger.state.taken)

@@ -44,7 +44,9 @@ def test_only_a_new_step_counts_and_the_eta_follows_the_pace() -> None:
 
 def test_other_processes_never_change_the_step() -> None:
     board = LiveRunState("r", total_steps=10)
-    assert not board.take(wire.Metrics(role="rollout", id="x", time=0.0, values={"step": 5.0, "reward/mean": 1.0}), now=1.0)
+    assert not board.take(
+        wire.Metrics(role="rollout", id="x", time=0.0, values={"step": 5.0, "reward/mean": 1.0}), now=1.0
+    )
     assert board.step == 0
 
 
@@ -60,7 +62,19 @@ def test_the_screen_names_every_process() -> None:
     board = LiveRunState("demo", total_steps=4)
     board.take(line(2, 0.5, **{"queue/tickets/depth": 3.0}), now=1.0)
     board.see(
-        [wire.Presence(role="rollout", id="r1", host="h", pid=42, state="serving", engine="hf", policy_version=2, slots=8, running=3)]
+        [
+            wire.Presence(
+                role="rollout",
+                id="r1",
+                host="h",
+                pid=42,
+                state="serving",
+                engine="hf",
+                policy_version=2,
+                slots=8,
+                running=3,
+            )
+        ]
     )
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(screen(board, ["envhub died"], LOGS))
@@ -72,19 +86,33 @@ def test_the_screen_names_every_process() -> None:
 
 def test_names_and_states_are_whole_at_80_columns() -> None:
     board = LiveRunState("quickstart-20261122-201146", total_steps=4)
-    ids = {"learner": "learner", "rollout": "rollout-12d687-9c1d", "envhub": "envhub-12d687-9c1d", "rewardhub": "rewardhub-12d687-9c1d"}
+    ids = {
+        "learner": "learner",
+        "rollout": "rollout-12d687-9c1d",
+        "envhub": "envhub-12d687-9c1d",
+        "rewardhub": "rewardhub-12d687-9c1d",
+    }
     more: dict[str, Any] = {"pid": 1234567, "running": 12, "slots": 64, "waiting": 3, "policy_version": 12}
     serves = ["lake", "sokoban", "webshop"]
-    board.see([wire.Presence(role=role, id=name, host="h", state="draining", serves=serves, **more) for role, name in ids.items()])
+    board.see(
+        [
+            wire.Presence(role=role, id=name, host="h", state="draining", serves=serves, **more)
+            for role, name in ids.items()
+        ]
+    )
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(health(board))
     rows = console.export_text().splitlines()
-    assert [line.split()[:6] for line in rows[1:]] == [[ids[role], "draining", "1234567", "12", "12/64", "3"] for role in sorted(ids)]
+    assert [line.split()[:6] for line in rows[1:]] == [
+        [ids[role], "draining", "1234567", "12", "12/64", "3"] for role in sorted(ids)
+    ]
     assert max(len(line.rstrip()) for line in rows) <= 80
 
 
 def hub(problem: str) -> wire.Presence:
-    return wire.Presence(role="envhub", id="e1", host="h", pid=42, state="failed" if problem else "serving", problem=problem)
+    return wire.Presence(
+        role="envhub", id="e1", host="h", pid=42, state="failed" if problem else "serving", problem=problem
+    )
 
 
 def test_a_hub_that_takes_no_work_is_shown_and_told_once() -> None:
@@ -99,15 +127,24 @@ def test_a_hub_that_takes_no_work_is_shown_and_told_once() -> None:
 
 
 def failing(trained: int, **closed: int) -> wire.Metrics:
-    values = {"ticket/trained": float(trained), **{f"ticket/closed_{reason}": float(count) for reason, count in closed.items()}}
-    text = {"phase": "training", "failure": "reward_error: episode 0: KeyError: 'x' (bad.py:7 in f)", "failed_by": "rewardhub-1"}
+    values = {
+        "ticket/trained": float(trained),
+        **{f"ticket/closed_{reason}": float(count) for reason, count in closed.items()},
+    }
+    text = {
+        "phase": "training",
+        "failure": "reward_error: episode 0: KeyError: 'x' (bad.py:7 in f)",
+        "failed_by": "rewardhub-1",
+    }
     return wire.Metrics(role="learner", id="l", time=0.0, values=values, text=text)
 
 
 def test_failed_groups_are_told_at_the_first_at_twice_as_many_and_every_minute_in_which_none_is_trained() -> None:
     board = LiveRunState("r", total_steps=4)
     told = []
-    for now, metrics in enumerate([failing(0, late=9)] + [failing(0, reward_error=count) for count in (1, 1, 2, 3, 4, 5, 12, 13)]):
+    for now, metrics in enumerate(
+        [failing(0, late=9)] + [failing(0, reward_error=count) for count in (1, 1, 2, 3, 4, 5, 12, 13)]
+    ):
         board.take(metrics, float(now))
         told.append(board.failures.news(float(now), LOGS).partition(" ")[0])
     assert told == ["", "1", "", "2", "", "4", "", "12", ""]
@@ -129,7 +166,10 @@ def test_the_screen_shows_failed_groups_as_long_as_the_run_lasts() -> None:
         console = Console(width=200, record=True, file=nowhere)
         console.print(screen(board, [], LOGS))
     shown = console.export_text()
-    assert "1 group failed so far, none trained yet; last: reward_error: episode 0: KeyError: 'x' (bad.py:7 in f), see runs/r/logs" in shown
+    assert (
+        "1 group failed so far, none trained yet; last: reward_error: episode 0: KeyError: 'x' (bad.py:7 in f), see "
+        "runs/r/logs" in shown
+    )
 
 
 def test_failures_in_few_words() -> None:

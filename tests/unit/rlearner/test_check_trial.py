@@ -41,7 +41,10 @@ def write(folder: Path, step: str = GOOD, score: str = "return 0.5 * len(sample.
 
 def test_good_code_is_tried_and_leaves_no_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = psutil.Process().children(recursive=True)  # of other tests in this process
-    config = write(tmp_path, score=f"open({str(tmp_path / 'seen')!r}, 'w').write(f'{{sample.prompt}} {{sample.reference}}'); return 1")
+    config = write(
+        tmp_path,
+        score=f"open({str(tmp_path / 'seen')!r}, 'w').write(f'{{sample.prompt}} {{sample.reference}}'); return 1",
+    )
     assert main(["check", config]) == 0
     assert "error" not in capsys.readouterr().err
     assert (tmp_path / "seen").read_text() == "say it it"
@@ -52,14 +55,24 @@ def test_good_code_is_tried_and_leaves_no_process(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("step", "score", "says"),
     [
-        ("return 1 / 0", "return 1", "own.py:Own failed in a trial episode: step raised ZeroDivisionError: division by zero"),
+        (
+            "return 1 / 0",
+            "return 1",
+            "own.py:Own failed in a trial episode: step raised ZeroDivisionError: division by zero",
+        ),
         ("return None", "return 1", "own.py:Own failed in a trial episode: step returned"),
-        ("import os; os._exit(7)", "return 1", "own.py:Own failed in a trial episode: step: the worker process ended with exit code 7"),
+        (
+            "import os; os._exit(7)",
+            "return 1",
+            "own.py:Own failed in a trial episode: step: the worker process ended with exit code 7",
+        ),
         (GOOD, "return sample.no_such", "own_reward.py:score failed on a trial episode: "),
         (GOOD, "return 'high'", "own_reward.py:score failed on a trial episode: "),
     ],
 )
-def test_code_that_fails_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], step: str, score: str, says: str) -> None:
+def test_code_that_fails_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], step: str, score: str, says: str
+) -> None:
     config = write(tmp_path, step, score)
     assert main(["check", config]) == 2
     printed = capsys.readouterr()

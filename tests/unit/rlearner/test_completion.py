@@ -26,7 +26,14 @@ def offered(line: str, folder: Path, module: str = "rlearner.cli") -> list[str]:
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     program = f"import sys; sys.argv[0] = {line.split()[0]!r}; from {module} import main; main()"
-    done = subprocess.run([sys.executable, "-c", program], cwd=folder, env=os.environ | asked, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=folder,
+        env=os.environ | asked,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return sorted(out.read_text().split("\n"))
 

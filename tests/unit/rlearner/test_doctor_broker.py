@@ -22,7 +22,9 @@ def test_a_cluster_is_asked_server_by_server() -> None:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        (found,) = address_findings(MachineRequirements(), {"RL_BROKER": f"nats://me:secret@127.0.0.1:1,127.0.0.1:{port}"})
+        (found,) = address_findings(
+            MachineRequirements(), {"RL_BROKER": f"nats://me:secret@127.0.0.1:1,127.0.0.1:{port}"}
+        )
         assert (found.status, found.found) == ("ok", f"nats://127.0.0.1:{port}: nats-server 2.15.1")
         thread.join()
     (found,) = address_findings(MachineRequirements(), {"RL_BROKER": f"nats://me:secret@127.0.0.1:{port},127.0.0.1:1"})
@@ -34,4 +36,7 @@ def test_a_cluster_is_asked_server_by_server() -> None:
 def test_an_address_that_is_none(url: str) -> None:
     (found,) = address_findings(MachineRequirements(), {"RL_BROKER": url})
     assert (found.status, found.remedy) == ("missing", "export RL_BROKER=nats://127.0.0.1:4222")
-    assert found.found == f"RL_BROKER: {url} is no address of a broker; write nats://host:port, several of a cluster with commas"
+    assert (
+        found.found
+        == f"RL_BROKER: {url} is no address of a broker; write nats://host:port, several of a cluster with commas"
+    )

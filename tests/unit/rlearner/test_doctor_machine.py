@@ -12,10 +12,13 @@ def test_adapters_have_no_optimizer_of_the_whole_model() -> None:
     machine = MachineResources(2, 24 * GIB, 12 * GIB, (1024, 4096), 30 * GIB, "/d", 8 * GIB)
 
     def disk(needs: MachineRequirements) -> str:
-        return next(finding.status for finding in machine_findings(machine, needs, (8 * GIB, 2)) if finding.name == "disk")
+        return next(
+            finding.status for finding in machine_findings(machine, needs, (8 * GIB, 2)) if finding.name == "disk"
+        )
 
     assert disk(MachineRequirements(checkpoints=3)) == "missing"  # 3 times 8 + 48 GiB
-    assert disk(MachineRequirements(checkpoints=3, plugins={"train.lora": "lora"})) == "ok"  # 3 times 8 GiB, and 2 to spare
+    # 3 times 8 GiB, and 2 to spare
+    assert disk(MachineRequirements(checkpoints=3, plugins={"train.lora": "lora"})) == "ok"
 
 
 def test_the_nearest_folder_that_is_there(tmp_path: Path) -> None:

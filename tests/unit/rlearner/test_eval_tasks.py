@@ -1,4 +1,6 @@
-"""A run and ``rlearner eval`` measure each held-out task once: fewer by default, and an error where more are asked for."""
+"""A run and ``rlearner eval`` measure each held-out task once: fewer by default, and an error where more are asked
+for.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def test_more_than_there_are_is_refused_as_in_a_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=line):
         validate({"domains": domains, "eval": {"tasks": 3, "every_steps": 1}})
     with pytest.raises(
-        ConfigError, match=r"^eval\.tasks: 256 is not allowed; domain none has no held-out tasks; eval\.every_steps=0 measures none$"
+        ConfigError,
+        match=r"^eval\.tasks: 256 is not allowed; domain none has no held-out tasks; "
+        r"eval\.every_steps=0 measures none$",
     ):
         tasks(domains={"none": questions(tmp_path, 8, eval_share=0)})
 
@@ -53,7 +57,9 @@ def test_a_run_lowers_the_default_by_itself(tmp_path: Path) -> None:
     assert validate({"domains": domains, "eval": {"every_steps": 1}})["eval"]["tasks"] == 50
     assert validate({"domains": {**domains, "lake": LAKE}, "eval": {"every_steps": 1}})["eval"]["tasks"] == 50
     assert validate({"domains": {"lake": LAKE}, "eval": {"every_steps": 1}})["eval"]["tasks"] == 256
-    with pytest.raises(ConfigError, match=r"^eval\.tasks: 51 is not allowed; at most 50, the held-out tasks of domain few$"):
+    with pytest.raises(
+        ConfigError, match=r"^eval\.tasks: 51 is not allowed; at most 50, the held-out tasks of domain few$"
+    ):
         validate({"domains": domains, "eval": {"every_steps": 1, "tasks": 51}})
 
 

@@ -27,9 +27,12 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 @pytest.fixture
 def modules(tmp_path: Path) -> Path:
     (tmp_path / "sleeper.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(600)\n")
-    (tmp_path / "refuser.py").write_text("import sys\nprint('error: train.lr: -1 is not allowed', file=sys.stderr)\nsys.exit(2)\n")
+    (tmp_path / "refuser.py").write_text(
+        "import sys\nprint('error: train.lr: -1 is not allowed', file=sys.stderr)\nsys.exit(2)\n"
+    )
     (tmp_path / "stubborn.py").write_text(
-        "import signal, time\nsignal.signal(signal.SIGTERM, lambda *_: None)\nprint('up', flush=True)\nwhile True: time.sleep(1)\n"
+        "import signal, time\nsignal.signal(signal.SIGTERM, lambda *_: None)\nprint('up', flush=True)\nwhile True: "
+        "time.sleep(1)\n"
     )
     return tmp_path
 
@@ -84,7 +87,8 @@ def test_stop_insists(modules: Path) -> None:
 def test_no_child_outlives_a_killed_parent(modules: Path) -> None:
     program = (
         "import sys, time\nfrom pathlib import Path\nfrom rlearner.up.fleet import ProcessFleet\n"
-        f"child = ProcessFleet(Path({str(modules)!r}) / 'logs', {{'PYTHONPATH': {str(modules)!r}}}).add('sleeper', 'sleeper', [])\n"
+        f"child = ProcessFleet(Path({str(modules)!r}) / 'logs', {{'PYTHONPATH': {str(modules)!r}}}).add('sleeper', "
+        f"'sleeper', [])\n"
         "print(child.pid, flush=True)\ntime.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
@@ -170,7 +174,9 @@ def test_a_terminal_gets_one_line_and_a_file_a_line_at_growing_intervals(monkeyp
             farewell(["learner"], 30.0 - second)
         farewell.close()
         assert out.getvalue().count("waiting for learner (writing the last checkpoint): ") == expected
-        assert (out.getvalue().count("\n"), out.getvalue().endswith("\r\x1b[K")) == ((0, True) if out.isatty() else (2, False))
+        assert (out.getvalue().count("\n"), out.getvalue().endswith("\r\x1b[K")) == (
+            (0, True) if out.isatty() else (2, False)
+        )
 
 
 def test_a_second_signal_ends_the_whole_fleet_at_once(modules: Path) -> None:
@@ -183,9 +189,12 @@ def test_a_second_signal_ends_the_whole_fleet_at_once(modules: Path) -> None:
         "    stop.at_once.append(fleet.kill)\n    child = fleet.add('learner', 'stubborn', [])\n"
         "    while not child.last_lines():\n        await asyncio.sleep(0.02)\n"
         "    print(child.pid, flush=True)\n    await stop.asked.wait()\n"
-        "    await asyncio.to_thread(fleet.stop, patience_s=600.0, show=ShutdownDisplay())\n\n\nsys.exit(main('up', body))\n"
+        "    await asyncio.to_thread(fleet.stop, patience_s=600.0, show=ShutdownDisplay())\n\n\nsys.exit(main('up', "
+        "body))\n"
     )
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as above:
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as above:
         assert above.stdout is not None
         assert above.stderr is not None
         pid = int(above.stdout.readline())

@@ -1,4 +1,6 @@
-"""What this machine lacks for a configuration is found before anything starts: packages, programs' imports, keys, endpoints."""
+"""What this machine lacks for a configuration is found before anything starts: packages, programs' imports, keys,
+endpoints.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,18 @@ LAKE = "model: {path: null}\ndomains: {lake: {env: frozenlake, max_turns: 2, sam
 def without_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if no optional package were there, whatever this environment has."""
     real = packages.tool_findings
-    monkeypatch.setattr(packages, "tool_findings", lambda project, plugins, *, gpus: real(project, plugins, lambda name: None, gpus=gpus))
+    monkeypatch.setattr(
+        packages,
+        "tool_findings",
+        lambda project, plugins, *, gpus: real(project, plugins, lambda name: None, gpus=gpus),
+    )
 
 
 @pytest.mark.usefixtures("without_packages")
 @pytest.mark.parametrize("command", ["up", "start"])
-def test_a_missing_package_is_said_at_once_with_its_command(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_package_is_said_at_once_with_its_command(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(LAKE)
     assert main([command, str(file), "trackers.use=[wandb]", f"run.dir={tmp_path}"]) == 2
@@ -49,7 +57,9 @@ def test_a_missing_package_is_said_at_once_with_its_command(command: str, tmp_pa
 
 
 @pytest.mark.usefixtures("without_packages")
-def test_check_prints_the_configuration_and_says_what_is_missing_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_prints_the_configuration_and_says_what_is_missing_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(LAKE + "trackers: {use: [wandb]}\nrollout: {engine: vllm}\n")
     assert main(["check", str(file)]) == 0
@@ -65,7 +75,10 @@ def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path, capsys: 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert main(["up", str(file), f"run.dir={tmp_path}", f"rollout.http_port={port}"]) == 2
-    said = f"error: rollout.http_port: port {port} on 127.0.0.1 is already in use -> rollout.http_port=0 # any free port, or another number"
+    said = (
+        f"error: rollout.http_port: port {port} on 127.0.0.1 is already in use -> rollout.http_port=0 # any free "
+        f"port, or another number"
+    )
     assert capsys.readouterr().err.splitlines()[-1].startswith(said)
 
 
@@ -89,7 +102,9 @@ def test_on_one_gpu_a_run_settles_for_host_memory(tmp_path: Path, monkeypatch: p
     assert preflight.weights_overrides(validate(load(str(file), []))) == ["train.weights_backend=shared"]
     config = validate(load(str(file), ["train.weights_backend=shared"]))
     assert preflight.weights_overrides(config) == []
-    assert [one.name for one in preflight.fleet_findings(config) if one.status == "missing" and one.name == "weights"] == []
+    assert [
+        one.name for one in preflight.fleet_findings(config) if one.status == "missing" and one.name == "weights"
+    ] == []
     assert (
         preflight.weights_overrides(validate(load(str(file), ["train.weights_backend=nccl"]))) == []
     )  # as asked for; the doctor's to refuse
@@ -117,14 +132,20 @@ def test_what_trains_and_is_not_installed(train: dict[str, Any], extra: str, key
 
 
 def test_the_first_missing_thing_is_refused_in_one_line() -> None:
-    fine, missing = PreflightFinding("a", "x", "warning", "odd"), PreflightFinding("a", "y", "missing", "none there", "do this")
+    fine, missing = (
+        PreflightFinding("a", "x", "warning", "odd"),
+        PreflightFinding("a", "y", "missing", "none there", "do this"),
+    )
     preflight.require_installed([fine])
     with pytest.raises(NotInstalled, match=r"^y: none there -> do this$"):
         preflight.require_installed([fine, missing])
 
 
 def test_imports_that_a_start_needs() -> None:
-    source = "import os, one.two\nfrom three.four import five\nfrom . import six\ntry:\n    import seven\nexcept ImportError: ...\n"
+    source = (
+        "import os, one.two\nfrom three.four import five\nfrom . import six\ntry:\n    import seven\nexcept "
+        "ImportError: ...\n"
+    )
     assert imported(source + "def f():\n    import eight\n") == ["os", "one", "three"]
 
 
@@ -141,14 +162,17 @@ def test_what_an_agents_program_imports(tmp_path: Path) -> None:
         "agents", "domains.a.env_args", "missing", f"{script} imports no_such_package, not installed",
         f"{sys.executable} -m pip install no_such_package",
     )  # fmt: skip
-    assert [one.status for one in envhub_looks.preflight_findings(agent(command=[sys.executable, "play.py"], cwd=str(tmp_path)))] == [
-        "missing"
-    ]
+    assert [
+        one.status
+        for one in envhub_looks.preflight_findings(agent(command=[sys.executable, "play.py"], cwd=str(tmp_path)))
+    ] == ["missing"]
     assert [one.status for one in envhub_looks.preflight_findings(agent(function=f"{script}:play"))] == ["missing"]
     script.write_text("import json\nimport beside\n")
     assert [one.status for one in envhub_looks.preflight_findings(agent(command=["python", str(script)]))] == ["ok"]
     script.write_text("import (\n")
-    assert [one.status for one in envhub_looks.preflight_findings(agent(command=["python", str(script)]))] == ["missing"]
+    assert [one.status for one in envhub_looks.preflight_findings(agent(command=["python", str(script)]))] == [
+        "missing"
+    ]
     assert (
         envhub_looks.preflight_findings(agent(command=["ls"]))
         == envhub_looks.preflight_findings({"domains": {"d": {"env": "frozenlake"}}})
@@ -188,7 +212,9 @@ def test_a_judges_key_and_endpoint(endpoint: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("JUDGE", raising=False)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     assert judged(endpoint, api_key_env="JUDGE") == [("missing", "its api_key_env names JUDGE, which is not set")]
-    assert judged(endpoint) == [("missing", f"{endpoint} does not accept the key in OPENAI_API_KEY: the endpoint answered 401: wrong key")]
+    assert judged(endpoint) == [
+        ("missing", f"{endpoint} does not accept the key in OPENAI_API_KEY: the endpoint answered 401: wrong key")
+    ]
     monkeypatch.setenv("JUDGE", "right")
     assert judged(endpoint, api_key_env="JUDGE") == [("ok", f"{endpoint} answers")]
     ((status, said),) = judged("http://127.0.0.1:9/v1")

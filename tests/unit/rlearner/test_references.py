@@ -13,13 +13,16 @@ from rlearner.doctor.references import reference_findings
 AS_TEXT = "cannot be parsed as mathematics, so answers are compared with it as text"
 
 
-def write(folder: Path, answers: list[str], *, rewards: str = "[{name: math_answer}]", name: str = "rows.jsonl") -> tuple[Path, Path]:
+def write(
+    folder: Path, answers: list[str], *, rewards: str = "[{name: math_answer}]", name: str = "rows.jsonl"
+) -> tuple[Path, Path]:
     data = folder / name
     data.write_text("".join(json.dumps({"question": "?", "answer": answer}) + "\n" for answer in answers))
     config = folder / "run.yaml"
     config.write_text(
         "model: {path: null}\n"
-        f"domains: {{d: {{env: qa, env_args: {{path: {data}}}, max_turns: 1, sampling: {{max_tokens: 4}}, rewards: {rewards}}}}}\n"
+        f"domains: {{d: {{env: qa, env_args: {{path: {data}}}, max_turns: 1, sampling: {{max_tokens: 4}}, "
+        f"rewards: {rewards}}}}}\n"
     )
     return config, data
 

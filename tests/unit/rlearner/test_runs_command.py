@@ -64,7 +64,10 @@ def test_prune_deletes_what_can_go_and_nothing_else(root: Path, capsys: pytest.C
     def there() -> set[str]:
         return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
 
-    before, gone = there(), {"done/demos.log", "done/epoch.new", "done/broker/jetstream/1.blk", "half/demos.log", "half/epoch.new"}
+    before, gone = (
+        there(),
+        {"done/demos.log", "done/epoch.new", "done/broker/jetstream/1.blk", "half/demos.log", "half/epoch.new"},
+    )
     gone |= {"measured/demos.log", "measured/epoch.new", "measured/broker/jetstream/1.blk"}
     assert main(["runs", str(root), "--prune"]) == 2
     assert capsys.readouterr().err == "error: --prune: needs a confirmation; add --yes, or run it in a terminal\n"

@@ -86,7 +86,8 @@ def test_every_token_has_reward_logprob_and_version(tmp_path: Path) -> None:
         ("17", '"D"', "-0.2500", "0"),
         ("18", '"X"', "-1.0000", "1"),
     ]
-    assert [row[7:] for row in rows] == [["reward", "0.5"], [], ["reward", "1.25"]]  # the hub's 0.25 stands on the last token
+    # the hub's 0.25 stands on the last token
+    assert [row[7:] for row in rows] == [["reward", "0.5"], [], ["reward", "1.25"]]
 
 
 @pytest.fixture

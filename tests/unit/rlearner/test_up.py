@@ -23,7 +23,9 @@ def written(folder: Path, step: int) -> None:
     ledger: dict[str, Any] = {**Ledger(kit.rules()).dump(), "version": step}
     own = folder / "checkpoints" / checkpoint.name_of(step) / "learner"
     own.mkdir(parents=True)
-    (own / "learner.json").write_text(json.dumps({"format": checkpoint.FORMAT, "step": step, "epoch": 1, "ledger": ledger}))
+    (own / "learner.json").write_text(
+        json.dumps({"format": checkpoint.FORMAT, "step": step, "epoch": 1, "ledger": ledger})
+    )
 
 
 def test_a_completed_run_is_told_so_and_nothing_is_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,7 +34,8 @@ def test_a_completed_run_is_told_so_and_nothing_is_started(tmp_path: Path, capsy
     given = ["train.steps=3", f"run.dir={tmp_path}", "run.name=a"]
     assert main(["up", "configs/quickstart.yaml", *given]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "run a has completed its 3 steps: nothing is left to do; raise train.steps to continue, or choose another run.name",
+        "run a has completed its 3 steps: nothing is left to do; raise train.steps to continue, or choose another "
+        "run.name",
         f"go on with this run: rlearner up {tmp_path / 'a'} train.steps=6",
     ]
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["checkpoints", "epoch"]
@@ -46,7 +49,9 @@ def test_a_run_that_was_stopped_says_what_failed_and_how_to_go_on(
     asyncio.run(kit.World(folder, steps=2).learn())
     write_artifacts(folder, 5.0, {"learner": 1.0}, RESUME)
     said = capsys.readouterr().out.splitlines()
-    assert f"failed groups: 2 (env_error 1, malformed 1); see {folder / 'logs'}, or rlearner trace {folder} TICKET" in said
+    assert (
+        f"failed groups: 2 (env_error 1, malformed 1); see {folder / 'logs'}, or rlearner trace {folder} TICKET" in said
+    )
     assert said[said.index("next:") + 1] == f"  {RESUME}"
 
 

@@ -41,7 +41,9 @@ def test_a_folder_has_one_up(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("up_before", [False, True])
-def test_a_run_of_another_broker_that_does_not_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str], up_before: bool) -> None:
+def test_a_run_of_another_broker_that_does_not_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], up_before: bool
+) -> None:
     folder = tmp_path / "a"
     folder.mkdir()
     note_broker(folder, DEAD)
@@ -57,9 +59,13 @@ def test_a_run_of_another_broker_that_does_not_answer(tmp_path: Path, capsys: py
     )
 
 
-def test_a_run_that_has_made_more_steps_than_it_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_has_made_more_steps_than_it_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     own = tmp_path / "a" / "checkpoints" / "step-000099" / "learner"
     own.mkdir(parents=True)
     (own / "learner.json").write_text('{"format": 1, "step": 99, "epoch": 1, "ledger": {"version": 99}}')
     said = refused(tmp_path / "a", capsys)
-    assert said.startswith("error: train.steps: 40 is not allowed; run a has made 99 steps already: give the settings of its start")
+    assert said.startswith(
+        "error: train.steps: 40 is not allowed; run a has made 99 steps already: give the settings of its start"
+    )

@@ -49,7 +49,9 @@ def test_it_is_the_sandbox_that_holds(name: str) -> None:
 
 @pytest.mark.sandbox
 def test_a_program_has_no_privileges(sandbox: Sandbox) -> None:
-    ended = sandbox.run("print(open('/proc/self/status').read()); import os; print(os.getgroups(), sorted(os.listdir('/dev')))")
+    ended = sandbox.run(
+        "print(open('/proc/self/status').read()); import os; print(os.getgroups(), sorted(os.listdir('/dev')))"
+    )
     status = dict(line.split(":\t", 1) for line in ended.stdout.decode().splitlines() if ":\t" in line)
     assert {status[name].strip("0") for name in ("CapPrm", "CapEff", "CapAmb")} == {""}
     assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2")
@@ -88,12 +90,16 @@ def test_a_program_cannot_answer_for_its_tests(sandbox: Sandbox) -> None:
 @pytest.mark.sandbox
 def test_many_at_once_have_limits_of_their_own() -> None:
     code = (
-        "import concurrent.futures as f\nfrom bench.support.escape_scene import LIMITS\nfrom rlearner_sandbox import Sandbox\n"
+        "import concurrent.futures as f\nfrom bench.support.escape_scene import LIMITS\nfrom rlearner_sandbox import "
+        "Sandbox\n"
         "sandbox = Sandbox(LIMITS)\n"
-        "program = 'import os, time\\nfor _ in range(10):\\n    if not os.fork(): time.sleep(0.5); os._exit(0)\\nprint(1)'\n"
+        "program = 'import os, time\\nfor _ in range(10):\\n    if not os.fork(): time.sleep(0.5); "
+        "os._exit(0)\\nprint(1)'\n"
         "with f.ThreadPoolExecutor(3) as pool: print(*(e.stdout for e in pool.map(sandbox.run, [program] * 3)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.stdout.split() == ["b'1\\n'"] * 3, done.stderr
 
 
@@ -108,14 +114,16 @@ def test_an_ordinary_user_has_a_sandbox_too() -> None:
         "from rlearner_sandbox import Sandbox\n"
         "sandbox = Sandbox(LIMITS)\n"
         "for escape in ESCAPES:\n"
-        "    if escape.name in ('network', 'host_proc', 'fork_bomb', 'writes_outside', 'namespaces', 'signals', 'inherited_files'):\n"
+        "    if escape.name in ('network', 'host_proc', 'fork_bomb', 'writes_outside', 'namespaces', 'signals', "
+        "'inherited_files'):\n"
         "        with scene() as here:\n"
         "            result = escape.inside(sandbox, here)\n"
         "            print(escape.name, escape.escaped(here, result), result.how)\n"
     )
     packages = next(path for path in sys.path if path.endswith("site-packages"))
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{ROOT}:{packages}", "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run([other, "-c", code], env=env, cwd="/", capture_output=True, text=True, timeout=120, check=False, user=NOBODY, group=NOBODY, extra_groups=[])  # fmt: skip  # noqa: E501
+    done = subprocess.run([other, "-c", code], env=env, cwd="/", capture_output=True, text=True, timeout=120,
+        check=False, user=NOBODY, group=NOBODY, extra_groups=[])  # fmt: skip
     if "No module named" in done.stderr or "Permission denied" in done.stderr:
         pytest.skip(f"an ordinary user cannot read this: {done.stderr.splitlines()[-1]}")
     lines = done.stdout.splitlines()
@@ -126,8 +134,12 @@ def test_an_ordinary_user_has_a_sandbox_too() -> None:
 @pytest.mark.sandbox
 def test_programs_end_with_whoever_runs_them() -> None:
     marker = f"sandbox-test-{os.getpid()}"
-    program = f"import os, sys; os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(60)', {marker!r}])"
-    host = subprocess.Popen([sys.executable, "-c", f"from rlearner_sandbox import *; Sandbox().run({program!r}, wall_s=60)"], cwd=ROOT)
+    program = (
+        f"import os, sys; os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(60)', {marker!r}])"
+    )
+    host = subprocess.Popen(
+        [sys.executable, "-c", f"from rlearner_sandbox import *; Sandbox().run({program!r}, wall_s=60)"], cwd=ROOT
+    )
     try:
         _wait_for(lambda: _marked(marker))
     finally:
@@ -201,14 +213,17 @@ def test_the_filter_decides_call_by_call(machine: str) -> None:
             elif op == seccomp.RETURN:
                 return int(value)
             else:
-                truth = {seccomp.EQUAL: accumulator == value, seccomp.AT_LEAST: accumulator >= value, seccomp.ANY_BIT: accumulator & value}[
-                    op
-                ]
+                truth = {
+                    seccomp.EQUAL: accumulator == value,
+                    seccomp.AT_LEAST: accumulator >= value,
+                    seccomp.ANY_BIT: accumulator & value,
+                }[op]
                 at += yes if truth else no
 
     for number in refused.values():
         assert run(number) == 0x50001
-    assert run(0) == run(63) == run(clone, 0x1200011) == run(clone, 0x3D0F00) == seccomp.ALLOW  # read, uname, fork, a thread
+    # read, uname, fork, a thread
+    assert run(0) == run(63) == run(clone, 0x1200011) == run(clone, 0x3D0F00) == seccomp.ALLOW
     assert run(clone, 0x10000000) == run(clone, 0x40000011) == 0x50001
     assert run(435) == 0x50026
     assert [run(sockets, family) for family in (1, 2, 10)] == [seccomp.ALLOW] * 3
@@ -217,4 +232,6 @@ def test_the_filter_decides_call_by_call(machine: str) -> None:
 
 
 def test_limits_are_those_of_the_docs() -> None:
-    assert SandboxLimits() == SandboxLimits(wall_s=8.0, cpu_s=4, memory_mib=1024, processes=32, open_files=64, output_kib=1024, file_mib=64)
+    assert SandboxLimits() == SandboxLimits(
+        wall_s=8.0, cpu_s=4, memory_mib=1024, processes=32, open_files=64, output_kib=1024, file_mib=64
+    )

@@ -1,4 +1,6 @@
-"""What a program and its tests can say to each other: plain data as itself, anything else not at all; and whose names are whose."""
+"""What a program and its tests can say to each other: plain data as itself, anything else not at all; and whose names
+are whose.
+"""
 
 # ruff: noqa: E501 - values
 
@@ -27,11 +29,16 @@ HASHABLE = st.recursive(
 )  # fmt: skip
 VALUES = st.recursive(
     HASHABLE | st.binary().map(bytearray) | st.builds(range, st.integers(-9, 9), st.integers(-9, 9), st.integers(1, 3)),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(HASHABLE, inner, max_size=4) | st.lists(inner).map(collections.deque),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(HASHABLE, inner, max_size=4)
+        | st.lists(inner).map(collections.deque)
+    ),
     max_leaves=10,
 )
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5), lambda x: st.lists(x) | st.dictionaries(st.text(), x)
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda x: st.lists(x) | st.dictionaries(st.text(), x),
 )
 
 
@@ -49,7 +56,11 @@ def sent(value: Any) -> Any:
 
 def types(value: Any) -> Any:
     inner = (
-        value.items() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set, frozenset, collections.deque)) else ()
+        value.items()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, (list, tuple, set, frozenset, collections.deque))
+        else ()
     )
     return type(value), sorted(repr(types(one)) for one in inner)
 
@@ -72,7 +83,15 @@ class Level(IntEnum):
 
 
 def test_subclasses_become_what_they_derive_from() -> None:
-    found = sent([Equal(7), Level.HIGH, collections.Counter("a"), type("L", (list,), {})([1]), collections.namedtuple("P", "x")(1)])
+    found = sent(
+        [
+            Equal(7),
+            Level.HIGH,
+            collections.Counter("a"),
+            type("L", (list,), {})([1]),
+            collections.namedtuple("P", "x")(1),
+        ]
+    )
     assert found == [7, 7, {"a": 1}, [1], (1,)]
     assert [type(one) for one in found] == [int, int, dict, list, tuple]
     assert sent([Decimal("0.10"), Fraction(1, 3), 10**5000, int, float("inf")]) == [
@@ -98,7 +117,8 @@ def test_any_json_is_plain_data_or_garbled(node: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "node", [{}, [], ["list"], ["list", 3], ["dict", [[1]]], ["set", [["list", []]]], ["int", "x"], ["bytes", "0"], ["type", "eval"], ["range", 1, 2, 0], ["number", "Decimal", "x"]],
+    "node", [{}, [], ["list"], ["list", 3], ["dict", [[1]]], ["set", [["list", []]]], ["int", "x"], ["bytes", "0"],
+        ["type", "eval"], ["range", 1, 2, 0], ["number", "Decimal", "x"]],
 )  # fmt: skip
 def test_what_is_garbled(node: Any) -> None:
     with pytest.raises((Garbled, KeyError)):
@@ -120,7 +140,8 @@ def test_what_is_garbled(node: Any) -> None:
         (["try:\n    f()\nexcept E as e:\n    assert str(e)"], ("f", "E"), {}),
         (["for i, (a, b) in enumerate(g()):\n    assert a == b == i\nwith h() as k:\n    k()"], ("g", "h"), {}),
         (["assert [n for n in f()] and n"], ("f", "n"), {}),
-        (["assert sum(10, 15) == 6", "assert sum(4, 8) == 7"], ("sum",), {}),  # all that they use, so it is the program's
+        # all that they use, so it is the program's
+        (["assert sum(10, 15) == 6", "assert sum(4, 8) == 7"], ("sum",), {}),
         (["assert sum(10, 15) == 6", "assert abs(-1) == 1"], (), {}),
         (["assert isinstance(f(1), int) and sum(f(2)) == 3"], ("f",), {}),
     ],

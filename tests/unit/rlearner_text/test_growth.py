@@ -44,7 +44,9 @@ turns = st.lists(st.tuples(words, words), min_size=1, max_size=5)
 @pytest.mark.parametrize("family", ["qwen2", "llama3", "tiny", "marked"])
 @settings(max_examples=30, deadline=None)
 @given(turns=turns, system=st.one_of(st.just(""), words), last=words)
-def test_equals_the_whole_rendering_when_the_text_round_trips(family: str, turns: list[tuple[str, str]], system: str, last: str) -> None:
+def test_equals_the_whole_rendering_when_the_text_round_trips(
+    family: str, turns: list[tuple[str, str]], system: str, last: str
+) -> None:
     tokenizer = _cache[family]
     messages = [{"role": "system", "content": system}] if system else []
     for said, answered in turns:
@@ -81,11 +83,18 @@ def test_what_is_there_never_changes(family: str, steps: list[str | tuple[list[i
             versions += [version] * len(ids)
             spoke = False
         n = len(before[0])
-        assert (list(conversation.token_ids[:n]), list(conversation.loss_mask[:n]), list(conversation.logprobs[:n])) == before
+        assert (
+            list(conversation.token_ids[:n]),
+            list(conversation.loss_mask[:n]),
+            list(conversation.logprobs[:n]),
+        ) == before
     mask = conversation.loss_mask
     assert len(conversation.token_ids) == len(mask) == len(conversation.logprobs) == len(conversation)
     assert [t for t, m in zip(conversation.token_ids, mask, strict=True) if m] == sampled
-    assert all(p == (-float(t) if m else 0.0) for t, m, p in zip(conversation.token_ids, mask, conversation.logprobs, strict=True))
+    assert all(
+        p == (-float(t) if m else 0.0)
+        for t, m, p in zip(conversation.token_ids, mask, conversation.logprobs, strict=True)
+    )
     assert [t for s, e in conversation.spans for t in conversation.token_ids[s:e]] == sampled
     runs = conversation.version_runs
     assert [v for v, k in zip(runs[::2], runs[1::2], strict=True) for _ in range(k)] == versions
@@ -117,7 +126,11 @@ def test_a_resumed_turn_is_one_span() -> None:
 
 
 def test_end_of_turn_and_stop_tokens_by_family() -> None:
-    spelled = {f: t.decode([rules_for(t).end_of_turn_id or -1], skip_special_tokens=False) for f, t in _cache.items() if f in _STABLE}
+    spelled = {
+        f: t.decode([rules_for(t).end_of_turn_id or -1], skip_special_tokens=False)
+        for f, t in _cache.items()
+        if f in _STABLE
+    }
     assert spelled == _STABLE
     assert rules_for(_cache["plain"]).end_of_turn_id is None
     assert rules_for(_cache["llama3"]).stop_token_ids == (1, 4)
@@ -125,7 +138,8 @@ def test_end_of_turn_and_stop_tokens_by_family() -> None:
 
 
 _STABLE = {
-    "qwen3": "<|im_end|>", "qwen2": "<|im_end|>", "llama3": "<|eot_id|>", "mistral": "</s>", "gemma": "<end_of_turn>", "r1": "<|end|>",
+    "qwen3": "<|im_end|>", "qwen2": "<|im_end|>", "llama3": "<|eot_id|>", "mistral": "</s>", "gemma": "<end_of_turn>",
+    "r1": "<|end|>",
     "tiny": "<|im_end|>",
 }  # fmt: skip
 

@@ -1,4 +1,6 @@
-"""Schemas as they guide: objects that name their properties are closed, wherever that changes nothing of what is valid."""
+"""Schemas as they guide: objects that name their properties are closed, wherever that changes nothing of what is
+valid.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,13 @@ CLOSED = {"additionalProperties": False}
         ({"type": "object"}, {"type": "object"}),
         ({"properties": {"a": {"properties": {}}}}, {"properties": {"a": {"properties": {}} | CLOSED}} | CLOSED),
         ({"properties": {}, "additionalProperties": True}, {"properties": {}, "additionalProperties": True}),
-        ({"properties": {"properties": {"type": "string"}}}, {"properties": {"properties": {"type": "string"}}} | CLOSED),
+        ({"properties": {"properties": {"type": "string"}}},
+            {"properties": {"properties": {"type": "string"}}} | CLOSED),
         ({"items": {"properties": {}}, "type": "array"}, {"items": {"properties": {}} | CLOSED, "type": "array"}),
         ({"anyOf": [{"properties": {}}, True]}, {"anyOf": [{"properties": {}} | CLOSED, True]}),
         ({"allOf": [{"properties": {}}, {"properties": {}}]}, {"allOf": [{"properties": {}}, {"properties": {}}]}),
-        ({"$defs": {"p": {"properties": {}}}, "$ref": "#/$defs/p"}, {"$defs": {"p": {"properties": {}} | CLOSED}, "$ref": "#/$defs/p"}),
+        ({"$defs": {"p": {"properties": {}}}, "$ref": "#/$defs/p"}, {"$defs": {"p": {"properties": {}} | CLOSED},
+            "$ref": "#/$defs/p"}),
         ({"enum": [{"properties": {}}]}, {"enum": [{"properties": {}}]}),
     ],
 )  # fmt: skip

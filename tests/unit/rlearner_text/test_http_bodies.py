@@ -31,16 +31,37 @@ def chat(**fields: Any) -> ChatBody:
     ("fields", "param", "says"),
     [
         ({"messages": None}, "messages", "messages must be given"),
-        ({"messages": []}, "messages", "messages: [] is not allowed; list should have at least 1 item after validation, not 0"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", "messages.0.role: 'robot' is not allowed; input should be"),
-        ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content", "messages.0.content: 3 is not allowed; input should be"),
-        ({"messages": [{**HELLO[0], "audio": {"id": "1"}}]}, "messages.0.audio", "messages.0.audio is not supported by this server"),
+        (
+            {"messages": []},
+            "messages",
+            "messages: [] is not allowed; list should have at least 1 item after validation, not 0",
+        ),
+        (
+            {"messages": [{"role": "robot", "content": "x"}]},
+            "messages.0.role",
+            "messages.0.role: 'robot' is not allowed; input should be",
+        ),
+        (
+            {"messages": [{"role": "user", "content": 3}]},
+            "messages.0.content",
+            "messages.0.content: 3 is not allowed; input should be",
+        ),
+        (
+            {"messages": [{**HELLO[0], "audio": {"id": "1"}}]},
+            "messages.0.audio",
+            "messages.0.audio is not supported by this server",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages.0.content",
-            "messages.0.content: [{'type': 'image_url'}] is not allowed; only parts of type 'text' are supported, found 'image_url'",
+            "messages.0.content: [{'type': 'image_url'}] is not allowed; only parts of type 'text' are supported, "
+            "found 'image_url'",
         ),
-        ({"temperature": -1}, "temperature", "temperature: -1 is not allowed; input should be greater than or equal to 0"),
+        (
+            {"temperature": -1},
+            "temperature",
+            "temperature: -1 is not allowed; input should be greater than or equal to 0",
+        ),
         ({"temperature": "1"}, "temperature", "temperature: '1' is not allowed; input should be a valid number"),
         ({"top_p": 0}, "top_p", "top_p: 0 is not allowed; input should be greater than 0"),
         ({"n": 0}, "n", "n: 0 is not allowed; input should be greater than or equal to 1"),
@@ -50,10 +71,22 @@ def chat(**fields: Any) -> ChatBody:
         ({"stop": ""}, "stop", "stop: '' is not allowed; string should have at least 1 character"),
         ({"stop": [""]}, "stop", "stop: "),
         ({"tools": [{"type": "function"}]}, "tools.0.function", "tools.0.function must be given"),
-        ({"tool_choice": "always"}, "tool_choice", "tool_choice: 'always' is not allowed; input should be 'none', 'auto' or 'required'"),
-        ({"response_format": {"type": "grammar"}}, "response_format.type", "response_format.type: 'grammar' is not allowed"),
+        (
+            {"tool_choice": "always"},
+            "tool_choice",
+            "tool_choice: 'always' is not allowed; input should be 'none', 'auto' or 'required'",
+        ),
+        (
+            {"response_format": {"type": "grammar"}},
+            "response_format.type",
+            "response_format.type: 'grammar' is not allowed",
+        ),
         ({"response_format": {"type": "json_schema"}}, "response_format", "response_format: "),
-        ({"logit_bias": {"the": 1}}, "logit_bias", "logit_bias: {'the': 1} is not allowed; keys must be token ids, found 'the'"),
+        (
+            {"logit_bias": {"the": 1}},
+            "logit_bias",
+            "logit_bias: {'the': 1} is not allowed; keys must be token ids, found 'the'",
+        ),
         ({"logit_bias": {"7": 101}}, "logit_bias", "logit_bias: 101 is not allowed"),
         (
             {"messages": [{"role": "assistant"}]},
@@ -61,13 +94,25 @@ def chat(**fields: Any) -> ChatBody:
             "messages.0: {'role': 'assistant'} is not allowed; content must be",
         ),
         (
-            {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[]"}}]}]},
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[]"}}]}
+                ]
+            },
             "messages.0.tool_calls.0.function.arguments",
             "messages.0.tool_calls.0.function.arguments: '[]' is not allowed; the arguments must be a JSON object",
         ),
-        ({"presence_penalty": 2.5}, "presence_penalty", "presence_penalty: 2.5 is not allowed; input should be less than or equal to 2"),
+        (
+            {"presence_penalty": 2.5},
+            "presence_penalty",
+            "presence_penalty: 2.5 is not allowed; input should be less than or equal to 2",
+        ),
         ({"top_logprobs": 5}, "top_logprobs", "top_logprobs: 5 is not allowed without logprobs: true"),
-        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "top_logprobs: 21 is not allowed; input should be less than or equal"),
+        (
+            {"top_logprobs": 21, "logprobs": True},
+            "top_logprobs",
+            "top_logprobs: 21 is not allowed; input should be less than or equal",
+        ),
         ({"temprature": 1}, "temprature", "temprature is not supported by this server"),
     ],
 )
@@ -100,15 +145,21 @@ def test_half_a_character() -> None:
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
 def test_numbers_that_are_not_json(number: str) -> None:
-    raw = f'{{"messages": [{{"role": "user", "content": "x"}}], "tools": [{{"type": "function", "function": {{"x": {number}}}}}]}}'
-    with pytest.raises(HttpError, match=f"^the body is not valid JSON: (it holds {number}|the number {number} is too large)$"):
+    raw = (
+        f'{{"messages": [{{"role": "user", "content": "x"}}], "tools": [{{"type": "function", '
+        f'"function": {{"x": {number}}}}}]}}'
+    )
+    with pytest.raises(
+        HttpError, match=f"^the body is not valid JSON: (it holds {number}|the number {number} is too large)$"
+    ):
         parse(raw.encode(), ChatBody)
 
 
 def test_what_client_libraries_send_beside_is_let_through() -> None:
     body = chat(
         user="me", metadata={"a": "b"}, presence_penalty=0.0, frequency_penalty=0, logit_bias={}, tools=None,
-        response_format={"type": "text"}, stream=None, stop=None, top_p=1, n=1, tool_choice="none", parallel_tool_calls=True,
+        response_format={"type": "text"}, stream=None, stop=None, top_p=1, n=1, tool_choice="none",
+        parallel_tool_calls=True,
     )  # fmt: skip
     assert (body.stream, body.stops, body.n, body.temperature) == (False, [], 1, 1.0)
 
@@ -120,7 +171,10 @@ def test_messages_become_plain_ones() -> None:
             {"role": "user", "name": "me", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         ]
     )
-    assert [message.plain() for message in body.messages] == [{"role": "system", "content": "be short"}, {"role": "user", "content": "ab"}]
+    assert [message.plain() for message in body.messages] == [
+        {"role": "system", "content": "be short"},
+        {"role": "user", "content": "ab"},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +193,8 @@ def test_what_is_no_prompt(prompt: Any) -> None:
 
 def reply(ids: list[int], reason: wire.FinishReason, runs: list[int], hits: int = 0) -> wire.GenerateReply:
     return wire.GenerateReply(
-        request_id="x", server="s", token_ids=wire.column(ids, "<i4"), logprobs=wire.column([-0.5] * len(ids), "<f4"), finish_reason=reason,
+        request_id="x", server="s", token_ids=wire.column(ids, "<i4"), logprobs=wire.column([-0.5] * len(ids), "<f4"),
+        finish_reason=reason,
         version_runs=wire.column(runs, "<i4"), policy_version=7, prefix_hit_tokens=hits,
     )  # fmt: skip
 
@@ -152,9 +207,18 @@ def test_an_answer_holds_text_tokens_and_versions(tokenizer: Tokenizer) -> None:
     writer = AnswerWriter(chat(logprobs=True, stop=["it"]), tokenizer, "actor", "1")
     made = writer.whole([AnswerChoice(0, prompt, reply(ids, "stop", [6, 2, 7, len(ids) - 2], hits=3))])
     (choice,) = made["choices"]
-    assert (made["object"], made["id"], made["model"], made["policy_version"]) == ("chat.completion", "chatcmpl-1", "actor", 7)
+    assert (made["object"], made["id"], made["model"], made["policy_version"]) == (
+        "chat.completion",
+        "chatcmpl-1",
+        "actor",
+        7,
+    )
     assert choice["message"] == {"role": "assistant", "content": "so be "}
-    assert (made["prompt_token_ids"], choice["token_ids"], choice["version_runs"]) == (prompt, ids, [[6, 2], [7, len(ids) - 2]])
+    assert (made["prompt_token_ids"], choice["token_ids"], choice["version_runs"]) == (
+        prompt,
+        ids,
+        [[6, 2], [7, len(ids) - 2]],
+    )
     assert choice["finish_reason"] == "stop"
     content = choice["logprobs"]["content"]
     assert [entry["logprob"] for entry in content] == [-0.5] * len(ids)
@@ -171,7 +235,9 @@ def test_choices_of_several_prompts(tokenizer: Tokenizer) -> None:
     said = tokenizer.encode("up")
     choices = [AnswerChoice(i, prompts[i // 2], reply(said, "length", [7, len(said)])) for i in range(4)]
     made = AnswerWriter(body, tokenizer, "actor", "1").whole(choices)
-    assert [(c["index"], c["text"], c["prompt_token_ids"]) for c in made["choices"]] == [(i, "up", prompts[i // 2]) for i in range(4)]
+    assert [(c["index"], c["text"], c["prompt_token_ids"]) for c in made["choices"]] == [
+        (i, "up", prompts[i // 2]) for i in range(4)
+    ]
     assert made["usage"]["prompt_tokens"] == len(prompts[0]) + len(prompts[1])
     assert made["usage"]["completion_tokens"] == 4 * len(said)
     assert made["choices"][3]["logprobs"]["token_logprobs"] == [-0.5] * len(said)

@@ -1,4 +1,6 @@
-"""What a streaming client is shown of a growing output: in the end the whole text, never more, never taken back. No network."""
+"""What a streaming client is shown of a growing output: in the end the whole text, never more, never taken back. No
+network.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def cut(ids: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
 
 
 @given(st.lists(st.integers(0, 2**31), max_size=40), st.lists(st.integers(1, 5), max_size=30), st.data())
-def test_any_tokens_in_any_pieces_come_to_the_whole_text(tokenizer: Tokenizer, ids: list[int], sizes: list[int], data: Any) -> None:
+def test_any_tokens_in_any_pieces_come_to_the_whole_text(
+    tokenizer: Tokenizer, ids: list[int], sizes: list[int], data: Any
+) -> None:
     ids = [one % tokenizer.vocab_size for one in ids]
     ids = data.draw(st.permutations([*ids, *tokenizer.encode(data.draw(st.text(max_size=12)))]))
     end = frozenset(tokenizer.eos_token_ids)
@@ -73,13 +77,18 @@ def test_text_comes_with_its_tokens_and_characters_come_whole(tokenizer: Tokeniz
 
 def answer(ids: Sequence[int], reason: wire.FinishReason, runs: Sequence[int]) -> wire.GenerateReply:
     return wire.GenerateReply(
-        request_id="x", server="s", token_ids=wire.column(ids, "<i4"), logprobs=wire.column([-0.5] * len(ids), "<f4"), finish_reason=reason,
+        request_id="x", server="s", token_ids=wire.column(ids, "<i4"), logprobs=wire.column([-0.5] * len(ids), "<f4"),
+        finish_reason=reason,
         version_runs=wire.column(runs, "<i4"), policy_version=9,
     )  # fmt: skip
 
 
 def streamed(
-    tokenizer: Tokenizer, body: GenerationBody, told: Sequence[TokenEvent], reply: wire.GenerateReply, prompt: Sequence[int] = (5,)
+    tokenizer: Tokenizer,
+    body: GenerationBody,
+    told: Sequence[TokenEvent],
+    reply: wire.GenerateReply,
+    prompt: Sequence[int] = (5,),
 ) -> list[Any]:
     writer = AnswerWriter(body, tokenizer, "actor", "1")
     chunks = ChunkEvents(body, tokenizer, writer, 0, prompt)
@@ -93,7 +102,8 @@ def test_every_token_is_in_one_chunk_with_its_version(tokenizer: Tokenizer) -> N
     told = [TokenEvent([one], [-0.5], 6 if at < 2 else 7, top) for at, one in enumerate(ids[:-1])]
     made = streamed(tokenizer, body, told, answer(ids, "length", [6, 2, 7, len(ids) - 2]))
     choices = [one["choices"][0] for one in made]
-    assert [one["token_ids"] for one in choices[:-1]] == [[one] for one in ids]  # the last was not told, and comes with the reply
+    # the last was not told, and comes with the reply
+    assert [one["token_ids"] for one in choices[:-1]] == [[one] for one in ids]
     assert [one["version_runs"] for one in choices[:-1]] == [[[6, 1]]] * 2 + [[[7, 1]]] * (len(ids) - 2)
     assert "".join(one["text"] for one in choices) == "so be it"
     assert [one["finish_reason"] for one in choices] == [None] * len(ids) + ["length"]
@@ -111,7 +121,9 @@ def test_every_token_is_in_one_chunk_with_its_version(tokenizer: Tokenizer) -> N
 def test_an_engine_that_tells_nothing_gives_one_piece(tokenizer: Tokenizer) -> None:
     body = parse(json.dumps({"messages": HELLO, "logprobs": True}).encode(), ChatBody)
     ids = tokenizer.encode("so be it")
-    first, last = (one["choices"][0] for one in streamed(tokenizer, body, [], answer(ids, "length", [6, 2, 7, len(ids) - 2])))
+    first, last = (
+        one["choices"][0] for one in streamed(tokenizer, body, [], answer(ids, "length", [6, 2, 7, len(ids) - 2]))
+    )
     assert first["delta"] == {"role": "assistant", "content": "so be it"}
     assert (first["token_ids"], first["version_runs"]) == (ids, [[6, 2], [7, len(ids) - 2]])
     assert (last["delta"], last["finish_reason"], len(first["logprobs"]["content"])) == ({}, "length", len(ids))
@@ -126,7 +138,8 @@ def calling(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder = Path(make_tokenizer_folder(tmp_path_factory.mktemp("tools"), "qwen3"))
     template = """{%- if tools %}{{- tools | tojson }}{%- endif %}{%- for m in messages %}
 {{- '<|im_start|>' + m.role + '\\n' + m.content }}
-{%- for call in m.tool_calls or [] %}{{- '\\n<tool_call>\\n' + call.function | tojson + '\\n</tool_call>' }}{%- endfor %}
+{%- for call in m.tool_calls or [] -%}
+{{- '\\n<tool_call>\\n' + call.function | tojson + '\\n</tool_call>' }}{%- endfor %}
 {{- '<|im_end|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
     (folder / "chat_template.jinja").write_text(template)
     config = json.loads((folder / "tokenizer_config.json").read_text())

@@ -31,7 +31,9 @@ async def test_a_reply_that_is_no_proper_json(raw: bytes, problem: str) -> None:
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    endpoint = EndpointClient(f"http://127.0.0.1:{runner.addresses[0][1]}/v1", "", timeout_s=30.0, retries=1, base_s=0.01)
+    endpoint = EndpointClient(
+        f"http://127.0.0.1:{runner.addresses[0][1]}/v1", "", timeout_s=30.0, retries=1, base_s=0.01
+    )
     try:
         with pytest.raises(RuntimeError, match=f"gave no answer in 2 tries: {re.escape(problem)}$"):
             await endpoint.post("/x", {})

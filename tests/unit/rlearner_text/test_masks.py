@@ -27,7 +27,10 @@ def test_mask_by_hand(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(tmp_path)
     ids, mask = encode_supervised(tokenizer, CHAT)
     assert ids == tokenizer.encode_chat(CHAT, add_generation_prompt=False)
-    assert tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m], skip_special_tokens=False) == "U<|im_end|>DR<|im_end|>"
+    assert (
+        tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m], skip_special_tokens=False)
+        == "U<|im_end|>DR<|im_end|>"
+    )
     #               system be end  user a b end  assistant U end  user c end  assistant D R end
     assert mask == [*(0, 0, 0, 0), *(0, 0, 0, 0), *(0, 1, 1), *(0, 0, 0), *(0, 1, 1, 1)]
 

@@ -72,7 +72,9 @@ def test_same_seed_same_bytes(folder: Path, tmp_path: Path) -> None:
 def test_bpe_vocabulary_is_trained_on_the_corpus(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("frozen lake frozen lake the goal\n" * 50)
-    folder = build_tiny(tmp_path / "bpe", SMALL.model_copy(update={"vocab": "bpe", "vocab_size": 290, "corpus": str(corpus)}))
+    folder = build_tiny(
+        tmp_path / "bpe", SMALL.model_copy(update={"vocab": "bpe", "vocab_size": 290, "corpus": str(corpus)})
+    )
     tokenizer = Tokenizer.load(folder)
     assert tokenizer.vocab_size <= 290
     assert len(tokenizer.encode("frozen lake")) < 5

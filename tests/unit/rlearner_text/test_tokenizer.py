@@ -17,7 +17,11 @@ from rlearner_text.tokenizer import Tokenizer
 CHATS = [
     [{"role": "user", "content": "What is 17 + 25?"}],
     [{"role": "user", "content": "  spaces\nand é→ \t marks "}, {"role": "assistant", "content": "42"}],
-    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "<b>&'\"</b>"}],
+    [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "<b>&'\"</b>"},
+    ],
 ]
 SYSTEM = {"role": "system", "content": " Answer briefly.\n"}
 
@@ -42,7 +46,9 @@ def test_chat_rendering_equals_transformers(family: str, tmp_path: Path) -> None
 
 def test_system_message_that_the_template_refuses(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(make_tokenizer_folder(tmp_path / "g", "gemma"))
-    with pytest.raises(ConfigError, match=r"model.path: .*rejects messages of the roles system, user: no system messages"):
+    with pytest.raises(
+        ConfigError, match=r"model.path: .*rejects messages of the roles system, user: no system messages"
+    ):
         tokenizer.encode_chat([SYSTEM, *CHATS[0]])
 
 
@@ -75,7 +81,10 @@ def test_added_tokens_that_only_the_config_knows(tmp_path: Path) -> None:
 def test_named_templates_use_the_default_one(tmp_path: Path) -> None:
     folder = make_tokenizer_folder(tmp_path / "q", "qwen2")
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["chat_template"] = [{"name": "rag", "template": "no"}, {"name": "default", "template": "{{ messages[0].content }}!"}]
+    config["chat_template"] = [
+        {"name": "rag", "template": "no"},
+        {"name": "default", "template": "{{ messages[0].content }}!"},
+    ]
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     assert Tokenizer.load(folder).render_chat(CHATS[0]) == "What is 17 + 25?!"
 
@@ -129,9 +138,12 @@ def test_a_broken_tokenizer_json_is_one_line(tmp_path: Path) -> None:
 def test_neither_torch_nor_transformers_is_imported(tmp_path: Path) -> None:
     folder = make_tokenizer_folder(tmp_path / "q", "qwen3")
     code = (
-        "import sys\nfrom rlearner_text.tokenizer import Tokenizer\nfrom rlearner_text.incremental_tokenization import Conversation\n"
+        "import sys\nfrom rlearner_text.tokenizer import Tokenizer\nfrom rlearner_text.incremental_tokenization import "
+        "Conversation\n"
         f"c = Conversation(Tokenizer.load({str(folder)!r}), 'be brief')\nc.observe('hello')\n"
         "print(len(c), [m for m in ('torch', 'transformers', 'huggingface_hub') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[3])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[3]
+    )
     assert done.stdout.split(maxsplit=1)[1].strip() == "[]"

@@ -40,7 +40,8 @@ class Slow:
 
 def scoring(name: str, deadline_s: float = LONG_S, k: int = 2) -> wire.GenerateRequest:
     return wire.GenerateRequest(
-        request_id=name, conversation_id=name, token_ids=wire.column([1, 2], "<i4"), sampling=wire.SamplingParams(max_tokens=1),
+        request_id=name, conversation_id=name, token_ids=wire.column([1, 2], "<i4"),
+        sampling=wire.SamplingParams(max_tokens=1),
         deadline_s=deadline_s, prompt_top_k=k,
     )  # fmt: skip
 
@@ -59,7 +60,10 @@ async def test_scoring_is_answered_at_its_deadline_and_goes_no_further() -> None
 async def test_scoring_can_be_aborted_and_other_requests_are_the_engines() -> None:
     engine = Slow()
     answering = desk(engine)
-    one, other = asyncio.create_task(answering.handle(scoring("a"))), asyncio.create_task(answering.handle(scoring("b", k=0)))
+    one, other = (
+        asyncio.create_task(answering.handle(scoring("a"))),
+        asyncio.create_task(answering.handle(scoring("b", k=0))),
+    )
     await until(lambda: engine.working == {"a", "b"})
     assert (await answering.handle(scoring("a"))).error == "request_id 'a' is already running or waiting"
     answering.abort("a")

@@ -51,9 +51,17 @@ def turn(core: EngineCore, steps: int = 1, now: float = 0.0) -> None:
 def drained(core: EngineCore, now: float = 0.0) -> dict[str, GenerationOutput]:
     """Run until nothing is left; every answer since the last call."""
     while core.scheduler.num_running + core.scheduler.num_waiting:
-        before = core.scheduler.num_running + core.scheduler.num_waiting, core.stats().generated_tokens, core.stats().prefill_tokens
+        before = (
+            core.scheduler.num_running + core.scheduler.num_waiting,
+            core.stats().generated_tokens,
+            core.stats().prefill_tokens,
+        )
         turn(core, now=now)
-        after = core.scheduler.num_running + core.scheduler.num_waiting, core.stats().generated_tokens, core.stats().prefill_tokens
+        after = (
+            core.scheduler.num_running + core.scheduler.num_waiting,
+            core.stats().generated_tokens,
+            core.stats().prefill_tokens,
+        )
         assert before != after, "the engine stands still"
     answers = dict(core.outbox)
     core.outbox.clear()
@@ -108,7 +116,9 @@ def test_temperature_top_k_and_greedy_logprobs(qwen3: Path) -> None:
         place = best.indices.tolist().index(token)
         assert abs(float(best.values.log_softmax(-1)[place]) - logprob) < CLOSE
         ids.append(token)
-    generated = model.generate(torch.tensor([context]), max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    generated = model.generate(
+        torch.tensor([context]), max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
     assert answers["greedy"].token_ids == generated[0, len(context) :].tolist()
     assert answers["greedy"].logprobs == [0.0] * 8
 
@@ -417,9 +427,14 @@ def test_settings_that_do_not_fit_the_model(qwen3: Path) -> None:
             EngineCore(EngineConfig(str(qwen3), RolloutSection(**section), device="cpu"))
 
     refused(r"rollout.max_context_tokens: 300 is not allowed; the model has 256 positions", max_context_tokens=300)
-    refused(r"kv_cache_gib: 1e-05 is not allowed; one slot of", max_context_tokens=256, engine_args={"kv_cache_gib": 1e-5})
-    with opened(qwen3, max_context_tokens=256, max_running=8, engine_args={"kv_cache_gib": 3 * 256 * 768 / 2**30}) as core:
-        assert (core.model.num_slots, core.model.max_running) == (3, 3)  # 2 layers x 2 heads x (24 + 24) x 4 bytes a token
+    refused(
+        r"kv_cache_gib: 1e-05 is not allowed; one slot of", max_context_tokens=256, engine_args={"kv_cache_gib": 1e-5}
+    )
+    with opened(
+        qwen3, max_context_tokens=256, max_running=8, engine_args={"kv_cache_gib": 3 * 256 * 768 / 2**30}
+    ) as core:
+        # 2 layers x 2 heads x (24 + 24) x 4 bytes a token
+        assert (core.model.num_slots, core.model.max_running) == (3, 3)
 
 
 def test_paths_that_are_no_model(tmp_path: Path, folder: Path) -> None:
@@ -443,7 +458,9 @@ def test_an_architecture_that_slots_cannot_serve_is_refused(tmp_path: Path) -> N
     import transformers
 
     torch.manual_seed(0)
-    transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=50, hidden_size=32, n_layer=2, n_head=2)).save_pretrained(tmp_path)
+    transformers.BloomForCausalLM(
+        transformers.BloomConfig(vocab_size=50, hidden_size=32, n_layer=2, n_head=2)
+    ).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="engine hf cannot run BloomForCausalLM"):
         EngineCore(EngineConfig(str(tmp_path), RolloutSection(max_context_tokens=64), device="cpu"))
 
@@ -466,5 +483,6 @@ def test_freed_memory_is_kept_where_the_c_library_can() -> None:
             del del_me
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-    # 3 x 7 MiB would be 5,000 every time; what others have freed before may lie so that it takes a few times to find its place.
+    # 3 x 7 MiB would be 5,000 every time; what others have freed before may lie so that it takes a few times to find
+    # its place.
     assert min(faults() for _ in range(6)) < 100

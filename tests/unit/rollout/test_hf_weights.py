@@ -44,7 +44,11 @@ def test_another_dtype_or_layout_is_copied() -> None:
     module = Tied()
     held = HeldWeights(module)
     before = {name: tensor.data_ptr() for name, tensor in held.tensors().items()}
-    new = {"one": torch.arange(4, dtype=torch.float64), "embed.weight": torch.randn(3, 5).T, "scale": torch.full((2,), 7.0)}
+    new = {
+        "one": torch.arange(4, dtype=torch.float64),
+        "embed.weight": torch.randn(3, 5).T,
+        "scale": torch.full((2,), 7.0),
+    }
     held.load(new)
     for name, tensor in held.tensors().items():
         assert torch.equal(tensor, new[name].to(tensor.dtype))

@@ -35,7 +35,8 @@ async def engine(path: str, **args: Any) -> RandomEngine:
 
 def ask(name: str, prompt: int = 3, deadline_s: float = 9.0, **sampling: Any) -> wire.GenerateRequest:
     return wire.GenerateRequest(
-        request_id=name, conversation_id=name, token_ids=wire.column([5] * prompt, "<i4"), min_version=9, deadline_s=deadline_s,
+        request_id=name, conversation_id=name, token_ids=wire.column([5] * prompt, "<i4"), min_version=9,
+        deadline_s=deadline_s,
         sampling=wire.SamplingParams(**{"max_tokens": 8, **sampling}),
     )  # fmt: skip
 

@@ -28,13 +28,28 @@ def test_shares() -> None:
     assert replicas.gpu_shares("auto", section()) == replicas.gpu_shares("cpu", section()) == [[]]
     assert replicas.gpu_shares("0-3", RolloutSection(engine="hf")) == [[]]
     assert replicas.gpu_shares("0-3", section(engine="sglang")) == [[]]  # divides them itself
-    with pytest.raises(UserError, match=r"--gpus 4-6 names 3 GPUs, which rollout.engine_args.tensor_parallel=2 does not divide"):
+    with pytest.raises(
+        UserError, match=r"--gpus 4-6 names 3 GPUs, which rollout.engine_args.tensor_parallel=2 does not divide"
+    ):
         replicas.gpu_shares("4-6", section())
 
 
 def test_each_is_started_as_the_whole_with_its_own_gpus_name_and_port() -> None:
     options = parser().parse_args(
-        ["--broker", "nats://h:1", "--gpus", "4-7", "--id", "s", "--engine", "vllm", "--snapshot", "/s", "max_running=8", "http_port=9000"]
+        [
+            "--broker",
+            "nats://h:1",
+            "--gpus",
+            "4-7",
+            "--id",
+            "s",
+            "--engine",
+            "vllm",
+            "--snapshot",
+            "/s",
+            "max_running=8",
+            "http_port=9000",
+        ]
     )
     command = replicas.replica_command(options, "r", section(http_port=9000))
     given = parser().parse_args(command(1, [6, 7])[3:])
@@ -49,7 +64,10 @@ def child(folder: Path, body: str) -> replicas.Command:
     """Servers that note their GPUs, then do as told."""
 
     def command(index: int, numbers: Sequence[int]) -> list[str]:
-        note = f"import pathlib, sys, time, signal; p = pathlib.Path({str(folder)!r}) / '{index}'; n = len(list(p.parent.glob('{index}*')))"
+        note = (
+            f"import pathlib, sys, time, signal; p = pathlib.Path({str(folder)!r}) / '{index}'; n = "
+            f"len(list(p.parent.glob('{index}*')))"
+        )
         return [sys.executable, "-c", f"{note}; p.with_name(f'{index}-{{n}}').write_text('{list(numbers)}'); {body}"]
 
     return command

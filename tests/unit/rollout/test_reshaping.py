@@ -1,4 +1,6 @@
-"""Guides, penalties and biases: what is sampled keeps to them, and logprobs and flags are those of what it was drawn from."""
+"""Guides, penalties and biases: what is sampled keeps to them, and logprobs and flags are those of what it was drawn
+from.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model that is far from uniform, with a byte-level tokenizer and more logits than that has tokens."""
     made = make_tokenizer_folder(tmp_path_factory.mktemp("reshaping"), "hermes")
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     vocab = Tokenizer.load(made).vocab_size + 7
     config = transformers.Qwen3Config(
-        **sizes, head_dim=16, vocab_size=vocab, bos_token_id=None, eos_token_id=2, pad_token_id=0, max_position_embeddings=256,
+        **sizes, head_dim=16, vocab_size=vocab, bos_token_id=None, eos_token_id=2, pad_token_id=0,
+        max_position_embeddings=256,
         tie_word_embeddings=True,
     )  # fmt: skip
     model = transformers.Qwen3ForCausalLM(config)
@@ -63,7 +72,12 @@ def request(name: str, context: list[int], **sampling: Any) -> wire.GenerateRequ
 def answers(folder: Path, *requests: wire.GenerateRequest) -> dict[str, GenerationOutput]:
     """All at once, in one batch."""
     core = EngineCore(
-        EngineConfig(str(folder), RolloutSection(max_running=8, max_context_tokens=200, num_threads=1), device="cpu", policy_version=0)
+        EngineConfig(
+            str(folder),
+            RolloutSection(max_running=8, max_context_tokens=200, num_threads=1),
+            device="cpu",
+            policy_version=0,
+        )
     )
     for one in requests:
         core.submit(one, 0.0, reshaping=core.reshape(one.sampling))
@@ -158,7 +172,9 @@ def test_what_hardly_changes_a_distribution_is_not_flagged(folder: Path, tokeniz
     assert set(greedy.logprobs) == {0.0}
 
 
-@pytest.mark.parametrize("how", [{}, {"top_k": 3}, {"top_p": 0.6, "temperature": 1.5}, {"min_p": 0.2}, {"temperature": 0.0}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{}, {"top_k": 3}, {"top_p": 0.6, "temperature": 1.5}, {"min_p": 0.2}, {"temperature": 0.0}], ids=str
+)
 def test_how_much_probability_a_change_moves(how: dict[str, Any]) -> None:
     torch.manual_seed(1)
     logits = 2 * torch.randn(3, 40)
@@ -178,7 +194,11 @@ def drawn_from(row: torch.Tensor, how: dict[str, Any]) -> torch.Tensor:
     probs = (row / how.get("temperature", 1.0)).softmax(-1)
     kept, total = torch.zeros_like(probs), 0.0
     for rank, token in enumerate(probs.argsort(descending=True).tolist()):
-        inside = rank < how.get("top_k", 40) and total < how.get("top_p", 1.1) and probs[token] >= how.get("min_p", 0) * probs.max()
+        inside = (
+            rank < how.get("top_k", 40)
+            and total < how.get("top_p", 1.1)
+            and probs[token] >= how.get("min_p", 0) * probs.max()
+        )
         kept[token] = probs[token] if inside else 0.0
         total += float(probs[token])
     return kept / kept.sum()
@@ -202,7 +222,10 @@ def test_a_random_engine_keeps_to_guides_too(folder: Path, tokenizer: Tokenizer)
     biased = asyncio.run(ask(logit_bias={7: 100.0}, max_tokens=5))
     assert list(biased.token_ids) == [7] * 5
     outside = asyncio.run(ask(logit_bias={10_000: 1.0}))
-    assert outside.error == f"guide: logit_bias: token id 10000 is outside the model's vocabulary of {tokenizer.vocab_size}"
+    assert (
+        outside.error
+        == f"guide: logit_bias: token id 10000 is outside the model's vocabulary of {tokenizer.vocab_size}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -216,7 +239,9 @@ def test_a_random_engine_keeps_to_guides_too(folder: Path, tokenizer: Tokenizer)
         ('{"type": "string", "pattern": "(?<=a)b"}', "regex parse error: (?<=a)b error: look-around"),
     ],
 )
-def test_a_schema_that_no_grammar_supports_is_one_line(folder: Path, tokenizer: Tokenizer, schema: str, says: str) -> None:
+def test_a_schema_that_no_grammar_supports_is_one_line(
+    folder: Path, tokenizer: Tokenizer, schema: str, says: str
+) -> None:
     with pytest.raises(GuideError) as caught:
         GuideCompiler(tokenizer).check([wire.Guide(schema=schema)])
     assert str(caught.value).startswith(says)
@@ -228,5 +253,10 @@ def test_a_schema_that_no_grammar_supports_is_one_line(folder: Path, tokenizer: 
 def test_special_tokens_around_a_value_are_tokens(folder: Path, tokenizer: Tokenizer) -> None:
     guide = wire.Guide(schema='{"const": 1}', before="<|im_start|>so ", after="<|endoftext|>")
     output = answers(folder, request("a", [5], guides=[guide]))["a"]
-    ids = [tokenizer.token_id("<|im_start|>"), *tokenizer.encode("so 1"), tokenizer.token_id("<|endoftext|>"), tokenizer.eos_token_ids[0]]
+    ids = [
+        tokenizer.token_id("<|im_start|>"),
+        *tokenizer.encode("so 1"),
+        tokenizer.token_id("<|endoftext|>"),
+        tokenizer.eos_token_ids[0],
+    ]
     assert list(output.token_ids) == ids

@@ -26,7 +26,9 @@ def own(*arguments: str) -> RolloutSection:
 
 
 def test_options_and_overrides_win_over_the_run() -> None:
-    section = own("--policy", "old", "max_running=3", "rollout.update_mode=abort", "engine_args.kv_slots=9", "drain_timeout_s=1.5")
+    section = own(
+        "--policy", "old", "max_running=3", "rollout.update_mode=abort", "engine_args.kv_slots=9", "drain_timeout_s=1.5"
+    )
     assert (section.engine, section.policy, section.max_running, section.update_mode) == ("hf", "old", 3, "abort")
     assert (section.engine_args, section.drain_timeout_s) == ({"kv_slots": 9}, 1.5)
     assert own() == RolloutSection.model_validate(CONFIG["rollout"])
@@ -34,7 +36,11 @@ def test_options_and_overrides_win_over_the_run() -> None:
 
 def test_the_http_api_is_off_by_default() -> None:
     assert own().http_port is None
-    assert (own("--http").http_port, own("--http=0", "max_running=3").http_port, own("http_port=9").http_port) == (8000, 0, 9)
+    assert (own("--http").http_port, own("--http=0", "max_running=3").http_port, own("http_port=9").http_port) == (
+        8000,
+        0,
+        9,
+    )
     for wrong in ("x", "70000", "-1", "max_running=3"):
         with pytest.raises(SystemExit):
             own(f"--http={wrong}")
@@ -45,7 +51,8 @@ def test_snapshots_are_of_the_actor() -> None:
     assert (section.snapshot, section.snapshot_only) == ("http://h:1/x", True)
     assert (own().snapshot, own("snapshot=/a b").snapshot, own().snapshot_only) == (None, "/a b", False)
     with pytest.raises(
-        ConfigError, match=r"rollout.snapshot: 'x' is not allowed; null with rollout.policy old, whose weights never change"
+        ConfigError,
+        match=r"rollout.snapshot: 'x' is not allowed; null with rollout.policy old, whose weights never change",
     ):
         own("--policy", "old", "--snapshot", "x")
 
@@ -65,11 +72,23 @@ def test_another_engine_does_not_inherit_arguments() -> None:
         ("max_running=many", "rollout.max_running: 'many' is not allowed; input should be a valid integer"),
         ("max_running=0", "rollout.max_running: 0 is not allowed; input should be greater than 0"),
         ("max_running='3'", "rollout.max_running: '3' is not allowed; input should be a valid integer"),
-        ("update_mode=later", "rollout.update_mode: 'later' is not allowed; input should be 'keep', 'recompute' or 'abort'"),
-        ("engine=randm", "rollout.engine: 'randm' is not allowed; did you mean 'random'? known: hf, openai, random, sglang, vllm"),
-        ("engine_args.kv_slot=3", "rollout.engine_args.kv_slot: 3 is not allowed; unknown key, did you mean 'rollout.engine_args.kv_"),
+        (
+            "update_mode=later",
+            "rollout.update_mode: 'later' is not allowed; input should be 'keep', 'recompute' or 'abort'",
+        ),
+        (
+            "engine=randm",
+            "rollout.engine: 'randm' is not allowed; did you mean 'random'? known: hf, openai, random, sglang, vllm",
+        ),
+        (
+            "engine_args.kv_slot=3",
+            "rollout.engine_args.kv_slot: 3 is not allowed; unknown key, did you mean 'rollout.engine_args.kv_",
+        ),
         ("engine_args.kv_slots=x", "rollout.engine_args.kv_slots: 'x' is not allowed; input should be a valid integer"),
-        ("max_context_tokens=100", "domains.lake.max_context_tokens: 512 is not allowed; at most rollout.max_context_tokens (100)"),
+        (
+            "max_context_tokens=100",
+            "domains.lake.max_context_tokens: 512 is not allowed; at most rollout.max_context_tokens (100)",
+        ),
         ("snapshot_only=true", "rollout.snapshot_only: True is not allowed; false without rollout.snapshot"),
         ("engine_args={a", "override 'engine_args={a' is not allowed; "),
     ],
@@ -96,7 +115,8 @@ def test_the_meter_reads_differences() -> None:
     meter.answered(0.2)
     meter.answered(0.4)
     later = EngineStats(
-        running=2, waiting=3, slots=4, busy_s=2.0, generated_tokens=400, prefill_tokens=150, prefix_hit_tokens=300, pause_s=0.1,
+        running=2, waiting=3, slots=4, busy_s=2.0, generated_tokens=400, prefill_tokens=150, prefix_hit_tokens=300,
+        pause_s=0.1,
         finished={"stop": 7},
     )  # fmt: skip
     values = meter.read(13.0, later)

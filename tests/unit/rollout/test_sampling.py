@@ -1,4 +1,6 @@
-"""Sampling: the distribution drawn from is the one whose logprobs are returned, and the one transformers' processors make."""
+"""Sampling: the distribution drawn from is the one whose logprobs are returned, and the one transformers' processors
+make.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def test_the_distribution_is_that_of_transformers(p: SamplingParams, vocabulary:
     torch.testing.assert_close(logprobs[drawn], expected[drawn].log(), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("p", [params(top_p=0.999), params(min_p=1e-3), params(top_k=1500, top_p=0.9), params(top_k=5)], ids=str)
+@pytest.mark.parametrize(
+    "p", [params(top_p=0.999), params(min_p=1e-3), params(top_k=1500, top_p=0.9), params(top_k=5)], ids=str
+)
 def test_more_candidates_than_are_sorted_first(p: SamplingParams) -> None:
     """3,000 tokens of nearly equal probability: the first 1,024 do not hold what top-p keeps."""
     logits = torch.randn(3000, generator=torch.Generator().manual_seed(1)) * 0.3
@@ -82,7 +86,13 @@ def test_more_candidates_than_are_sorted_first(p: SamplingParams) -> None:
 
 def test_a_mixed_batch_gives_each_row_its_own() -> None:
     logits = torch.randn(5, 11, generator=torch.Generator().manual_seed(3))
-    rows = [params(), params(temperature=0), params(top_k=2), params(temperature=0.5), params(top_p=0.5, temperature=2.0)]
+    rows = [
+        params(),
+        params(temperature=0),
+        params(top_k=2),
+        params(temperature=0.5),
+        params(top_p=0.5, temperature=2.0),
+    ]
     uniform = torch.tensor([0.1, 0.9, 0.4, 0.7, 0.3], dtype=torch.float64)
     tokens, logprobs = sample(logits, SamplingBatch.of(rows), uniform)
     for row, p in enumerate(rows):
@@ -93,7 +103,9 @@ def test_a_mixed_batch_gives_each_row_its_own() -> None:
 
 def test_greedy_takes_the_best_with_logprob_zero() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 5.0, -1.0]])
-    tokens, logprobs = sample(logits, SamplingBatch.of([params(temperature=0)] * 2), torch.tensor([0.99, 0.99], dtype=torch.float64))
+    tokens, logprobs = sample(
+        logits, SamplingBatch.of([params(temperature=0)] * 2), torch.tensor([0.99, 0.99], dtype=torch.float64)
+    )
     assert tokens.tolist() == [1, 0]
     assert logprobs.tolist() == [0.0, 0.0]
 

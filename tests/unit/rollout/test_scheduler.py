@@ -13,7 +13,13 @@ def tokens(*ids: int) -> np.ndarray:
 
 
 def job(
-    name: str, *ids: int, conversation: str = "", expected: int = 1, version: int = 0, at: float = 0.0, until: float = 100.0
+    name: str,
+    *ids: int,
+    conversation: str = "",
+    expected: int = 1,
+    version: int = 0,
+    at: float = 0.0,
+    until: float = 100.0,
 ) -> GenerationJob:
     return GenerationJob(name, conversation or name, tokens(*(ids or (1, 2, 3))), expected, version, at, until)
 
@@ -184,7 +190,8 @@ def test_impossible_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "n"), [((1, 2, 3), (1, 2, 3), 3), ((1, 2), (1, 2, 3), 2), ((9,), (1,), 0), ((), (1,), 0), ((1, 5, 3), (1, 2, 3), 1)]
+    ("a", "b", "n"),
+    [((1, 2, 3), (1, 2, 3), 3), ((1, 2), (1, 2, 3), 2), ((9,), (1,), 0), ((), (1,), 0), ((1, 5, 3), (1, 2, 3), 1)],
 )
 def test_common_prefix(a: tuple[int, ...], b: tuple[int, ...], n: int) -> None:
     assert common_prefix(tokens(*a), tokens(*b)) == n

@@ -24,7 +24,8 @@ class Machine(RuleBasedStateMachine):
         self.held: dict[int, list[tuple[int, int]]] = {}  # slot: (token, weights it was computed with)
         self.histories: dict[str, list[int]] = {}
 
-    @rule(conversation=st.sampled_from("abcd"), new=st.lists(st.integers(0, 2), min_size=1, max_size=4), fresh=st.booleans(),
+    @rule(conversation=st.sampled_from("abcd"), new=st.lists(st.integers(0, 2), min_size=1, max_size=4),
+        fresh=st.booleans(),
           expected=st.integers(1, 5), ahead=st.integers(0, 2), time=st.floats(0.5, 20))  # fmt: skip
     def submit(self, conversation: str, new: list[int], fresh: bool, expected: int, ahead: int, time: float) -> None:
         history = ([] if fresh else self.histories.get(conversation, [])) + new
@@ -51,7 +52,8 @@ class Machine(RuleBasedStateMachine):
             tokens = start.job.tokens.tolist()
             assert start.reused < len(tokens)
             kept = self.held.get(start.slot, [])[: start.reused]
-            assert kept == [(token, self.weights) for token in tokens[: start.reused]]  # equal tokens, and of these weights
+            # equal tokens, and of these weights
+            assert kept == [(token, self.weights) for token in tokens[: start.reused]]
             self.held[start.slot] = [(token, self.weights) for token in tokens]
 
     @precondition(lambda self: self.scheduler.num_running)

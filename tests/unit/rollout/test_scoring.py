@@ -1,4 +1,6 @@
-"""Requests that score a context in place of sampling: the engine's answer against plain transformers, the messages, what is refused."""
+"""Requests that score a context in place of sampling: the engine's answer against plain transformers, the messages,
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,12 @@ def request(k: int, prompt: list[int] | None = None) -> wire.GenerateRequest:
 
 def test_the_likeliest_tokens_are_those_of_transformers(path: Path) -> None:
     core = EngineCore(
-        EngineConfig(str(path), RolloutSection(max_running=2, max_context_tokens=64, num_threads=1), device="cpu", policy_version=0)
+        EngineConfig(
+            str(path),
+            RolloutSection(max_running=2, max_context_tokens=64, num_threads=1),
+            device="cpu",
+            policy_version=0,
+        )
     )
     model = models.load(path)
     with torch.no_grad():
@@ -49,8 +56,14 @@ def test_the_likeliest_tokens_are_those_of_transformers(path: Path) -> None:
     one = core.score(request(3, [5]))
     assert one.top_ids is not None
     assert one.top_ids.shape == (0, 3)
-    assert core.score(request(models.VOCAB + 1)).error == f"prompt_top_k=121 is not allowed; the model's vocabulary has {models.VOCAB}"
-    assert core.score(msgspec.structs.replace(request(3), min_version=2)).error == "no weights of version 2 or later to score with"
+    assert (
+        core.score(request(models.VOCAB + 1)).error
+        == f"prompt_top_k=121 is not allowed; the model's vocabulary has {models.VOCAB}"
+    )
+    assert (
+        core.score(msgspec.structs.replace(request(3), min_version=2)).error
+        == "no weights of version 2 or later to score with"
+    )
     core.scheduler.update(NO_VERSION)
     assert core.score(request(3)).error.startswith("no weights of version 0 or later")
     core.model.close()
@@ -67,7 +80,11 @@ def test_an_answer_that_fits_no_message_is_refused() -> None:
 
 
 def reply(**fields: object) -> wire.GenerateReply:
-    empty = {"token_ids": wire.column([], "<i4"), "logprobs": wire.column([], "<f4"), "version_runs": wire.column([], "<i4")}
+    empty = {
+        "token_ids": wire.column([], "<i4"),
+        "logprobs": wire.column([], "<f4"),
+        "version_runs": wire.column([], "<i4"),
+    }
     base = {"request_id": "a", "server": "s", "finish_reason": "stop", "policy_version": 0}
     return wire.GenerateReply(**(base | empty | fields))
 
@@ -82,7 +99,8 @@ def test_candidates_come_in_pairs_and_as_many_for_each_token() -> None:
         {"top_ids": wire.column([-1, 4], "<i4"), "top_logprobs": logprobs},
         {"top_ids": ids, "top_logprobs": wire.column([-0.5, float("nan")], "<f4")},
         {
-            "top_ids": ids, "top_logprobs": logprobs, "token_ids": wire.column([1] * 3, "<i4"), "logprobs": wire.column([-1] * 3, "<f4"),
+            "top_ids": ids, "top_logprobs": logprobs, "token_ids": wire.column([1] * 3, "<i4"),
+            "logprobs": wire.column([-1] * 3, "<f4"),
             "version_runs": wire.column([0, 3], "<i4"),
         },
     ):  # fmt: skip

@@ -1,4 +1,6 @@
-"""What the engine ``sglang`` does without a server: bodies and answers, the command line, files and parts of an update."""
+"""What the engine ``sglang`` does without a server: bodies and answers, the command line, files and parts of an
+update.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ from broker.contract import wire
 from broker.errors import ConfigError, UserError
 from rollout.config import RolloutSection
 from rollout.engines.sglang.args import SGLangArgs
-from rollout.engines.sglang.client import SGLangRequestError, generate_body, read_leg, read_scores, read_top, shift_runs, truncate_runs
+from rollout.engines.sglang.client import (
+    SGLangRequestError,
+    generate_body,
+    read_leg,
+    read_scores,
+    read_top,
+    shift_runs,
+    truncate_runs,
+)
 from rollout.engines.sglang.server_process import data_parallel_copies, launch_command, server_options
 from rollout.engines.sglang.weight_senders import remove_stale_folders, split_tensors, weights_file_parent
 
@@ -35,7 +45,12 @@ def test_the_file_is_in_memory_where_there_is_room(tmp_path: Path) -> None:
 def test_what_a_killed_server_left_in_memory_is_removed(tmp_path: Path) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
-    names = [f"rlearner-weights-{gone.pid}-abc", f"rlearner-weights-{os.getpid()}-abc", "rlearner-weights-x-abc", "other"]
+    names = [
+        f"rlearner-weights-{gone.pid}-abc",
+        f"rlearner-weights-{os.getpid()}-abc",
+        "rlearner-weights-x-abc",
+        "other",
+    ]
     for name in names:
         (tmp_path / name).mkdir()
     remove_stale_folders(tmp_path)
@@ -44,7 +59,9 @@ def test_what_a_killed_server_left_in_memory_is_removed(tmp_path: Path) -> None:
 
 def test_without_the_package_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollout.engines.sglang.server_process.find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"engine sglang needs the package sglang; pip install 'rlearner\[sglang\]', or set the Python"):
+    with pytest.raises(
+        UserError, match=r"engine sglang needs the package sglang; pip install 'rlearner\[sglang\]', or set the Python"
+    ):
         launch_command(SGLangArgs())
     assert launch_command(SGLangArgs(command=["x", "-m", "y"])) == ["x", "-m", "y"]
 
@@ -52,14 +69,18 @@ def test_without_the_package_one_line_names_the_extra(monkeypatch: pytest.Monkey
 def test_the_command_line() -> None:
     section = RolloutSection(max_running=8, max_context_tokens=1000, prefill_tokens=2048, prefix_cache=False)
     args = SGLangArgs(
-        tensor_parallel=2, mem_fraction_static=0.8, flags={"attention-backend": "fa3", "enable-metrics": True, "quiet": False}
+        tensor_parallel=2,
+        mem_fraction_static=0.8,
+        flags={"attention-backend": "fa3", "enable-metrics": True, "quiet": False},
     )
     given = server_options(
         "/m", section, args, port=5, dtype="bfloat16", device="cuda", version=-1, copies=2, trust_remote_code=False
     )  # fmt: skip
     assert given == [
-        "--model-path=/m", "--host=127.0.0.1", "--port=5", "--dtype=bfloat16", "--context-length=1008", "--max-running-requests=8",
-        "--chunked-prefill-size=2048", "--tp-size=2", "--dp-size=2", "--weight-version=-1", "--sampling-defaults=openai",
+        "--model-path=/m", "--host=127.0.0.1", "--port=5", "--dtype=bfloat16", "--context-length=1008",
+        "--max-running-requests=8",
+        "--chunked-prefill-size=2048", "--tp-size=2", "--dp-size=2", "--weight-version=-1",
+        "--sampling-defaults=openai",
         "--grammar-backend=llguidance",
         "--sampling-mask-max-tokens=8192",
         "--log-level=warning",
@@ -72,7 +93,9 @@ def test_copies_of_the_model_by_the_visible_gpus() -> None:
     assert data_parallel_copies(SGLangArgs(tensor_parallel=2), "cuda", four, 16) == 2
     assert data_parallel_copies(SGLangArgs(tensor_parallel=4), "cuda", four, 16) == 1
     assert data_parallel_copies(SGLangArgs(tensor_parallel=2, data_parallel=1), "cuda", four, 16) == 1
-    with pytest.raises(ConfigError, match=r"tensor_parallel: 3 is not allowed; a divisor of the model's 16 attention heads"):
+    with pytest.raises(
+        ConfigError, match=r"tensor_parallel: 3 is not allowed; a divisor of the model's 16 attention heads"
+    ):
         data_parallel_copies(SGLangArgs(tensor_parallel=3), "cuda", four, 16)
     with pytest.raises(ConfigError, match="tensor_parallel times data_parallel is 8, and --gpus names 4"):
         data_parallel_copies(SGLangArgs(tensor_parallel=8), "cuda", four, 16)
@@ -92,9 +115,17 @@ def reply(**meta: Any) -> dict[str, Any]:
 def test_reading_an_answer() -> None:
     plain = wire.SamplingParams(max_tokens=4)
     leg = read_leg(reply(prompt_tokens=9, cached_tokens=8), plain)
-    assert (leg.token_ids, leg.logprobs, leg.version_runs, leg.reason, leg.spans) == ([7, 2], [-1.0, -0.5], [(3, 2)], "stop", False)
+    assert (leg.token_ids, leg.logprobs, leg.version_runs, leg.reason, leg.spans) == (
+        [7, 2],
+        [-1.0, -0.5],
+        [(3, 2)],
+        "stop",
+        False,
+    )
     assert (leg.prompt_tokens, leg.cached_tokens) == (9, 8)
-    told = read_leg(reply(weight_versions=[{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}]), plain)
+    told = read_leg(
+        reply(weight_versions=[{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}]), plain
+    )
     assert (told.version_runs, told.spans) == ([(3, 1), (4, 1)], True)
     aborted = read_leg({"meta_info": {"finish_reason": {"type": "abort"}, "weight_version": "3"}}, plain)
     assert (aborted.token_ids, aborted.version_runs, aborted.reason) == ([], [], "abort")
@@ -142,7 +173,10 @@ def test_stop_tokens_that_sglang_does_not_heed_cut_the_output() -> None:
 
 
 def test_reading_scores() -> None:
-    meta = {"input_token_logprobs": [[None, 5, None], [-2.0, 6, None]], "input_top_logprobs": [None, [[-0.1, 9, None], [-2.0, 6, None]]]}
+    meta = {
+        "input_token_logprobs": [[None, 5, None], [-2.0, 6, None]],
+        "input_top_logprobs": [None, [[-0.1, 9, None], [-2.0, 6, None]]],
+    }
     assert read_scores({"meta_info": meta}, 2).tolist() == [-2.0]
     ids, logprobs = read_top({"meta_info": meta}, 2, 2)
     assert (ids.tolist(), logprobs.round(1).tolist()) == ([[9, 6]], [[np.float32(-0.1), -2.0]])
@@ -156,11 +190,19 @@ def test_a_request_that_reshapes_what_it_is_drawn_from() -> None:
     sampling = wire.SamplingParams(max_tokens=9, frequency_penalty=0.5, presence_penalty=-1.0, logit_bias={7: -100.0})
     params = generate_body("r", [1], sampling, 9, "w", "start: value")["sampling_params"]
     found = {name: params[name] for name in ("frequency_penalty", "presence_penalty", "logit_bias", "ebnf")}
-    assert found == {"frequency_penalty": 0.5, "presence_penalty": -1.0, "logit_bias": {"7": -100.0}, "ebnf": "start: value"}
+    assert found == {
+        "frequency_penalty": 0.5,
+        "presence_penalty": -1.0,
+        "logit_bias": {"7": -100.0},
+        "ebnf": "start: value",
+    }
 
 
 def test_the_body_of_a_request() -> None:
-    assert generate_body("r", [1], wire.SamplingParams(max_tokens=9, top_p=0.9), 7, "w")["sampling_params"]["top_k"] == 4096
+    assert (
+        generate_body("r", [1], wire.SamplingParams(max_tokens=9, top_p=0.9), 7, "w")["sampling_params"]["top_k"]
+        == 4096
+    )
     assert generate_body("r", [1], wire.SamplingParams(max_tokens=9), 7, "w")["sampling_params"]["top_k"] == -1
     sampling = wire.SamplingParams(max_tokens=9, top_k=3, seed=(1 << 31) + 5, stop=["x"], stop_token_ids=[4])
     assert generate_body("r", [1, 2], sampling, 7, "weights-2") == {

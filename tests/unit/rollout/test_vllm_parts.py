@@ -17,7 +17,15 @@ from broker.errors import TransferFailed, UserError
 from rollout.config import RolloutSection
 from rollout.engines.base import EngineConfig, GenerationOutput
 from rollout.engines.update_check import check_fit
-from rollout.engines.vllm.conversion import output_of, sampling_fields, seed_of, serial_of, top_rows, version_label, version_runs
+from rollout.engines.vllm.conversion import (
+    output_of,
+    sampling_fields,
+    seed_of,
+    serial_of,
+    top_rows,
+    version_label,
+    version_runs,
+)
 from rollout.engines.vllm.engine import VLLMEngine
 from rollout.engines.vllm.shared_weights import SharedWeights, map_shared
 from rollout.engines.vllm.startup import check_heads, check_installed, startup_error
@@ -57,11 +65,18 @@ def test_the_seed_counts_the_position() -> None:
 
 
 def test_sampling_fields() -> None:
-    given = wire.SamplingParams(max_tokens=50, temperature=0.7, top_k=3, top_p=0.9, min_p=0.1, seed=1, stop=["", "end"], stop_token_ids=[9])
+    given = wire.SamplingParams(
+        max_tokens=50, temperature=0.7, top_k=3, top_p=0.9, min_p=0.1, seed=1, stop=["", "end"], stop_token_ids=[9]
+    )
     fields = sampling_fields(given, 100, 128, {1, 2})
     assert fields["max_tokens"] == 28
     assert (fields["temperature"], fields["top_k"], fields["top_p"], fields["min_p"]) == (0.7, 3, 0.9, 0.1)
-    assert (fields["stop"], fields["stop_token_ids"], fields["ignore_eos"], fields["detokenize"]) == (["end"], [1, 2, 9], True, True)
+    assert (fields["stop"], fields["stop_token_ids"], fields["ignore_eos"], fields["detokenize"]) == (
+        ["end"],
+        [1, 2, 9],
+        True,
+        True,
+    )
     greedy = sampling_fields(wire.SamplingParams(max_tokens=5, temperature=0, seed=3, ignore_eos=True), 10, 128, {1})
     assert (greedy["seed"], greedy["stop_token_ids"], greedy["detokenize"]) == (None, [], False)
 
@@ -75,7 +90,9 @@ def test_a_request_that_reshapes_what_it_is_drawn_from() -> None:
 
 
 def completion(tokens: list[int], logprobs: list[float], spans: list[Span], reason: str = "length") -> SimpleNamespace:
-    return SimpleNamespace(finish_reason=reason, token_ids=tokens, logprobs=SimpleNamespace(logprobs=logprobs), weight_versions=spans)
+    return SimpleNamespace(
+        finish_reason=reason, token_ids=tokens, logprobs=SimpleNamespace(logprobs=logprobs), weight_versions=spans
+    )
 
 
 def test_outputs_carry_versions_and_lose_what_wrong_weights_said() -> None:
@@ -99,17 +116,26 @@ def test_the_likeliest_are_sorted_and_the_sampled_one_counts_only_among_them() -
 
 
 def test_another_process_sees_the_shared_weights_change() -> None:
-    tensors = {"a": torch.arange(6.0).reshape(2, 3), "b.c": torch.tensor([1.5, 2.5], dtype=torch.bfloat16), "empty": torch.zeros(0)}
+    tensors = {
+        "a": torch.arange(6.0).reshape(2, 3),
+        "b.c": torch.tensor([1.5, 2.5], dtype=torch.bfloat16),
+        "empty": torch.zeros(0),
+    }
     shared = SharedWeights(tensors)
     assert all(torch.equal(shared.tensors[name], tensor) for name, tensor in tensors.items())
     there = map_shared(shared.path, shared.size_bytes, shared.layout)
     shared.fill({name: tensor + 1 for name, tensor in tensors.items()})
     assert there["a"].tolist() == [[1, 2, 3], [4, 5, 6]]
     script = (
-        f"from rollout.engines.vllm.shared_weights import map_shared as m; t = m({shared.path!r}, {shared.size_bytes}, {shared.layout!r})"
+        f"from rollout.engines.vllm.shared_weights import map_shared as m; t = m({shared.path!r}, "
+        f"{shared.size_bytes}, {shared.layout!r})"
     )
     found = subprocess.run(
-        [sys.executable, "-c", f"{script}; print(t['b.c'].tolist())"], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", f"{script}; print(t['b.c'].tolist())"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     )
     assert found.stdout.strip() == "[2.5, 3.5]"
     shared.close()
@@ -132,14 +158,22 @@ def test_what_does_not_fit_is_named() -> None:
 
 def test_heads_must_divide() -> None:
     check_heads(SimpleNamespace(num_attention_heads=12), 4)
-    with pytest.raises(UserError, match="tensor_parallel: 5 is not allowed; the model's 12 attention heads divide by 1, 2, 3, 4, 6, 12"):
+    with pytest.raises(
+        UserError, match="tensor_parallel: 5 is not allowed; the model's 12 attention heads divide by 1, 2, 3, 4, 6, 12"
+    ):
         check_heads(SimpleNamespace(num_attention_heads=12), 5)
 
 
 def test_the_cause_is_the_first_error_that_was_logged_and_memory_says_what_to_lower(tmp_path: Path) -> None:
     errors = tmp_path / "errors.log"
-    assert startup_error("1 validation error for X\n  Value error, no such model [type=value_error, x]\n", errors) == "no such model"
-    errors.write_text("EngineCore failed to start.\nTraceback (most recent call last):\n  File x\nKeyError: 'first'\nRuntimeError: then\n")
+    assert (
+        startup_error("1 validation error for X\n  Value error, no such model [type=value_error, x]\n", errors)
+        == "no such model"
+    )
+    errors.write_text(
+        "EngineCore failed to start.\nTraceback (most recent call last):\n  File x\nKeyError: 'first'\nRuntimeError: "
+        "then\n"
+    )
     assert startup_error("see above", errors) == "KeyError: 'first'"
     errors.write_text("torch.OutOfMemoryError: CUDA out of memory. Tried\n")
     found = startup_error("see above", errors)

@@ -1,4 +1,6 @@
-"""Deltas of vLLM become pieces: each token once, with its version, and none before its weights are known to be right. Without vLLM."""
+"""Deltas of vLLM become pieces: each token once, with its version, and none before its weights are known to be right.
+Without vLLM.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,11 @@ async def test_each_token_is_told_once_with_its_version() -> None:
     await telling.take(last, last.weight_versions)
     assert [(list(piece.token_ids), piece.version) for piece in told[3:]] == [([10], 4)]
     whole = telling.whole(last)
-    assert (whole.token_ids, whole.logprobs.logprobs, whole.finish_reason) == ([5, 6, 7, 8, 9, 10], [-0.5] * 6, "length")
+    assert (whole.token_ids, whole.logprobs.logprobs, whole.finish_reason) == (
+        [5, 6, 7, 8, 9, 10],
+        [-0.5] * 6,
+        "length",
+    )
     assert whole.weight_versions == last.weight_versions
 
 
