@@ -16,9 +16,11 @@ from broker.contract import wire
 from learner.algorithm.advantages.base import (
     AdvantageEstimate,
     BatchRow,
+    EstimatorTraits,
     FloatArray,
     sampled_positions,
     token_rewards,
+    traits_of,
     whiten,
 )
 from learner.algorithm.samples import Array, SampleScores, TrainSample, from_trajectory
@@ -44,7 +46,7 @@ class SampleAssembler:
 
     def __init__(self, estimator: Any, algorithm: AlgorithmSection, *, stream: bool = True) -> None:
         self._estimator, self._algorithm = estimator, algorithm
-        self._over_rows = bool(getattr(estimator, "needs_batch", False))
+        self._over_rows = (traits_of(estimator) or EstimatorTraits()).whole_batch
         self.needs_batch = self._over_rows or not stream or waits_for_batch(algorithm)
         self.needs_scores = scores_needed(algorithm)
 

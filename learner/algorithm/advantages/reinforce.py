@@ -7,10 +7,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from broker.contract import wire
-from learner.algorithm.advantages.base import FloatArray, discounted, sampled_positions, token_rewards
+from learner.algorithm.advantages.base import (
+    EstimatorTraits,
+    FloatArray,
+    declares,
+    discounted,
+    sampled_positions,
+    token_rewards,
+)
 from learner.config import AlgorithmSection
 
 
+@declares(EstimatorTraits())
 def estimate(trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection) -> list[FloatArray]:
     """Return the return-to-go of each sampled token, discounted by ``gamma`` per sampled token; an ``Estimator``.
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from learner.algorithm.losses.base import LossTokens, ratio
+from learner.algorithm.losses.base import LossTokens, LossTraits, declares, ratio
 from learner.config import AlgorithmSection
 
 
+@declares(LossTraits(dual_clip=True))
 def ppo(tokens: LossTokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]:
     """Return ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``, for A < 0 at most ``-dual_clip * A`` if set.
 
