@@ -12,7 +12,8 @@ from typing import Final
 import msgspec
 
 from broker.contract import wire
-from broker.contract.streams import EPISODES, EVALS, MAX_DELIVERIES, SAMPLES, Stream
+from broker.contract.streams import EPISODES, MAX_DELIVERIES, Stream
+from broker.jetstream.ticket_results import result_log
 from broker.settings.config import DomainSection, RewardConfig
 from rewardhub.config import reward_labels
 from rewardhub.rewards.base import Sample, Scored, Value
@@ -52,11 +53,6 @@ class CloseAction:
 
 
 Action = ScoreAction | ForwardAction | CloseAction
-
-
-def result_log(eval_step: int) -> Stream:
-    """Return the log for a group's result."""
-    return EVALS if eval_step >= 0 else SAMPLES
 
 
 def find_refusal(
@@ -133,7 +129,7 @@ class GroupScoring:
         self.ended = True
         trajectories = [self._add(self._last[trajectory.episode], trajectory) for trajectory in self.group.trajectories]
         group = msgspec.structs.replace(self.group, trajectories=trajectories, pools=self.group.pools[1:])
-        stream, key = (EPISODES, group.pools[0]) if group.pools else (result_log(group.eval_step), "")
+        stream, key = (EPISODES, group.pools[0]) if group.pools else (result_log(evaluation=group.eval_step >= 0), "")
         return [ForwardAction(group, stream, key)]
 
     def _add(self, index: int, trajectory: wire.Trajectory) -> wire.Trajectory:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from broker.contract import wire
-from broker.contract.streams import EPISODES, EVALS, EVALTICKETS, SAMPLES, TICKETS, Stream
+from broker.contract.streams import EPISODES, EVALTICKETS, TICKETS, Stream
+from broker.jetstream.ticket_results import result_log, ticket_key
 from broker.settings.config import DomainSection
 from envhub.domain import Domain
 from envhub.envs.base import Split
@@ -38,7 +39,7 @@ class TicketAssignment:
     @property
     def key(self) -> str:
         """Unique among all tickets of the run."""
-        return f"{self.stream.name}-{self.number}"
+        return ticket_key(self.number, evaluation=self.stream is EVALTICKETS)
 
     def is_greedy(self, episode: int) -> bool:
         """Whether an episode is one of the baseline's, sampled at temperature 0: the group's last ones are."""
@@ -110,11 +111,6 @@ def assignment(ticket: wire.Message) -> TicketAssignment:
     )
 
 
-def results(tickets: Stream) -> Stream:
-    """The log in which a queue's tickets end."""
-    return EVALS if tickets is EVALTICKETS else SAMPLES
-
-
 def reward_pools(section: DomainSection) -> list[str]:
     """The pools a domain's groups visit, each once, in the order of the rewards."""
     return list(dict.fromkeys(reward.pool for reward in section.rewards))
@@ -122,7 +118,7 @@ def reward_pools(section: DomainSection) -> list[str]:
 
 def destination(asked: TicketAssignment, pools: Sequence[str]) -> tuple[Stream, str]:
     """Stream and key to publish a group to: its first reward pool, or its log."""
-    return (EPISODES, pools[0]) if pools else (results(asked.stream), "")
+    return (EPISODES, pools[0]) if pools else (result_log(evaluation=asked.stream is EVALTICKETS), "")
 
 
 def group(

@@ -6,24 +6,22 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from broker.contract import wire
-from broker.contract.streams import TICKETS, Stream
+from broker.contract.streams import EVALTICKETS, TICKETS, Stream
 from broker.errors import TooLarge, WireError
 from broker.jetstream.bus import Delivery
+from broker.jetstream.ticket_results import close_ticket
 from broker.runtime.process import Member
-from broker.system.workers.line import clean
 from envhub.domain import Domain
 from envhub.tally import HubMetrics
 from envhub.task import EpisodeResult
-from envhub.tickets.assignment import TicketAssignment, destination, group, results, reward_pools
+from envhub.tickets.assignment import TicketAssignment, destination, group, reward_pools
 from envhub.tickets.attempts import AttemptNotes
 from envhub.tickets.suspicion import TicketJudgement
 
 log = logging.getLogger(__name__)
-
-DETAIL_CHARS: Final = 1000
 
 
 @dataclass
@@ -103,19 +101,15 @@ class TicketOutbox:
             await self._close(held, "too_large" if isinstance(error, TooLarge) else "malformed", str(error))
             return
         self._tally.groups += 1
-        await self._ack(held)
+        await held.delivery.ack()
+        if held.delivery.num_delivered > 1:
+            await self._attempts.end(asked)
 
     async def _close(self, held: InHand, reason: wire.ClosedReason, detail: str) -> None:
-        """The ticket to the operator unless it was only late, the closing to the log, then the acknowledgement."""
-        asked, delivery = held.asked, held.delivery
-        log.warning("domain %s, %s closed: %s: %s", asked.domain, asked.key, reason, detail)
-        if reason != "late":
-            why = clean(f"{reason}: {detail}", DETAIL_CHARS)
-            await self._bus.dead_letter(
-                asked.stream, seq=delivery.seq, ticket=asked.number, reason=why, data=delivery.data
-            )
-        await self._publish_closed(asked.stream, asked.number, asked.domain, reason, detail, eval_step=asked.eval_step)
-        await self._ack(held)
+        asked = held.asked
+        await self._end(asked.stream, held.delivery, asked.number, asked.domain, reason, detail, asked.eval_step)
+        if held.delivery.num_delivered > 1:
+            await self._attempts.end(asked)
 
     async def _hand_back(self, held: InHand, delay_s: float, detail: str) -> None:
         log.info("%s handed back: %s", held.asked.key, detail)
@@ -125,28 +119,26 @@ class TicketOutbox:
             await self._attempts.hand_back(held.asked, held.judgement.deaths if held.judgement is not None else 0)
         await held.delivery.nak(delay_s)
 
-    async def _ack(self, held: InHand) -> None:
-        await held.delivery.ack()
-        if held.delivery.num_delivered > 1:
-            await self._attempts.end(held.asked)
-
     async def _refuse(self, stream: Stream, domain: str, delivery: Delivery, problem: str) -> None:
         number = delivery.ticket or (delivery.seq if stream is TICKETS else 0)  # a ticket's number is its sequence
-        log.warning("%s: message %d is no ticket: %s", stream.name, delivery.seq, problem)
-        await self._bus.dead_letter(stream, seq=delivery.seq, ticket=number, reason=problem, data=delivery.data)
-        if number:
-            await self._publish_closed(stream, number, domain, "malformed", problem, eval_step=-1)
-        await delivery.ack()
+        await self._end(stream, delivery, number, domain, "malformed", problem)
 
-    async def _publish_closed(
-        self, stream: Stream, number: int, domain: str, reason: wire.ClosedReason, detail: str, *, eval_step: int
+    async def _end(
+        self,
+        stream: Stream,
+        delivery: Delivery,
+        number: int,
+        domain: str,
+        reason: wire.ClosedReason,
+        detail: str,
+        eval_step: int = -1,
     ) -> None:
-        line = clean(detail, DETAIL_CHARS)
         closed = wire.Closed(
-            ticket=number, domain=domain, reason=reason, detail=line, by=self._member.id, eval_step=eval_step
+            ticket=number, domain=domain, reason=reason, detail=detail, by=self._member.id, eval_step=eval_step
         )
-        self._tally.closed += 1
-        await self._bus.publish(results(stream), closed, ticket=number, message_id=f"{stream.name}-{number}")
+        self._tally.closed += number > 0
+        evaluation, keep = stream is EVALTICKETS, reason != "late"
+        await close_ticket(self._bus, delivery, stream, closed, evaluation=evaluation, keep=keep)
 
     def _background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

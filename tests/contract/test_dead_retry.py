@@ -18,7 +18,7 @@ from broker.errors import UserError
 from broker.jetstream.bus import Bus
 from broker.runtime.presence import census
 
-RAISED = "ValueError: broken in two lines (envhub_bad.py:94 in _raises)"
+RAISED = "ValueError: broken in two lines (envhub_bad.py:96 in _raises)"
 
 
 @pytest.fixture

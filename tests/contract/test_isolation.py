@@ -22,7 +22,7 @@ from broker.jetstream.bus import Bus
 KIT = Path(__file__).parents[1] / "kit"
 FAULTS = {
     "sleeps": "step did not return within 2 s",
-    "raises": "step raised ValueError: broken in two lines (envhub_bad.py:94 in _raises)",
+    "raises": "step raised ValueError: broken in two lines (envhub_bad.py:96 in _raises)",
     "aborts in reset": "reset: the worker process died by SIGABRT",
     "reads_nowhere": "step: the worker process died by SIGSEGV",
     "leaks": "step raised MemoryError",
