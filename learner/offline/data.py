@@ -11,7 +11,7 @@ import numpy as np
 
 from broker.errors import DataError
 from learner.algorithm.samples import TrainSample
-from learner.offline.rows import Row, read_rows
+from rlearner_text.data_rows import Row, read_rows
 from rlearner_text.supervised_masks import check_messages, encode_supervised
 from rlearner_text.tokenizer import Tokenizer
 
