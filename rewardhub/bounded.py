@@ -16,8 +16,7 @@ import weakref
 from collections.abc import Callable
 from typing import Final
 
-import psutil
-
+from broker.system.children import cpu_s
 from broker.system.workers import limits
 
 _HEADER: Final = struct.Struct("<I")
@@ -106,8 +105,7 @@ class _Child:
 
     def _used_s(self) -> float:
         """Return the CPU seconds used so far; the process has an entry until it is waited for."""
-        times = psutil.Process(self._pid).cpu_times()
-        return float(times.user + times.system)
+        return cpu_s(self._pid)
 
     def status(self) -> int:
         """Wait for the process and return its exit code, negative for a signal."""

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from typing import IO, Final
+from typing import IO, Any, Final
+
+import psutil
 
 _PR_SET_PDEATHSIG: Final = 1
 _PRCTL: Final = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None) if sys.platform == "linux" else None
@@ -21,6 +23,15 @@ def die_with(parent: int, death_signal: signal.Signals) -> None:
         _PRCTL(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def cpu_s(pid: int) -> float:
+    """Return the seconds of processor time, user and system, that a process has used; 0 once it is reaped."""
+    try:
+        times: Any = psutil.Process(pid).cpu_times()
+    except psutil.Error:
+        return 0.0
+    return float(times.user + times.system)
 
 
 def spawn(

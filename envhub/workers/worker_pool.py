@@ -15,9 +15,9 @@ import subprocess
 from typing import Any, Final
 
 import msgspec
-import psutil
 
 from broker.errors import RlearnerError
+from broker.system.children import cpu_s
 from broker.system.workers import line
 from broker.system.workers.output import WorkerOutput
 from broker.system.workers.start import start
@@ -143,7 +143,7 @@ class WorkerPool:
     def cpu_s(self) -> float:
         """CPU seconds of all workers so far."""
         pids = [*self.living, *([self._zygote[0].pid] if self._zygote else [])]
-        return self.buried_cpu_s + sum(_cpu_s(pid) for pid in pids)
+        return self.buried_cpu_s + sum(cpu_s(pid) for pid in pids)
 
     async def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         for preload in (True, False):
@@ -266,11 +266,3 @@ def _exactly(control: socket.socket, size: int) -> bytes:
             raise ConnectionResetError("the process that forks workers ended")
         data += more
     return bytes(data)
-
-
-def _cpu_s(pid: int) -> float:
-    try:
-        times: Any = psutil.Process(pid).cpu_times()
-    except psutil.Error:
-        return 0.0
-    return float(times.user + times.system)
