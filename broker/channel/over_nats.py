@@ -6,8 +6,9 @@ Delivery: at most once. Each asker has one inbox for all its answers; the broker
 from __future__ import annotations
 
 import asyncio
+from typing import Final
 
-from broker.channel.carriers import AbortHandler, Handler
+from broker.channel.carriers import AbortHandler, Channel, Handler
 from broker.channel.client import RequestClient
 from broker.channel.endpoint import RequestEndpoint
 from broker.contract.streams import GENERATE
@@ -119,3 +120,6 @@ class NatsClient:
 
     def _on_disconnect(self) -> None:
         self._asker.fail_all("lost the connection to the broker")
+
+
+CHANNEL: Final = Channel(NatsServer, NatsClient)

@@ -387,7 +387,7 @@ class Presence(Message, frozen=True, tag="Presence"):
     pid: int  # process id there
     state: Literal["starting", "serving", "draining", "failed"]  # what it does
     address: str = ""  # where it answers requests, for example tcp://127.0.0.1:41234
-    channel: str = ""  # zmq or nats
+    channel: str = ""  # name of the request channel: zmq, nats
     policy: str = ACTOR  # rollout: whose policy it serves
     engine: str = ""  # rollout: engine name
     epoch: int = 0  # learner: its epoch; rollout: of the weights served

@@ -82,7 +82,7 @@ PRIVATE_STORE_GIB: Final = 8.0  # what a private server may store unless broker.
 class BrokerSection(Section):
     """How the processes talk."""
 
-    channel: Literal["zmq", "nats"] = "zmq"
+    channel: str = "zmq"  # how generation requests travel: a name of the registry in broker/channel/carriers.py
     bind: Annotated[str, AfterValidator(_loopback)] = "127.0.0.1"
     sync_always: bool = False  # fsync every message before it is confirmed
     # most that the broker may store; null: 8 where `rlearner up` starts it, else as it says
