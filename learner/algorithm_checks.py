@@ -11,9 +11,9 @@ from broker.errors import ConfigError
 from broker.settings.config import takes_steps
 from broker.settings.registry import resolve
 from learner.algorithm.advantages import ADVANTAGES
-from learner.algorithm.advantages.base import EstimatorTraits, traits_of
 from learner.algorithm.assembly import waits_for_batch
 from learner.algorithm.losses import LOSSES
+from learner.algorithm.traits import EstimatorTraits, estimator_traits, loss_traits
 from learner.config import AlgorithmSection, RewardNormalization
 
 
@@ -25,7 +25,7 @@ def check_algorithm(config: dict[str, Any]) -> None:
     """
     algorithm = AlgorithmSection.model_validate(config["algorithm"])
     _check_values(algorithm)
-    traits = traits_of(resolve("advantages", algorithm.adv_estimator, ADVANTAGES))
+    traits = estimator_traits(resolve("advantages", algorithm.adv_estimator, ADVANTAGES))
     _check_critic(algorithm, traits)
     _check_streaming(config["train"]["streaming"], algorithm, traits)
     _check_correction(algorithm)
@@ -66,12 +66,14 @@ def _check_values(algorithm: AlgorithmSection) -> None:
 
 def _loss_has(trait: str, name: str) -> bool:
     """Whether a loss declares a trait; True for one that declares nothing."""
-    return bool(getattr(getattr(resolve("losses", name, LOSSES), "traits", None), trait, True))
+    return bool(getattr(loss_traits(resolve("losses", name, LOSSES)), trait, True))
 
 
 def declaring(trait: str) -> list[str]:
     """Return the sorted names of the shipped estimators that declare a trait."""
-    return sorted(name for name in ADVANTAGES if getattr(traits_of(resolve("advantages", name, ADVANTAGES)), trait))
+    return sorted(
+        name for name in ADVANTAGES if getattr(estimator_traits(resolve("advantages", name, ADVANTAGES)), trait)
+    )
 
 
 def _check_critic(algorithm: AlgorithmSection, traits: EstimatorTraits | None) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,6 @@ from broker.contract import wire
 from learner.config import AlgorithmSection
 
 FloatArray = npt.NDArray[np.float64]
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class AdvantageEstimator(Protocol):
@@ -44,43 +43,6 @@ class BatchEstimator(Protocol):
     """Maps ``(rows, algorithm)`` of a whole step to one estimate per row; declares ``whole_batch``."""
 
     def __call__(self, rows: Sequence[BatchRow], algorithm: AlgorithmSection) -> list[AdvantageEstimate]: ...
-
-
-@dataclass(frozen=True)
-class EstimatorTraits:
-    """What an estimator needs and supports; settings are checked against it.
-
-    Attributes:
-        whole_batch: takes the rows of a whole step (a ``BatchEstimator``) instead of one group's trajectories.
-        needs_critic: reads ``BatchRow.values`` and sets ``AdvantageEstimate.returns``.
-        compares_group: compares the episodes of a group, so a group needs at least two.
-        counts_episodes: an episode counts once, however many samples it is cut into (``context: steps``).
-        compares_steps: compares single steps, so episodes need several, each a sample.
-        greedy_baseline: takes the group's greedy episode as the baseline of all others.
-    """
-
-    whole_batch: bool = False
-    needs_critic: bool = False
-    compares_group: bool = False
-    counts_episodes: bool = False
-    compares_steps: bool = False
-    greedy_baseline: bool = False
-
-
-def declares(traits: EstimatorTraits) -> Callable[[F], F]:
-    """Attach the traits to an estimator; one without them takes groups, and its settings are not checked."""
-
-    def attach(estimator: F) -> F:
-        estimator.traits = traits  # type: ignore[attr-defined]
-        return estimator
-
-    return attach
-
-
-def traits_of(estimator: Any) -> EstimatorTraits | None:
-    """Return the traits that an estimator declares, or None."""
-    found = getattr(estimator, "traits", None)
-    return found if isinstance(found, EstimatorTraits) else None
 
 
 def rewards_of(trajectories: Sequence[wire.Trajectory]) -> FloatArray:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from broker.contract import wire
 from learner.algorithm.advantages import grpo
-from learner.algorithm.advantages.base import EstimatorTraits, FloatArray, declares, rewards_of, spread
+from learner.algorithm.advantages.base import FloatArray, rewards_of, spread
+from learner.algorithm.traits import EstimatorTraits, declares
 from learner.config import AlgorithmSection
 
 

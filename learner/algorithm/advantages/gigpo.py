@@ -10,7 +10,8 @@ import numpy as np
 from broker.contract import wire
 from broker.errors import ConfigError
 from learner.algorithm.advantages import grpo
-from learner.algorithm.advantages.base import EstimatorTraits, FloatArray, declares, discounted
+from learner.algorithm.advantages.base import FloatArray, discounted
+from learner.algorithm.traits import EstimatorTraits, declares
 from learner.config import AlgorithmSection
 
 

@@ -7,14 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from broker.contract import wire
-from learner.algorithm.advantages.base import (
-    EstimatorTraits,
-    FloatArray,
-    declares,
-    discounted,
-    sampled_positions,
-    token_rewards,
-)
+from learner.algorithm.advantages.base import FloatArray, discounted, sampled_positions, token_rewards
+from learner.algorithm.traits import EstimatorTraits, declares
 from learner.config import AlgorithmSection
 
 

@@ -6,15 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from learner.algorithm.advantages.base import (
-    AdvantageEstimate,
-    BatchRow,
-    EstimatorTraits,
-    FloatArray,
-    declares,
-    discounted,
-    whiten,
-)
+from learner.algorithm.advantages.base import AdvantageEstimate, BatchRow, FloatArray, discounted, whiten
+from learner.algorithm.traits import EstimatorTraits, declares
 from learner.config import AlgorithmSection
 
 

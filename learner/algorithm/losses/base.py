@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeVar
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
 from learner.config import AlgorithmSection
 
-F = TypeVar("F", bound=Callable[..., Any])
 MAX_LOG_RATIO: Final = 20.0  # log-ratios are clamped to this before exp
 
 
@@ -33,29 +31,6 @@ class PolicyLoss(Protocol):
     """
 
     def __call__(self, tokens: LossTokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]: ...
-
-
-@dataclass(frozen=True)
-class LossTraits:
-    """Which settings take effect with a loss; others are refused.
-
-    Attributes:
-        dual_clip: ``algorithm.dual_clip`` bounds it.
-        kl: a KL term may be added to it (``algorithm.kl_coef``).
-    """
-
-    dual_clip: bool = False
-    kl: bool = True
-
-
-def declares(traits: LossTraits) -> Callable[[F], F]:
-    """Attach the traits to a loss; the settings of one without them are not checked."""
-
-    def attach(loss: F) -> F:
-        loss.traits = traits  # type: ignore[attr-defined]
-        return loss
-
-    return attach
 
 
 def ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:

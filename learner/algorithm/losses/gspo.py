@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from learner.algorithm.losses.base import LossTokens, LossTraits, declares, ratio
+from learner.algorithm.losses.base import LossTokens, ratio
 from learner.algorithm.losses.ppo import clipped_surrogate
 from learner.algorithm.sequences import sequence_mean
+from learner.algorithm.traits import LossTraits, declares
 from learner.config import AlgorithmSection
 
 

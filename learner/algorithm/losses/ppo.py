@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from learner.algorithm.losses.base import LossTokens, LossTraits, declares, ratio
+from learner.algorithm.losses.base import LossTokens, ratio
+from learner.algorithm.traits import LossTraits, declares
 from learner.config import AlgorithmSection
 
 

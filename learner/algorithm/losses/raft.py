@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from learner.algorithm.losses.base import LossTokens, LossTraits, declares, ratio
+from learner.algorithm.losses.base import LossTokens, ratio
 from learner.algorithm.losses.ppo import clipped_surrogate
+from learner.algorithm.traits import LossTraits, declares
 from learner.config import AlgorithmSection
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from learner.algorithm.losses.base import LossTokens, LossTraits, declares
+from learner.algorithm.losses.base import LossTokens
+from learner.algorithm.traits import LossTraits, declares
 from learner.config import AlgorithmSection
 
 

@@ -10,8 +10,9 @@ from typing import Final
 
 from torch import Tensor
 
-from learner.algorithm.losses.base import LossTokens, LossTraits, PolicyLoss, declares
+from learner.algorithm.losses.base import LossTokens, PolicyLoss
 from learner.algorithm.losses.ppo import ppo
+from learner.algorithm.traits import LossTraits, declares
 from learner.config import AlgorithmSection
 
 starpo: Final[PolicyLoss] = ppo

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from learner.algorithm.losses.base import MAX_LOG_RATIO, LossTokens, LossTraits, declares
+from learner.algorithm.losses.base import MAX_LOG_RATIO, LossTokens
 from learner.algorithm.sequences import sequence_sum
+from learner.algorithm.traits import LossTraits, declares
 from learner.config import AlgorithmSection
 
 

@@ -11,9 +11,9 @@ from broker.errors import ConfigError, UserError
 from broker.settings.registry import resolve
 from broker.settings.runspec import load, validate
 from learner.algorithm.advantages import ADVANTAGES
-from learner.algorithm.advantages.base import EstimatorTraits
 from learner.algorithm.corrections import CORRECTIONS
 from learner.algorithm.losses import LOSSES
+from learner.algorithm.traits import EstimatorTraits
 from learner.algorithm_checks import declaring
 from learner.config import AlgorithmSection
 from rollout.engines.args import HFArgs
@@ -92,13 +92,11 @@ def test_what_the_estimators_and_losses_declare() -> None:
 def test_a_users_estimator_and_loss_are_checked_by_what_they_declare(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
-        "from learner.algorithm.advantages.base import EstimatorTraits, declares\n"
-        "from learner.algorithm.losses.base import LossTraits\n"
-        "from learner.algorithm.losses.base import declares as declares_loss\n"
+        "from learner.algorithm.traits import EstimatorTraits, LossTraits, declares\n"
         "def free(trajectories, algorithm): return []\n"
         "@declares(EstimatorTraits(needs_critic=True))\n"
         "def with_critic(trajectories, algorithm): return []\n"
-        "@declares_loss(LossTraits(kl=False))\n"
+        "@declares(LossTraits(kl=False))\n"
         "def without_kl(tokens, algorithm): return tokens.logprobs, {}\n"
     )
     config = load("quickstart", [f"algorithm.adv_estimator={file}:with_critic"])
