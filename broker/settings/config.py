@@ -35,12 +35,17 @@ def _token(value: str) -> str:
         raise ValueError(error.allowed) from None
 
 
-def _loopback(value: str) -> str:
+def loopback(value: str) -> str:
+    """Return a loopback address.
+
+    Raises:
+        ValueError: if it is another one, because traffic is neither encrypted nor authenticated yet.
+    """
     try:
-        loopback = value == "localhost" or ipaddress.ip_address(value).is_loopback
+        is_loopback = value == "localhost" or ipaddress.ip_address(value).is_loopback
     except ValueError:
-        loopback = False
-    if not loopback:
+        is_loopback = False
+    if not is_loopback:
         raise ValueError(
             "only a loopback address such as 127.0.0.1, because traffic is neither encrypted nor authenticated yet"
         )
@@ -83,7 +88,7 @@ class BrokerSection(Section):
     """How the processes talk."""
 
     channel: str = "zmq"  # how generation requests travel: a name of the registry in broker/channel/carriers.py
-    bind: Annotated[str, AfterValidator(_loopback)] = "127.0.0.1"
+    bind: Annotated[str, AfterValidator(loopback)] = "127.0.0.1"
     sync_always: bool = False  # fsync every message before it is confirmed
     # most that the broker may store; null: 8 where `rlearner up` starts it, else as it says
     store_max_gib: PositiveFloat | None = None
