@@ -79,22 +79,24 @@ class ChannelClient(Protocol):
 
 
 @dataclass(frozen=True)
-class Channel:
+class RequestChannel:
     """One way for requests to travel: its server, made of (bus, server_id, bind), and its client, made of the bus."""
 
     server: Callable[[Bus, str, str], ChannelServer]
     client: Callable[[Bus], ChannelClient]
 
 
-def load_channel(kind: str) -> Channel:
+def load_channel(kind: str) -> RequestChannel:
     """Return a channel by name.
 
     Raises:
-        ConfigError: if there is no such channel, or it is not a ``Channel``.
+        ConfigError: if there is no such channel, or it is not a ``RequestChannel``.
     """
     found = resolve("channels", kind, CHANNELS)
-    if not isinstance(found, Channel):
-        raise ConfigError("broker.channel", kind, f"a broker.channel.carriers.Channel, not {type(found).__name__}")
+    if not isinstance(found, RequestChannel):
+        raise ConfigError(
+            "broker.channel", kind, f"a broker.channel.carriers.RequestChannel, not {type(found).__name__}"
+        )
     return found
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from broker.channel.carriers import AbortHandler, Channel, Handler
+from broker.channel.carriers import AbortHandler, RequestChannel, Handler
 from broker.channel.client import RequestClient
 from broker.channel.endpoint import RequestEndpoint
 from broker.contract.streams import GENERATE
@@ -122,4 +122,4 @@ class NatsClient:
         self._asker.fail_all("lost the connection to the broker")
 
 
-CHANNEL: Final = Channel(NatsServer, NatsClient)
+CHANNEL: Final = RequestChannel(NatsServer, NatsClient)

@@ -16,7 +16,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from broker.channel.bundle import MAX_BUNDLE_BYTES, unpack
-from broker.channel.carriers import AbortHandler, Channel, Handler
+from broker.channel.carriers import AbortHandler, RequestChannel, Handler
 from broker.channel.client import RequestClient
 from broker.channel.endpoint import Reply, RequestEndpoint
 from broker.channel.zmq_socket import Frames, LoopSocket
@@ -204,4 +204,4 @@ async def _terminate(context: zmq.Context[zmq.Socket[bytes]]) -> None:
         await asyncio.to_thread(context.term)
 
 
-CHANNEL: Final = Channel(ZmqServer, ZmqClient)
+CHANNEL: Final = RequestChannel(ZmqServer, ZmqClient)

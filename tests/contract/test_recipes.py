@@ -16,7 +16,7 @@ from broker.jetstream.bus import Bus
 
 ROOT = Path(__file__).parents[2]
 CHANNEL = """
-from broker.channel.carriers import Channel
+from broker.channel.carriers import RequestChannel
 from broker.channel.over_nats import NatsClient, NatsServer
 
 
@@ -28,7 +28,7 @@ class Counting(NatsClient):
         await super().send(address, token, data)
 
 
-CHANNEL = Channel(NatsServer, Counting)
+CHANNEL = RequestChannel(NatsServer, Counting)
 """
 STREAM = [
     (
