@@ -1,3 +1,1 @@
-"""The environment hub: runs the episodes of a ticket's group. May import ``broker``, ``text`` and ``sandbox``, no other
-role.
-"""
+"""The environment hub: runs episodes. It may import ``broker``, ``text`` and ``sandbox``, but no other role."""
