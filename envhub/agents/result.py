@@ -113,9 +113,7 @@ def _checked(found: dict[str, Any]) -> AgentResult:
         raise BadResult(f"the agent's result has success {_shown(success)}, not true or false")
     response = found.get("response")
     if response is not None and not (isinstance(response, str) and len(response) <= MAX_RESPONSE_CHARS):
-        raise BadResult(
-            f"the agent's result has a response that is not a text of at most {MAX_RESPONSE_CHARS} characters"
-        )
+        raise BadResult(f"the agent's response is not a text of at most {MAX_RESPONSE_CHARS} characters")
     if response is not None and (problem := text_problem(response)):
         raise BadResult(f"the agent's result has a response that is {problem}")
     metrics = found.get("metrics", {})
