@@ -28,7 +28,8 @@ class AlfworldArgs(Section):
 
     data: str | None = None  # folder with json_2.1.1 in it; None: $ALFWORLD_DATA, else ~/.cache/alfworld
     task_types: list[Annotated[int, Field(ge=1, le=6)]] = Field(default=[1, 2, 3, 4, 5, 6])  # as ALFWorld numbers them
-    eval_split: Literal["eval_in_distribution", "eval_out_of_distribution"] = "eval_out_of_distribution"  # of the rooms
+    # rooms seen in training, or not
+    eval_split: Literal["eval_in_distribution", "eval_out_of_distribution"] = "eval_out_of_distribution"
     show_commands: bool = True  # list the admissible commands below each observation
     max_steps: PositiveInt = 50
     success_reward: NonNegativeFloat = 1.0
