@@ -1,1 +1,1 @@
-"""The environment hub: runs episodes. It may import ``broker``, ``text`` and ``sandbox``, but no other role."""
+"""The environment hub, which runs episodes. It may import ``broker``, ``text`` and ``sandbox`` only."""

@@ -1,4 +1,4 @@
-"""Builds what the policy sees at each turn: the whole conversation, or a prompt made from a memory of it.
+"""Builds what the policy sees at each turn: the whole conversation or a prompt made from a memory.
 
 With ``context: full`` an episode is one conversation and one training sample. With ``context: steps`` each turn is a
 conversation and a sample: the opening, the last ``history_length`` turns and the present observation in one user

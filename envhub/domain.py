@@ -1,4 +1,4 @@
-"""Loads a run's domains for the hub: config section, environment class, and the class's checked arguments."""
+"""Loads a run's domains for the hub: config section, environment class, checked arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls a user's function as an agent: reads the task as JSON from stdin, writes the result as stdout's last line.
+"""Calls a user's function as an agent: the task is JSON on stdin, the result stdout's last line.
 
 What the function prints goes to stderr, so that it cannot be taken for the result. Started by ``envhub.envs.agent``.
 """

@@ -1,4 +1,4 @@
-"""Finds the packages that a Python program imports when it starts, and those that its interpreter lacks."""
+"""Finds the packages that a Python program imports at its start and those that its interpreter lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a program with a text on its stdin, keeps the end of its output, and kills everything that it started."""
+"""Runs a program with a text on stdin, keeps the end of its output, and kills all that it started."""
 
 from __future__ import annotations
 

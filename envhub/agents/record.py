@@ -1,4 +1,4 @@
-"""Records an agent's calls as samples of exact tokens, joined where one call continues another. No I/O.
+"""Records an agent's calls as samples of exact tokens, joined if one call continues another. No I/O.
 
 A call whose prompt begins with the exact tokens of an earlier one, including its answer, continues that sample; any
 other begins a new one. Agents send texts, and tokenising a text again need not give the sampled tokens. So if the text

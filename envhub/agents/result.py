@@ -1,4 +1,4 @@
-"""Reads an episode's result from how its program ended: the last line of stdout, the exit status, or neither."""
+"""Reads an episode's result from its program's last line on stdout, its exit status, or neither."""
 
 from __future__ import annotations
 

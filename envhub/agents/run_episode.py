@@ -1,4 +1,4 @@
-"""Plays episodes of agents: one endpoint per hub, on loopback; a key, a program and a result per episode."""
+"""Plays episodes of agents: one endpoint per hub, on loopback, a key and a program per episode."""
 
 from __future__ import annotations
 

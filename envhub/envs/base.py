@@ -86,7 +86,7 @@ class Environment:
     reference: str = ""
 
     def __init__(self, args: Any) -> None:
-        """``args`` is an instance of ``Args``."""
+        """Keep ``args``, an instance of ``Args``."""
         self.args = args
 
     @classmethod

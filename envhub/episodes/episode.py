@@ -1,4 +1,4 @@
-"""Plays one episode: observes, samples and acts until the environment or a limit ends it. Token in, token out."""
+"""Plays one episode, token in, token out: observes, samples and acts until it ends."""
 
 from __future__ import annotations
 

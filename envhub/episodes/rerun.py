@@ -1,4 +1,4 @@
-"""Runs dead tickets again for the operator to inspect: one at a time, outside the slots, without storing anything."""
+"""Runs dead tickets again for the operator: one at a time, outside the slots, storing nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plays a trial episode of each domain with the user's code, where a hub would run it, for ``rlearner check``.
+"""Plays a trial episode of each domain with the user's code, as a hub would, for ``rlearner check``.
 
 It needs no model: every turn sends the same words, which an environment must answer (``valid=False`` at worst).
 """

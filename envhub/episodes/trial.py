@@ -1,4 +1,4 @@
-"""Plays a trial episode of a domain whose tickets fail here and discards it: it costs no ticket a delivery."""
+"""Plays and discards a trial episode of a failing domain, which costs no ticket a delivery."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests tokens until a turn is complete: from another server after a failure, continuing partial outputs."""
+"""Requests tokens until a turn is complete: changes servers after failures, continues partial outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns tickets of either kind into assignments, and played episodes into the group that ends a ticket."""
+"""Turns tickets of either kind into assignments, and played episodes into the ticket's group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps the notes from which hubs detect that a ticket kills the hubs that run it; see ``envhub.tickets.suspicion``."""
+"""Keeps the notes that reveal tickets which kill their hubs; see ``envhub.tickets.suspicion``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decides whether a ticket may have killed the hubs that played it, from its deliveries and their exits. Pure.
+"""Decides whether a ticket may have killed its hubs, from its deliveries and their exits. Pure.
 
 A ticket that may have killed two processes is played once more, by a hub that plays nothing else. If that hub dies too,
 the ticket is poisonous. Tickets that shared a hub with it become suspect as well, are played alone, and end well.

@@ -1,8 +1,8 @@
-"""Forks one domain's worker processes, limits their memory, and reaps them. Started by ``envhub.workers.worker_pool``.
+"""Forks one domain's worker processes, limits their memory, and reaps them.
 
-It imports the environment once and then forks: a worker starts within milliseconds and shares what was loaded, so
-hundreds of environments can have a process each. It is the parent of its workers and alone reaps them, so no process id
-can be reused before its worker is reaped.
+``envhub.workers.worker_pool`` starts it. It imports the environment once and then forks: a worker starts within
+milliseconds and shares what was loaded, so hundreds of environments can have a process each. It is the parent of its
+workers and alone reaps them, so no process id can be reused before its worker is reaped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs one environment in a worker process until the hub hangs up. Forked by ``envhub.workers.forkserver``."""
+"""Runs one environment in a worker process, forked by the forkserver, until the hub hangs up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AppWorld's tasks, solved by Python that calls the APIs of apps (Trivedi et al. 2024, arXiv:2407.18901).
+"""AppWorld's tasks, solved by Python that calls apps' APIs (Trivedi et al. 2024, arXiv:2407.18901).
 
 Each turn's code is executed in the task's interpreter and its output is shown; ``apis.supervisor.complete_task()`` ends
 the episode. The reward is the share of AppWorld's unit tests that pass, or 1 only if all do. AppWorld

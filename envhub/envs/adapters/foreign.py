@@ -1,4 +1,4 @@
-"""Helpers of the adapters to other libraries: the import, one-line errors, and seeds for training and evaluation."""
+"""Helpers of the adapters to other libraries: their import, one-line errors, and seeds."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Any registered GEM environment by ``gem.make`` (Liu et al. 2025, arXiv:2510.01051; https://github.com/axon-rl/gem).
+"""Any registered GEM environment by ``gem.make`` (Liu et al. 2025, arXiv:2510.01051).
 
 The task is the seed of ``reset``. A won game ends with reward 1; GEM sets the penalty for text that is not a move.
-gem-llm 0.1 pins msgspec 0.19 for its search tool, but this project needs a newer one: install it without dependencies.
+gem-llm 0.1 (https://github.com/axon-rl/gem) pins msgspec 0.19 for its search tool, but this project needs a newer one:
+install it without dependencies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Any gymnasium environment whose actions are discrete or texts (https://gymnasium.farama.org/api/env).
+"""Any gymnasium environment with discrete actions or texts (https://gymnasium.farama.org/api/env).
 
 The model reads what your function ``observe`` makes of (observation, the gymnasium environment). Without it, texts are
 shown as they are, numbers and arrays with four digits. The task is the seed of ``reset``; an environment whose start

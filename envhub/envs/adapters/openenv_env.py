@@ -1,4 +1,4 @@
-"""Environments of an OpenEnv server, over its protocol (``openenv.core``, https://github.com/meta-pytorch/OpenEnv).
+"""Environments of an OpenEnv server, over its protocol (https://github.com/meta-pytorch/OpenEnv).
 
 A server keeps one environment per WebSocket connection to ``/ws``, so an instance here is one connection, used for one
 episode after another. A message is JSON: ``{"type": "reset" or "step" or "close", "data": …}``. The answer is

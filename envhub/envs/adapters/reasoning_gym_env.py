@@ -1,7 +1,7 @@
-"""reasoning-gym's questions, one turn each, scored by their data set (Stojanovski et al. 2025, arXiv:2505.24760).
+"""reasoning-gym's questions, one turn each (Stojanovski et al. 2025, arXiv:2505.24760).
 
-One data set serves both splits: its first ``size`` entries are for training, the next ``eval_size`` for evaluation.
-Training skips questions that evaluation also has.
+The data set scores the answers and serves both splits: its first ``size`` entries are for training, the next
+``eval_size`` for evaluation. Training skips questions that evaluation also has.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""EZPoints and Points24 of GymCards as text: write a formula of all cards (Zhai et al. 2024, arXiv:2405.10292).
+"""EZPoints and Points24 of GymCards: a formula of all cards (Zhai et al. 2024, arXiv:2405.10292).
 
 Every turn adds one unit: a number, an operator, or ``=``, which ends the episode. The reward is 10 if the formula uses
 every card once and gives 12 (two cards, ``+ *``) or 24 (four cards, ``+ - * / ( )``), else -1. A number that has no

@@ -1,4 +1,4 @@
-"""Generates solvable Sokoban levels by playing backwards from the solved position, or reads levels from files.
+"""Generates solvable Sokoban levels by playing backwards from the solution, or reads them from files.
 
 A hash of its room, walls and targets, assigns a generated level to training or to evaluation, so no seed can leak a
 held-out room into training. Playing backwards follows Racanière et al. 2017 (Imagination-Augmented Agents), as does

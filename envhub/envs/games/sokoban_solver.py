@@ -1,4 +1,4 @@
-"""Solves Sokoban by A* over pushes, pruning blocks of four and cells from which a box never reaches a target.
+"""Solves Sokoban by A* over pushes, pruning blocks of four and cells where a box is lost.
 
 The cost is the number of moves. With up to ``EXACT_BOXES`` boxes the solution is a shortest one; with more, the
 estimate counts ``WEIGHT``-fold, which finds longer solutions much sooner. ``MAX_STATES`` bounds the time.

@@ -1,4 +1,4 @@
-"""Reads question and answer rows from a JSONL or Parquet file; errors name the file and line of a bad row."""
+"""Reads question and answer rows from a JSONL or Parquet file; errors name the bad row."""
 
 from __future__ import annotations
 

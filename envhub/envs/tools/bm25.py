@@ -1,4 +1,4 @@
-"""Searches texts by BM25 (Robertson and Zaragoza 2009), with the library bm25s (Lù 2024, arXiv:2407.03618)."""
+"""Searches texts by BM25 (Robertson and Zaragoza 2009) with bm25s (Lù 2024, arXiv:2407.03618)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SearchIndex:
     """Texts that can be searched; immutable once made."""
 
     def __init__(self, texts: Sequence[str]) -> None:
-        """The texts themselves are not kept."""
+        """Index the texts, which are not kept."""
         import bm25s  # takes half a second, which hubs without a search need not wait for
 
         tokens = [words(text) for text in texts]

@@ -1,4 +1,4 @@
-"""Questions to answer with a Python tool: the model's programs run in a sandbox, and it sees their output.
+"""Questions to answer with a Python tool: the model sees the output of its programs in a sandbox.
 
 ``<python>…</python>``, or a tool call of that name with ``code``, runs a program; ``<answer>…</answer>`` ends the
 episode and is compared with the reference, as numbers if both are, else as texts. With ``keep`` the earlier programs

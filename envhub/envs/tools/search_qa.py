@@ -1,4 +1,4 @@
-"""Questions to answer with a search tool over a local corpus, as in Search-R1 (Jin et al. 2025, arXiv:2503.09516).
+"""Questions to answer with a local search tool, as in Search-R1 (Jin et al. 2025, arXiv:2503.09516).
 
 ``<search>words</search>``, or a tool call of that name with a ``query``, shows the best documents by BM25 within
 ``<information>``; ``<answer>…</answer>`` ends the episode and is scored against the reference. Set ``sampling.stop:
