@@ -104,13 +104,8 @@ class EpisodeSlots:
         self._line = GroupQueue()
         self._groups: dict[str, _Group] = {}
         self._queue: deque[tuple[str, int, int]] = deque()  # episodes that wait for a slot: key, episode, attempt
-        self._running = 0
+        self.running = 0  # episodes in a slot
         self._reserved = 0
-
-    @property
-    def running(self) -> int:
-        """Episodes in a slot."""
-        return self._running
 
     @property
     def waiting(self) -> int:
@@ -121,7 +116,7 @@ class EpisodeSlots:
     def free(self) -> int:
         """Slots not running, waited for or reserved; negative if more episodes wait than there is room for."""
         held = sum(self._need(job.group_size) for job in self._line.jobs())
-        return self.n - self._running - len(self._queue) - self._reserved - held
+        return self.n - self.running - len(self._queue) - self._reserved - held
 
     @property
     def jobs(self) -> list[str]:
@@ -136,8 +131,6 @@ class EpisodeSlots:
             return ""
         again = episode in group.running or any(entry[:2] == (key, episode) for entry in self._queue)
         return "the episode starts again" if again else ""
-
-    # -- room for more
 
     def reserve(self, group_size: int, limit: int) -> int:
         """Reserve room for up to ``limit`` groups and return for how many; each is later offered or released."""
@@ -154,8 +147,6 @@ class EpisodeSlots:
 
     def _need(self, group_size: int) -> int:
         return min(group_size, self.n)  # a group larger than the hub needs all of it
-
-    # -- events
 
     def offer(self, job: GroupJob, now: float) -> list[Action]:
         """Take a ticket. Its reserved room, if any, must have been released just before."""
@@ -264,12 +255,12 @@ class EpisodeSlots:
 
     def _fill(self) -> list[Action]:
         actions: list[Action] = []
-        while self._queue and self._running < self.n:
+        while self._queue and self.running < self.n:
             key, episode, attempt = self._queue.popleft()
             group = self._groups[key]
             group.waiting -= 1
             group.running[episode] = attempt
-            self._running += 1
+            self.running += 1
             actions.append(StartEpisode(key, episode, attempt))
         return actions
 
@@ -277,7 +268,7 @@ class EpisodeSlots:
         group = self._groups.get(key)
         if group is None or group.running.pop(episode, None) is None:
             return None  # its group has ended, or it never started
-        self._running -= 1
+        self.running -= 1
         return group
 
     def _settle(self, group: _Group) -> list[Action]:
@@ -289,13 +280,11 @@ class EpisodeSlots:
         return self._end(group, FinishGroup(job.key, tuple(sorted(group.done))))
 
     def _close_if_late(self, group: _Group) -> list[Action]:
-        job, oldest = group.job, group.oldest_version
-        if job.max_staleness is None or oldest is None or self.version - oldest <= job.max_staleness:
+        most, oldest = group.job.max_staleness, group.oldest_version
+        if most is None or oldest is None or self.version - oldest <= most:
             return []
-        detail = (
-            f"oldest token of version {oldest}, learner at version {self.version}, max_staleness {job.max_staleness}"
-        )
-        return self._end(group, CloseTicket(job.key, "late", detail))
+        detail = f"oldest token of version {oldest}, learner at version {self.version}, max_staleness {most}"
+        return self._end(group, CloseTicket(group.job.key, "late", detail))
 
     def _end(self, group: _Group, ending: Action) -> list[Action]:
         return self._stop(group.job.key, ending) + self._fill()
@@ -306,5 +295,5 @@ class EpisodeSlots:
             return [ending]  # it had not begun
         if group.waiting:
             self._queue = deque(entry for entry in self._queue if entry[0] != key)
-        self._running -= len(group.running)
+        self.running -= len(group.running)
         return [*(AbortEpisode(key, episode) for episode in group.running), ending]

@@ -154,9 +154,8 @@ class TurnGenerator:
                 return done
             if not reply.token_ids.data:
                 await asyncio.sleep(NOTHING_PAUSE_S)
-        raise TurnFailed(
-            f"no complete turn after {failures} failures: {problem} (policy {ask.policy}, within {ask.timeout_s:g} s)"
-        )
+        bounds = f"policy {ask.policy}, within {ask.timeout_s:g} s"
+        raise TurnFailed(f"no complete turn after {failures} failures: {problem} ({bounds})")
 
     def _request(self, ask: TurnRequest, done: SampledTurn | None, deadline_s: float) -> wire.GenerateRequest:
         context, sampling = ask.token_ids, ask.sampling

@@ -122,9 +122,7 @@ class WorkerPool:
                         self.num_died += bool(buried.how)
                         how = buried.how or how
         except (OSError, msgspec.DecodeError) as error:
-            log.warning(
-                "domain %s: the process that forks workers is gone (%s), and its workers", self.domain.name, error
-            )
+            log.warning("domain %s: the forkserver and its workers are gone (%s)", self.domain.name, error)
             self._forget_zygote()
         self.living.discard(pid)
         self._burials.pop(pid, None)

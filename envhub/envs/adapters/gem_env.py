@@ -17,9 +17,7 @@ from broker.settings.config import Section
 from envhub.envs.adapters.foreign import library, one_line, seed_of
 from envhub.envs.base import Environment, Observation, Split, StepResult
 
-INSTALL: Final = (
-    "pip install 'rlearner[gem]', then pip install --no-deps gem-llm==0.1.0, whose pin of msgspec conflicts"
-)
+INSTALL: Final = "pip install 'rlearner[gem]', then pip install --no-deps gem-llm==0.1.0 (it pins another msgspec)"
 
 
 class GemArgs(Section):
