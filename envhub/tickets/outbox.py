@@ -1,4 +1,4 @@
-"""What ends a ticket: its Group or Closed is stored first, then the ticket is acknowledged."""
+"""Ends tickets: stores the Group or Closed first, then acknowledges the ticket."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class InHand:
-    """A ticket in work.
+    """A ticket that this hub has taken.
 
     Attributes:
-        judgement: of a ticket that was delivered before, None until it is known.
-        beginning: held while the note is written that this hub plays such a ticket.
+        judgement: of a redelivered ticket, None until it is known.
+        beginning: held while the note is written that this hub plays a redelivered ticket.
         begun: that note is written.
     """
 
@@ -48,9 +48,8 @@ class TicketOutbox:
     """Ends tickets in the background.
 
     Attributes:
-        failure: why a ticket could not be ended, None while all goes well. The hub stops then: what was not
-        acknowledged
-            goes to another hub.
+        failure: why a ticket could not be ended, if so. The hub then stops, and other hubs get what it did not
+            acknowledge.
     """
 
     def __init__(self, member: Member, tally: HubMetrics, attempts: AttemptNotes) -> None:
@@ -59,19 +58,19 @@ class TicketOutbox:
         self._ending: set[asyncio.Task[None]] = set()
 
     def finish(self, held: InHand, played: Sequence[EpisodeResult]) -> None:
-        """The ticket's group is these episodes."""
+        """End a ticket with the group of these episodes."""
         self._background(self._finish(held, played))
 
     def close(self, held: InHand, reason: wire.ClosedReason, detail: str) -> None:
-        """The ticket ends without a group."""
+        """End a ticket without a group."""
         self._background(self._close(held, reason, detail))
 
     def hand_back(self, held: InHand, delay_s: float, detail: str) -> None:
-        """The ticket is for someone else."""
+        """Return a ticket to the queue for another hub."""
         self._background(self._hand_back(held, delay_s, detail))
 
     def refuse(self, stream: Stream, domain: str, delivery: Delivery, problem: str) -> None:
-        """The message is no ticket of its queue; whatever ticket it stands for is closed."""
+        """Refuse a message that is not a ticket of its queue; a ticket with its number is closed."""
         self._background(self._refuse(stream, domain, delivery, problem))
 
     @property
@@ -86,14 +85,9 @@ class TicketOutbox:
 
     async def _finish(self, held: InHand, played: Sequence[EpisodeResult]) -> None:
         asked, pools = held.asked, reward_pools(held.domain.section)
-        message = group(
-            asked,
-            played,
-            pools=pools,
-            hub=self._member.id,
-            deliveries=held.delivery.num_delivered,
-            temperature=held.domain.section.sampling.temperature,
-        )
+        deliveries, temperature = held.delivery.num_delivered, held.domain.section.sampling.temperature
+        hub = self._member.id
+        message = group(asked, played, pools=pools, hub=hub, deliveries=deliveries, temperature=temperature)
         stream, key = destination(asked, pools)
         try:
             await self._bus.publish(stream, message, key=key, ticket=asked.number, message_id=asked.key)
@@ -106,38 +100,31 @@ class TicketOutbox:
             await self._attempts.end(asked)
 
     async def _close(self, held: InHand, reason: wire.ClosedReason, detail: str) -> None:
-        asked = held.asked
-        await self._end(asked.stream, held.delivery, asked.number, asked.domain, reason, detail, asked.eval_step)
+        asked, by = held.asked, self._member.id
+        closed = wire.Closed(
+            ticket=asked.number, domain=asked.domain, reason=reason, detail=detail, by=by, eval_step=asked.eval_step
+        )
+        await self._end(asked.stream, held.delivery, closed)
         if held.delivery.num_delivered > 1:
             await self._attempts.end(asked)
 
     async def _hand_back(self, held: InHand, delay_s: float, detail: str) -> None:
         log.info("%s handed back: %s", held.asked.key, detail)
         self._tally.handed_back += 1
-        # else the note of the hub before still holds
+        # else the previous hub's note is still valid
         if held.judgement is not None or held.delivery.num_delivered == 1:
             await self._attempts.hand_back(held.asked, held.judgement.deaths if held.judgement is not None else 0)
         await held.delivery.nak(delay_s)
 
     async def _refuse(self, stream: Stream, domain: str, delivery: Delivery, problem: str) -> None:
         number = delivery.ticket or (delivery.seq if stream is TICKETS else 0)  # a ticket's number is its sequence
-        await self._end(stream, delivery, number, domain, "malformed", problem)
+        by = self._member.id
+        closed = wire.Closed(ticket=number, domain=domain, reason="malformed", detail=problem, by=by, eval_step=-1)
+        await self._end(stream, delivery, closed)
 
-    async def _end(
-        self,
-        stream: Stream,
-        delivery: Delivery,
-        number: int,
-        domain: str,
-        reason: wire.ClosedReason,
-        detail: str,
-        eval_step: int = -1,
-    ) -> None:
-        closed = wire.Closed(
-            ticket=number, domain=domain, reason=reason, detail=detail, by=self._member.id, eval_step=eval_step
-        )
-        self._tally.closed += number > 0
-        evaluation, keep = stream is EVALTICKETS, reason != "late"
+    async def _end(self, stream: Stream, delivery: Delivery, closed: wire.Closed) -> None:
+        self._tally.closed += closed.ticket > 0
+        evaluation, keep = stream is EVALTICKETS, closed.reason != "late"
         await close_ticket(self._bus, delivery, stream, closed, evaluation=evaluation, keep=keep)
 
     def _background(self, work: Coroutine[Any, Any, None]) -> None:

@@ -148,7 +148,7 @@ async def test_a_host_where_no_worker_process_can_be_started_gets_no_tickets_unt
     )
     presence = await seen(roster, "h", "serving", serves=["lake"])
     assert (
-        "5 tickets in a row failed here, the last: no worker process can be had: [Errno 2] No such file"
+        "5 tickets in a row failed here, the last: no worker process can be started: [Errno 2] No such file"
         in presence.problem
     )
     await asyncio.sleep(3)  # a trial or two

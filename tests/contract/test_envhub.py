@@ -353,7 +353,7 @@ async def test_a_group_that_cannot_be_in_time_is_given_up_where_late_ones_are_dr
         (closed,) = await world.records(1)
     assert (closed.reason, closed.detail) == (
         "late",
-        "oldest token of version 3, version 5 is being trained, max_staleness 1",
+        "oldest token of version 3, learner at version 5, max_staleness 1",
     )
 
 

@@ -1,4 +1,4 @@
-"""Question and answer rows from a JSONL or Parquet file; a bad row is named by file and line."""
+"""Reads question and answer rows from a JSONL or Parquet file; errors name the bad row."""
 
 from __future__ import annotations
 
@@ -17,32 +17,29 @@ JSONL: Final = (".jsonl", ".ndjson", ".json")
 
 @lru_cache(maxsize=8)
 def read_rows(path: str, question: str, answer: str, answer_after: str) -> tuple[Row, ...]:
-    """Every row of the file, in order; hundreds of environments share one copy.
+    """Return every row of the file, in order; hundreds of environments share one copy.
 
     Args:
         path: a file ending in .jsonl or .parquet.
         question: name of the column that holds the question.
         answer: name of the column that holds the reference answer.
-        answer_after: keep only what follows the last occurrence of this text in the answer; empty keeps all.
+        answer_after: keep only the text after the last occurrence of this in the answer; empty keeps all.
 
     Raises:
-        ConfigError: no such file, an ending that is not known, a missing column (Parquet), no rows.
-        DataError: a malformed row, with its line (JSONL) or row number (Parquet), counted from 1.
+        ConfigError: if the file is missing or empty, or its ending is unknown.
+        DataError: if a row is malformed; names its line (JSONL) or row number (Parquet), from 1.
     """
     if not Path(path).is_file():
         raise ConfigError("path", path, "there is no such file")
     if not path.lower().endswith((*JSONL, *PARQUET)):
         raise ConfigError("path", path, f"a file ending in {', '.join((*JSONL, *PARQUET))}")
-    rows = tuple(
-        (
-            _text(path, line, record, question),
-            _after(path, line, _text(path, line, record, answer), answer, answer_after),
-        )
-        for line, record in data_rows.read_rows(path, "path")
-    )
+    rows = []
+    for line, record in data_rows.read_rows(path, "path"):
+        asked, told = (_text(path, line, record, column) for column in (question, answer))
+        rows.append((asked, _after(path, line, told, answer, answer_after)))
     if not rows:
         raise ConfigError("path", path, "the file holds no rows")
-    return rows
+    return tuple(rows)
 
 
 def _text(path: str, line: int, record: dict[str, Any], column: str) -> str:

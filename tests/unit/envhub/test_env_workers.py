@@ -111,8 +111,7 @@ FAULTS = {
     "reads_nowhere": "step: the worker process died by SIGSEGV",
     "recurses": "step raised RecursionError: maximum recursion depth exceeded",
     "closes_everything": "step: the worker process closed its socket",
-    "answers_itself": "step: the worker process answered something unintelligible: 2147483647 bytes, the limit is "
-    "8388608",
+    "answers_itself": "step: the worker process sent an invalid answer: 2147483647 bytes, the limit is 8388608",
     "returns_none": "step returned str, not a StepResult",
     "returns_none in reset": "reset returned str, not an Observation",
     "returns_nan": "step returned reward nan; it must be finite",
