@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from broker.channel.carriers import AbortHandler, RequestChannel, Handler
+from broker.channel.carriers import AbortHandler, Handler, RequestChannel
 from broker.channel.client import RequestClient
 from broker.channel.endpoint import RequestEndpoint
 from broker.contract.streams import GENERATE

@@ -16,7 +16,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from broker.channel.bundle import MAX_BUNDLE_BYTES, unpack
-from broker.channel.carriers import AbortHandler, RequestChannel, Handler
+from broker.channel.carriers import AbortHandler, Handler, RequestChannel
 from broker.channel.client import RequestClient
 from broker.channel.endpoint import Reply, RequestEndpoint
 from broker.channel.zmq_socket import Frames, LoopSocket
