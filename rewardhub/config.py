@@ -105,9 +105,8 @@ def pools_of_kinds(domains: Mapping[str, DomainSection], kinds: Sequence[str]) -
     there = list(dict.fromkeys(kind for _, _, kind in found))
     for kind in kinds:
         if kind not in there:
-            raise UserError(
-                f"--rewards: {kind!r} is not allowed; the rewards of this run are {', '.join(there) or 'none'}"
-            )
+            why = f"--rewards: {kind!r} is not allowed; the rewards of this run are {', '.join(there) or 'none'}"
+            raise UserError(why)
     pools = list(dict.fromkeys(pool for _, pool, kind in found if kind in kinds))
     for key, pool, kind in found:
         if pool in pools and kind not in kinds:

@@ -247,9 +247,8 @@ class RewardProcesses:
                     raise NoWorkerError(answer.detail)
             except (TimeoutError, _Gone) as error:
                 await process.close()
-                raise NoWorkerError(
-                    f"the process of {kind.reward.name} did not start: {error or f'no answer in {LOAD_S:g} s'}"
-                ) from None
+                why = f"the process of {kind.reward.name} did not start: {error or f'no answer in {LOAD_S:g} s'}"
+                raise NoWorkerError(why) from None
             except BaseException:
                 await process.close()
                 raise

@@ -288,8 +288,7 @@ def refuse_taken(bind: str, port: int) -> None:
         try:
             probe.bind((bind, port))
         except PermissionError:
-            raise UserError(
-                f"port {port} on {bind} needs privileges that this process lacks; choose one above 1023"
-            ) from None
+            why = f"port {port} on {bind} needs privileges that this process lacks; choose one above 1023"
+            raise UserError(why) from None
         except OSError:
             raise UserError(_taken(bind, port)) from None

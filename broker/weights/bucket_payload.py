@@ -106,9 +106,8 @@ class IncomingBuckets:
         if size is None:
             return None
         if not (size.isascii() and size.isdigit() and len(size) <= MAX_DIGITS and 0 < int(size) < len(bucket)):
-            raise TransferFailed(
-                f"bucket {index} of {len(bucket)} bytes was announced with a difference of {size[:80]!r} bytes"
-            )
+            why = f"bucket {index} of {len(bucket)} bytes was announced with a difference of {size[:80]!r} bytes"
+            raise TransferFailed(why)
         self._changes[index] = torch.empty(int(size), dtype=torch.uint8, device=bucket.device)
         return self._changes[index]
 

@@ -81,9 +81,8 @@ class CodeReward:
             try:
                 self._last = (sample.reference, parse(sample.reference))
             except InvalidTestsError as error:
-                raise InvalidScoreError(
-                    f"domain {sample.domain!r}, task {sample.task_index}, its tests: {error}"
-                ) from None
+                why = f"domain {sample.domain!r}, task {sample.task_index}, its tests: {error}"
+                raise InvalidScoreError(why) from None
         program = last_block(sample.response)
         if program is None:
             return self._scored(0.0, [])

@@ -95,9 +95,8 @@ def _checked(tests: Tests) -> Tests:
         if names.unsafe:
             raise InvalidTestsError(f"they use {names.unsafe[0]}, so a program's results would run inside its tests")
         if not names.program and not names.imports and MODULE not in tests.first + "".join(tests.each):
-            raise InvalidTestsError(
-                "they use no name of the program; builtins and modules of Python's library are never the program's"
-            )
+            why = "they use no name of the program; builtins and modules of Python's library are never the program's"
+            raise InvalidTestsError(why)
     return tests
 
 
@@ -114,9 +113,8 @@ def _list(value: list[Any]) -> StdioTests | StatementTests:
 def _mapping(value: dict[str, Any]) -> StdioTests | FunctionCallTests:
     inputs, outputs = value.get("inputs"), value.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list):
-        raise InvalidTestsError(
-            f"a mapping needs the lists inputs and outputs; it has {', '.join(sorted(value)) or 'nothing'}"
-        )
+        why = f"a mapping needs the lists inputs and outputs; it has {', '.join(sorted(value)) or 'nothing'}"
+        raise InvalidTestsError(why)
     if len(inputs) != len(outputs):
         raise InvalidTestsError(f"{len(inputs)} inputs, but {len(outputs)} outputs")
     name = value.get("fn_name")

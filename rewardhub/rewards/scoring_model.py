@@ -58,11 +58,8 @@ class ScoringModel:
 
     def _check_label(self) -> None:
         if self._head is None and self._args.label >= self._model.config.num_labels:
-            raise ConfigError(
-                "rewards.args.label",
-                self._args.label,
-                f"below {self._model.config.num_labels}, the labels of {self._args.path}",
-            )
+            allowed = f"below {self._model.config.num_labels}, the labels of {self._args.path}"
+            raise ConfigError("rewards.args.label", self._args.label, allowed)
 
     def tokens(self, prompt: str, response: str) -> tuple[list[int], bool]:
         """Return the token ids of question and response, and whether the beginning was cut off."""
@@ -124,9 +121,8 @@ def _value_head(path: str, dtype: torch.dtype) -> torch.nn.Linear:
     }
     if len(weights) != 1:
         known = ", ".join(f"{head}.weight" for head in HEADS)
-        raise ConfigError(
-            _KEY, path, f"a sequence classifier, or a model with one value head of shape [1, hidden] among {known}"
-        )
+        allowed = f"a sequence classifier, or a model with one value head of shape [1, hidden] among {known}"
+        raise ConfigError(_KEY, path, allowed)
     ((name, weight),) = weights.items()
     bias = found.get(name.removesuffix("weight") + "bias")
     head = torch.nn.Linear(weight.shape[1], 1, bias=bias is not None, dtype=dtype)

@@ -142,9 +142,8 @@ class CudaDriver:
         if code:
             said = ctypes.c_char_p()
             unknown = self._library.cuGetErrorName(code, ctypes.byref(said))
-            raise OSError(
-                errno.EIO, f"{name}: {f'error {code}' if unknown or said.value is None else said.value.decode()}"
-            )
+            why = f"{name}: {f'error {code}' if unknown or said.value is None else said.value.decode()}"
+            raise OSError(errno.EIO, why)
 
 
 class _Mapped:
@@ -195,9 +194,8 @@ class CudaDevice(SharedDevice):
         with _torch_tells():
             units = [self._driver.unit(index) for index in range(torch.cuda.device_count())]
             if card.unit not in units:
-                raise OSError(
-                    errno.ENODEV, f"{name_of(card.unit)} is hidden from this process, see CUDA_VISIBLE_DEVICES"
-                )
+                why = f"{name_of(card.unit)} is hidden from this process, see CUDA_VISIBLE_DEVICES"
+                raise OSError(errno.ENODEV, why)
             # in that GPU's own context, so that copies to another GPU work with and without peer access
             index = units.index(card.unit)
             return self._tensor(self._driver.open(index, card.handle), card.size_bytes, index, opened=True)

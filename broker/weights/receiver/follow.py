@@ -69,9 +69,8 @@ def follow(
                 raise (TransferFailed if watch.reason else PeerLost)(str(error)) from error
         expected = digest or _wait_for_digest(lines, session.timeout_s)
         if (received := combine(digests)) != expected:
-            raise TransferFailed(
-                f"digest of version {session.version}: received {received}, offered {expected}; nothing was loaded"
-            )
+            why = f"digest of version {session.version}: received {received}, offered {expected}; nothing was loaded"
+            raise TransferFailed(why)
     except TransferFailed as error:
         if reachable(session.host, session.port, 1.0):
             with suppress(TransferFailed):  # perhaps the store failed

@@ -46,9 +46,8 @@ class SnapshotSource:
             except ValueError:  # not a port
                 known = False
             if not known or self._url.query or self._url.username:
-                raise UserError(
-                    f"snapshot {where!r} is not allowed; a folder, or http://host:port/path without user and query"
-                )
+                why = f"snapshot {where!r} is not allowed; a folder, or http://host:port/path without user and query"
+                raise UserError(why)
 
     def newest(self) -> SnapshotManifest | None:
         """Return the newest manifest, None without one.
@@ -76,18 +75,16 @@ class SnapshotSource:
         try:
             with self._open(manifest.file) as (reader, size):
                 if size != manifest.plan.size_bytes:
-                    raise TransferFailed(
-                        f"snapshot {name}: {size} bytes, its plan has {manifest.plan.size_bytes}; nothing was loaded"
-                    )
+                    why = f"snapshot {name}: {size} bytes, its plan has {manifest.plan.size_bytes}; nothing was loaded"
+                    raise TransferFailed(why)
                 digests = [
                     self._bucket(reader, flat, index, name, watch) for index in range(len(manifest.plan.buckets))
                 ]
         except FileNotFoundError:
             raise TransferFailed(f"snapshot {name}: the file is gone") from None
         if (found := combine(digests)) != manifest.offer.digest:
-            raise TransferFailed(
-                f"snapshot {name}: digest {found}, its offer says {manifest.offer.digest}; nothing was loaded"
-            )
+            why = f"snapshot {name}: digest {found}, its offer says {manifest.offer.digest}; nothing was loaded"
+            raise TransferFailed(why)
 
     def _bucket(self, reader: _Reader, flat: FlatBuffer, index: int, name: str, watch: WaitMonitor) -> bytes:
         bucket = flat.bucket(index)
@@ -96,9 +93,8 @@ class SnapshotSource:
             watch.beat()
             taken = reader.readinto(view[done : done + CHUNK_BYTES])
             if not taken:
-                raise TransferFailed(
-                    f"snapshot {name}: it ended before bucket {index} was complete; nothing was loaded"
-                )
+                why = f"snapshot {name}: it ended before bucket {index} was complete; nothing was loaded"
+                raise TransferFailed(why)
             done += taken
             digest.add(done)
         return digest.finish()
@@ -121,9 +117,8 @@ class SnapshotSource:
         except FileNotFoundError:
             raise
         except (OSError, http.client.HTTPException) as error:
-            raise TransferFailed(
-                f"snapshot {self._name(name)}: {' '.join(str(error).split()) or type(error).__name__}"
-            ) from None
+            why = f"snapshot {self._name(name)}: {' '.join(str(error).split()) or type(error).__name__}"
+            raise TransferFailed(why) from None
 
     @contextmanager
     def _get(self, name: str) -> Iterator[tuple[_Reader, int]]:
