@@ -60,9 +60,8 @@ class BoundedFunction:
         if reply is None:
             status, self._child = self._child.status(), None
             if -status in _OWN_FAULT:
-                raise TooCostly(
-                    f"more than {self._cpu_s:g} s" if -status == signal.SIGPROF else limits.how_ended(status)
-                )
+                over = -status == signal.SIGPROF
+                raise TooCostly(f"more than {self._cpu_s:g} s" if over else limits.how_ended(status))
             raise RuntimeError(f"the process that computes {limits.how_ended(status)}")
         if reply[:1] == _COSTLY:
             self._child = None  # its memory may hold unfinished work

@@ -210,9 +210,8 @@ class RewardProcesses:
 
     def cpu_s(self) -> float:
         """Return the CPU seconds of all of them so far."""
-        return self._buried_cpu_s + sum(
-            cpu_s(one.child.pid) for kind in self._kinds.values() for one in kind.processes if one
-        )
+        living = [one for kind in self._kinds.values() for one in kind.processes if one]
+        return self._buried_cpu_s + sum(cpu_s(one.child.pid) for one in living)
 
     def _kind(self, reward: RewardConfig) -> _Kind:
         key = json.dumps([reward.name, reward.args], sort_keys=True)

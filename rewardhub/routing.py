@@ -60,13 +60,11 @@ def find_refusal(
 ) -> CloseAction | None:
     """Return why a group from the queue of ``pool`` cannot be scored, or None."""
     if num_delivered >= MAX_DELIVERIES:
-        return CloseAction(
-            "too_many_deliveries", f"the group came to reward hubs of pool {pool} for the {num_delivered}th time"
-        )
+        detail = f"the group came to reward hubs of pool {pool} for the {num_delivered}th time"
+        return CloseAction("too_many_deliveries", detail)
     if group.domain not in domains:
-        return CloseAction(
-            "malformed", f"domain {group.domain!r} is not a domain of the run: {', '.join(domains) or 'none'}"
-        )
+        detail = f"domain {group.domain!r} is not a domain of the run: {', '.join(domains) or 'none'}"
+        return CloseAction("malformed", detail)
     if not group.pools or group.pools[0] != pool:
         return CloseAction("malformed", f"in the queue of pool {pool}, but its pools are {group.pools}")
     return None
@@ -121,9 +119,8 @@ class GroupScoring:
         self.failed_episode = self.group.trajectories[ask.trajectory].episode
         tries = f" (after {ask.attempt + 1} tries)" if ask.attempt else ""
         works_here = any(reward == ask.reward for _, reward in self._values)
-        return [
-            CloseAction("reward_error", f"episode {self.failed_episode}: {detail}{tries}", own=works_here or not retry)
-        ]
+        why = f"episode {self.failed_episode}: {detail}{tries}"
+        return [CloseAction("reward_error", why, own=works_here or not retry)]
 
     def _forward(self) -> list[Action]:
         self.ended = True

@@ -63,9 +63,8 @@ async def serve(options: argparse.Namespace, stop: Stop) -> None:
     seen = gpus.select(options.gpus)  # before any process is started
     numbers = gpus.parse(options.gpus) if seen == "cuda" else []
     async with join("rewardhub", options, stop) as member:
-        await RewardhubService(
-            member, pools=options.pools, kinds=options.rewards, num_workers=options.workers, gpu_numbers=numbers
-        ).run()
+        pools, kinds, workers = options.pools, options.rewards, options.workers
+        await RewardhubService(member, pools=pools, kinds=kinds, num_workers=workers, gpu_numbers=numbers).run()
 
 
 class RewardhubService:
@@ -103,9 +102,8 @@ class RewardhubService:
             gpu_numbers=gpu_numbers,
         )
         self.trials = PoolTrials()
-        self.health = WorkHealth(
-            "pool", self.pools, lambda _: self.settings.broken_after, trial=self._trial, changed=member.poke
-        )
+        most = self.settings.broken_after
+        self.health = WorkHealth("pool", self.pools, lambda _: most, trial=self._trial, changed=member.poke)
         self.tally = RewardhubMetrics()
         self._jobs: dict[int, _Job] = {}  # by sequence in the stream
         self._tasks: set[asyncio.Task[None]] = set()
@@ -179,9 +177,8 @@ class RewardhubService:
             if not self.health.takes(pool):
                 await asyncio.sleep(TICK_S)
                 continue
-            free = max(1, self.settings.max_groups // max(len(self.pools), 1)) - sum(
-                1 for job in self._jobs.values() if job.pool == pool
-            )
+            most = max(1, self.settings.max_groups // max(len(self.pools), 1))
+            free = most - sum(job.pool == pool for job in self._jobs.values())
             if free <= 0:
                 self._room.clear()
                 await self._room.wait()

@@ -72,13 +72,10 @@ def parse(reference: str) -> Tests:
     except (ValueError, RecursionError) as error:
         raise InvalidTestsError(f"not JSON: {error}") from None
     tests = _mapping(value) if isinstance(value, dict) else _list(value)
-    size = len(
-        tests.each
-        if isinstance(tests, StatementTests)
-        else tests.inputs
-        if isinstance(tests, StdioTests)
-        else tests.arguments
-    )
+    if isinstance(tests, StatementTests):
+        size = len(tests.each)
+    else:
+        size = len(tests.inputs if isinstance(tests, StdioTests) else tests.arguments)
     if not 1 <= size <= MAX_TESTS:
         raise InvalidTestsError(f"{size} tests; between 1 and {MAX_TESTS} are allowed")
     return _checked(tests)

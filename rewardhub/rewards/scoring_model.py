@@ -33,7 +33,7 @@ class ScoringModel:
         self._device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
         torch.set_num_threads(args.num_threads)
         name = ("bfloat16" if self._device.startswith("cuda") else "float32") if args.dtype == "auto" else args.dtype
-        dtype = getattr(torch, name)
+        dtype, trusted = getattr(torch, name), args.trust_remote_code
         self._tokenizer = Tokenizer.load(args.path, trust_remote_code=args.trust_remote_code, key=_KEY)
         self._converses = _has_chat_template(self._tokenizer)
         config = read_json(tokenizer_folder(args.path, _KEY) / "config.json", args.path, _KEY)
@@ -41,14 +41,11 @@ class ScoringModel:
         self._head: torch.nn.Linear | None = None
         try:
             if args.head == "classifier" or (args.head == "auto" and classifier):
-                self._model: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
-                    args.path, dtype=dtype, trust_remote_code=args.trust_remote_code
-                )
+                kind = transformers.AutoModelForSequenceClassification
+                self._model: Any = kind.from_pretrained(args.path, dtype=dtype, trust_remote_code=trusted)
                 self._model.config.pad_token_id = self._pad = self._tokenizer.pad_token_id
             else:
-                self._model = transformers.AutoModel.from_pretrained(
-                    args.path, dtype=dtype, trust_remote_code=args.trust_remote_code
-                )
+                self._model = transformers.AutoModel.from_pretrained(args.path, dtype=dtype, trust_remote_code=trusted)
                 self._head, self._pad = _value_head(args.path, dtype), self._tokenizer.pad_token_id
                 self._head.to(self._device)
         except (OSError, ValueError) as error:
