@@ -57,12 +57,7 @@ class TrainingThread:
     """
 
     def __init__(
-        self,
-        build: Callable[[], Backend],
-        estimator: Any,
-        algorithm: AlgorithmSection,
-        *,
-        stream: bool = True,
+        self, build: Callable[[], Backend], estimator: Any, algorithm: AlgorithmSection, *, stream: bool = True
     ) -> None:
         self._algorithm = algorithm
         self._build, self._assembly = build, SampleAssembler(estimator, algorithm, stream=stream)

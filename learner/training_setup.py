@@ -77,10 +77,7 @@ async def open_training(config: dict[str, Any], model_path: str, first_path: str
         max_length=max(domain.max_context_tokens for domain in table.values()),
     )
     training = TrainingThread(
-        build,
-        resolve("advantages", algorithm.adv_estimator, ADVANTAGES),
-        algorithm,
-        stream=train.streaming != "never",
+        build, resolve("advantages", algorithm.adv_estimator, ADVANTAGES), algorithm, stream=train.streaming != "never"
     )
     try:
         await training.open()

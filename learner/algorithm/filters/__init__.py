@@ -14,9 +14,7 @@ from broker.contract import wire
 from broker.errors import UserError
 from broker.settings.registry import resolve
 
-FILTERS: Final[dict[str, str]] = {
-    "mixed_success": "learner.algorithm.filters.mixed_success:wanted",
-}
+FILTERS: Final[dict[str, str]] = {"mixed_success": "learner.algorithm.filters.mixed_success:wanted"}
 
 
 def passes_filter(name: str, group: wire.Group) -> bool:
