@@ -23,20 +23,13 @@ GROUP_BYTES: Final = 1024
 
 @dataclass(frozen=True)
 class LargestGroup:
-    """The largest group of one domain: every episode takes all its turns, and every sample its whole context.
-
-    Attributes:
-        episodes: redundant ones and the greedy baseline included.
-        samples: of one episode: one conversation, or one for each turn.
-        tokens: of one sample.
-        turns: of one sample.
-    """
+    """The largest group of one domain: every episode takes all its turns, and every sample its whole context."""
 
     domain: str
-    episodes: int
-    samples: int
-    tokens: int
-    turns: int
+    episodes: int  # redundant ones and the greedy baseline included
+    samples: int  # of one episode: one conversation, or one for each turn
+    tokens: int  # of one sample
+    turns: int  # of one sample
 
     @property
     def num_tokens(self) -> int:

@@ -16,17 +16,11 @@ from learner.credit.ticket_rules import TicketRules
 
 @dataclass(frozen=True)
 class RecordIntake:
-    """A validated record of the log.
+    """A validated record of the log."""
 
-    Attributes:
-        record: for the ledger.
-        group: the group, if the record holds a usable one.
-        problem: why the record cannot be used, empty if it can; its bytes become a dead letter.
-    """
-
-    record: Record
-    group: wire.Group | None = None
-    problem: str = ""
+    record: Record  # for the ledger
+    group: wire.Group | None = None  # if the record holds a usable one
+    problem: str = ""  # why the record cannot be used, empty if it can; its bytes become a dead letter
 
 
 def read_record(entry: LogRecord, ledger: Ledger, vocab_size: int) -> RecordIntake:

@@ -42,17 +42,11 @@ FILL_AT_ONCE: Final = 512
 
 @dataclass(frozen=True)
 class RecoveryResult:
-    """What the learner resumes with.
+    """What the learner resumes with."""
 
-    Attributes:
-        groups: by ticket, those that had arrived and were not trained.
-        lost: entries of the ledger whose groups are gone.
-        unissued: tickets of the ledger that the broker never had; to publish before any new ones.
-    """
-
-    groups: dict[int, wire.Group] = field(default_factory=dict)
-    lost: Sequence[LedgerEntry] = ()
-    unissued: Sequence[wire.Ticket] = ()
+    groups: dict[int, wire.Group] = field(default_factory=dict)  # by ticket: those that had arrived, not yet trained
+    lost: Sequence[LedgerEntry] = ()  # those whose groups are gone
+    unissued: Sequence[wire.Ticket] = ()  # those that the broker never had; to publish before any new ones
 
 
 @dataclass(frozen=True)
