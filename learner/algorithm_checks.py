@@ -75,11 +75,10 @@ def _check_critic(algorithm: AlgorithmSection, traits: EstimatorTraits | None) -
     estimator, enabled = algorithm.adv_estimator, algorithm.critic.enabled
     if traits is None or traits.needs_critic == enabled:
         return
-    allowed = (
-        f"false with algorithm.adv_estimator {estimator}; only {', '.join(declaring('needs_critic'))} reads a critic"
-        if enabled
-        else f"true with algorithm.adv_estimator {estimator}, which needs a critic"
-    )
+    allowed = f"true with algorithm.adv_estimator {estimator}, which needs a critic"
+    if enabled:
+        able = ", ".join(declaring("needs_critic"))
+        allowed = f"false with algorithm.adv_estimator {estimator}; only {able} reads a critic"
     raise ConfigError("algorithm.critic.enabled", enabled, allowed)
 
 

@@ -37,9 +37,6 @@ class TrainingLoop:
         checkpoint_every: steps between two checkpoints, 0 never.
         giveup: receives the outcome of every group; its verdict stops the loop.
         epoch: of this learner, which has appended its rules to the log. The run is not done before they have been read.
-
-    Attributes:
-        boundary: the dump of the ledger at the last step boundary, which a checkpoint holds.
     """
 
     def __init__(
@@ -71,7 +68,7 @@ class TrainingLoop:
         self._catch_up_to, self._epoch, self._giveup = 0, epoch, giveup
         self._offered = -1
         self._began = time.monotonic()
-        self.boundary = ledger.dump()
+        self.boundary = ledger.dump()  # at the last step boundary, which a checkpoint holds
 
     async def run(self) -> bool:
         """Train until every step is done (True) or a stop is requested (False).

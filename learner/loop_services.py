@@ -88,9 +88,8 @@ async def open_services(
     records = await patience.in_thread(LedgerRecorder, folder, ledger, samples, *shared)
     stack.callback(records.close)
     settings, target = section(config, "checkpoint", CheckpointSection), folder / "checkpoints"
-    saver = CheckpointSaver(
-        target, settings, bus, ledger, training, records, watch, *shared, written, lambda: gate.pressed
-    )
+    state = (ledger, training, records, watch)
+    saver = CheckpointSaver(target, settings, bus, *state, *shared, written, lambda: gate.pressed)
     limit_gib = section(config, "broker", BrokerSection).store_max_gib
     gate = StoreGate(bus, ledger, limit_gib, PRIVATE_STORE_GIB, shown.say_waiting, saver.relieve)
     stack.push_async_callback(saver.close)

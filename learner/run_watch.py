@@ -23,16 +23,12 @@ class EpochWatch:
 
     Args:
         say: receives a text while the run is paused, and an empty one afterwards.
-
-    Attributes:
-        epoch: of this incarnation, 0 before it has taken one.
-        paused: the operator has paused the run.
     """
 
     def __init__(self, bus: Bus, stop: Stop, say: Callable[[str], None]) -> None:
         self._bus, self._stop, self._say = bus, stop, say
-        self.epoch = 0
-        self.paused = False
+        self.epoch = 0  # of this incarnation, 0 before it has taken one
+        self.paused = False  # by the operator
         self._fence: Fenced | None = None
         self._said = 0  # revision of the desired state when this learner began
 

@@ -64,18 +64,11 @@ async def open_training(config: dict[str, Any], model_path: str, first_path: str
         ConfigError: if the backend refuses the configuration.
     """
     train, algorithm = section(config, "train", TrainSection), section(config, "algorithm", AlgorithmSection)
-    longest = max(domain.max_context_tokens for domain in domains(config).values())
+    most = max(domain.max_context_tokens for domain in domains(config).values())
     model, seed = section(config, "model", ModelSection), config["run"]["seed"]
-    found = await asyncio.to_thread(_libraries, train.backend)
+    kind = await asyncio.to_thread(_libraries, train.backend)
     build = partial(
-        found,
-        model_path,
-        train=train,
-        algorithm=algorithm,
-        model=model,
-        seed=seed,
-        ref_path=first_path,
-        max_length=longest,
+        kind, model_path, train=train, algorithm=algorithm, model=model, seed=seed, ref_path=first_path, max_length=most
     )
     estimator = resolve("advantages", algorithm.adv_estimator, ADVANTAGES)
     training = TrainingThread(build, estimator, algorithm, stream=train.streaming != "never")

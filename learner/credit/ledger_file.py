@@ -28,10 +28,8 @@ from learner.credit.ledger import (
 )
 from learner.credit.ticket_rules import TicketRules
 
-Ended = Literal["trained", "filtered", "dropped", "dead"]
-State = Literal[
-    Ended, "issued", "arrived", "duplicate", "unknown", "boundary", "unrecorded", "lost", "rules", "summary"
-]
+End = Literal["trained", "filtered", "dropped", "dead"]
+State = Literal[End, "issued", "arrived", "duplicate", "unknown", "boundary", "unrecorded", "lost", "rules", "summary"]
 FINAL: Final = ("trained", "filtered", "dropped", "dead")
 
 
@@ -76,13 +74,10 @@ class LedgerLineBuilder:
 
     Args:
         lines: those already in the newest file, from its first one on.
-
-    Attributes:
-        end: the newest boundary, without rules.
     """
 
     def __init__(self, lines: Iterable[LedgerLine] = ()) -> None:
-        self.end = LedgerLine(state="boundary")
+        self.end = LedgerLine(state="boundary")  # the newest one, without rules
         self._held: dict[int, LedgerLine] = {}  # by ticket: arrived, and not ended yet
         self._reasons: dict[str, int] = {}
         for line in lines:
@@ -157,10 +152,8 @@ class LedgerLineBuilder:
     def lost(self, gone: Sequence[LedgerEntry]) -> list[LedgerLine]:
         """Return the lines of arrived groups that the broker has lost."""
         held = [line for entry in gone if (line := self._held.get(entry.number)) is not None]
-        lost = [
-            LedgerLine(state="lost", ticket=one.ticket, seq=one.seq, digest=one.digest, reason=LOST) for one in held
-        ]
-        return [self._note(line) for line in lost]
+        new = [LedgerLine(state="lost", ticket=one.ticket, seq=one.seq, digest=one.digest, reason=LOST) for one in held]
+        return [self._note(line) for line in new]
 
     def begin(self, actions: Sequence[Action], ledger: Ledger) -> list[LedgerLine]:
         """Return the lines of opening the credit at a start; none if the newest boundary is the same."""

@@ -46,14 +46,11 @@ class LedgerLines:
 
     Args:
         folder: ``runs/<name>/ledger``.
-
-    Attributes:
-        problem: why the last iteration ended early, empty if it did not.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.problem = ""
+        self.problem = ""  # why the last iteration ended early, empty if it did not
 
     def __iter__(self) -> Iterator[LedgerLine]:
         files = segment_files(self._folder)

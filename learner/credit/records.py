@@ -69,10 +69,8 @@ class LedgerRecorder:
         group = read.group or (entry.message if isinstance(entry.message, wire.Group) else None)
         bounds = version_bounds([group]) if group is not None else None
         rules = read.record.rules if isinstance(read.record, RulesUpdate) else None
-        lines = self._scribe.record(
-            actions, seq=entry.seq, data_digest=found, reason=reason, bounds=bounds, rules=rules
-        )
-        await self._write(lines)
+        rows = self._scribe.record(actions, seq=entry.seq, data_digest=found, reason=reason, bounds=bounds, rules=rules)
+        await self._write(rows)
 
     async def completed(
         self, taken: Sequence[LedgerEntry], trained: Collection[int], actions: Sequence[Action]
