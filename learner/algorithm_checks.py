@@ -50,15 +50,11 @@ def _check_values(algorithm: AlgorithmSection) -> None:
         allowed = f"null with algorithm.correction {algorithm.correction}; only mis reads it"
         raise ConfigError("algorithm.mis_mask_level", algorithm.mis_mask_level, allowed)
     if algorithm.kl_target is not None and not algorithm.kl_coef:
-        raise ConfigError(
-            "algorithm.kl_target", algorithm.kl_target, "null, or algorithm.kl_coef above 0 to start from"
-        )
+        allowed = "null, or algorithm.kl_coef above 0 to start from"
+        raise ConfigError("algorithm.kl_target", algorithm.kl_target, allowed)
     if algorithm.batch_adjust is not None and algorithm.num_minibatches == 1:
-        raise ConfigError(
-            "algorithm.batch_adjust",
-            algorithm.batch_adjust,
-            "null with algorithm.num_minibatches 1, which divides every number",
-        )
+        allowed = "null with algorithm.num_minibatches 1, which divides every number"
+        raise ConfigError("algorithm.batch_adjust", algorithm.batch_adjust, allowed)
     buffer, length = algorithm.overlong_buffer, algorithm.overlong_length
     if buffer and (length is None or length < buffer):
         raise ConfigError("algorithm.overlong_length", length, f"at least algorithm.overlong_buffer, which is {buffer}")
@@ -71,20 +67,18 @@ def _loss_has(trait: str, name: str) -> bool:
 
 def declaring(trait: str) -> list[str]:
     """Return the sorted names of the shipped estimators that declare a trait."""
-    return sorted(
-        name for name in ADVANTAGES if getattr(estimator_traits(resolve("advantages", name, ADVANTAGES)), trait)
-    )
+    traits = {name: estimator_traits(resolve("advantages", name, ADVANTAGES)) for name in ADVANTAGES}
+    return sorted(name for name in traits if getattr(traits[name], trait))
 
 
 def _check_critic(algorithm: AlgorithmSection, traits: EstimatorTraits | None) -> None:
     estimator, enabled = algorithm.adv_estimator, algorithm.critic.enabled
     if traits is None or traits.needs_critic == enabled:
         return
-    allowed = (
-        f"false with algorithm.adv_estimator {estimator}; only {', '.join(declaring('needs_critic'))} reads a critic"
-        if enabled
-        else f"true with algorithm.adv_estimator {estimator}, which needs a critic"
-    )
+    allowed = f"true with algorithm.adv_estimator {estimator}, which needs a critic"
+    if enabled:
+        able = ", ".join(declaring("needs_critic"))
+        allowed = f"false with algorithm.adv_estimator {estimator}; only {able} reads a critic"
     raise ConfigError("algorithm.critic.enabled", enabled, allowed)
 
 
@@ -99,24 +93,20 @@ def _check_streaming(streaming: str, algorithm: AlgorithmSection, traits: Estima
 def _check_correction(algorithm: AlgorithmSection) -> None:
     """Check that 1 lies between the bounds: on-policy every ratio is 1 and every correction the identity."""
     name, low, high = algorithm.correction, algorithm.correction_low, algorithm.correction_high
+    on_policy = f"1 with algorithm.correction {name}: on-policy the ratio is 1"
     bounded_above = name in ("tis", "decoupled", "icepop") or (name == "mis" and algorithm.mis_estimator == "k1")
     if bounded_above and high < 1:
-        raise ConfigError(
-            "algorithm.correction_high", high, f"at least 1 with algorithm.correction {name}: on-policy the ratio is 1"
-        )
+        raise ConfigError("algorithm.correction_high", high, f"at least {on_policy}")
     if bounded_above and name in ("icepop", "mis") and low > 1:
-        raise ConfigError(
-            "algorithm.correction_low", low, f"at most 1 with algorithm.correction {name}: on-policy the ratio is 1"
-        )
+        raise ConfigError("algorithm.correction_low", low, f"at most {on_policy}")
 
 
 def _check_steps(key: str, algorithm: AlgorithmSection, traits: EstimatorTraits | None) -> None:
     """Check settings for step samples: treating each sample as an episode would weight long episodes more."""
     estimator = algorithm.adv_estimator
     if traits is not None and not traits.counts_episodes:
-        allowed = (
-            f"full with algorithm.adv_estimator {estimator}; with steps: {', '.join(declaring('counts_episodes'))}"
-        )
+        able = ", ".join(declaring("counts_episodes"))
+        allowed = f"full with algorithm.adv_estimator {estimator}; with steps: {able}"
         raise ConfigError(f"{key}.context", "steps", allowed)
     if algorithm.format_penalty or algorithm.overlong_buffer or algorithm.reward_normalization != RewardNormalization():
         allowed = "full with algorithm.format_penalty, overlong_buffer or reward_normalization"

@@ -43,9 +43,8 @@ def check(config: dict[str, Any]) -> None:
     check_algorithm(config)
     _check_warm_start(config)
     if config["eval"]["baseline"] == ACTOR:
-        raise ConfigError(
-            "eval.baseline", ACTOR, "that is the policy being trained; name another one, for example random"
-        )
+        allowed = "that is the policy being trained; name another one, for example random"
+        raise ConfigError("eval.baseline", ACTOR, allowed)
     against = config["eval"]["against"]
     if ACTOR in against or config["eval"]["baseline"] in against or len(set(against)) < len(against):
         raise ConfigError("eval.against", against, "names of other policies than actor and eval.baseline, each once")
@@ -60,7 +59,7 @@ def _check_names(config: dict[str, Any]) -> None:
     from learner.backends import BACKENDS
     from learner.reporting.trackers import TRACKERS
 
-    algorithm = config["algorithm"]
+    algorithm, trackers = config["algorithm"], config["trackers"]
     check_name("algorithm.adv_estimator", "advantages", algorithm["adv_estimator"], ADVANTAGES)
     check_name("algorithm.pg_variant", "losses", algorithm["pg_variant"], LOSSES)
     check_name("algorithm.correction", "corrections", algorithm["correction"], CORRECTIONS)
@@ -68,13 +67,11 @@ def _check_names(config: dict[str, Any]) -> None:
         check_name("algorithm.group_filter", "filters", algorithm["group_filter"], FILTERS)
     check_name("broker.channel", "channels", config["broker"]["channel"], CHANNELS)
     check_name("train.backend", "backends", config["train"]["backend"], BACKENDS)
-    for name in config["trackers"]["use"]:
+    for name in trackers["use"]:
         check_name("trackers.use", "trackers", name, TRACKERS)
-    for name in config["trackers"]["args"]:
-        if name not in (*config["trackers"]["use"], "tensorboard"):
-            raise ConfigError(
-                f"trackers.args.{name}", config["trackers"]["args"][name], "trackers.use does not name it"
-            )
+    for name, value in trackers["args"].items():
+        if name not in (*trackers["use"], "tensorboard"):
+            raise ConfigError(f"trackers.args.{name}", value, "trackers.use does not name it")
 
 
 def check_name(key: str, kind: str, name: str, table: Mapping[str, str]) -> None:
@@ -92,73 +89,52 @@ def check_name(key: str, kind: str, name: str, table: Mapping[str, str]) -> None
 
 
 def _check_model(config: dict[str, Any]) -> None:
+    from rlearner_text.config import TinyModel, check_model_path
     from rlearner_text.hub import is_local
     from rlearner_text.tiny import check_tiny
 
     model = config["model"]
     if model["path"] is not None:
         if is_local(model["path"]):
-            from rlearner_text.config import check_model_path
-
             check_model_path(model["path"])
         return
-    from rlearner_text.config import TinyModel
-
     tiny = TinyModel.model_validate(model["tiny"])
     check_tiny(tiny)
+    allowed = f"at most model.tiny.max_position_embeddings, which is {tiny.max_position_embeddings}"
     for name, domain in config["domains"].items():
-        if domain["max_context_tokens"] > tiny.max_position_embeddings:
-            raise ConfigError(
-                f"domains.{name}.max_context_tokens",
-                domain["max_context_tokens"],
-                f"at most model.tiny.max_position_embeddings, which is {tiny.max_position_embeddings}",
-            )
+        if (length := domain["max_context_tokens"]) > tiny.max_position_embeddings:
+            raise ConfigError(f"domains.{name}.max_context_tokens", length, allowed)
 
 
 def _check_training(config: dict[str, Any]) -> None:
     from learner.backends import BACKENDS, SINGLE_PROCESS_BACKENDS, SUPPORTED_OPTIONS
     from learner.backends.section_checks import check_deepspeed, check_megatron
 
-    train = config["train"]
-    if train["ranks"] > 1 and train["backend"] in SINGLE_PROCESS_BACKENDS:
-        raise ConfigError(
-            "train.ranks",
-            train["ranks"],
-            f"1 with train.backend {train['backend']}; more with {_all_but(SINGLE_PROCESS_BACKENDS)}",
-        )
-    if (
-        train["backend"] in BACKENDS
-        and train["backend"] not in SUPPORTED_OPTIONS["critic"]
-        and config["algorithm"]["critic"]["enabled"]
-    ):
-        raise ConfigError(
-            "train.backend", train["backend"], f"{', '.join(SUPPORTED_OPTIONS['critic'])} with algorithm.critic.enabled"
-        )
+    train, backend, with_critic = config["train"], config["train"]["backend"], SUPPORTED_OPTIONS["critic"]
+    if train["ranks"] > 1 and backend in SINGLE_PROCESS_BACKENDS:
+        allowed = f"1 with train.backend {backend}; more with {_all_but(SINGLE_PROCESS_BACKENDS)}"
+        raise ConfigError("train.ranks", train["ranks"], allowed)
+    if backend in BACKENDS and backend not in with_critic and config["algorithm"]["critic"]["enabled"]:
+        raise ConfigError("train.backend", backend, f"{', '.join(with_critic)} with algorithm.critic.enabled")
     check_options(train)
     check_fp8(train)
     check_layers(train["lora"], config["model"])
     check_deepspeed(train)
     check_megatron(train)
-    if train["backend"] == "megatron":
+    if backend == "megatron":
         _check_divided(config["model"], train["megatron"])
     if train["weights_backend"] == "nccl" and train["device"] == "cpu":
         raise ConfigError("train.weights_backend", "nccl", "gloo with train.device cpu: nccl sends between GPUs")
     if train["weights_backend"] == "ipc" and train["device"] == "cpu":
         raise ConfigError("train.weights_backend", "ipc", "shared with train.device cpu: ipc is read in a GPU's memory")
-    if train["weights_snapshot_port"] is not None and not train["weights_snapshot_every"]:
-        raise ConfigError(
-            "train.weights_snapshot_port", train["weights_snapshot_port"], "null without train.weights_snapshot_every"
-        )
+    if (port := train["weights_snapshot_port"]) is not None and not train["weights_snapshot_every"]:
+        raise ConfigError("train.weights_snapshot_port", port, "null without train.weights_snapshot_every")
     if train["warmup_steps"] >= train["steps"] and train["warmup_steps"]:
         raise ConfigError("train.warmup_steps", train["warmup_steps"], f"below train.steps, which is {train['steps']}")
     for name, domain in config["domains"].items():
-        if domain["max_context_tokens"] > train["micro_batch_tokens"]:
-            raise ConfigError(
-                "train.micro_batch_tokens",
-                train["micro_batch_tokens"],
-                f"at least domains.{name}.max_context_tokens, which is {domain['max_context_tokens']}: one sequence "
-                f"must fit",
-            )
+        if (length := domain["max_context_tokens"]) > train["micro_batch_tokens"]:
+            allowed = f"at least domains.{name}.max_context_tokens, which is {length}: one sequence must fit"
+            raise ConfigError("train.micro_batch_tokens", train["micro_batch_tokens"], allowed)
         if domain["sampling"]["temperature"] == 0:
             raise ConfigError(f"domains.{name}.sampling.temperature", 0.0, "above 0: greedy tokens have no gradient")
 
@@ -171,13 +147,11 @@ def check_options(train: Mapping[str, Any]) -> None:
     """
     from learner.backends import BACKENDS, SUPPORTED_OPTIONS
 
+    backend = train["backend"]
     for name in ("lora", "activation_offload", "optimizer_offload", "compile"):
-        if train[name] and train["backend"] in BACKENDS and train["backend"] not in SUPPORTED_OPTIONS[name]:
-            raise ConfigError(
-                f"train.{name}",
-                train[name],
-                f"unset with train.backend {train['backend']}; {', '.join(SUPPORTED_OPTIONS[name])} take it",
-            )
+        if train[name] and backend in BACKENDS and backend not in SUPPORTED_OPTIONS[name]:
+            allowed = f"unset with train.backend {backend}; {', '.join(SUPPORTED_OPTIONS[name])} take it"
+            raise ConfigError(f"train.{name}", train[name], allowed)
 
 
 def check_fp8(train: Mapping[str, Any]) -> None:
@@ -188,14 +162,12 @@ def check_fp8(train: Mapping[str, Any]) -> None:
     """
     if train["weights_dtype"] != "fp8":
         return
-    lora, rest = train["lora"], "null, float32, bfloat16 or float16"
+    lora, backend, rest = train["lora"], train["backend"], "null, float32, bfloat16 or float16"
     if lora and lora["send"] == "adapter":
         allowed = f"{rest} with train.lora.send adapter: factors are sent unquantized; fp8 works with merged"
         raise ConfigError("train.weights_dtype", "fp8", allowed)
-    if train["backend"] == "megatron" or (
-        lora and train["backend"] == "deepspeed" and train["deepspeed"]["stage"] == 3
-    ):
-        who = "megatron" if train["backend"] == "megatron" else "deepspeed stage 3 and train.lora"
+    if backend == "megatron" or (lora and backend == "deepspeed" and train["deepspeed"]["stage"] == 3):
+        who = "megatron" if backend == "megatron" else "deepspeed stage 3 and train.lora"
         allowed = f"{rest} with train.backend {who}: no rank has the whole matrices that servers compute with"
         raise ConfigError("train.weights_dtype", "fp8", allowed)
 
@@ -213,9 +185,8 @@ def check_layers(lora: Mapping[str, Any] | None, model: Mapping[str, Any]) -> No
         return
     names = set(LAYERS) if model["path"] is None else layer_names(Path(model["path"]).expanduser())
     if odd := [name for name in lora["target_modules"] if names is not None and name not in names]:
-        raise ConfigError(
-            "train.lora.target_modules", odd, f"names of this model's linear layers: {', '.join(sorted(names or ()))}"
-        )
+        allowed = f"names of this model's linear layers: {', '.join(sorted(names or ()))}"
+        raise ConfigError("train.lora.target_modules", odd, allowed)
 
 
 def _all_but(few: Collection[str]) -> str:

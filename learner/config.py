@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from broker.settings.config import Device, Section
 
 Beta = Annotated[float, Field(ge=0, lt=1)]  # of Adam's averages
+AggregationMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
 class LoraSection(Section):
@@ -75,9 +76,8 @@ class TrainSection(OptimizationSection):
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegativeInt = 0
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    ticket_timeout_s: PositiveFloat | None = (
-        None  # the learner closes a ticket that no hub ended; null: derived, see broker.settings.timeouts
-    )
+    # the learner closes a ticket that no hub ended; null: derived, see broker.settings.timeouts
+    ticket_timeout_s: PositiveFloat | None = None
     weights_bucket_mib: PositiveFloat = 32.0
     weights_timeout_s: PositiveFloat = 30.0  # longest wait for one bucket
     # shared: servers on this host read them in the learner's memory, others receive them by gloo; gloo: all by gloo;
@@ -150,12 +150,9 @@ class AlgorithmSection(Section):
     prox_logp_method: Literal["recompute", "interpolate"] = "recompute"  # source of the logprobs at the step's start
     num_epochs: PositiveInt = 1  # passes over a step's samples
     num_minibatches: PositiveInt = 1  # updates of one pass
-    batch_adjust: Literal["copy", "delete", "auto", "random_sample"] | None = (
-        None  # makes minibatches equally large; null: they need not be
-    )
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
-        "token-mean"  # pg_variant gspo: seq-mean-token-mean
-    )
+    # makes minibatches equally large; null: they need not be
+    batch_adjust: Literal["copy", "delete", "auto", "random_sample"] | None = None
+    loss_agg_mode: AggregationMode = "token-mean"  # pg_variant gspo: seq-mean-token-mean
     kl_coef: NonNegativeFloat = 0.0  # 0: no reference model is loaded
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     kl_placement: Literal["loss", "reward"] = "loss"

@@ -18,17 +18,11 @@ from learner.training import TrainingResult, TrainingThread
 
 @dataclass(frozen=True)
 class CompletedStep:
-    """A completed step.
-
-    Attributes:
-        trained: result of training it.
-        taken: its groups, in order.
-        actions: the ledger's answer, for the caller to perform.
-    """
+    """A completed step."""
 
     trained: TrainingResult
-    taken: Sequence[LedgerEntry]
-    actions: list[Action]
+    taken: Sequence[LedgerEntry]  # its groups, in order
+    actions: list[Action]  # the ledger's answer, for the caller to perform
 
 
 class RecordConsumer:

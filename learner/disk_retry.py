@@ -51,14 +51,11 @@ class DiskRetry:
         stop: ends a wait.
         waits: what is blocked while it waits, for users.
         say: receives a text while it waits, and an empty one afterwards.
-
-    Attributes:
-        reason: why the folder cannot be written at present, empty if it can.
     """
 
     def __init__(self, folder: Path, stop: Stop, waits: str, say: Callable[[str], None] = lambda _: None) -> None:
         self._folder, self._stop, self._waits, self._say = folder, stop, waits, say
-        self.reason = ""
+        self.reason = ""  # why the folder cannot be written at present, empty if it can
         self._backoff = RetryBackoff()
 
     async def __call__(self, job: Callable[[], Awaitable[T]]) -> T:

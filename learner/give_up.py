@@ -41,9 +41,6 @@ class FailureMonitor:
         settings: the section ``failures``.
         groups_per_step: of the run.
         domains: of the run.
-
-    Attributes:
-        verdict: one line, why the run must end; empty if it need not.
     """
 
     def __init__(self, settings: FailuresSection, groups_per_step: int, domains: Mapping[str, DomainSection]) -> None:
@@ -65,7 +62,7 @@ class FailureMonitor:
         self._worked: set[str] = set()  # domains and pools
         self._broken: dict[str, tuple[float, str]] = {}  # domain or pool -> since when all its hubs are broken, and why
         self._worked_then = 0
-        self.verdict = ""
+        self.verdict = ""  # one line, why the run must end; empty if it need not
 
     def worked(self, domain: str) -> None:
         """Count a scored group of this domain, whether it is trained or filtered."""

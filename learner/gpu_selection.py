@@ -35,9 +35,8 @@ def _ask(query: str, width: int) -> list[list[str]]:
     if smi is None:
         return []
     try:
-        answer = subprocess.run(
-            [smi, query, "--format=csv,noheader"], capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False
-        )
+        command = [smi, query, "--format=csv,noheader"]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return []
     rows = [[field.strip() for field in line.split(",", width - 1)] for line in answer.stdout.splitlines()]
@@ -56,10 +55,8 @@ def refuse_taken(
     while taken := {number: who for number, who in found().items() if number in numbers}:
         if time.monotonic() >= deadline:
             number = min(taken)
-            raise UserError(
-                f"--gpus {spec}: GPU {number} is taken by {', '.join(taken[number])}; end that, choose others, or add "
-                f"--share-gpus"
-            )
+            problem = f"--gpus {spec}: GPU {number} is taken by {', '.join(taken[number])}"
+            raise UserError(f"{problem}; end that, choose others, or add --share-gpus")
         time.sleep(EACH_S)
 
 
@@ -76,9 +73,8 @@ def with_ranks(config: dict[str, Any], spec: str, num_gpus: int) -> dict[str, An
     if train.get("device", "auto") not in ("auto", device):
         raise ConfigError("train.device", train["device"], f"{device} with --gpus {spec}, or nothing")
     if num_gpus and train.get("ranks", num_gpus) != num_gpus:
-        raise ConfigError(
-            "train.ranks", train["ranks"], f"{num_gpus} with --gpus {spec}, or nothing: each GPU gets a rank"
-        )
+        allowed = f"{num_gpus} with --gpus {spec}, or nothing: each GPU gets a rank"
+        raise ConfigError("train.ranks", train["ranks"], allowed)
     return {**config, "train": {**train, "device": device, **({"ranks": num_gpus} if num_gpus else {})}}
 
 
@@ -87,10 +83,8 @@ def forget_gpus(config: dict[str, Any], options: argparse.Namespace) -> dict[str
     if options.gpus == "auto" or not Path(options.config).is_dir():
         return config
     kept = {override.partition("=")[0] for override in options.overrides}
-    train = {
-        key: value for key, value in config["train"].items() if key not in ("device", "ranks") or f"train.{key}" in kept
-    }
-    return {**config, "train": train}
+    gone = {key for key in ("device", "ranks") if f"train.{key}" not in kept}
+    return {**config, "train": {key: value for key, value in config["train"].items() if key not in gone}}
 
 
 def assign_gpus(config: dict[str, Any], spec: str, *, share: bool) -> dict[str, Any]:

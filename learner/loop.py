@@ -37,9 +37,6 @@ class TrainingLoop:
         checkpoint_every: steps between two checkpoints, 0 never.
         giveup: receives the outcome of every group; its verdict stops the loop.
         epoch: of this learner, which has appended its rules to the log. The run is not done before they have been read.
-
-    Attributes:
-        boundary: the dump of the ledger at the last step boundary, which a checkpoint holds.
     """
 
     def __init__(
@@ -71,7 +68,7 @@ class TrainingLoop:
         self._catch_up_to, self._epoch, self._giveup = 0, epoch, giveup
         self._offered = -1
         self._began = time.monotonic()
-        self.boundary = ledger.dump()
+        self.boundary = ledger.dump()  # at the last step boundary, which a checkpoint holds
 
     async def run(self) -> bool:
         """Train until every step is done (True) or a stop is requested (False).
@@ -90,9 +87,8 @@ class TrainingLoop:
         await self._offer_if_current()
         self._evaluator.step_completed(self._ledger.state.version, self._ledger.rules.steps)
         self._began = time.monotonic()
-        async with aclosing(
-            self._bus.read_log(SAMPLES, self._ledger.state.position + 1, wanted=self._is_wanted)
-        ) as records:
+        unread = self._bus.read_log(SAMPLES, self._ledger.state.position + 1, wanted=self._is_wanted)
+        async with aclosing(unread) as records:
             while not self._done:
                 if self._ledger.full:
                     if not await self._end_step():
@@ -133,11 +129,9 @@ class TrainingLoop:
         """Apply one record."""
         domain = ticket.domain if (ticket := self._ledger.state.live.get(entry.ticket)) else ""
         read, actions = self._consumer.apply(entry)
-        if read.problem:
-            log.warning("record %d of the samples log: %s", entry.seq, read.problem)
-            await self._bus.dead_letter(
-                SAMPLES, seq=entry.seq, ticket=entry.ticket, reason=read.problem, data=entry.data
-            )
+        if problem := read.problem:
+            log.warning("record %d of the samples log: %s", entry.seq, problem)
+            await self._bus.dead_letter(SAMPLES, seq=entry.seq, ticket=entry.ticket, reason=problem, data=entry.data)
         await self._records.consumed(entry, read, actions)
         is_new = entry.seq > self._catch_up_to  # older records say nothing about the code that runs now
         if any(isinstance(action, ForgetTicket) and action.outcome == "dead" for action in actions):
@@ -146,13 +140,14 @@ class TrainingLoop:
             self._giveup.worked(domain)
             self._book.showcase.accepted(read.group)
         forgotten = [action.number for action in actions if isinstance(action, ForgetTicket)]
-        if isinstance(entry.message, wire.Closed) and forgotten:
-            self._say_closed(entry.message)
-        if isinstance(entry.message, wire.RulesChange):
-            self._say_changed(entry.message, len(forgotten))
-        if isinstance(entry.message, wire.RulesChange) or (
-            isinstance(entry.message, wire.Closed) and entry.message.by == self._bus.name
-        ):
+        message, is_ours = entry.message, False
+        if isinstance(message, wire.Closed) and forgotten:
+            self._say_closed(message)
+            is_ours = message.by == self._bus.name
+        elif isinstance(message, wire.RulesChange):
+            self._say_changed(message, len(forgotten))
+            is_ours = True
+        if is_ours:
             for number in forgotten:  # no hub ended these, so they may still be queued
                 self._issuer.withdraw(number)
         self._perform(actions)
@@ -178,23 +173,13 @@ class TrainingLoop:
         """Log the first, the tenth, the hundredth … of each reason, to limit the output."""
         count = str(self._ledger.state.reasons[closed.reason])
         if count.rstrip("0") == "1":
-            log.warning(
-                "ticket %d (%s) closed by %s: %s, the %s. so far: %s",
-                closed.ticket,
-                closed.domain,
-                closed.by,
-                closed.reason,
-                count,
-                closed.detail,
-            )
+            text = "ticket %d (%s) closed by %s: %s, the %s. so far: %s"
+            log.warning(text, closed.ticket, closed.domain, closed.by, closed.reason, count, closed.detail)
 
     def _say_changed(self, change: wire.RulesChange, num_dropped: int) -> None:
         if num_dropped:
-            log.warning(
-                "settings of epoch %d are in force: %d open tickets dropped, which they do not allow",
-                change.epoch,
-                num_dropped,
-            )
+            text = "settings of epoch %d are in force: %d open tickets dropped, which they do not allow"
+            log.warning(text, change.epoch, num_dropped)
         else:
             log.info("settings of epoch %d are in force", change.epoch)
 
@@ -227,20 +212,17 @@ class TrainingLoop:
         wall_s, self._began = max(now - self._began, 1e-9), now
         total = self._ledger.counts()["filtered"]
         filtered, self._filtered_before = total - self._filtered_before, total
-        return (
-            trained.values
-            | {
-                "trainer/idle_ratio": min(1.0, max(0.0, 1.0 - (trained.busy_s + copy_s) / wall_s)),
-                "perf/tokens_per_s": trained.num_tokens / wall_s,
-                "perf/samples_per_s": trained.num_samples / wall_s,
-                "filter/count": float(filtered),
-                "time/step": wall_s,
-                "time/wait_for_batch": waited_s,
-                "time/train": trained.busy_s,
-                "time/offer_weights": copy_s,
-            }
-            | self._fleet_values()
-        )
+        values = {
+            "trainer/idle_ratio": min(1.0, max(0.0, 1.0 - (trained.busy_s + copy_s) / wall_s)),
+            "perf/tokens_per_s": trained.num_tokens / wall_s,
+            "perf/samples_per_s": trained.num_samples / wall_s,
+            "filter/count": float(filtered),
+            "time/step": wall_s,
+            "time/wait_for_batch": waited_s,
+            "time/train": trained.busy_s,
+            "time/offer_weights": copy_s,
+        }
+        return trained.values | values | self._fleet_values()
 
     async def _offer_if_current(self) -> float:
         """Offer the current version unless it is on offer or the log is behind; return the seconds it took."""

@@ -79,67 +79,37 @@ async def open_services(
     bus, stop = member.bus, member.stop
     shared = (stop, shown.say_waiting)
     patience = _patience(folder, stop, shown)
-    lines = folder / "metrics.jsonl"
+    lines, version = folder / "metrics.jsonl", ledger.state.version
     transcripts = TranscriptFactory(config, folder)
     showcase = EpisodeShowcase(trackers, section(config, "trackers", TrackersSection), transcripts, folder)
-    book = await patience.in_thread(
-        MetricsWriter, bus, roster, ledger, trackers, showcase, lines, ledger.state.version, *shared
-    )
+    book = await patience.in_thread(MetricsWriter, bus, roster, ledger, trackers, showcase, lines, version, *shared)
     stack.callback(book.close)
-    records = await patience.in_thread(
-        LedgerRecorder, folder, ledger, section(config, "samples", SamplesSection), *shared
-    )
+    samples = section(config, "samples", SamplesSection)
+    records = await patience.in_thread(LedgerRecorder, folder, ledger, samples, *shared)
     stack.callback(records.close)
-    checkpoints = section(config, "checkpoint", CheckpointSection)
-    saver = CheckpointSaver(
-        folder / "checkpoints",
-        checkpoints,
-        bus,
-        ledger,
-        training,
-        records,
-        watch,
-        *shared,
-        written,
-        lambda: gate.pressed,
-    )
+    settings, target = section(config, "checkpoint", CheckpointSection), folder / "checkpoints"
+    state = (ledger, training, records, watch)
+    saver = CheckpointSaver(target, settings, bus, *state, *shared, written, lambda: gate.pressed)
     limit_gib = section(config, "broker", BrokerSection).store_max_gib
     gate = StoreGate(bus, ledger, limit_gib, PRIVATE_STORE_GIB, shown.say_waiting, saver.relieve)
     stack.push_async_callback(saver.close)
     await saver.open()
     await gate.look()
     evaluation = section(config, "eval", EvalSection)
-    evaluations = EvaluationQueue(
-        evaluation, domains(config), config["run"]["seed"], await bus.last_seq(EVALTICKETS) + 1
-    )
+    first = await bus.last_seq(EVALTICKETS) + 1
+    evaluations = EvaluationQueue(evaluation, domains(config), config["run"]["seed"], first)
     baseline = evaluation.baseline if evaluation.every_steps else ""
-    waiting = DiskRetry(folder, stop, "evaluated episodes are not kept, and the run does not end,", shown.say_waiting)
-    evaluator = Evaluator(
-        bus,
-        evaluations,
-        roster,
-        folder / "evals",
-        baseline,
-        waiting,
-        transcripts,
-        evaluation.against,
-        show=showcase.evaluated,
-    )
+    retry = DiskRetry(folder, stop, "evaluated episodes are not kept, and the run does not end,", shown.say_waiting)
+    kept, against, show = folder / "evals", evaluation.against, showcase.evaluated
+    evaluator = Evaluator(bus, evaluations, roster, kept, baseline, retry, transcripts, against, show=show)
     await watch.refuse_if_fenced()
     await evaluator.open()
     issuer = TicketIssuer(bus, TICKETS, gate.wait)
-    reaper = TicketReaper(
-        bus, ledger, roster, seconds(section(config, "train", TrainSection).ticket_timeout_s), lambda: watch.paused
-    )
+    timeout_s = seconds(section(config, "train", TrainSection).ticket_timeout_s)
+    reaper = TicketReaper(bus, ledger, roster, timeout_s, lambda: watch.paused)
     pools = {reward.pool for domain in domains(config).values() for reward in domain.rewards}
     orphans = OrphanReaper(bus, ledger, len(pools))
-    for work in (
-        *book.services(),
-        *evaluator.services(),
-        issuer.serve(),
-        gate.serve(),
-        reaper.serve(),
-        orphans.serve(),
-    ):
+    services = (issuer, gate, reaper, orphans)
+    for work in (*book.services(), *evaluator.services(), *(one.serve() for one in services)):
         member.spawn(work)
     return LearnerServices(book, records, saver, evaluator, issuer)

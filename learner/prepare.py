@@ -72,10 +72,8 @@ def exit_code(config: dict[str, Any]) -> int:
 
 def nothing_left(run: str, steps: int) -> str:
     """Return the message for starting a completed run again."""
-    return (
-        f"run {run} has completed its {steps} steps: nothing is left to do; raise train.steps to continue, or "
-        f"choose another run.name"
-    )
+    advice = "raise train.steps to continue, or choose another run.name"
+    return f"run {run} has completed its {steps} steps: nothing is left to do; {advice}"
 
 
 def refuse_fewer_steps(folder: Path, run: str, steps: int) -> None:
@@ -86,10 +84,8 @@ def refuse_fewer_steps(folder: Path, run: str, steps: int) -> None:
     """
     made = checkpoint.newest_checkpoint(folder / "checkpoints")
     if made is not None and made.step > steps:
-        raise UserError(
-            f"train.steps: {steps} is not allowed; run {run} has made {made.step} steps already: "
-            f"give the settings of its start (see {folder / 'config.yaml'}), or choose another run.name"
-        )
+        advice = f"give the settings of its start (see {folder / 'config.yaml'}), or choose another run.name"
+        raise UserError(f"train.steps: {steps} is not allowed; run {run} has made {made.step} steps already: {advice}")
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> Path:
@@ -100,8 +96,7 @@ def write_config(folder: Path, config: dict[str, Any]) -> Path:
     """
     make_folder(folder)
     try:
-        target = folder / "config.yaml"
-        temporary = folder / "config.yaml.new"
+        target, temporary = folder / "config.yaml", folder / "config.yaml.new"
         temporary.write_text(to_yaml(config), encoding="utf-8")
         temporary.replace(target)
     except OSError as error:

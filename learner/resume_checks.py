@@ -23,9 +23,8 @@ MODEL: Final = ("path", "seed", "tiny")  # keys of the section model that decide
 # Keys of config.json that decide the shapes and meaning of the weights; the last three are GPT-2's.
 SHAPES: Final = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "vocab_size",
-    "tie_word_embeddings", "num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size", "n_embd",
-    "n_layer", "n_head",
+    "vocab_size", "tie_word_embeddings", "num_experts", "num_local_experts", "n_routed_experts",
+    "moe_intermediate_size", "n_embd", "n_layer", "n_head",
 )  # fmt: skip
 NO_SHAPE: Final = ("model.seed", "model.tiny.max_position_embeddings")
 MAX_CHARS: Final = 80  # of a value that is shown
@@ -81,8 +80,7 @@ def check_changes(folder: Path, config: dict[str, Any], *, force: bool) -> list[
     before = read_settings(folder)
     if before is None:
         return []
-    held = _held(folder)
-    if held is not None:
+    if (held := _held(folder)) is not None:
         _refuse_model(held, before, config, force=force)
     if noted_epoch(folder) or checkpoint.list_checkpoints(folder / "checkpoints"):
         _refuse_domains(before, config, force=force)
@@ -91,19 +89,15 @@ def check_changes(folder: Path, config: dict[str, Any], *, force: bool) -> list[
 
 def _held(folder: Path) -> Path | None:
     """Return the folder of the weights that the run resumes from, None if it has none yet."""
-    newest = checkpoint.list_checkpoints(folder / "checkpoints")[-1:]
-    return next(
-        (path for path in [*newest, folder / "warm_start", folder / "model"] if (path / "config.json").is_file()), None
-    )
+    places = [*checkpoint.list_checkpoints(folder / "checkpoints")[-1:], folder / "warm_start", folder / "model"]
+    return next((path for path in places if (path / "config.json").is_file()), None)
 
 
 def _refuse_domains(before: dict[str, Any], after: dict[str, Any], *, force: bool) -> None:
     had, has = sorted(before.get("domains") or {}), sorted(after.get("domains") or {})
     if had and not set(had) & set(has) and not force:
-        allowed = (
-            f"run {after['run']['name']} has trained {', '.join(had)}: keep one of them, choose another "
-            f"run.name, or give --force"
-        )
+        trained = f"run {after['run']['name']} has trained {', '.join(had)}"
+        allowed = f"{trained}: keep one of them, choose another run.name, or give --force"
         raise ConfigError("domains", ", ".join(has), allowed)
 
 
@@ -123,9 +117,8 @@ def _refuse_model(held: Path, before: dict[str, Any], after: dict[str, Any], *, 
             _refuse_tokenizer(held, now["path"], trust_remote_code=model.get("trust_remote_code", False))
     if found and not force:
         key, had, value = found[0]
-        raise ConfigError(
-            key, value, f"run {run} began with {had!r}: choose another run.name, or --force to continue from {held}"
-        )
+        allowed = f"run {run} began with {had!r}: choose another run.name, or --force to continue from {held}"
+        raise ConfigError(key, value, allowed)
 
 
 def _first_weights(model: dict[str, Any]) -> dict[str, Any]:
@@ -137,17 +130,12 @@ def _first_weights(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_shapes(held: Path, path: str) -> None:
-    before, after = (
-        {**config, **(config.get("text_config") or {})}
-        for config in (
-            read_json(folder / "config.json", path, "model.path") for folder in (held, tokenizer_folder(path))
-        )
-    )
+    files = (read_json(folder / "config.json", path, "model.path") for folder in (held, tokenizer_folder(path)))
+    before, after = ({**config, **(config.get("text_config") or {})} for config in files)
     for key in SHAPES:
         if key in before and key in after and before[key] != after[key]:
-            raise ConfigError(
-                "model.path", path, f"its {key} is {after[key]}, that of {held} is {before[key]}: {OTHERWISE}"
-            )
+            problem = f"its {key} is {after[key]}, that of {held} is {before[key]}"
+            raise ConfigError("model.path", path, f"{problem}: {OTHERWISE}")
 
 
 def _refuse_tokenizer(held: Path, path: str, *, trust_remote_code: bool) -> None:
@@ -158,6 +146,5 @@ def _refuse_tokenizer(held: Path, path: str, *, trust_remote_code: bool) -> None
     before, after = (Tokenizer.load(one, trust_remote_code=trust_remote_code).vocabulary() for one in (held, folder))
     if before != after:
         differ = len(set(before.items()) ^ set(after.items()))
-        raise ConfigError(
-            "model.path", path, f"its tokenizer is not that of {held} ({differ} tokens differ): {OTHERWISE}"
-        )
+        problem = f"its tokenizer is not that of {held} ({differ} tokens differ)"
+        raise ConfigError("model.path", path, f"{problem}: {OTHERWISE}")

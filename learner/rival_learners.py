@@ -63,10 +63,8 @@ class RivalDetector:
                 if holders:
                     await self._roster.changed(TICK_S)
         if found := self._alive(is_first):
-            raise UserError(
-                f"run {self._bus.run} is being trained by a learner on {found.host}, process {found.pid}; --take-over "
-                f"takes it over"
-            )
+            rival = f"a learner on {found.host}, process {found.pid}"
+            raise UserError(f"run {self._bus.run} is being trained by {rival}; --take-over takes it over")
         self._cleared = epoch
         return epoch
 

@@ -56,15 +56,9 @@ def add_runs_options(parser: argparse.ArgumentParser) -> None:
 
 def add_broker_options(parser: argparse.ArgumentParser) -> None:
     """Add --broker and --connect-deadline; a broker that the user named must answer."""
-    parser.add_argument(
-        "--broker",
-        metavar="URL",
-        default=os.environ.get("RL_BROKER") or None,
-        help=f"address of the broker (RL_BROKER, {process.DEFAULT_BROKER})",
-    )
-    parser.add_argument(
-        "--connect-deadline", type=positive, default=DEADLINE_S, metavar="SECONDS", help="give up after (%(default)s)"
-    )
+    address, after = f"address of the broker (RL_BROKER, {process.DEFAULT_BROKER})", "give up after (%(default)s)"
+    parser.add_argument("--broker", metavar="URL", default=os.environ.get("RL_BROKER") or None, help=address)
+    parser.add_argument("--connect-deadline", type=positive, default=DEADLINE_S, metavar="SECONDS", help=after)
 
 
 def find_run(run: str, folder: str) -> RunPlace:
@@ -80,10 +74,8 @@ def find_run(run: str, folder: str) -> RunPlace:
                 return RunPlace(str(config["run"]["name"]), path.absolute(), config)
             except (OSError, yaml.YAMLError, TypeError, KeyError) as error:
                 raise UserError(f"{path / 'config.yaml'}: cannot be read: {error}") from None
-    known = sorted(path.parent.name for path in Path(folder).glob("*/config.yaml"))
-    raise UserError(
-        f"no run {run!r} below {folder}; there is {', '.join(known) or 'none'}; name its folder, or give --dir"
-    )
+    known = ", ".join(sorted(path.parent.name for path in Path(folder).glob("*/config.yaml"))) or "none"
+    raise UserError(f"no run {run!r} below {folder}; there is {known}; name its folder, or give --dir")
 
 
 def broker_address(named: str | None, folder: Path) -> str:

@@ -23,16 +23,12 @@ class EpochWatch:
 
     Args:
         say: receives a text while the run is paused, and an empty one afterwards.
-
-    Attributes:
-        epoch: of this incarnation, 0 before it has taken one.
-        paused: the operator has paused the run.
     """
 
     def __init__(self, bus: Bus, stop: Stop, say: Callable[[str], None]) -> None:
         self._bus, self._stop, self._say = bus, stop, say
-        self.epoch = 0
-        self.paused = False
+        self.epoch = 0  # of this incarnation, 0 before it has taken one
+        self.paused = False  # by the operator
         self._fence: Fenced | None = None
         self._said = 0  # revision of the desired state when this learner began
 
@@ -58,9 +54,8 @@ class EpochWatch:
             raise Stopped(self._stop.reason)
         self.epoch = await publish_runspec(self._bus, spec, above=above, seen=seen)
         if said == self._said and state == "paused":
-            log.warning(
-                "run %s is paused and stays so; continue it with `rlearner resume %s`", self._bus.run, self._bus.run
-            )
+            run = self._bus.run
+            log.warning("run %s is paused and stays so; continue it with `rlearner resume %s`", run, run)
         elif said == self._said:
             control, running = await self._bus.key_value(CONTROL), wire.DesiredState(state="running")
             await (control.update(self._bus.run, running, said) if said else control.create(self._bus.run, running))
@@ -104,9 +99,8 @@ class EpochWatch:
 
     def _check(self, newest: int) -> None:
         if newest > self.epoch:
-            self._fence = Fenced(
-                f"run {self._bus.run}: a newer learner took over under epoch {newest}, this one is epoch {self.epoch}"
-            )
+            problem = f"a newer learner took over under epoch {newest}, this one is epoch {self.epoch}"
+            self._fence = Fenced(f"run {self._bus.run}: {problem}")
             raise self._fence
 
     async def _follow_epoch(self) -> None:

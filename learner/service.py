@@ -106,10 +106,8 @@ async def _refuse_a_stranger(bus: Bus, folder: Path, is_new: bool) -> None:
     """
     known = await (await bus.key_value(RUNS)).get(bus.run)
     if known is not None and is_new:
-        raise UserError(
-            f"run.name: the broker already has a run {bus.run}, and {folder} does not come from it; choose another "
-            f"run.name"
-        )
+        known_as = f"run.name: the broker already has a run {bus.run}"
+        raise UserError(f"{known_as}, and {folder} does not come from it; choose another run.name")
 
 
 async def _refuse_rivals(stack: AsyncExitStack, bus: Bus, folder: Path, stop: Stop) -> RivalDetector:
@@ -181,19 +179,10 @@ class LearnerService:
             await appending  # the log's first record
         await asyncio.to_thread(checkpoint.remove_partial, self.checkpoints)
         self.sender = await self._open_sender(stack)
-        self.services = await open_services(
-            stack,
-            self.config,
-            self.folder,
-            self.member,
-            self.roster,
-            self.ledger,
-            self.training,
-            self.watch,
-            self.shown,
-            trackers,
-            self.ledger.state.version if self._newest() else -1,
-        )
+        written = self.ledger.state.version if self._newest() else -1
+        process = (self.config, self.folder, self.member, self.roster)
+        state = (self.ledger, self.training, self.watch, self.shown)
+        self.services = await open_services(stack, *process, *state, trackers, written)
         self.shown.book = self.services.book
         self.member.spawn(self._abandon_when_asked())
 
@@ -282,9 +271,8 @@ class LearnerService:
         raise Stopped(ALL_DONE.reason)
 
     async def _model_path(self) -> str:
-        preparation = ModelPreparation(
-            self.config, self.folder, self.shown.say, make_warm_start=self._needs_warm_start()
-        )
+        needed = self._needs_warm_start()
+        preparation = ModelPreparation(self.config, self.folder, self.shown.say, make_warm_start=needed)
         work = asyncio.create_task(asyncio.to_thread(preparation.model_path))
         stopping = asyncio.create_task(self.stop.asked.wait())
         try:
@@ -305,13 +293,9 @@ class LearnerService:
 
     async def _take_epoch(self, model_path: str) -> None:
         """Fence the previous holder of the run and let the other processes join."""
+        run, config, digests = self.bus.run, self.config, self.digests
         spec = wire.RunSpec(
-            run=self.bus.run,
-            wire_version=wire.WIRE_VERSION,
-            epoch=0,
-            config=self.config,
-            model_path=model_path,
-            data_digests=self.digests,
+            run=run, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=model_path, data_digests=digests
         )
         while not self.watch.epoch:
             seen = await unless_stopped(self.stop, self.rivals.refuse()) if self.rivals is not None else None
@@ -339,17 +323,14 @@ class LearnerService:
     async def run(self) -> None:
         """Run the loop, write the last checkpoint and announce the end of the run."""
         ledger, roster, services = self.ledger, self.roster, self.services
-        giveup = FailureMonitor(
-            section(self.config, "failures", FailuresSection), self.train.groups_per_step, domains(self.config)
-        )
+        failures, table = section(self.config, "failures", FailuresSection), domains(self.config)
+        giveup = FailureMonitor(failures, self.train.groups_per_step, table)
+        parts = (services.issuer, services.evaluator, services.book, services.records)
         loop = TrainingLoop(
             self.bus,
             ledger,
             self.training,
-            services.issuer,
-            services.evaluator,
-            services.book,
-            services.records,
+            *parts,
             self.stop,
             resumed=self.resumed,
             offer=self._offer,
@@ -359,15 +340,8 @@ class LearnerService:
             giveup=giveup,
             epoch=self.watch.epoch,
         )
-        self.member.spawn(
-            watch_missing_roles(
-                self.bus.run,
-                roster,
-                required_roles(domains(self.config)),
-                lambda: bool(ledger.open),
-                self.shown.say_waiting,
-            )
-        )
+        say, roles = self.shown.say_waiting, required_roles(table)
+        self.member.spawn(watch_missing_roles(self.bus.run, roster, roles, lambda: bool(ledger.open), say))
         self.member.spawn(watch_hubs(giveup, roster, lambda: self.watch.paused, self.stop.request))
         self.shown.serving = True
         self.shown.say("training")

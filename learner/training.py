@@ -30,21 +30,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """Result of a training step.
+    """Result of a training step."""
 
-    Attributes:
-        values: metrics of the step, by their published names.
-        num_tokens: number of sampled tokens.
-        num_samples: number of training sequences.
-        busy_s: seconds that the thread spent on it.
-        tickets: of the groups that were trained on; the others were not selected.
-    """
-
-    values: dict[str, float]
-    num_tokens: int
-    num_samples: int
-    busy_s: float
-    tickets: tuple[int, ...] = ()
+    values: dict[str, float]  # metrics of the step, by their published names
+    num_tokens: int  # sampled ones
+    num_samples: int  # training sequences
+    busy_s: float  # that the thread spent on it
+    tickets: tuple[int, ...] = ()  # of the groups that were trained on; the others were not selected
 
 
 class TrainingThread:
@@ -57,12 +49,7 @@ class TrainingThread:
     """
 
     def __init__(
-        self,
-        build: Callable[[], Backend],
-        estimator: Any,
-        algorithm: AlgorithmSection,
-        *,
-        stream: bool = True,
+        self, build: Callable[[], Backend], estimator: Any, algorithm: AlgorithmSection, *, stream: bool = True
     ) -> None:
         self._algorithm = algorithm
         self._build, self._assembly = build, SampleAssembler(estimator, algorithm, stream=stream)
@@ -149,9 +136,8 @@ class TrainingThread:
             return None
         samples = self._assembly.batch(self._groups, self.backend.score, self.backend.kl_coef)
         if (mode := self._algorithm.batch_adjust) is not None:
-            samples = adjust(
-                [sample for sample in samples if sample.num_tokens], self._algorithm.num_minibatches, mode, version
-            )
+            sampled = [sample for sample in samples if sample.num_tokens]
+            samples = adjust(sampled, self._algorithm.num_minibatches, mode, version)
         return None if self._abandoned.is_set() else self.backend.update(samples)
 
     def _finish(self, version: int) -> TrainingResult | None:
@@ -164,10 +150,5 @@ class TrainingThread:
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         num_tokens = sum(int(trajectory.loss_mask.array().sum()) for trajectory in trajectories)
         busy_s, self._busy_s = self._busy_s + time.monotonic() - started, 0.0
-        return TrainingResult(
-            values,
-            num_tokens,
-            len(trajectories),
-            busy_s,
-            tuple(group.ticket for group in self._assembly.selected(groups)),
-        )
+        tickets = tuple(group.ticket for group in self._assembly.selected(groups))
+        return TrainingResult(values, num_tokens, len(trajectories), busy_s, tickets)

@@ -64,24 +64,14 @@ async def open_training(config: dict[str, Any], model_path: str, first_path: str
         ConfigError: if the backend refuses the configuration.
     """
     train, algorithm = section(config, "train", TrainSection), section(config, "algorithm", AlgorithmSection)
-    table = domains(config)
-    backend = await asyncio.to_thread(_libraries, train.backend)
+    most = max(domain.max_context_tokens for domain in domains(config).values())
+    model, seed = section(config, "model", ModelSection), config["run"]["seed"]
+    kind = await asyncio.to_thread(_libraries, train.backend)
     build = partial(
-        backend,
-        model_path,
-        train=train,
-        algorithm=algorithm,
-        model=section(config, "model", ModelSection),
-        seed=config["run"]["seed"],
-        ref_path=first_path,
-        max_length=max(domain.max_context_tokens for domain in table.values()),
+        kind, model_path, train=train, algorithm=algorithm, model=model, seed=seed, ref_path=first_path, max_length=most
     )
-    training = TrainingThread(
-        build,
-        resolve("advantages", algorithm.adv_estimator, ADVANTAGES),
-        algorithm,
-        stream=train.streaming != "never",
-    )
+    estimator = resolve("advantages", algorithm.adv_estimator, ADVANTAGES)
+    training = TrainingThread(build, estimator, algorithm, stream=train.streaming != "never")
     try:
         await training.open()
     except BaseException:

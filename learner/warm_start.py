@@ -62,9 +62,8 @@ class ModelPreparation:
             log.info("no warm start: the checkpoint that the run resumes from would replace its weights")
             return path
         # Importing torch takes seconds: do it while another process generates the demonstrations.
-        importing = threading.Thread(
-            target=import_module, args=("learner.backends.torch",), name="import-torch", daemon=True
-        )
+        module = ("learner.backends.torch",)
+        importing = threading.Thread(target=import_module, args=module, name="import-torch", daemon=True)
         importing.start()
         data = self._demonstrations()
         importing.join()  # two threads importing transformers at once may see it half-imported
@@ -78,36 +77,19 @@ class ModelPreparation:
         out, output = self._folder / "demos.jsonl", self._folder / "demos.log"
         if out.exists():
             return str(out)
-        self._say(f"generating {self._warm.episodes} demonstrations")
-        domain = ["--domain", self._warm.domain] if self._warm.domain else []
-        arguments = [
-            "--episodes",
-            str(self._warm.episodes),
-            "--noise",
-            str(self._warm.noise),
-            "--seed",
-            str(self._run.seed),
-        ]
-        command = [
-            sys.executable,
-            "-m",
-            "envhub.cli",
-            "demos",
-            str(self._folder / "config.yaml"),
-            *domain,
-            *arguments,
-            "--out",
-            str(out),
-        ]
+        warm, config = self._warm, str(self._folder / "config.yaml")
+        self._say(f"generating {warm.episodes} demonstrations")
+        domain = ["--domain", warm.domain] if warm.domain else []
+        options = ["--episodes", str(warm.episodes), "--noise", str(warm.noise), "--seed", str(self._run.seed)]
+        command = [sys.executable, "-m", "envhub.cli", "demos", config, *domain, *options, "--out", str(out)]
         with output.open("wb") as file:
             code = self._wait(command, file)
         lines = output.read_text(errors="replace").splitlines()
         if code == 2 and (errors := [line for line in lines if line.startswith("error: ")]):
             raise UserError(errors[-1].removeprefix("error: "))
         if code != 0:
-            raise UserError(
-                f"envhub demos failed, exit code {code}: {lines[-1] if lines else 'no output'} (see {output})"
-            )
+            last = lines[-1] if lines else "no output"
+            raise UserError(f"envhub demos failed, exit code {code}: {last} (see {output})")
         return str(out)
 
     def _wait(self, command: list[str], output: IO[bytes]) -> int:

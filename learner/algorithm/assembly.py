@@ -13,14 +13,8 @@ from typing import Any
 import numpy as np
 
 from broker.contract import wire
-from learner.algorithm.advantages.base import (
-    AdvantageEstimate,
-    BatchRow,
-    FloatArray,
-    sampled_positions,
-    token_rewards,
-    whiten,
-)
+from learner.algorithm.advantages import base
+from learner.algorithm.advantages.base import AdvantageEstimate, BatchRow, FloatArray, sampled_positions
 from learner.algorithm.samples import Array, SampleScores, TrainSample, from_trajectory
 from learner.algorithm.selection import most_varied
 from learner.algorithm.shaping import is_truncated, minus_kl, needs_batch, shape
@@ -37,15 +31,12 @@ class SampleAssembler:
         estimator: of the registry in learner/algorithm/advantages, resolved.
         algorithm: its settings.
         stream: False waits for the whole step even if that is not needed.
-
-    Attributes:
-        needs_batch: whether ``batch`` must be used, with all groups of a step, instead of ``stream``.
-        needs_scores: whether ``batch`` needs scores from the models.
     """
 
     def __init__(self, estimator: Any, algorithm: AlgorithmSection, *, stream: bool = True) -> None:
         self._estimator, self._algorithm = estimator, algorithm
         self._over_rows = (estimator_traits(estimator) or EstimatorTraits()).whole_batch
+        # whether `batch` must be used, with all groups of a step, instead of `stream`; and with scores from the models
         self.needs_batch = self._over_rows or not stream or waits_for_batch(algorithm)
         self.needs_scores = scores_needed(algorithm)
 
@@ -75,28 +66,21 @@ class SampleAssembler:
         pairs = [(group, one) for group in kept for one in group.trajectories]
         scores = [SampleScores() for _ in pairs]
         if self.needs_scores and score is not None:
-            zeros = [np.zeros(len(one.loss_mask.array())) for _, one in pairs]
-            scores = score(
-                [self._sample(group, one, a, whole=True) for (group, one), a in zip(pairs, zeros, strict=True)]
-            )
+            zeros = (np.zeros(len(one.loss_mask.array())) for _, one in pairs)
+            scores = score([self._sample(*pair, a, whole=True) for pair, a in zip(pairs, zeros, strict=True)])
         kl = [self._kl(one, found, kl_coef) for (_, one), found in zip(pairs, scores, strict=True)]
         shaped = shape(kept, algorithm)
         estimates = self._rows(shaped, scores, kl) if self._over_rows else self._groups(shaped, kl)
         if algorithm.whiten_advantages:
-            white = whiten([found.advantages for found in estimates], [self._is_trained(one) for _, one in pairs])
+            white = base.whiten([found.advantages for found in estimates], [self._is_trained(one) for _, one in pairs])
             estimates = [replace(found, advantages=a) for found, a in zip(estimates, white, strict=True)]
         samples = []
         for (group, one), found, told in zip(pairs, estimates, scores, strict=True):
             (advantages,) = self._clip([_full(one, found.advantages)])
             sample = self._sample(group, one, advantages)
-            samples.append(
-                replace(
-                    sample,
-                    proximal_logprobs=_column(one, told.logprobs),
-                    values=_column(one, told.values),
-                    returns=_column(one, found.returns),
-                )
-            )
+            proximal, values = _column(one, told.logprobs), _column(one, told.values)
+            returns = _column(one, found.returns)
+            samples.append(replace(sample, proximal_logprobs=proximal, values=values, returns=returns))
         return samples
 
     def _rows(
@@ -104,7 +88,7 @@ class SampleAssembler:
     ) -> list[AdvantageEstimate]:
         pairs = [(group, one) for group in groups for one in group.trajectories]
         rows = [
-            BatchRow(group.ticket, token_rewards(one) - cost, _float64(told.values), self._is_trained(one))
+            BatchRow(group.ticket, base.token_rewards(one) - cost, _float64(told.values), self._is_trained(one))
             for (group, one), told, cost in zip(pairs, scores, kl, strict=True)
         ]
         estimates: list[AdvantageEstimate] = self._estimator(rows, self._algorithm)
@@ -115,9 +99,8 @@ class SampleAssembler:
         for group in groups:
             trajectories = [minus_kl(one, next(costs)) for one in group.trajectories]
             found = self._estimator(trajectories, self._algorithm)
-            estimates += [
-                AdvantageEstimate(a[sampled_positions(one)]) for one, a in zip(trajectories, found, strict=True)
-            ]
+            pairs = zip(trajectories, found, strict=True)
+            estimates += [AdvantageEstimate(a[sampled_positions(one)]) for one, a in pairs]
         return estimates
 
     def _kl(self, trajectory: wire.Trajectory, scores: SampleScores, kl_coef: float) -> FloatArray:
@@ -153,10 +136,8 @@ def waits_for_batch(algorithm: AlgorithmSection) -> str:
 
 def scores_needed(algorithm: AlgorithmSection) -> bool:
     """Return whether the models must score the samples before the step; a single update's forward pass suffices."""
-    recompute = (
-        algorithm.correction != "none" and algorithm.prox_logp_method == "recompute" and num_updates(algorithm) > 1
-    )
-    return recompute or kl_in_reward(algorithm) or algorithm.critic.enabled
+    recompute = algorithm.correction != "none" and algorithm.prox_logp_method == "recompute"
+    return (recompute and num_updates(algorithm) > 1) or kl_in_reward(algorithm) or algorithm.critic.enabled
 
 
 def _full(trajectory: wire.Trajectory, values: Any) -> FloatArray:

@@ -38,17 +38,11 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor
 
 @dataclass
 class KlCoefficient:
-    """Weight of the divergence, fixed or adaptive. Ziegler et al. (arXiv 1909.08593), section 2.2.
+    """Weight of the divergence, fixed or adaptive. Ziegler et al. (arXiv 1909.08593), section 2.2."""
 
-    Attributes:
-        value: the current weight.
-        target: target in nats per token, None for a fixed weight.
-        horizon: sequences over which the weight adapts.
-    """
-
-    value: float
-    target: float | None = None
-    horizon: float = 10000.0
+    value: float  # the current weight
+    target: float | None = None  # in nats per token, None for a fixed weight
+    horizon: float = 10000.0  # sequences over which the weight adapts
 
     def update(self, kl: float, num_sequences: int) -> None:
         """Apply a step: ``value *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon``."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from broker.contract import wire
 from learner.algorithm.advantages.base import FloatArray, sampled_positions
@@ -24,20 +24,15 @@ def shape(groups: Sequence[wire.Group], algorithm: AlgorithmSection) -> list[wir
 
     Greedy baselines are shaped like the rest, but do not count in means and standard deviations.
     """
-    penalised = [
-        _replace(group, [_penalise(trajectory, algorithm) for trajectory in group.trajectories]) for group in groups
-    ]
-    if algorithm.reward_normalization.norm_mean_type or algorithm.reward_normalization.norm_std_type:
-        penalised = _normalise(penalised, algorithm.reward_normalization)
-    if algorithm.reward_clip is None:
-        return penalised
-    limit = algorithm.reward_clip
+    shaped = [_replace(group, [_penalise(one, algorithm) for one in group.trajectories]) for group in groups]
+    normalization = algorithm.reward_normalization
+    if normalization.norm_mean_type or normalization.norm_std_type:
+        shaped = _normalise(shaped, normalization)
+    if (limit := algorithm.reward_clip) is None:
+        return shaped
     return [
-        _replace(
-            group,
-            [msgspec.structs.replace(one, reward=min(max(one.reward, -limit), limit)) for one in group.trajectories],
-        )
-        for group in penalised
+        _replace(group, [replace(one, reward=min(max(one.reward, -limit), limit)) for one in group.trajectories])
+        for group in shaped
     ]
 
 
@@ -104,11 +99,8 @@ def minus_kl(trajectory: wire.Trajectory, kl: FloatArray) -> wire.Trajectory:
     """
     at = np.zeros(len(trajectory.loss_mask.array()))
     at[sampled_positions(trajectory)] = kl
-    turns = [
-        msgspec.structs.replace(turn, reward=turn.reward - float(at[turn.start : turn.end].sum()))
-        for turn in trajectory.turns
-    ]
-    return msgspec.structs.replace(trajectory, reward=trajectory.reward - float(kl.sum()), turns=turns)
+    turns = [replace(turn, reward=turn.reward - float(at[turn.start : turn.end].sum())) for turn in trajectory.turns]
+    return replace(trajectory, reward=trajectory.reward - float(kl.sum()), turns=turns)
 
 
 def is_truncated(trajectory: wire.Trajectory) -> bool:
@@ -120,16 +112,12 @@ def _penalise(trajectory: wire.Trajectory, algorithm: AlgorithmSection) -> wire.
     reward, turns = trajectory.reward, trajectory.turns
     if algorithm.format_penalty:
         costs = [0.0 if turn.valid else algorithm.format_penalty for turn in turns]
-        turns = [
-            msgspec.structs.replace(turn, reward=turn.reward - cost) for turn, cost in zip(turns, costs, strict=True)
-        ]
+        turns = [replace(turn, reward=turn.reward - cost) for turn, cost in zip(turns, costs, strict=True)]
         reward -= sum(costs)
     if algorithm.overlong_buffer and algorithm.overlong_length:
-        length = int(trajectory.loss_mask.array().sum())
-        reward += overlong_penalty(
-            length, algorithm.overlong_length, algorithm.overlong_buffer, algorithm.overlong_factor
-        )
-    return msgspec.structs.replace(trajectory, reward=reward, turns=turns)
+        limits = (algorithm.overlong_length, algorithm.overlong_buffer, algorithm.overlong_factor)
+        reward += overlong_penalty(int(trajectory.loss_mask.array().sum()), *limits)
+    return replace(trajectory, reward=reward, turns=turns)
 
 
 def _normalise(groups: Sequence[wire.Group], section: RewardNormalization) -> list[wire.Group]:
@@ -156,9 +144,9 @@ def _key(group: wire.Group, trajectory: wire.Trajectory, grouping: str) -> objec
 
 
 def _scale(trajectory: wire.Trajectory, shift: float, scale: float) -> wire.Trajectory:
-    turns = [msgspec.structs.replace(turn, reward=turn.reward / scale) for turn in trajectory.turns]
-    return msgspec.structs.replace(trajectory, reward=(trajectory.reward - shift) / scale, turns=turns)
+    turns = [replace(turn, reward=turn.reward / scale) for turn in trajectory.turns]
+    return replace(trajectory, reward=(trajectory.reward - shift) / scale, turns=turns)
 
 
 def _replace(group: wire.Group, trajectories: list[wire.Trajectory]) -> wire.Group:
-    return msgspec.structs.replace(group, trajectories=trajectories)
+    return replace(group, trajectories=trajectories)

@@ -11,36 +11,22 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class EstimatorTraits:
-    """What an estimator needs and supports.
+    """What an estimator needs and supports."""
 
-    Attributes:
-        whole_batch: takes the rows of a whole step (a ``BatchEstimator``) instead of one group's trajectories.
-        needs_critic: reads ``BatchRow.values`` and sets ``AdvantageEstimate.returns``.
-        compares_group: compares the episodes of a group, so a group needs at least two.
-        counts_episodes: an episode counts once, however many samples it is cut into (``context: steps``).
-        compares_steps: compares single steps, so episodes need several, each a sample.
-        greedy_baseline: takes the group's greedy episode as the baseline of all others.
-    """
-
-    whole_batch: bool = False
-    needs_critic: bool = False
-    compares_group: bool = False
-    counts_episodes: bool = False
-    compares_steps: bool = False
-    greedy_baseline: bool = False
+    whole_batch: bool = False  # takes the rows of a whole step (a `BatchEstimator`), not one group's trajectories
+    needs_critic: bool = False  # reads `BatchRow.values` and sets `AdvantageEstimate.returns`
+    compares_group: bool = False  # compares the episodes of a group, so a group needs at least two
+    counts_episodes: bool = False  # counts an episode once, however many samples it is cut into (context: steps)
+    compares_steps: bool = False  # compares single steps, so episodes need several, each a sample
+    greedy_baseline: bool = False  # takes the group's greedy episode as the baseline of all others
 
 
 @dataclass(frozen=True)
 class LossTraits:
-    """Which settings take effect with a loss; others are refused.
+    """Which settings take effect with a loss; others are refused."""
 
-    Attributes:
-        dual_clip: ``algorithm.dual_clip`` bounds it.
-        kl: a KL term may be added to it (``algorithm.kl_coef``).
-    """
-
-    dual_clip: bool = False
-    kl: bool = True
+    dual_clip: bool = False  # algorithm.dual_clip bounds it
+    kl: bool = True  # a KL term may be added to it (algorithm.kl_coef)
 
 
 def declares(traits: EstimatorTraits | LossTraits) -> Callable[[F], F]:

@@ -122,11 +122,8 @@ def load_state(checkpoint: Checkpoint, backend: Backend) -> None:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return all checkpoints of a run, oldest first."""
-    named = [
-        (int(match[1]), path)
-        for path in folder.glob("step-*")
-        if (match := _NAME.fullmatch(path.name)) and path.is_dir()
-    ]
+    found = ((_NAME.fullmatch(path.name), path) for path in folder.glob("step-*"))
+    named = [(int(match[1]), path) for match, path in found if match and path.is_dir()]
     return [path for _, path in sorted(named)]
 
 
@@ -151,14 +148,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
         body = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file}: cannot be read: {error}") from None
-    if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise UserError(
-            f"{file}: format {body.get('format') if isinstance(body, dict) else None!r}, this program reads {FORMAT}"
-        )
+    if (found := body.get("format") if isinstance(body, dict) else None) != FORMAT:
+        raise UserError(f"{file}: format {found!r}, this program reads {FORMAT}")
     step, epoch, ledger = body.get("step"), body.get("epoch"), body.get("ledger")
-    if not (
-        isinstance(step, int) and isinstance(epoch, int) and isinstance(ledger, dict) and ledger.get("version") == step
-    ):
+    has_types = isinstance(step, int) and isinstance(epoch, int) and isinstance(ledger, dict)
+    if not has_types or ledger.get("version") != step:
         raise UserError(f"{file}: damaged: step {step!r}, epoch {epoch!r}, and no ledger of that step")
     return Checkpoint(path, step, epoch, ledger)
 

@@ -14,17 +14,13 @@ class CheckpointSchedule:
         every_s: 0 never.
         now: seconds of any monotonic clock.
         ahead: how many may become due while writing fails before training waits.
-
-    Attributes:
-        due: whether one should be taken.
-        missed: how many became due since writing began to fail.
     """
 
     def __init__(self, every_steps: int, every_s: float, now: float, ahead: int) -> None:
         self._every_steps, self._every_s, self._ahead = every_steps, every_s, ahead
         self._taken_at = self._due_at = now
-        self.due = False
-        self.missed = 0
+        self.due = False  # whether one should be taken
+        self.missed = 0  # how many became due since writing began to fail
 
     def completed(self, step: int, now: float, *, failing: bool) -> None:
         """Count a completed step; ``failing`` if the previous checkpoint cannot be written."""

@@ -85,11 +85,8 @@ class CheckpointSaver:
         """
         if self._written > self._relieved and len(kept := checkpoint.list_checkpoints(self._folder)) > 1:
             self._relieved = self._written
-            log.warning(
-                "to make room in the broker's store, the log is trimmed behind %s; the run can be resumed from there "
-                "only",
-                kept[-1],
-            )
+            text = "the log is trimmed behind %s to make room in the broker's store; the run resumes only from there"
+            log.warning(text, kept[-1])
             await self._trim(kept[-1])
 
     async def at_boundary(self, ledger: dict[str, Any]) -> None:
@@ -117,9 +114,8 @@ class CheckpointSaver:
             Fenced: if a newer learner holds the run.
         """
         if self._stop.asked.is_set() and not await self._is_ours():
-            log.warning(
-                "no broker confirms that the run is ours: no checkpoint of step %d is written", ledger["version"]
-            )
+            text = "no broker confirms that the run is ours: no checkpoint of step %d is written"
+            log.warning(text, ledger["version"])
             if self._writing is not None:
                 self._writing.cancel()
             return

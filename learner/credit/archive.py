@@ -22,6 +22,8 @@ from broker.contract.streams import SAMPLES
 from broker.jetstream.bus import LogRecord
 from broker.jetstream.delivery import decode
 from learner.credit.ledger_file import digest
+from learner.credit.ledger_segments import write_at
+from rlearner_text.atomic_folders import sync
 
 FOLDER: Final = "samples"
 SUFFIX: Final = ".frames"
@@ -70,19 +72,13 @@ class SampleArchive:
             OSError: if the folder cannot be written.
         """
         if self._file < 0 or self._size >= self._max or self._frames >= MAX_FRAMES:
-            following = os.open(
-                self._folder / f"{record.seq:012d}{SUFFIX}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644
-            )
+            path = self._folder / f"{record.seq:012d}{SUFFIX}"
+            following = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             if self._file >= 0:
                 self._done.append(self._file)
             self._file, self._size, self._frames = following, 0, 0
-        frame = (
-            _HEADER.pack(MAGIC, record.seq, record.ticket, len(record.data), bytes.fromhex(record_digest)) + record.data
-        )
-        start = 0
-        while start < len(frame):
-            start += os.pwrite(self._file, frame[start:], self._size + start)
-        self._size += len(frame)
+        header = _HEADER.pack(MAGIC, record.seq, record.ticket, len(record.data), bytes.fromhex(record_digest))
+        self._size += write_at(self._file, header + record.data, self._size)
         self._frames += 1
 
     def sync(self) -> None:
@@ -94,11 +90,7 @@ class SampleArchive:
         for file in done:
             self._done.remove(file)
             os.close(file)
-        handle = os.open(self._folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        sync(self._folder)
 
     def close(self) -> None:
         for file in [*self._done, self._file]:
@@ -133,10 +125,8 @@ def mark_paused(folder: Path, position: int) -> None:
 def paused_ranges(folder: Path) -> list[tuple[int, int]]:
     """Return (first, last) sequence of each stretch that was not archived; ``last`` is huge if it is still open."""
     begins = [first for first, _ in archive_files(folder)]
-    return [
-        (first, min((begin for begin in begins if begin >= first), default=sys.maxsize) - 1)
-        for first in sorted(_pauses(folder))
-    ]
+    ends = {first: min((begin for begin in begins if begin >= first), default=sys.maxsize) for first in _pauses(folder)}
+    return sorted((first, end - 1) for first, end in ends.items())
 
 
 def _pauses(folder: Path) -> dict[int, Path]:

@@ -23,20 +23,13 @@ GROUP_BYTES: Final = 1024
 
 @dataclass(frozen=True)
 class LargestGroup:
-    """The largest group of one domain: every episode takes all its turns, and every sample its whole context.
-
-    Attributes:
-        episodes: redundant ones and the greedy baseline included.
-        samples: of one episode: one conversation, or one for each turn.
-        tokens: of one sample.
-        turns: of one sample.
-    """
+    """The largest group of one domain: every episode takes all its turns, and every sample its whole context."""
 
     domain: str
-    episodes: int
-    samples: int
-    tokens: int
-    turns: int
+    episodes: int  # redundant ones and the greedy baseline included
+    samples: int  # of one episode: one conversation, or one for each turn
+    tokens: int  # of one sample
+    turns: int  # of one sample
 
     @property
     def num_tokens(self) -> int:
@@ -67,44 +60,32 @@ def check_groups(config: dict[str, Any]) -> None:
     for group in _groups(config):
         if group.size_bytes > MAX_GROUP_BYTES:
             key = f"domains.{group.domain}.max_context_tokens"
-            room = (
-                (MAX_GROUP_BYTES - GROUP_BYTES) // (group.episodes * group.samples)
-                - group.turns * TURN_BYTES
-                - SAMPLE_BYTES
-            )
-            most = f"at most {max(room // (TOKEN_BYTES + TEXT_BYTES), 0):,}"
-            raise ConfigError(
-                key,
-                group.tokens,
-                f"{most} for {_shape(group)}: such a group takes {_size(group.size_bytes)}, the limit is 1 GiB",
-            )
+            sample_bytes = (MAX_GROUP_BYTES - GROUP_BYTES) // (group.episodes * group.samples)
+            room = sample_bytes - group.turns * TURN_BYTES - SAMPLE_BYTES
+            most = f"at most {max(room // (TOKEN_BYTES + TEXT_BYTES), 0):,} for {_shape(group)}"
+            allowed = f"{most}: such a group takes {_size(group.size_bytes)}, the limit is 1 GiB"
+            raise ConfigError(key, group.tokens, allowed)
 
 
 def capacity_notes(config: dict[str, Any]) -> list[str]:
     """Return lines for the operator on what the largest groups of a checked configuration cost."""
     groups, train, domains = _groups(config), config["train"], config["domains"]
     weights = sum(domain["weight"] for domain in domains.values())
-    step = math.ceil(
-        sum(group.size_bytes * domains[group.domain]["weight"] for group in groups) / weights * train["groups_per_step"]
-    )
+    mean = sum(group.size_bytes * domains[group.domain]["weight"] for group in groups) / weights
+    step = math.ceil(mean * train["groups_per_step"])
     alive = min(1 + train["max_staleness"], train["steps"])
     store_gib = config["broker"]["store_max_gib"] or PRIVATE_STORE_GIB
     memory = psutil.virtual_memory().total
     lines = [
-        f"domains.{group.domain}: a group takes at most {_size(group.size_bytes)}: {_shape(group)} of {group.tokens:,} "
-        f"tokens"
-        for group in groups
+        f"domains.{one.domain}: a group takes at most {_size(one.size_bytes)}: {_shape(one)} of {one.tokens:,} tokens"
+        for one in groups
     ]
-    lines.append(
-        f"a step takes at most {_size(step)}, the open tickets {_size(alive * step)} ({alive} x "
-        f"train.groups_per_step), "
-        "in the broker's store and in the learner's memory"
-    )
+    tickets = f"the open tickets {_size(alive * step)} ({alive} x train.groups_per_step)"
+    where = "in the broker's store and in the learner's memory"
+    lines.append(f"a step takes at most {_size(step)}, {tickets}, {where}")
     if alive * step > store_gib * (1 << 30):
-        lines.append(
-            f"that is more than broker.store_max_gib, which is {store_gib:g}: "
-            "with such groups tickets wait for room; raise it, or lower train.groups_per_step or train.max_staleness"
-        )
+        advice = "tickets wait for room; raise it, or lower train.groups_per_step or train.max_staleness"
+        lines.append(f"that is more than broker.store_max_gib, which is {store_gib:g}: with such groups {advice}")
     if alive * step > memory:
         lines.append(f"that is more than the memory of this machine, {_size(memory)}: such groups need a larger one")
     return lines

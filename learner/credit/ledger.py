@@ -213,9 +213,7 @@ class Ledger:
         self.state = rules if isinstance(rules, LedgerState) else LedgerState(rules)
         taken = {entry.number for entry in self.state.taken}
         self._arrived = {entry.number for entry in self.arrived}
-        self._unplaced = Counter(
-            ticket.min_version for number, ticket in self.state.live.items() if number not in taken
-        )
+        self._unplaced = Counter(t.min_version for number, t in self.state.live.items() if number not in taken)
 
     def dump(self) -> dict[str, Any]:
         """Return the state as JSON-able values."""
@@ -287,16 +285,8 @@ class Ledger:
     def counts(self) -> dict[str, int]:
         """Return the terms of the conservation equation, and the numbers of refused records."""
         s = self.state
-        return {
-            "issued": s.issued,
-            "trained": s.trained,
-            "filtered": s.filtered + s.unselected,
-            "dropped": s.dropped,
-            "dead": s.dead,
-            "open": self.open,
-            "duplicate": s.duplicate,
-            "unknown": s.unknown,
-        }
+        ended = {"trained": s.trained, "filtered": s.filtered + s.unselected, "dropped": s.dropped, "dead": s.dead}
+        return {"issued": s.issued} | ended | {"open": self.open, "duplicate": s.duplicate, "unknown": s.unknown}
 
     # --------------------------------------------------------------------------------------------------- events
 
@@ -361,25 +351,22 @@ class Ledger:
         Raises:
             ValueError: if the step is not full.
         """
+        s = self.state
         if not self.full:
-            raise ValueError(
-                f"step {self.state.version} has {len(self.state.taken)} of {self.rules.groups_per_step} groups"
-            )
-        for entry in self.state.taken:
-            del self.state.live[entry.number]
+            raise ValueError(f"step {s.version} has {len(s.taken)} of {self.rules.groups_per_step} groups")
+        for entry in s.taken:
+            del s.live[entry.number]
             self._arrived.discard(entry.number)
-        trained = num_kept(len(self.state.taken), self.rules.keep_fraction)
-        self.state.trained += trained
-        self.state.unselected += len(self.state.taken) - trained
-        self.state.taken = []
-        self.state.filtered_in_step = 0
-        self.state.version += 1
+        trained = num_kept(len(s.taken), self.rules.keep_fraction)
+        s.trained += trained
+        s.unselected += len(s.taken) - trained
+        s.taken, s.filtered_in_step = [], 0
+        s.version += 1
         return self.open_credit() + self._fill()
 
     # ------------------------------------------------------------------------------------------------- inside
 
     def _change(self, changed: RulesUpdate) -> list[Action]:
-        """Apply a change of the rules."""
         s, before = self.state, self.rules
         s.rules_epoch = max(s.rules_epoch, changed.epoch)
         if changed.rules == before:
@@ -440,11 +427,10 @@ class Ledger:
         return IssueTicket(ticket)
 
     def _skip(self, last: int) -> SkipTickets:
-        skipped = SkipTickets(self.state.issued + 1, last)
-        num = last - self.state.issued
-        self.state.issued, self.state.dead = last, self.state.dead + num
-        self.state.reasons[LOST] = self.state.reasons.get(LOST, 0) + num
-        return skipped
+        s, first = self.state, self.state.issued + 1
+        s.issued, s.dead = last, s.dead + last - first + 1
+        s.reasons[LOST] = s.reasons.get(LOST, 0) + last - first + 1
+        return SkipTickets(first, last)
 
     def _end(self, number: int, outcome: Outcome) -> list[Action]:
         """End a ticket that is not in the current step untrained, and issue its replacement."""
@@ -474,11 +460,9 @@ class Ledger:
         """Take all groups from the queue that have room, in log order."""
         actions: list[Action] = []
         while not self.full and not self.done:
-            horizon = self._horizon()
-            chosen = next(
-                (q for q in self.state.queue if self._is_late(q.oldest_version) or self._due(q.number) <= horizon), None
-            )
-            if chosen is None:
+            horizon, queue = self._horizon(), self.state.queue
+            ready = (q for q in queue if self._is_late(q.oldest_version) or self._due(q.number) <= horizon)
+            if (chosen := next(ready, None)) is None:
                 break
             if self._is_late(chosen.oldest_version):  # its tokens were older than its ticket allowed
                 actions += self._end(chosen.number, "dropped")

@@ -8,10 +8,12 @@ which begins with a ``summary`` of the lines before it.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from hashlib import blake2b
 from typing import Any, Final, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from learner.credit.ledger import (
     LOST,
@@ -26,21 +28,8 @@ from learner.credit.ledger import (
 )
 from learner.credit.ticket_rules import TicketRules
 
-State = Literal[
-    "issued",
-    "arrived",
-    "trained",
-    "filtered",
-    "dropped",
-    "dead",
-    "duplicate",
-    "unknown",
-    "boundary",
-    "unrecorded",
-    "lost",
-    "rules",
-    "summary",
-]
+End = Literal["trained", "filtered", "dropped", "dead"]
+State = Literal[End, "issued", "arrived", "duplicate", "unknown", "boundary", "unrecorded", "lost", "rules", "summary"]
 FINAL: Final = ("trained", "filtered", "dropped", "dead")
 
 
@@ -85,13 +74,10 @@ class LedgerLineBuilder:
 
     Args:
         lines: those already in the newest file, from its first one on.
-
-    Attributes:
-        end: the newest boundary, without rules.
     """
 
     def __init__(self, lines: Iterable[LedgerLine] = ()) -> None:
-        self.end = LedgerLine(state="boundary")
+        self.end = LedgerLine(state="boundary")  # the newest one, without rules
         self._held: dict[int, LedgerLine] = {}  # by ticket: arrived, and not ended yet
         self._reasons: dict[str, int] = {}
         for line in lines:
@@ -117,36 +103,24 @@ class LedgerLineBuilder:
             rules: the rules that the record set, None for any other record.
         """
         oldest, newest = bounds or (-1, -1)
+        new = partial(LedgerLine, seq=seq, digest=data_digest)
         lines = [] if rules is None else [LedgerLine(state="rules", seq=seq, digest=data_digest, rules=rules.plain())]
         for action in actions:
             if isinstance(action, HoldGroup):
-                line = LedgerLine(
-                    state="arrived", ticket=action.number, seq=seq, oldest=oldest, newest=newest, digest=data_digest
-                )
-                lines.append(self._note(line))
+                lines.append(self._note(new(state="arrived", ticket=action.number, oldest=oldest, newest=newest)))
             elif isinstance(action, RefuseRecord):
-                lines.append(
-                    self._note(LedgerLine(state=action.why, ticket=action.number, seq=seq, digest=data_digest))
-                )
+                lines.append(self._note(new(state=action.why, ticket=action.number)))
             elif isinstance(action, IssueTicket):
                 lines.append(self._note(_issued(action)))
             elif isinstance(action, SkipTickets):
                 lines += [self._note(line) for line in _skipped(action, seq, data_digest)]
             elif isinstance(action, ForgetTicket) and action.reason:  # by the rules, not by its record
-                lines.append(
-                    self._ended(action, LedgerLine(state=action.outcome, ticket=action.number, reason=action.reason))
-                )
+                line = LedgerLine(state=action.outcome, ticket=action.number, reason=action.reason)
+                lines.append(self._ended(action, line))
             elif isinstance(action, ForgetTicket):
-                new = LedgerLine(
-                    state=action.outcome,
-                    ticket=action.number,
-                    seq=seq,
-                    oldest=oldest,
-                    newest=newest,
-                    digest=data_digest,
-                    reason=reason or ("zero_variance" if action.outcome == "filtered" else "late"),
-                )
-                lines.append(self._ended(action, new))
+                why = reason or ("zero_variance" if action.outcome == "filtered" else "late")
+                line = new(state=action.outcome, ticket=action.number, oldest=oldest, newest=newest, reason=why)
+                lines.append(self._ended(action, line))
         return lines
 
     def step(
@@ -163,13 +137,11 @@ class LedgerLineBuilder:
         step = ledger.state.version
         lines = []
         for entry in taken:
-            held = self._held.get(entry.number) or LedgerLine(
-                state="arrived", ticket=entry.number, seq=entry.seq, oldest=entry.oldest_version
-            )
-            change = (
-                {"state": "trained"} if entry.number in trained else {"state": "filtered", "reason": "not_selected"}
-            )
-            lines.append(self._note(msgspec.structs.replace(held, step=step, **change)))
+            unnoted = LedgerLine(state="arrived", ticket=entry.number, seq=entry.seq, oldest=entry.oldest_version)
+            line = replace(self._held.get(entry.number, unnoted), step=step, state="trained")
+            if entry.number not in trained:
+                line = replace(line, state="filtered", reason="not_selected")
+            lines.append(self._note(line))
         for action in actions:
             if isinstance(action, IssueTicket):
                 lines.append(self._note(_issued(action)))
@@ -180,10 +152,8 @@ class LedgerLineBuilder:
     def lost(self, gone: Sequence[LedgerEntry]) -> list[LedgerLine]:
         """Return the lines of arrived groups that the broker has lost."""
         held = [line for entry in gone if (line := self._held.get(entry.number)) is not None]
-        return [
-            self._note(LedgerLine(state="lost", ticket=line.ticket, seq=line.seq, digest=line.digest, reason=LOST))
-            for line in held
-        ]
+        new = [LedgerLine(state="lost", ticket=one.ticket, seq=one.seq, digest=one.digest, reason=LOST) for one in held]
+        return [self._note(line) for line in new]
 
     def begin(self, actions: Sequence[Action], ledger: Ledger) -> list[LedgerLine]:
         """Return the lines of opening the credit at a start; none if the newest boundary is the same."""
@@ -193,18 +163,15 @@ class LedgerLineBuilder:
 
     def summary(self, rules: TicketRules) -> LedgerLine:
         """Return the first line of a file that begins at the newest boundary, with these rules in force."""
-        return msgspec.structs.replace(
+        return replace(
             self.end, state="summary", rules=rules.plain(), held=tuple(self._held.values()), reasons=dict(self._reasons)
         )
 
     def _ended(self, action: ForgetTicket, line: LedgerLine) -> LedgerLine:
         """Return the line of an ended ticket, from the record of its group if one had arrived."""
-        held = self._held.get(action.number)
-        return self._note(
-            line
-            if held is None
-            else msgspec.structs.replace(held, state=action.outcome, reason=action.reason or "late")
-        )
+        if (held := self._held.get(action.number)) is not None:
+            line = replace(held, state=action.outcome, reason=action.reason or "late")
+        return self._note(line)
 
     def _note(self, line: LedgerLine) -> LedgerLine:
         """Update the state from a new or read line, and return it."""
@@ -217,7 +184,7 @@ class LedgerLineBuilder:
         elif line.state == "boundary":
             self.end = line
         elif line.state == "summary":
-            self.end = msgspec.structs.replace(line, state="boundary", rules={}, held=(), reasons=None)
+            self.end = replace(line, state="boundary", rules={}, held=(), reasons=None)
             self._held = {held.ticket: held for held in line.held}
             self._reasons = dict(line.reasons or {})
         return line
@@ -236,7 +203,7 @@ def _skipped(action: SkipTickets, seq: int, data_digest: str) -> list[LedgerLine
     for number in range(action.first, action.last + 1):
         dead = LedgerLine(state="dead", ticket=number, reason=LOST)
         if number == action.last:
-            dead = msgspec.structs.replace(dead, seq=seq, digest=data_digest)
+            dead = replace(dead, seq=seq, digest=data_digest)
         lines += [LedgerLine(state="issued", ticket=number), dead]
     return lines
 
@@ -256,12 +223,8 @@ def boundary(ledger: Ledger) -> LedgerLine:
 
 def is_boundary_of(line: LedgerLine, ledger: Ledger) -> bool:
     """Return whether the line is the boundary at which the ledger stands, or the summary of it."""
-    s = ledger.state
-    return line.state in ("boundary", "summary") and (line.step, line.seq, line.counts.get("issued")) == (
-        s.version,
-        s.position,
-        s.issued,
-    )
+    s, found = ledger.state, (line.step, line.seq, line.counts.get("issued"))
+    return line.state in ("boundary", "summary") and found == (s.version, s.position, s.issued)
 
 
 def final_counts(lines: Iterable[LedgerLine]) -> tuple[dict[str, int], dict[str, int]]:

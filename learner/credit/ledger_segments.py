@@ -19,6 +19,7 @@ from broker.errors import UserError
 from learner.credit import ledger_file
 from learner.credit.ledger import Ledger
 from learner.credit.ledger_file import LedgerLine, LedgerLineBuilder
+from rlearner_text.atomic_folders import sync
 
 log = logging.getLogger(__name__)
 
@@ -28,19 +29,14 @@ MAX_BYTES: Final = 4 * 2**20  # a file ends at the first boundary after this siz
 
 
 def segment_files(folder: Path) -> list[tuple[int, Path]]:
-    """Return (completed steps where it begins, file), oldest first.
-
-    Args:
-        folder: ``runs/<name>/ledger``.
+    """Return (completed steps where it begins, file) in ``runs/<name>/ledger``, oldest first.
 
     Raises:
         UserError: if an earlier version of rlearner wrote the run.
     """
     if (old := folder.with_suffix(SUFFIX)).exists():
-        raise UserError(
-            f"{old}: written by an earlier version of rlearner; read or resume the run with that version, or choose a "
-            f"new run.name"
-        )
+        advice = "read or resume the run with that version, or choose a new run.name"
+        raise UserError(f"{old}: written by an earlier version of rlearner; {advice}")
     named = [(path.stem.removeprefix("step-"), path) for path in folder.glob(f"step-*{SUFFIX}")]
     return sorted((int(number), path) for number, path in named if number.isdecimal())
 
@@ -50,14 +46,11 @@ class LedgerLines:
 
     Args:
         folder: ``runs/<name>/ledger``.
-
-    Attributes:
-        problem: why the last iteration ended early, empty if it did not.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.problem = ""
+        self.problem = ""  # why the last iteration ended early, empty if it did not
 
     def __iter__(self) -> Iterator[LedgerLine]:
         files = segment_files(self._folder)
@@ -170,10 +163,7 @@ class LedgerFile:
         Raises:
             OSError: if the file cannot be written.
         """
-        start = 0
-        while start < len(data):
-            start += os.pwrite(self._file, data[start:], self._size + start)
-        self._size += len(data)
+        self._size += write_at(self._file, data, self._size)
 
     def leave(self, first: int, summary: LedgerLine) -> None:
         """Continue in a new file; after an error, call again to repeat it.
@@ -203,15 +193,13 @@ class LedgerFile:
         temporary = self._folder / f".{name}-{token_hex(4)}"
         file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
-            start = 0
-            while start < len(data):
-                start += os.pwrite(file, data[start:], start)
+            write_at(file, data, 0)
             os.fsync(file)
             if self._file >= 0 and not self.has_name:
                 os.unlink(temporary)
             else:
                 os.replace(temporary, self._folder / name)
-                _sync_folder(self._folder)
+                sync(self._folder)
         except BaseException:
             os.close(file)
             temporary.unlink(missing_ok=True)
@@ -221,9 +209,9 @@ class LedgerFile:
         self.first, self._file, self._size = first, file, len(data)
 
 
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def write_at(file: int, data: bytes, position: int) -> int:
+    """Write all bytes from ``position`` of an open file on; return their number."""
+    start = 0
+    while start < len(data):
+        start += os.pwrite(file, data[start:], position + start)
+    return len(data)

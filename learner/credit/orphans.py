@@ -7,17 +7,14 @@ So a ticket that has left its queue has a message in the reward queues or a reco
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
-from broker.contract import wire
 from broker.contract.streams import EPISODES, SAMPLES, TICKETS
 from broker.jetstream.bus import Bus
 from learner.credit.ledger import Ledger
-
-log = logging.getLogger(__name__)
+from learner.credit.tickets import close_ticket
 
 LOOK_EVERY_S: Final = 5.0
 GRACE_S: Final = 15.0
@@ -62,11 +59,8 @@ class OrphanDetector:
             position: of the ledger in the log.
         """
         self._gone = {number: self._gone.get(number) or _Gone(now, self._pools + 1, 0) for number in gone}
-        return [
-            number
-            for number, one in sorted(self._gone.items())
-            if self._turns_out(one, now, scoring, log_end, position)
-        ]
+        found = sorted(self._gone.items())
+        return [number for number, one in found if self._turns_out(one, now, scoring, log_end, position)]
 
     def _turns_out(self, one: _Gone, now: float, scoring: tuple[int, int], log_end: int, position: int) -> bool:
         first, last = scoring
@@ -97,12 +91,4 @@ class OrphanReaper:
             scoring, (_, log_end) = await self._bus.bounds(EPISODES), await self._bus.bounds(SAMPLES)
             now = asyncio.get_running_loop().time()
             for number in self._orphans.look(now, gone, scoring, log_end, self._ledger.state.position):
-                await self._close(number)
-
-    async def _close(self, number: int) -> None:
-        if number not in self._ledger.waiting_for:
-            return  # its record was read while another ticket was being closed
-        domain = self._ledger.ticket(number).domain
-        log.warning("ticket %d (%s) closed: %s", number, domain, DETAIL)
-        closed = wire.Closed(ticket=number, domain=domain, reason="timeout", detail=DETAIL, by=self._bus.name)
-        await self._bus.publish(SAMPLES, closed, ticket=number, message_id=f"orphan.{self._bus.run}.{number}")
+                await close_ticket(self._bus, self._ledger, number, "orphan", DETAIL)

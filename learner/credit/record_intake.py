@@ -16,17 +16,11 @@ from learner.credit.ticket_rules import TicketRules
 
 @dataclass(frozen=True)
 class RecordIntake:
-    """A validated record of the log.
+    """A validated record of the log."""
 
-    Attributes:
-        record: for the ledger.
-        group: the group, if the record holds a usable one.
-        problem: why the record cannot be used, empty if it can; its bytes become a dead letter.
-    """
-
-    record: Record
-    group: wire.Group | None = None
-    problem: str = ""
+    record: Record  # for the ledger
+    group: wire.Group | None = None  # if the record holds a usable one
+    problem: str = ""  # why the record cannot be used, empty if it can; its bytes become a dead letter
 
 
 def read_record(entry: LogRecord, ledger: Ledger, vocab_size: int) -> RecordIntake:
@@ -47,8 +41,7 @@ def read_record(entry: LogRecord, ledger: Ledger, vocab_size: int) -> RecordInta
         return rules_change(message)
     if not isinstance(message, wire.Group):
         return RecordIntake(TicketEnd(entry.ticket, "malformed"), problem=entry.error)
-    problem = _problem(message, ledger, vocab_size)
-    if problem:
+    if problem := _problem(message, ledger, vocab_size):
         return RecordIntake(TicketEnd(message.ticket, "malformed"), problem=problem)
     oldest, _ = version_bounds([message]) or (ledger.state.version, 0)
     wanted = passes_filter(ledger.rules.group_filter, message)
@@ -71,16 +64,12 @@ def _problem(group: wire.Group, ledger: Ledger, vocab_size: int) -> str:
         return f"the group belongs to an evaluation (step {group.eval_step}, policy {group.policy})"
     ticket = ledger.state.live.get(group.ticket)
     if ticket is not None and (group.domain, group.task_index) != (ticket.domain, ticket.task_index):
-        return (
-            f"ticket {group.ticket} asked for {ticket.domain} task {ticket.task_index}, not {group.domain} task "
-            f"{group.task_index}"
-        )
+        asked = f"ticket {group.ticket} asked for {ticket.domain} task {ticket.task_index}"
+        return f"{asked}, not {group.domain} task {group.task_index}"
     num_episodes = len({trajectory.episode for trajectory in group.trajectories})
     if ticket is not None and num_episodes < ticket.min_group_size:
-        return (
-            f"{num_episodes} of the {ticket.group_size} episodes of ticket {group.ticket}, which needs at least "
-            f"{ticket.min_group_size}"
-        )
+        found = f"{num_episodes} of the {ticket.group_size} episodes of ticket {group.ticket}"
+        return f"{found}, which needs at least {ticket.min_group_size}"
     for trajectory in group.trajectories:
         largest = int(trajectory.token_ids.array().max(initial=0))
         if largest >= vocab_size:

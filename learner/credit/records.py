@@ -48,12 +48,11 @@ class LedgerRecorder:
         self._file, lines = ledger_segments.resume_file(folder / ledger_segments.FOLDER, ledger, max_ledger_bytes)
         self._scribe = LedgerLineBuilder(lines)
         self._archive: SampleArchive | None = None
+        place, position = folder / archive.FOLDER, ledger.state.position
         if samples.keep:
-            self._archive = SampleArchive(
-                folder / archive.FOLDER, ledger.state.position, int(samples.max_file_mib * 2**20)
-            )
+            self._archive = SampleArchive(place, position, int(samples.max_file_mib * 2**20))
         else:
-            archive.mark_paused(folder / archive.FOLDER, ledger.state.position)
+            archive.mark_paused(place, position)
 
     async def began(self, actions: Sequence[Action], lost: Sequence[LedgerEntry] = ()) -> None:
         """Write the lines of opening the credit; ``lost`` are arrived groups that the log has lost."""
@@ -70,9 +69,8 @@ class LedgerRecorder:
         group = read.group or (entry.message if isinstance(entry.message, wire.Group) else None)
         bounds = version_bounds([group]) if group is not None else None
         rules = read.record.rules if isinstance(read.record, RulesUpdate) else None
-        await self._write(
-            self._scribe.record(actions, seq=entry.seq, data_digest=found, reason=reason, bounds=bounds, rules=rules)
-        )
+        rows = self._scribe.record(actions, seq=entry.seq, data_digest=found, reason=reason, bounds=bounds, rules=rules)
+        await self._write(rows)
 
     async def completed(
         self, taken: Sequence[LedgerEntry], trained: Collection[int], actions: Sequence[Action]
@@ -92,8 +90,7 @@ class LedgerRecorder:
 
     async def _write(self, lines: Sequence[LedgerLine]) -> None:
         if lines:
-            data = ledger_file.encode(lines)
-            await self._patience(partial(self._append, data))
+            await self._patience(partial(self._append, ledger_file.encode(lines)))
 
     async def _leave_full_file(self) -> None:
         """Begin a new file at a boundary, by its lines alone, so that every incarnation writes the same files."""

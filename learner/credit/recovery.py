@@ -42,17 +42,11 @@ FILL_AT_ONCE: Final = 512
 
 @dataclass(frozen=True)
 class RecoveryResult:
-    """What the learner resumes with.
+    """What the learner resumes with."""
 
-    Attributes:
-        groups: by ticket, those that had arrived and were not trained.
-        lost: entries of the ledger whose groups are gone.
-        unissued: tickets of the ledger that the broker never had; to publish before any new ones.
-    """
-
-    groups: dict[int, wire.Group] = field(default_factory=dict)
-    lost: Sequence[LedgerEntry] = ()
-    unissued: Sequence[wire.Ticket] = ()
+    groups: dict[int, wire.Group] = field(default_factory=dict)  # by ticket: those that had arrived, not yet trained
+    lost: Sequence[LedgerEntry] = ()  # those whose groups are gone
+    unissued: Sequence[wire.Ticket] = ()  # those that the broker never had; to publish before any new ones
 
 
 @dataclass(frozen=True)
@@ -91,12 +85,9 @@ class Recovery:
         first, last = await self._bus.bounds(SAMPLES, known=max(position, self._known.consumed))
         tickets = await self._bus.last_seq(TICKETS)
         if last >= position and first > position + 1:
-            raise LostState(
-                f"the broker's samples begin at record {first}, but record {position + 1} is still to be read: the run "
-                f"has made "
-                f"checkpoints that are no longer in {self._folder / 'checkpoints'}; put them back, or choose another "
-                f"run.name"
-            )
+            gap = f"the broker's samples begin at record {first}, but record {position + 1} is still to be read"
+            lost = f"the run has made checkpoints that are no longer in {self._folder / 'checkpoints'}"
+            raise LostState(f"{gap}: {lost}; put them back, or choose another run.name")
         await self._find_groups(first, last if last >= position else 0)
         problems = []
         unissued = range(tickets + 1, self._ledger.state.issued + 1)
@@ -118,11 +109,9 @@ class Recovery:
         """Return how to continue after a loss: with the broker of the last training, if that is another one."""
         if not (other := previous_broker(self._folder, self._bus.link.url)):
             return REBASE
-        return (
-            f"the run was last trained with the broker at {other}: `rlearner start {self._folder} --broker {other}` "
-            f"continues there; "
-            "if that has lost its store, --rebase continues with the open tickets counted dead"
-        )
+        command = f"`rlearner start {self._folder} --broker {other}` continues there"
+        lost = "if that has lost its store, --rebase continues with the open tickets counted dead"
+        return f"the run was last trained with the broker at {other}: {command}; {lost}"
 
     async def recover(self) -> RecoveryResult:
         """Resume, with a rebase if ``look`` has found a loss; only for the holder of the run."""
@@ -175,12 +164,8 @@ class Recovery:
             await self._close(number, "open when the broker lost its store")
         await self._fill(TICKETS, highest)
         await self._bus.trim(TICKETS, highest + 1)
-        log.warning(
-            "the broker's %s; rebased: %d open tickets counted dead, the next one is %d",
-            self._lost,
-            len(open_ones),
-            highest + 1,
-        )
+        text = "the broker's %s; rebased: %d open tickets counted dead, the next one is %d"
+        log.warning(text, self._lost, len(open_ones), highest + 1)
 
     async def _fill(self, stream: Stream, last: int) -> None:
         """Advance a stream that ends before ``last`` to it, and empty it.
@@ -190,9 +175,8 @@ class Recovery:
         """
         while (short := last - await self._bus.last_seq(stream)) > 0:
             filler = self._closed(max(self._ledger.state.issued, 1), "fills a place")
-            await asyncio.gather(
-                *(self._bus.publish(stream, filler, key=NO_DOMAIN) for _ in range(min(short, FILL_AT_ONCE)))
-            )
+            num = min(short, FILL_AT_ONCE)
+            await asyncio.gather(*(self._bus.publish(stream, filler, key=NO_DOMAIN) for _ in range(num)))
             await self._bus.trim(stream, min(last, await self._bus.last_seq(stream)) + 1)
 
     async def _read_ahead(self) -> Ledger:
@@ -223,13 +207,8 @@ class Recovery:
 
     def _closed(self, number: int, detail: str) -> wire.Closed:
         ticket = self._ledger.state.live.get(number)
-        return wire.Closed(
-            ticket=number,
-            domain=ticket.domain if ticket else NO_DOMAIN,
-            reason="lost",
-            detail=detail,
-            by=self._bus.name,
-        )
+        domain = ticket.domain if ticket else NO_DOMAIN
+        return wire.Closed(ticket=number, domain=domain, reason="lost", detail=detail, by=self._bus.name)
 
 
 def known_progress(folder: Path, ledger: Ledger) -> KnownProgress:

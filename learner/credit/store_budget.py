@@ -18,21 +18,13 @@ FIRST_GUESS_BYTES: Final = 1 << 20  # of a group, before the first one
 
 @dataclass(frozen=True)
 class StoreUsage:
-    """Usage of the broker's store, in bytes of one replica.
+    """Usage of the broker's store, in bytes of one replica."""
 
-    Attributes:
-        used: by all streams.
-        run: by this run's tickets, episodes and samples.
-        groups: messages among these that are or were groups.
-        limit: of the account, None if it has none.
-        stores: whether the broker accepted a small message.
-    """
-
-    used: int
-    run: int
-    groups: int
-    limit: int | None
-    stores: bool = True
+    used: int  # by all streams
+    run: int  # by this run's tickets, episodes and samples
+    groups: int  # messages among these that are or were groups
+    limit: int | None  # of the account, None if it has none
+    stores: bool = True  # whether the broker accepted a small message
 
 
 class StoreBudget:

@@ -99,22 +99,17 @@ class StoreGate:
         reserved, *ours = await asyncio.gather(*(self._bus.info(stream) for stream in (RESERVE, *GROWING)))
         account = await ask(self._bus.link, "INFO")  # after the streams: messages stored in between count as others'
         used, limit = replica_usage(account, int(reserved["config"]["num_replicas"]))
-        usage = StoreUsage(
-            used,
-            sum(int(one["state"]["bytes"]) for one in ours),
-            sum(int(one["state"]["messages"]) for stream, one in zip(GROWING, ours, strict=True) if stream in GROUPS),
-            limit,
-            await reserve.has_room(self._bus.link, self._bus.run),
-        )
-        return usage, int(reserved["state"]["bytes"])
+        states = [one["state"] for one in ours]
+        run_bytes = sum(int(state["bytes"]) for state in states)
+        groups = sum(int(state["messages"]) for stream, state in zip(GROWING, states, strict=True) if stream in GROUPS)
+        has_room = await reserve.has_room(self._bus.link, self._bus.run)
+        return StoreUsage(used, run_bytes, groups, limit, has_room), int(reserved["state"]["bytes"])
 
     def _close(self) -> None:
         if not self._closed:
             self._closed = True
-            text = (
-                f"the broker's store is nearly full ({self._figures()}): tickets wait until a checkpoint lets the "
-                f"log be trimmed"
-            )
+            full = f"the broker's store is nearly full ({self._figures()})"
+            text = f"{full}: tickets wait until a checkpoint lets the log be trimmed"
             log.warning("%s", text)
             self._say(text)
 

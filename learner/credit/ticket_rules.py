@@ -69,26 +69,17 @@ class TicketRules:
 
 def rules_of(train: TrainSection, algorithm: AlgorithmSection, domains: dict[str, Any], seed: int) -> TicketRules:
     """Return the rules of a validated configuration."""
-    greedy = num_greedy(algorithm.adv_estimator)
-    rows = tuple(
-        DomainRule(
-            name,
-            d.weight,
-            d.group_size,
-            d.min_group_size or d.group_size,
-            seconds(d.deadline_s),
-            greedy,
-            d.group_size_redundancy,
-        )
-        for name, d in sorted(domains.items())
-    )
+    greedy, rows = num_greedy(algorithm.adv_estimator), []
+    for name, d in sorted(domains.items()):
+        least, deadline_s = d.min_group_size or d.group_size, seconds(d.deadline_s)
+        rows.append(DomainRule(name, d.weight, d.group_size, least, deadline_s, greedy, d.group_size_redundancy))
     return TicketRules(
         steps=train.steps,
         groups_per_step=train.groups_per_step,
         max_staleness=train.max_staleness,
         on_late=train.on_late,
         seed=seed,
-        domains=rows,
+        domains=tuple(rows),
         filter_zero_variance=algorithm.filter_zero_variance,
         group_filter=algorithm.group_filter,
         max_replacements_per_step=algorithm.max_replacements_per_step,

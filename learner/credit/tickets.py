@@ -75,15 +75,12 @@ class TicketIssuer:
             self._last = confirmed if None not in stored else await self._bus.last_seq(self._stream)
             missing = [ticket for ticket in missing if ticket.number > self._last]
             if missing and missing[0].number != self._last + 1:
-                raise LostState(
-                    f"the broker's {self._stream.name} end at number {self._last}, but {missing[0].number - 1} were "
-                    f"issued; {REBASE}"
-                )
+                end = f"the broker's {self._stream.name} end at number {self._last}"
+                raise LostState(f"{end}, but {missing[0].number - 1} were issued; {REBASE}")
 
     async def _store(self, ticket: AnyTicket) -> int | None:
-        return await self._bus.publish(
-            self._stream, ticket, key=ticket.domain, ticket=ticket.number, expected_last_seq=ticket.number - 1
-        )
+        key, number = ticket.domain, ticket.number
+        return await self._bus.publish(self._stream, ticket, key=key, ticket=number, expected_last_seq=number - 1)
 
 
 class TicketAges:
@@ -159,19 +156,19 @@ class TicketReaper:
         while True:
             await asyncio.sleep(self._every_s)
             waiting = {number: self._ledger.ticket(number).domain for number in self._ledger.waiting_for}
-            delivered = {
-                domain: await self._bus.last_delivered(TICKETS, domain) for domain in sorted(set(waiting.values()))
-            }
+            delivered = {name: await self._bus.last_delivered(TICKETS, name) for name in sorted(set(waiting.values()))}
             served = {domain for hub in self._roster.alive("envhub") for domain in hub.serves}
             # A disconnected broker or a stalled event loop must not count as time that a hub had.
             elapsed_s, looked_at = min(loop.time() - looked_at, 2 * self._every_s), loop.time()
             for number in self._ages.passed(elapsed_s, waiting, delivered, served, paused=self._paused()):
-                await self._close(number, waiting[number])
+                detail = f"no record within train.ticket_timeout_s = {self._timeout_s:g} s of its first delivery"
+                await close_ticket(self._bus, self._ledger, number, "timeout", detail)
 
-    async def _close(self, number: int, domain: str) -> None:
-        if number not in self._ledger.waiting_for:
-            return  # its record arrived while another ticket was being closed
-        detail = f"no record within train.ticket_timeout_s = {self._timeout_s:g} s of its first delivery"
+
+async def close_ticket(bus: Bus, ledger: Ledger, number: int, cause: str, detail: str) -> None:
+    """Close a ticket by a record in the log, unless one arrived while another ticket was being closed."""
+    if number in ledger.waiting_for:
+        domain = ledger.ticket(number).domain
         log.warning("ticket %d (%s) closed: %s", number, domain, detail)
-        closed = wire.Closed(ticket=number, domain=domain, reason="timeout", detail=detail, by=self._bus.name)
-        await self._bus.publish(SAMPLES, closed, ticket=number, message_id=f"timeout.{self._bus.run}.{number}")
+        closed = wire.Closed(ticket=number, domain=domain, reason="timeout", detail=detail, by=bus.name)
+        await bus.publish(SAMPLES, closed, ticket=number, message_id=f"{cause}.{bus.run}.{number}")

@@ -22,43 +22,28 @@ from learner.reporting.transcripts import Transcript
 
 @dataclass(frozen=True)
 class TaskResult:
-    """Numeric result of one task.
-
-    Attributes:
-        successes: of each episode.
-        rewards: of each episode.
-        versions: oldest and newest policy version of its sampled tokens, None if nothing was sampled.
-    """
+    """Numeric result of one task."""
 
     domain: str
     task_index: int
-    successes: tuple[bool, ...]
-    rewards: tuple[float, ...]
-    versions: tuple[int, int] | None
+    successes: tuple[bool, ...]  # of each episode
+    rewards: tuple[float, ...]  # of each episode
+    versions: tuple[int, int] | None  # oldest and newest of its sampled tokens, None if nothing was sampled
 
 
 @dataclass(frozen=True)
 class EvaluationRow:
-    """Full result of one task, kept until it is written to a file.
-
-    Attributes:
-        first: the first episode; the last of its trajectories if cut into several.
-        frames: of the first episode, for a replay; empty if the environment has none.
-    """
+    """Full result of one task, kept until it is written to a file."""
 
     domain: str
     task_index: int
     successes: tuple[bool, ...]
     rewards: tuple[float, ...]
-    first: wire.Trajectory
-    frames: list[str]
+    first: wire.Trajectory  # the first episode; the last of its trajectories if cut into several
+    frames: list[str]  # of the first episode, for a replay; empty if the environment has none
 
     def plain(self, transcript: Transcript) -> dict[str, Any]:
-        """Return the row for the file.
-
-        Args:
-            transcript: of the first episode.
-        """
+        """Return the row for the file, with the transcript of the first episode."""
         return {
             "domain": self.domain,
             "task_index": self.task_index,
@@ -73,24 +58,15 @@ class EvaluationRow:
 
 @dataclass
 class Evaluation:
-    """One evaluation of one policy.
+    """One evaluation of one policy."""
 
-    Attributes:
-        step: the optimizer step after which it began.
-        waiting: numbers of the tickets without a result.
-        measured: the finished tasks.
-        rows: one for each finished task, until they are written to a file.
-        closed: reason -> number of tickets that ended without a group.
-        began_s: seconds of any monotonic clock.
-    """
-
-    step: int
+    step: int  # the optimizer step after which it began
     policy: str
-    waiting: set[int]
-    began_s: float
-    measured: list[TaskResult] = field(default_factory=list)
-    rows: list[EvaluationRow] = field(default_factory=list)
-    closed: dict[str, int] = field(default_factory=dict)
+    waiting: set[int]  # numbers of the tickets without a result
+    began_s: float  # of any monotonic clock
+    measured: list[TaskResult] = field(default_factory=list)  # the finished tasks
+    rows: list[EvaluationRow] = field(default_factory=list)  # of the finished tasks, until they are in a file
+    closed: dict[str, int] = field(default_factory=dict)  # reason -> number of tickets that ended without a group
 
     def add(self, group: wire.Group) -> None:
         """Add the group of a finished task."""

@@ -36,9 +36,6 @@ class Evaluator:
         against: policies to evaluate whenever the actor is, on the same tasks.
         show: receives the rows of each evaluation of the actor once they are in their file; blocks, called in a thread.
         every_s: seconds between two checks of the clock.
-
-    Attributes:
-        completed: evaluations that are not in the metrics yet, oldest first.
     """
 
     def __init__(
@@ -55,25 +52,14 @@ class Evaluator:
         show: Callable[[int, list[dict[str, Any]]], None] = lambda step, rows: None,
         every_s: float = TICK_S,
     ) -> None:
-        self._bus, self._evaluations, self._roster, self._folder, self._baseline = (
-            bus,
-            evaluations,
-            roster,
-            folder,
-            baseline,
-        )
-        self._patience, self._transcripts, self._against, self._show, self._every_s = (
-            patience,
-            transcripts,
-            list(against),
-            show,
-            every_s,
-        )
+        self._bus, self._evaluations, self._roster, self._folder = bus, evaluations, roster, folder
+        self._baseline, self._patience, self._transcripts = baseline, patience, transcripts
+        self._against, self._show, self._every_s = list(against), show, every_s
         self._actors: dict[int, Evaluation] = {}  # by step, the last few
         self._unkept = 0  # evaluations whose episodes are not in the folder yet
         self._withdrawn: set[int] = set()  # numbers of expired tickets that may be in the stream
         self._issuer = TicketIssuer(bus, EVALTICKETS)
-        self.completed: list[Evaluation] = []
+        self.completed: list[Evaluation] = []  # those that are not in the metrics yet, oldest first
         self._changed = asyncio.Event()
 
     def services(self) -> list[Coroutine[Any, Any, None]]:
@@ -145,19 +131,15 @@ class Evaluator:
             self._issuer.put(ticket)
 
     async def _read(self) -> None:
-        start = await self._bus.last_seq(EVALS) + 1
-        async for entry in self._bus.read_log(EVALS, start, wanted=self._evaluations.may_come):
+        bus = self._bus
+        async for entry in bus.read_log(EVALS, await bus.last_seq(EVALS) + 1, wanted=self._evaluations.may_come):
             record: Any = entry.message
             if record is None:
-                await self._bus.dead_letter(
-                    EVALS, seq=entry.seq, ticket=entry.ticket, reason=entry.error, data=entry.data
-                )
+                await bus.dead_letter(EVALS, seq=entry.seq, ticket=entry.ticket, reason=entry.error, data=entry.data)
                 if entry.ticket < 1:
                     continue
-                detail = "the record does not decode"
-                record = wire.Closed(
-                    ticket=entry.ticket, domain="unknown", reason="malformed", detail=detail, by=self._bus.name
-                )
+                ticket, detail = entry.ticket, "the record does not decode"
+                record = wire.Closed(ticket=ticket, domain="unknown", reason="malformed", detail=detail, by=bus.name)
             if (finished := self._evaluations.apply(record)) is not None:
                 await self._finish(finished)
 
@@ -168,12 +150,8 @@ class Evaluator:
                 await self._withdraw()
             for evaluation in self._evaluations.expire(asyncio.get_running_loop().time()):
                 self._withdrawn |= evaluation.waiting
-                log.warning(
-                    "evaluation of %s after step %d ended with %d tasks missing",
-                    evaluation.policy,
-                    evaluation.step,
-                    len(evaluation.waiting),
-                )
+                text = "evaluation of %s after step %d ended with %d tasks missing"
+                log.warning(text, evaluation.policy, evaluation.step, len(evaluation.waiting))
                 await self._finish(evaluation)
 
     async def _withdraw(self) -> None:
@@ -185,31 +163,22 @@ class Evaluator:
         self._withdrawn -= set(published)
 
     async def _finish(self, evaluation: Evaluation) -> None:
-        values = evaluation.values()
-        if values:
+        policy, step = evaluation.policy, evaluation.step
+        if values := evaluation.values():
             self.completed.append(evaluation)
-            if evaluation.policy == ACTOR:
-                self._actors[evaluation.step] = evaluation
+            if policy == ACTOR:
+                self._actors[step] = evaluation
                 while len(self._actors) > ACTORS_KEPT:
                     del self._actors[min(self._actors)]
-            log.info(
-                "evaluation of %s after step %d",
-                evaluation.policy,
-                evaluation.step,
-                extra={name: round(value, 4) for name, value in values.items() if name.endswith("success_rate")},
-            )
+            rates = {name: round(value, 4) for name, value in values.items() if name.endswith("success_rate")}
+            log.info("evaluation of %s after step %d", policy, step, extra=rates)
         else:
-            log.warning(
-                "evaluation of %s after step %d has no results: %s",
-                evaluation.policy,
-                evaluation.step,
-                evaluation.closed,
-            )
+            log.warning("evaluation of %s after step %d has no results: %s", policy, step, evaluation.closed)
         self._unkept += 1
         rows = await self._patience.in_thread(self._keep, evaluation)
         evaluation.rows.clear()
-        if evaluation.policy == ACTOR:
-            await asyncio.to_thread(self._show, evaluation.step, rows)
+        if policy == ACTOR:
+            await asyncio.to_thread(self._show, step, rows)
         self._unkept -= 1
         self._changed.set()
         await self._bus.trim_parts(EVALS, keep=self._evaluations.may_come)

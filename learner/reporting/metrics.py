@@ -59,9 +59,8 @@ def _turns(trajectories: Sequence[wire.Trajectory], num_episodes: int) -> dict[s
 
 def _staleness(trajectories: Sequence[wire.Trajectory], version: int) -> dict[str, float]:
     """Return mean and maximum number of versions that the trained tokens lag behind, per token."""
-    runs = np.concatenate([trajectory.version_runs.array().reshape(-1, 2) for trajectory in trajectories]).astype(
-        np.int64
-    )
+    found = [trajectory.version_runs.array().reshape(-1, 2) for trajectory in trajectories]
+    runs = np.concatenate(found).astype(np.int64)
     lags, tokens = version - runs[:, 0], runs[:, 1]
     total = int(tokens.sum())
     if not total:

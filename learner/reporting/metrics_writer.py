@@ -80,12 +80,8 @@ class MetricsWriter:
         await asyncio.to_thread(self._trackers.log, step, shown_elsewhere)
         await asyncio.to_thread(self.showcase.step_completed, step)
         self.newest = line
-        shown = {
-            "reward": "reward/mean",
-            "success": "env/success_rate",
-            "staleness": "staleness/max",
-            "evaluated": "eval/success_rate",
-        }
+        shown = {"reward": "reward/mean", "success": "env/success_rate", "staleness": "staleness/max"}
+        shown["evaluated"] = "eval/success_rate"
         extra = {name: round(line[key], 3) for name, key in shown.items() if key in line}
         log.info("step %d of %d", step, self._ledger.rules.steps, extra=extra)
         begun, over = self._signals.take(line)
@@ -93,20 +89,15 @@ class MetricsWriter:
             log.warning("%s", text)
         for text in over:
             log.info("no longer: %s", text)
-        await publish_metrics(
-            self._bus, wire.Metrics(role="learner", id=self._bus.name, time=line["time"], values=line)
-        )
+        message = wire.Metrics(role="learner", id=self._bus.name, time=line["time"], values=line)
+        await publish_metrics(self._bus, message)
 
     def close(self) -> None:
         self._file.close()
 
     def _idle_ratio(self) -> float:
         """Return the mean over the actor's servers; 1 if none has reported."""
-        known = [
-            server.idle_ratio
-            for server in self._roster.alive("rollout")
-            if server.policy == ACTOR and server.idle_ratio >= 0
-        ]
+        known = [one.idle_ratio for one in self._roster.alive("rollout") if one.policy == ACTOR and one.idle_ratio >= 0]
         return sum(known) / len(known) if known else 1.0
 
     async def _sample(self) -> None:

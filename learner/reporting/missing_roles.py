@@ -16,11 +16,7 @@ log = logging.getLogger(__name__)
 
 PATIENCE_S: Final = 10.0
 LOOK_EVERY_S: Final = 1.0
-COMMANDS: Final = {
-    "envhub": "envhub --run {run}",
-    "rollout": "rollout-server --run {run}",
-    "rewardhub": "rewardhub --run {run}",
-}
+COMMANDS: Final = {"envhub": "envhub", "rollout": "rollout-server", "rewardhub": "rewardhub"}
 NAMES: Final = {"envhub": "envhub", "rollout": "rollout server", "rewardhub": "rewardhub"}
 
 
@@ -58,9 +54,8 @@ class MissingRoles:
                     self._reminders[role] = Reminders()
                 if not self._reminders[role].due(now):
                     continue
-                lines.append(
-                    f"waiting: no {NAMES[role]} has joined; start one with `{COMMANDS[role].format(run=self._run)}`"
-                )
+                command = f"{COMMANDS[role]} --run {self._run}"
+                lines.append(f"waiting: no {NAMES[role]} has joined; start one with `{command}`")
         return lines
 
 

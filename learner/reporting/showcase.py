@@ -56,20 +56,14 @@ class EpisodeShowcase:
         self._trackers.texts(step, texts)
 
     def evaluated(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Show evaluated episodes of each domain; blocks.
-
-        Args:
-            step: the optimizer step after which the evaluation began.
-            rows: as in ``evals/``.
-        """
+        """Show episodes of each domain, evaluated after a step, from rows as in ``evals/``; blocks."""
         of_domain: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
         for row in rows:
             of_domain[row["domain"]].append(row)
+        ordered = sorted(of_domain.items())
         if self._section.texts_every:
-            self._trackers.texts(
-                step, {f"evaluated/{domain}": _texts(own) for domain, own in sorted(of_domain.items())}
-            )
-        for domain, own in sorted(of_domain.items()):
+            self._trackers.texts(step, {f"evaluated/{domain}": _texts(own) for domain, own in ordered})
+        for domain, own in ordered:
             drawable = next((row for row in own if row["frames"]), None)
             if self._section.pictures and drawable is not None and domain not in self._undrawn:
                 self._draw(step, drawable)
@@ -90,12 +84,11 @@ def _texts(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a few episodes of one domain as Markdown, solved and not."""
     solved = [row for row in rows if row["success"][0]][:EACH]
     failed = [row for row in rows if not row["success"][0]][:EACH]
-    return "\n\n".join(
-        Transcript(row["prompt"], row["text"], row["reward"][0], row["success"][0]).markdown(
-            f"task {row['task_index']}"
-        )
-        for row in [*solved, *failed]
-    )
+    texts = []
+    for row in [*solved, *failed]:
+        transcript = Transcript(row["prompt"], row["text"], row["reward"][0], row["success"][0])
+        texts.append(transcript.markdown(f"task {row['task_index']}"))
+    return "\n\n".join(texts)
 
 
 def render(folder: Path, row: Mapping[str, Any], step: int, out: Path) -> None:
@@ -118,17 +111,8 @@ def render(folder: Path, row: Mapping[str, Any], step: int, out: Path) -> None:
         raise UserError(f"its hub wrote frames of an unknown format: {type(error).__name__}: {error}") from None
     place = ["--domain", row["domain"], "--task-index", task, "--seed", seed, "--split", split]
     what = ["--actions", json.dumps(actions), "--title", f"step {step}, task {task}"]
-    command = [
-        sys.executable,
-        "-m",
-        "envhub.cli",
-        "render",
-        str(folder / "config.yaml"),
-        *place,
-        *what,
-        "--out",
-        str(out),
-    ]
+    config = str(folder / "config.yaml")
+    command = [sys.executable, "-m", "envhub.cli", "render", config, *place, *what, "--out", str(out)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=RENDER_TIMEOUT_S)
     except subprocess.TimeoutExpired:

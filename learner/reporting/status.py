@@ -26,20 +26,14 @@ class LearnerStatus:
     Args:
         slots: groups of a step.
         epoch: returns the epoch of this incarnation, 0 before it has taken one.
-
-    Attributes:
-        phase: current activity, for users.
-        serving: whether it trains, or is about to.
-        ledger: set once it is loaded.
-        book: set once it is open.
     """
 
     def __init__(self, stop: Stop, slots: int, epoch: Callable[[], int]) -> None:
         self._stop, self._slots, self._epoch = stop, slots, epoch
-        self.phase = "starting"
-        self.serving = False
-        self.ledger: Ledger | None = None
-        self.book: MetricsWriter | None = None
+        self.phase = "starting"  # current activity, for users
+        self.serving = False  # whether it trains, or is about to
+        self.ledger: Ledger | None = None  # set once it is loaded
+        self.book: MetricsWriter | None = None  # set once it is open
 
     def presence(self) -> wire.Presence:
         """Return the learner's presence."""

@@ -17,17 +17,12 @@ Line = Mapping[str, Any]  # metric name to value
 
 @dataclass(frozen=True)
 class WarningRule:
-    """Condition for a warning.
+    """Condition for a warning."""
 
-    Attributes:
-        holds: whether a line and the lowest reward so far meet it; None if the line lacks the metric.
-        after: steps in a row for which it must hold.
-        says: the warning, with ``{…}`` for metrics of the line, their names with ``_`` for ``/``.
-    """
-
+    # whether a line and the lowest reward so far meet it; None if the line lacks the metric
     holds: Callable[[Line, float], bool | None]
-    after: int
-    says: str
+    after: int  # steps in a row for which it must hold
+    says: str  # the warning, with {…} for metrics of the line, their names with _ for /
 
 
 def _above(limit: float, *names: str) -> Callable[[Line, float], bool | None]:
@@ -67,43 +62,37 @@ RULES: Final[dict[str, WarningRule]] = {
         _lowest_reward,
         10,
         "every reward of the last 10 steps was the lowest so far, {reward_max:.4g}: read a few episodes (rlearner "
-        "show), check the "
-        "reward and the answer format that the prompt asks for, or begin with easier tasks",
+        "show), check the reward and the answer format that the prompt asks for, or begin with easier tasks",
     ),
     "equal_rewards": WarningRule(
         lambda line, _: line["frac_reward_zero_std"] >= 1 if "frac_reward_zero_std" in line else None,
         5,
         "in the last 5 steps all rewards of each group were equal, so every advantage was zero: use tasks that are "
-        "neither solved nor "
-        "hopeless, a larger group_size, or a higher temperature",
+        "neither solved nor hopeless, a larger group_size, or a higher temperature",
     ),
     "clip_ratio": WarningRule(
         _cut_responses,
         1,
         "{response_length_clip_ratio:.0%} of the responses were cut for their length: raise sampling.max_tokens or "
-        "max_context_tokens, or "
-        "check that the model knows how to end (its chat template, sampling.stop)",
+        "max_context_tokens, or check that the model knows how to end (its chat template, sampling.stop)",
     ),
     "entropy": WarningRule(
         lambda line, _: line["actor/entropy"] < 0.01 if "actor/entropy" in line else None,
         5,
         "the policy's entropy is {actor_entropy:.2g}, near zero for 5 steps, so it no longer explores: lower train.lr, "
-        "raise "
-        "algorithm.entropy_coef or clip_high, or go back to an earlier checkpoint",
+        "raise algorithm.entropy_coef or clip_high, or go back to an earlier checkpoint",
     ),
     "kl": WarningRule(
         _above(10.0, "actor/kl_loss", "actor/reward_kl", "actor/ppo_kl"),
         1,
         "the divergence from the earlier policy is above 10 nats per token: lower train.lr, raise algorithm.kl_coef, "
-        "and check the reward "
-        "for something that can be exploited",
+        "and check the reward for something that can be exploited",
     ),
     "no_gradient": WarningRule(
         _no_gradient,
         1,
         "the gradient was zero although rewards differed: check that tokens are trained at all "
-        "(algorithm.mask_truncated, correction_low, "
-        "correction_high, advantage_clip), and train.lora.target_modules",
+        "(algorithm.mask_truncated, correction_low, correction_high, advantage_clip), and train.lora.target_modules",
     ),
     "not_finite": WarningRule(
         _above(0.0, "actor/skipped"),  # a non-finite norm is not written
@@ -115,17 +104,13 @@ RULES: Final[dict[str, WarningRule]] = {
 
 
 class TrainingWarnings:
-    """Warnings of one run, step by step.
-
-    Attributes:
-        active: rule to its text, of the current warnings.
-    """
+    """Warnings of one run, step by step."""
 
     def __init__(self) -> None:
-        self.active: dict[str, str] = {}
+        self.active: dict[str, str] = {}  # rule to its text, of the current warnings
         self._held = dict.fromkeys(RULES, 0)  # steps in a row
         self._clear = dict.fromkeys(RULES, 0)
-        self._lowest = float("inf")
+        self._lowest = math.inf
 
     def take(self, line: Line) -> tuple[list[str], list[str]]:
         """Apply a step's line; return the warnings that begin with it, and those that end."""

@@ -42,15 +42,10 @@ def decode(ids: Iterable[Any], tokenizer: Tokenizer | None) -> str:
 
 @dataclass(frozen=True)
 class Transcript:
-    """Text of one trajectory.
+    """Text of one trajectory."""
 
-    Attributes:
-        prompt: everything before the first sampled token.
-        text: everything after it: responses, and the environment's output between them.
-    """
-
-    prompt: str
-    text: str
+    prompt: str  # everything before the first sampled token
+    text: str  # everything after it: responses, and the environment's output between them
     reward: float
     success: bool
 

@@ -33,9 +33,6 @@ PROBE_TOLERANCE: Final = {"float32": 5e-3, "bfloat16": 0.25, "float16": 0.05}
 class WeightOffering:
     """Weights of a backend to send: all of them, or only the factors of trained adapters.
 
-    Attributes:
-        adapter: the adapters; None sends all weights.
-
     Raises:
         ConfigError: if ``train.weights_backend`` is ipc and the weights are not on a GPU.
     """
@@ -45,14 +42,12 @@ class WeightOffering:
         if train.weights_backend == "ipc" and backend.device.type != "cuda":
             allowed = f"shared with weights on {backend.device.type}: ipc is read in a GPU's memory"
             raise ConfigError("train.weights_backend", "ipc", allowed)
-        self.adapter = backend.adapter()
+        self.adapter = backend.adapter()  # None: all weights are sent
         if self.adapter is not None:
             mine = {name: factor.shape for name, factor in backend.factors().items()}
             theirs = factor_shapes(backend.shapes(), self.adapter.targets, self.adapter.rank)
             if mine != {name: factor.shape for name, factor in theirs.items()}:  # servers could not map them
-                log.warning(
-                    "weights: servers could not tell which weights the adapters change, so the whole model is sent"
-                )
+                log.warning("weights: servers cannot tell which weights the adapters change; the whole model is sent")
                 self.adapter = None
 
     def sender(self, bus: Bus, roster: Roster, epoch: int) -> WeightSender:
@@ -65,9 +60,8 @@ class WeightOffering:
         if self.adapter is None:
             plan = plan_of(self._backend.shapes(), train.weights_bucket_mib, dtype=train.weights_dtype)
         else:
-            plan = plan_of(
-                factor_shapes(self._backend.shapes(), self.adapter.targets, self.adapter.rank), train.weights_bucket_mib
-            )
+            factors = factor_shapes(self._backend.shapes(), self.adapter.targets, self.adapter.rank)
+            plan = plan_of(factors, train.weights_bucket_mib)
         return WeightSender(
             bus,
             plan,

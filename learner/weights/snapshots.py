@@ -43,17 +43,13 @@ async def open_snapshots(
 
 
 class SnapshotServer:
-    """HTTP server of /newest.json and the files that it names, read-only, for clients with the API key.
-
-    Attributes:
-        address: for example ``http://127.0.0.1:8100``; known once started.
-    """
+    """HTTP server of /newest.json and the files that it names, read-only, for clients with the API key."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._key, self._where = api_keys.find_key()
         self._runner: web.AppRunner | None = None
-        self.address = ""
+        self.address = ""  # for example http://127.0.0.1:8100, once started
 
     async def start(self, bind: str, port: int) -> None:
         """Start serving; port 0 takes any free port.
@@ -68,9 +64,8 @@ class SnapshotServer:
         try:
             await web.TCPSite(self._runner, bind, port).start()
         except OSError as error:
-            raise ConfigError(
-                "train.weights_snapshot_port", port, f"unavailable ({error.strerror}); give another, or 0"
-            ) from None
+            allowed = f"unavailable ({error.strerror}); give another, or 0"
+            raise ConfigError("train.weights_snapshot_port", port, allowed) from None
         host, taken = self._runner.addresses[0][:2]
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{taken}"
         log.info("snapshots of the weights at %s, API key in %s", self.address, self._where)
@@ -83,9 +78,8 @@ class SnapshotServer:
 
     async def _file(self, request: web.Request) -> web.StreamResponse:
         if not api_keys.matches(request.headers.get("Authorization"), self._key):
-            return web.Response(
-                status=401, text="the API key is missing or wrong; send it as Authorization: Bearer KEY\n"
-            )
+            text = "the API key is missing or wrong; send it as Authorization: Bearer KEY\n"
+            return web.Response(status=401, text=text)
         name = request.match_info["name"]
         path = self._folder / name
         if (name != NEWEST and NAME.fullmatch(name) is None) or not path.is_file():

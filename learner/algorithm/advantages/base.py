@@ -96,11 +96,9 @@ def whiten(arrays: Sequence[FloatArray], counted: Sequence[bool]) -> list[FloatA
         arrays: (T,) each.
         counted: False for arrays without gradient, which become 0.
     """
-    pool = np.concatenate([array for array, counts in zip(arrays, counted, strict=True) if counts] or [np.zeros(0)])
+    pairs = list(zip(arrays, counted, strict=True))
+    pool = np.concatenate([array for array, counts in pairs if counts] or [np.zeros(0)])
     if len(pool) < 2 or pool.min() == pool.max():
         return [np.zeros_like(array) for array in arrays]
     mean, scale = pool.mean(), pool.std(ddof=1) + 1e-8
-    return [
-        (array - mean) / scale if counts else np.zeros_like(array)
-        for array, counts in zip(arrays, counted, strict=True)
-    ]
+    return [(array - mean) / scale if counts else np.zeros_like(array) for array, counts in pairs]

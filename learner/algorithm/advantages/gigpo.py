@@ -68,16 +68,12 @@ def estimate(trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSectio
     """
     steps = [(row, turn) for row, trajectory in enumerate(trajectories) for turn in trajectory.turns]
     if steps and not any(turn.anchor for _, turn in steps):
-        raise ConfigError(
-            "algorithm.adv_estimator",
-            "gigpo",
-            "an environment that gives anchors; this one's states cannot be compared",
-        )
+        allowed = "an environment that gives anchors; this one's states cannot be compared"
+        raise ConfigError("algorithm.adv_estimator", "gigpo", allowed)
     numbers = sorted({trajectory.episode for trajectory in trajectories})
     totals = {trajectory.episode: trajectory.reward for trajectory in trajectories}  # the last one's
-    whole = dict(
-        zip(numbers, grpo.advantages(np.array([totals[n] for n in numbers]), norm_std=algorithm.norm_std), strict=True)
-    )
+    of_episodes = grpo.advantages(np.array([totals[n] for n in numbers]), norm_std=algorithm.norm_std)
+    whole = dict(zip(numbers, of_episodes, strict=True))
     returns = np.zeros(len(steps))
     for number in numbers:
         where = [i for i, (row, _) in enumerate(steps) if trajectories[row].episode == number]

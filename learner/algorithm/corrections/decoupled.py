@@ -10,10 +10,8 @@ from learner.config import AlgorithmSection
 
 def decoupled(facts: CorrectionInputs, algorithm: AlgorithmSection) -> CorrectionResult:
     """Weight the loss on θ/p by ``sg(p/β)``; truncate weights above ``correction_high``, or mask these tokens."""
-    raw = exp(log_ratio(facts, "token"))
-    above = raw > algorithm.correction_high
+    raw, high = exp(log_ratio(facts, "token")), algorithm.correction_high
+    above = raw > high
     if algorithm.correction_mode == "mask":
         return keep(facts, raw, ~above)
-    return CorrectionResult(
-        facts.proximal_logprobs, raw.clamp_max(algorithm.correction_high), above, torch.zeros_like(above)
-    )
+    return CorrectionResult(facts.proximal_logprobs, raw.clamp_max(high), above, torch.zeros_like(above))

@@ -14,9 +14,7 @@ from broker.contract import wire
 from broker.errors import UserError
 from broker.settings.registry import resolve
 
-FILTERS: Final[dict[str, str]] = {
-    "mixed_success": "learner.algorithm.filters.mixed_success:wanted",
-}
+FILTERS: Final[dict[str, str]] = {"mixed_success": "learner.algorithm.filters.mixed_success:wanted"}
 
 
 def passes_filter(name: str, group: wire.Group) -> bool:
@@ -27,19 +25,15 @@ def passes_filter(name: str, group: wire.Group) -> bool:
     """
     if not name:
         return True
-    judge = _filter(name)
+    judge, where = _filter(name), f"for the group of ticket {group.ticket}"
     try:
         wanted = judge(group)
     except Exception as error:  # user code
-        raise UserError(
-            f"algorithm.group_filter: {name} raised {type(error).__name__} for the group of ticket {group.ticket}: "
-            f"{error}"
-        ) from error
+        problem = f"{name} raised {type(error).__name__} {where}: {error}"
+        raise UserError(f"algorithm.group_filter: {problem}") from error
     if not isinstance(wanted, bool):
-        raise UserError(
-            f"algorithm.group_filter: {name} returned {wanted!r} for the group of ticket {group.ticket}; True keeps "
-            f"it, False filters it"
-        )
+        problem = f"{name} returned {wanted!r} {where}; True keeps it, False filters it"
+        raise UserError(f"algorithm.group_filter: {problem}")
     return wanted
 
 

@@ -20,10 +20,8 @@ def ppo(tokens: LossTokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[s
     Returns:
         Losses (T,), and the sums ``clipped`` (tokens with the larger loss in the clipped branch) and ``dual_clipped``.
     """
-    advantages = tokens.advantages
-    losses, stats = clipped_surrogate(
-        ratio(tokens.logprobs, tokens.old_logprobs), advantages, algorithm.clip_low, algorithm.clip_high
-    )
+    r, advantages = ratio(tokens.logprobs, tokens.old_logprobs), tokens.advantages
+    losses, stats = clipped_surrogate(r, advantages, algorithm.clip_low, algorithm.clip_high)
     if algorithm.dual_clip is not None:
         ceiling = -algorithm.dual_clip * advantages
         capped = (advantages < 0) & (losses > ceiling)

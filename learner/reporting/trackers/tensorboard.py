@@ -77,9 +77,8 @@ class TensorBoard:
 
 
 def _text(name: str, text: str) -> Summary.Value:
-    tensor = TensorProto(
-        dtype=DataType.DT_STRING, string_val=[text.encode()], tensor_shape=TensorShapeProto(dim=[{"size": 1}])
-    )
+    shape = TensorShapeProto(dim=[{"size": 1}])
+    tensor = TensorProto(dtype=DataType.DT_STRING, string_val=[text.encode()], tensor_shape=shape)
     return Summary.Value(tag=name, metadata=text_metadata(name, ""), tensor=tensor)
 
 

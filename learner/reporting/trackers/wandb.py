@@ -24,9 +24,8 @@ class WandB:
         self._run.log(dict(values), step=step)
 
     def texts(self, step: int, texts: Mapping[str, str]) -> None:
-        self._add(
-            {name: wandb.Html(f"<p>step {step}</p><pre>{html.escape(text)}</pre>") for name, text in texts.items()}
-        )
+        pages = {name: wandb.Html(f"<p>step {step}</p><pre>{html.escape(text)}</pre>") for name, text in texts.items()}
+        self._add(pages)
 
     def picture(self, step: int, name: str, gif: bytes) -> None:
         self._add({name: wandb.Video(io.BytesIO(gif), caption=f"step {step}", format="gif")})
