@@ -64,9 +64,8 @@ def digest_of(plan: LayoutPlan, tensors: Mapping[str, Tensor]) -> str:
     digests: list[bytes] = []
     buffer: Tensor | None = None
     for slot in plan.slots:
-        source = (
-            tensors[slot.spec.name].detach().to(getattr(torch, slot.spec.dtype)).contiguous().view(-1).view(torch.uint8)
-        )
+        tensor = tensors[slot.spec.name].detach().to(getattr(torch, slot.spec.dtype))
+        source = tensor.contiguous().view(-1).view(torch.uint8)
         source = source if buffer is None else source.to(buffer.device)
         buffer = torch.zeros(plan.bucket_bytes, dtype=torch.uint8, device=source.device) if buffer is None else buffer
         done = 0
@@ -154,15 +153,11 @@ class AdapterBase:
         try:
             source, own = self._find()
         except (UserError, TransferFailed) as error:
-            return (
-                f"the learner sends adapters, but their base cannot be read here ({error}); "
-                f"train.lora.send=merged sends the whole model"
-            )
+            why = f"the learner sends adapters, but their base cannot be read here ({error})"
+            return f"{why}; train.lora.send=merged sends the whole model"
         if (digest := digest_of(self._plan, source)) != adapter.base:
-            return (
-                f"the learner's adapters need another base: expected digest {adapter.base}, found {digest}; start this "
-                "server from the weights that the run started from"
-            )
+            why = f"the learner's adapters need another base: expected digest {adapter.base}, found {digest}"
+            return f"{why}; start this server from the weights that the run started from"
         copied = () if own else adapted(source, adapter.targets)
         self._base = dict(source) | {name: source[name].detach().to("cpu", copy=True).contiguous() for name in copied}
         self._laid = adapter
@@ -182,8 +177,7 @@ class AdapterBase:
         if self._first is None:
             raise TransferFailed("the engine does not expose its weights")
         source, own = self._first()
-        if (
-            missing := next((slot.spec.name for slot in self._plan.slots if slot.spec.name not in source), None)
-        ) is not None:
+        names = (slot.spec.name for slot in self._plan.slots)
+        if (missing := next((name for name in names if name not in source), None)) is not None:
             raise TransferFailed(f"it has no {missing}")
         return source, own

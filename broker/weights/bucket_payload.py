@@ -35,11 +35,8 @@ class ReferenceBytes:
 
     def fits(self, held: Sequence[str]) -> bool:
         """Decide whether all holders of these digests can use a difference from it, and a full transfer is not due."""
-        return (
-            bool(self._digest)
-            and all(digest == self._digest for digest in held)
-            and self._since_full + 1 < self._full_every
-        )
+        due = self._since_full + 1 >= self._full_every
+        return bool(self._digest) and all(digest == self._digest for digest in held) and not due
 
     def begin(self) -> None:
         """Note that until ``end`` the receivers' bytes are unknown."""

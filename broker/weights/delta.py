@@ -73,9 +73,8 @@ def apply(data: Tensor, bucket: Tensor, word: int) -> None:
     if int(counts.min()) < 0 or stop != len(data):
         raise TransferFailed(f"a difference of {len(data)} bytes announces {total} words of {word} bytes")
     positions = data[start : start + 2 * total].view(torch.int16).long() & (BLOCK_WORDS - 1)
-    index = positions + torch.repeat_interleave(
-        torch.arange(num_blocks, device=data.device) * BLOCK_WORDS, counts, output_size=total
-    )
+    starts = torch.arange(num_blocks, device=data.device) * BLOCK_WORDS
+    index = positions + torch.repeat_interleave(starts, counts, output_size=total)
     if total and int(index.max()) >= len(words):
         raise TransferFailed(f"a difference changes word {int(index.max())} of {len(words)}")
     words.index_copy_(0, index, data[middle:].view(WORDS[word]))

@@ -41,9 +41,10 @@ class BucketDigest:
         """Add all tiles that end at or below this byte."""
         if not self._bucket.is_cpu:
             self._add_together(upto)
-        while (first := self._done * TILE_ROWS) < self._num_rows and (
-            last := min(first + TILE_ROWS, self._num_rows)
-        ) * ROW_BYTES <= upto:
+        while (first := self._done * TILE_ROWS) < self._num_rows:
+            last = min(first + TILE_ROWS, self._num_rows)
+            if last * ROW_BYTES > upto:
+                break
             tile = self._body[first:last]
             torch.sum(tile, 1, out=self._rows[first:last])
             torch.sum(tile, 0, out=self._columns[self._done])

@@ -149,10 +149,8 @@ def _pieces(rows: int, columns: int, gpu: bool, most: int) -> Iterator[tuple[tup
         bottom = min(top + high, full) if top < full else rows
         for left in range(0, columns, wide):
             right = min(left + wide, columns)
-            yield (
-                (slice(top, bottom), slice(left, right)),
-                (slice(top // BLOCK, -(-bottom // BLOCK)), slice(left // BLOCK, -(-right // BLOCK))),
-            )
+            blocks = slice(top // BLOCK, -(-bottom // BLOCK)), slice(left // BLOCK, -(-right // BLOCK))
+            yield (slice(top, bottom), slice(left, right)), blocks
 
 
 class _Room:

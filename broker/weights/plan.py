@@ -153,9 +153,8 @@ def from_text(text: str) -> LayoutPlan:
     """
     try:
         fields = json.loads(text)
-        specs = [
-            TensorSpec(str(name), tuple(int(n) for n in shape), str(dtype)) for name, shape, dtype in fields["tensors"]
-        ]
+        found = fields["tensors"]
+        specs = [TensorSpec(str(name), tuple(int(n) for n in shape), str(dtype)) for name, shape, dtype in found]
         return make_plan(specs, int(fields["bucket_bytes"]) / 2**20)
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError, UserError) as error:
         raise WireError(f"not a plan of weights: {error}") from None

@@ -42,9 +42,7 @@ def check_probe(probe: wire.Probe, logprobs: npt.ArrayLike) -> float:
     worst = int(np.argmax(np.where(np.isnan(difference), np.inf, difference))) if len(difference) else 0
     largest = float(difference[worst]) if len(difference) else 0.0
     if not largest <= probe.tolerance:
-        raise TransferFailed(
-            f"probe: after loading, token {worst + 1} has logprob {actual[worst]:.6f}, the learner's is "
-            f"{expected[worst]:.6f}, "
-            f"tolerance {probe.tolerance:g}; the bytes are correct but were loaded incorrectly"
-        )
+        found = f"token {worst + 1} has logprob {actual[worst]:.6f}, the learner's is {expected[worst]:.6f}"
+        why = f"tolerance {probe.tolerance:g}; the bytes are correct but were loaded incorrectly"
+        raise TransferFailed(f"probe: after loading, {found}, {why}")
     return largest

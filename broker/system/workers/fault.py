@@ -19,16 +19,13 @@ MAX_TRACE_CHARS: Final = 8000
 MAX_DISTINCT: Final = 100  # tracebacks in one log
 
 _ROOT: Final = Path(__file__).resolve().parents[3]
-_OURS: Final = tuple(
-    f"{_ROOT / name}{os.sep}" for name in ("broker", "envhub", "learner", "rewardhub", "rlearner_text", "rollout")
-)
+_PACKAGES: Final = ("broker", "envhub", "learner", "rewardhub", "rlearner_text", "rollout")
+_OURS: Final = tuple(f"{_ROOT / name}{os.sep}" for name in _PACKAGES)
 # packages of ours that run where a user's could
 _SUPPLIED: Final = tuple(f"{_ROOT / name}{os.sep}" for name in ("envhub/envs", "rewardhub/rewards"))
 _CALLERS: Final = (str(_ROOT / "rewardhub/rewards/loading.py"), str(_ROOT / "rewardhub/rewards/base.py"))
-_LIBRARIES: Final = tuple(
-    f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")
-)
 _INSTALLED: Final = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("purelib", "platlib"))
+_LIBRARIES: Final = (*(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib")), *_INSTALLED)
 
 
 def told(error: BaseException) -> str:
@@ -45,9 +42,8 @@ def place(error: BaseException) -> str:
     """
     stack = traceback.walk_tb(error.__traceback__)
     frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in stack]
-    first = next(
-        (index for index, (file, _, _) in enumerate(frames) if not _is_ours(file) and not _is_pythons(file)), None
-    )
+    users = (index for index, (file, _, _) in enumerate(frames) if not _is_ours(file) and not _is_pythons(file))
+    first = next(users, None)
     if first is None:
         return ""
     entry = frames[first][0]
@@ -67,11 +63,9 @@ def trace(error: BaseException) -> str:
     except Exception:  # noqa: BLE001 - it formats the user's objects, and memory may be exhausted
         return ""
     half = MAX_TRACE_CHARS // 2
-    return (
-        text
-        if len(text) <= MAX_TRACE_CHARS
-        else f"{text[:half]}\n  ... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
-    )
+    if len(text) <= MAX_TRACE_CHARS:
+        return text
+    return f"{text[:half]}\n  ... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
 
 
 class TracebackLog:

@@ -35,9 +35,8 @@ class ResourceLimits:
         if memory_mib is not None:
             most = _data_bytes() + memory_mib * MIB
             hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-            resource.setrlimit(
-                resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard)
-            )
+            soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
     def spent(self) -> bool:
         """Return whether more than half is used: a fresh process avoids failures caused by earlier calls."""

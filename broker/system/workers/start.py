@@ -14,10 +14,8 @@ from broker.system.children import spawn
 
 # The child gets our sys.path: ``-m`` would put the working folder first, so that a user's folder named ``broker`` would
 # shadow ours.
-BOOT: Final = (
-    "import runpy, sys; sys.path[:] = sys.argv.pop().split('\\n'); runpy.run_module(sys.argv.pop(1), "
-    "run_name='__main__')"
-)
+BOOT: Final = """import runpy, sys; sys.path[:] = sys.argv.pop().split('\\n')
+runpy.run_module(sys.argv.pop(1), run_name='__main__')"""
 
 
 def start(

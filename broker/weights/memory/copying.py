@@ -41,9 +41,8 @@ def copy_all(pairs: Iterable[tuple[Tensor, Tensor]], num_threads: int | None = N
     for target, source in pairs:
         if threads > 1 and is_plain(target, source):
             into, out_of = _bytes(target), _bytes(source)
-            pieces += (
-                (into[i : i + PIECE_BYTES], out_of[i : i + PIECE_BYTES]) for i in range(0, len(into), PIECE_BYTES)
-            )
+            parts = [slice(start, start + PIECE_BYTES) for start in range(0, len(into), PIECE_BYTES)]
+            pieces += ((into[part], out_of[part]) for part in parts)
         else:
             copy_into(target, source)
     if pieces:

@@ -109,9 +109,8 @@ class CudaDriver:
         """Map another process's allocation and return its address here."""
         pointer = Pointer()
         with self._in_context(index):
-            self._call(
-                "cuIpcOpenMemHandle_v2", ctypes.byref(pointer), IpcHandle.from_buffer_copy(handle), LAZY_PEER_ACCESS
-            )
+            copied = IpcHandle.from_buffer_copy(handle)
+            self._call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), copied, LAZY_PEER_ACCESS)
         return int(pointer.value)
 
     def close(self, index: int, pointer: int) -> None:

@@ -89,9 +89,8 @@ class SharedSegment:
         finalize(self, os.close, file)
         os.ftruncate(file, size)
         self._memory = mmap.mmap(file, size)
-        fcntl.fcntl(
-            file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
-        )
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
         if card is not None:
             text = card.text.encode()
             self._memory[CARD_AT : CARD_AT + len(text)] = text
@@ -185,9 +184,8 @@ class SegmentReader:
         if memory is None or not sides or (lent is None and self.on_device):
             raise TransferFailed(f"version {version} is no longer in the learner's memory")
         if lent is not None and device is not None:
-            reading = MemoryRead(
-                _words(memory, sides[0]), version, watch, timeout_s, peek, self._fetch, DEVICE_PIECE_BYTES
-            )
+            words = _words(memory, sides[0])
+            reading = MemoryRead(words, version, watch, timeout_s, peek, self._fetch, DEVICE_PIECE_BYTES)
             try:
                 with device.reading():
                     return self._buckets(reading, _part(lent, self._plan, sides[0]), flat.buffer, flat, done)
@@ -262,10 +260,8 @@ def segment_of(plan: LayoutPlan, device: SharedDevice | None = None) -> SharedSe
         try:
             return SharedSegment(plan, device)
         except OSError as error:
-            log.warning(
-                "weights: servers of this host read host memory, because the device has none to share: %s",
-                error.strerror,
-            )
+            why = "the device has none to share"
+            log.warning("weights: servers of this host read host memory, because %s: %s", why, error.strerror)
     try:
         return SharedSegment(plan)
     except OSError as error:

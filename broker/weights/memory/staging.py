@@ -59,12 +59,11 @@ class FlatBuffer:
     def __init__(self, plan: LayoutPlan, device: str | torch.device = "cpu", buffer: Tensor | None = None) -> None:
         self.plan = plan
         self.buffer = torch.zeros(plan.size_bytes, dtype=torch.uint8, device=device) if buffer is None else buffer
-        self.tensors = {
-            slot.spec.name: self.buffer[slot.offset : slot.stop]
-            .view(getattr(torch, slot.spec.dtype))
-            .view(slot.spec.shape)
-            for slot in plan.slots
-        }
+        self.tensors = {slot.spec.name: self._view(slot) for slot in plan.slots}
+
+    def _view(self, slot: TensorSlot) -> Tensor:
+        data = self.buffer[slot.offset : slot.stop]
+        return data.view(getattr(torch, slot.spec.dtype)).view(slot.spec.shape)
 
     def bucket(self, index: int) -> Tensor:
         """Return the bytes of a bucket, a uint8 view."""
@@ -90,16 +89,12 @@ class FlatBuffer:
                 source = self._source(tensors, slot)
                 gpu = source.device if gpu is None and source.is_cuda else gpu
                 step = piece if gpu is None else self.plan.bucket_bytes  # each step waits for a GPU
-                target, scale, steps = (
-                    self.tensors[slot.spec.name],
-                    slot.spec.name + fp8.SCALE,
-                    self._copy(slot, source, step),
-                )
+                target, scale = self.tensors[slot.spec.name], slot.spec.name + fp8.SCALE
+                steps = self._copy(slot, source, step)
                 if target.dtype == fp8.FLOAT8 != source.dtype and scale in self.tensors:
                     scaled.add(scale)
-                    steps = map(
-                        slot.offset.__add__, fp8.quantise(source, target, self.tensors[scale], self.plan.bucket_bytes)
-                    )
+                    done = fp8.quantise(source, target, self.tensors[scale], self.plan.bucket_bytes)
+                    steps = map(slot.offset.__add__, done)
                 for offset in steps:
                     if offset - told >= step:
                         _settle(gpu)
@@ -182,10 +177,8 @@ class StagedVersion:
         """Begin a version; the previous content is gone."""
         with self.lock:
             self._words[:] = 0
-            self._packed_bytes, self.digest = (
-                0,
-                None,
-            )  # first: a reader that sees the new version must not take the old one's bytes for packed
+            # first: a reader that sees the new version must not take the old one's bytes for packed
+            self._packed_bytes, self.digest = 0, None
             self.version = version
             self._words[0] = version + 1
 
@@ -251,9 +244,8 @@ class StagingBuffers:
         if memory is None:
             self._sides = tuple(StagedVersion(FlatBuffer(plan, device)) for _ in range(2))
         else:
-            self._sides = tuple(
-                StagedVersion(FlatBuffer(plan, buffer=memory.buffer(side)), memory.words(side)) for side in range(2)
-            )
+            buffers = [FlatBuffer(plan, buffer=memory.buffer(side)) for side in range(2)]
+            self._sides = tuple(StagedVersion(flat, memory.words(side)) for side, flat in enumerate(buffers))
         self._choose = threading.Lock()
         self.plan = plan
 

@@ -74,10 +74,8 @@ class OfferAcceptance:
             if not newest.digest and offer == msgspec.structs.replace(newest, digest=offer.digest):
                 self.newest = offer  # the same offer, now with its digest
                 return ""
-            return (
-                f"epoch {offer.epoch} version {offer.version} is not newer than epoch {newest.epoch} version "
-                f"{newest.version}"
-            )
+            newer = f"epoch {newest.epoch} version {newest.version}"
+            return f"epoch {offer.epoch} version {offer.version} is not newer than {newer}"
         self.newest = offer
         self._delay_s, self._not_before = FIRST_RETRY_S, 0.0
         if offer.plan not in self.plans:
@@ -103,9 +101,8 @@ class OfferAcceptance:
     @property
     def _looks(self) -> bool:
         """Return whether to look for snapshots: the learner is not asked, did not answer, or has offered nothing."""
-        return self._snapshots == "only" or (
-            self._snapshots == "fallback" and (self.newest is None or self._delay_s > FIRST_RETRY_S)
-        )
+        alone = self.newest is None or self._delay_s > FIRST_RETRY_S
+        return self._snapshots == "only" or (self._snapshots == "fallback" and alone)
 
     def looked(self, now: float) -> None:
         """Note that snapshots were checked; the next check is a little later."""
@@ -119,10 +116,8 @@ class OfferAcceptance:
         if offer.plan not in self.plans:
             return f"epoch {offer.epoch} version {offer.version} is another model than the one here"
         if newest is not None and offer.epoch < newest.epoch and offer.version > newest.version:
-            return (
-                f"epoch {offer.epoch} version {offer.version} was overtaken by epoch {newest.epoch} version "
-                f"{newest.version}"
-            )
+            newer = f"epoch {newest.epoch} version {newest.version}"
+            return f"epoch {offer.epoch} version {offer.version} was overtaken by {newer}"
         return ""
 
     def loading(self) -> None:

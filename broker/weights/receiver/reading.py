@@ -61,10 +61,8 @@ class MemoryRead:
             if packed != before:
                 progress_at, before = time.monotonic(), packed
             if time.monotonic() - progress_at > self._timeout_s:
-                raise TransferFailed(
-                    f"version {self._version} was packed up to byte {packed}, then nothing came for "
-                    f"{self._timeout_s:g} s"
-                )
+                why = f"was packed up to byte {packed}, then nothing came for {self._timeout_s:g} s"
+                raise TransferFailed(f"version {self._version} {why}")
             time.sleep(POLL_S)
 
     def _same(self) -> None:

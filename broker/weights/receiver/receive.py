@@ -185,9 +185,8 @@ class WeightReceiver:
                 await self._look()
             else:
                 try:
-                    async with asyncio.timeout(
-                        None if action.until is None else max(0.0, action.until - time.monotonic())
-                    ):
+                    until = action.until
+                    async with asyncio.timeout(None if until is None else max(0.0, until - time.monotonic())):
                         await self._changed.wait()
                 except TimeoutError:
                     pass
@@ -228,19 +227,15 @@ class WeightReceiver:
         answer = await self._questions.join(offer, plan, shared=window is not None)
         if answer.error or answer.version != offer.version:
             raise RequestFailed(answer.error or f"it sends version {answer.version}")
-        arrival = self._landing.take(
-            offer.backend, plan, on_device=answer.shared and window is not None and window.on_device
-        )
+        on_device = answer.shared and window is not None and window.on_device
+        arrival = self._landing.take(offer.backend, plan, on_device=on_device)
         communicator, self._communicator = self._communicator, None
         watch, self._receiving_epoch = WaitMonitor(), offer.epoch
         self._watch = watch
         self._lost += answer.shared  # until it has arrived
         started = time.monotonic()
-        received = await patiently(
-            in_thread(lambda: self._take(answer, offer, arrival, communicator, watch, window), "weights-receive"),
-            watch,
-            answer.timeout_s,
-        )
+        taking = partial(self._take, answer, offer, arrival, communicator, watch, window)
+        received = await patiently(in_thread(taking, "weights-receive"), watch, answer.timeout_s)
         self._communicator, self._lost = received.communicator, 0
         self._values["weights/shared"] = float(answer.shared)
         await self._landing.arrived(arrival, received.digest, offer, time.monotonic() - started)
@@ -253,9 +248,8 @@ class WeightReceiver:
         known = self._neighbour.problem
         window = self._neighbour.reach(offer.segment, self._landing.plan(offer.adapter))
         if self._neighbour.problem not in ("", known):
-            log.info(
-                "weights: the learner's memory cannot be read from here (%s), so it sends them", self._neighbour.problem
-            )
+            why = self._neighbour.problem
+            log.info("weights: the learner's memory cannot be read from here (%s), so it sends them", why)
         return window
 
     def _take(
@@ -282,9 +276,8 @@ class WeightReceiver:
             manifest = await self._lookout.newest()
             if manifest is not None and await self._wants(manifest, self._lookout.where):
                 held = manifest.offer.digest == self._state.digest
-                await self._attempt(
-                    manifest.offer, self._adopt if held else partial(self._read, self._lookout, manifest)
-                )
+                read = partial(self._read, self._lookout, manifest)
+                await self._attempt(manifest.offer, self._adopt if held else read)
         except TransferFailed as error:
             if str(error) != self.last_error:
                 log.warning("weights: %s", error)

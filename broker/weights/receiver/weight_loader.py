@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -52,9 +53,8 @@ class WeightLoader:
     async def begin(self) -> None:
         """Compute the digest of the engine's weights if they can be read."""
         if not any(tensor.is_meta for tensor in self._tensors.values()):
-            self._state.digest = await in_thread(
-                lambda: self._buffers.hold(self._plan, self._tensors, self._device), "weights-digest"
-            )
+            hold = partial(self._buffers.hold, self._plan, self._tensors, self._device)
+            self._state.digest = await in_thread(hold, "weights-digest")
         self._tensors = {}  # so that the engine can free them
 
     def plan(self, adapter: wire.Adapter | None) -> LayoutPlan:
@@ -86,10 +86,8 @@ class WeightLoader:
             TransferFailed: if it comes by nccl and there is no GPU here.
         """
         if backend == "nccl" and self._device.type != "cuda":
-            raise TransferFailed(
-                f"the learner sends by nccl, the weights here are on {self._device.type}; set "
-                f"train.weights_backend=shared"
-            )
+            why = f"the learner sends by nccl, the weights here are on {self._device.type}"
+            raise TransferFailed(f"{why}; set train.weights_backend=shared")
         return self._buffers.take(plan, self._device if backend == "nccl" or on_device else torch.device("cpu"))
 
     async def arrived(self, arrival: IncomingVersion, digest: str, offer: wire.WeightsOffer, seconds: float) -> None:
@@ -102,10 +100,8 @@ class WeightLoader:
             TransferFailed: if loading fails, or the probe does not match.
         """
         self._buffers.arrived(arrival, digest)
-        self.values |= {
-            "weights/seconds": seconds,
-            "weights/gbytes_per_s": arrival.flat.plan.size_bytes / seconds / 1e9,
-        }
+        speed = arrival.flat.plan.size_bytes / seconds / 1e9
+        self.values |= {"weights/seconds": seconds, "weights/gbytes_per_s": speed}
         tensors = arrival.flat.tensors
         await self._bring_in(self._whole(tensors) if offer.adapter is None else self._foundation.merged(tensors), offer)
 

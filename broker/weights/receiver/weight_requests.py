@@ -38,12 +38,9 @@ class WeightRequests:
         Raises:
             RequestFailed: if there is no response.
         """
-        join = wire.WeightsJoin(
-            server=self._server, epoch=offer.epoch, version=offer.version, plan=mine.digest, shared=shared
-        )
-        return await request(
-            self._bus, WEIGHTSYNC, str(offer.epoch), join, timeout_s=JOIN_TIMEOUT_S + MORE_S, reply=wire.WeightsSession
-        )
+        epoch, version, waits_s = offer.epoch, offer.version, JOIN_TIMEOUT_S + MORE_S
+        join = wire.WeightsJoin(server=self._server, epoch=epoch, version=version, plan=mine.digest, shared=shared)
+        return await request(self._bus, WEIGHTSYNC, str(epoch), join, timeout_s=waits_s, reply=wire.WeightsSession)
 
     async def explain(self, offer: wire.WeightsOffer, mine: LayoutPlan) -> str:
         """Describe why the offer cannot be used here, with the first difference if the learner can be reached."""

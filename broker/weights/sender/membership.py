@@ -153,11 +153,8 @@ class TransferMembership:
             del self._joins[server]
         trusted = self._joins.keys() - self._probation.keys()
         if not trusted:
-            due = [
-                (self._probation[server].until, server)
-                for server in self._joins
-                if self._probation[server].until <= now
-            ]
+            times = [(self._probation[server].until, server) for server in self._joins]
+            due = [(until, server) for until, server in times if until <= now]
             return [self._start({min(due)[1]}, alive or (), alone=True)] if due else []
         all_here = expected is not None and not set(expected) - self._probation.keys() - trusted
         if not all_here and now - self._gathering_since < self._gather_s:
@@ -165,9 +162,8 @@ class TransferMembership:
         return [self._start(trusted, alive or ())]
 
     def _start(self, servers: Collection[str], alive: Collection[str], *, alone: bool = False) -> StartTransfer:
-        sent, shared = (
-            tuple(sorted(server for server in servers if (server in self._shared) == near)) for near in (False, True)
-        )
+        sent = tuple(sorted(server for server in servers if server not in self._shared))
+        shared = tuple(sorted(server for server in servers if server in self._shared))
         members = sent + shared
         for server in members:
             del self._joins[server]
@@ -183,13 +179,8 @@ class TransferMembership:
             serial, uses = self._serial, 0
         if sent:  # otherwise an existing one waits for its members
             self._communicator = (serial, sent, uses + 1)
-        return StartTransfer(
-            session_name(self.epoch, serial, uses),
-            self.version,
-            members,
-            fresh=bool(sent) and uses == 0,
-            num_shared=len(shared),
-        )
+        name, fresh = session_name(self.epoch, serial, uses), bool(sent) and uses == 0
+        return StartTransfer(name, self.version, members, fresh=fresh, num_shared=len(shared))
 
     def ended(self, now: float, failed: Collection[str] | None, *, ours: bool = False) -> None:
         """Note that the running transfer has ended.

@@ -101,12 +101,8 @@ class WeightSender:
         self._new_version, self._poke = asyncio.Event(), asyncio.Event()
         self._tasks: ChannelTasks | None = None
         self._subscribed: LinkSubscription | None = None
-        self._values = {
-            "weights/version": -1.0,
-            "weights/failures": 0.0,
-            "weights/communicators": 0.0,
-            "weights/deltas": 0.0,
-        }
+        self._values = {"weights/version": -1.0}
+        self._values |= dict.fromkeys(("weights/failures", "weights/communicators", "weights/deltas"), 0.0)
 
     async def start(self) -> None:
         """Open the rendezvous store and listen for joins.
@@ -245,11 +241,8 @@ class WeightSender:
             return None, None
         servers = [presence for presence in self._roster.alive("rollout") if presence.policy == self._policy]
         newest = (self.epoch, self._membership.version)
-        expected = {
-            server.id
-            for server in servers
-            if server.state != "draining" and (server.epoch, server.policy_version) < newest
-        }
+        staying = [server for server in servers if server.state != "draining"]
+        expected = {server.id for server in staying if (server.epoch, server.policy_version) < newest}
         return expected, {server.id for server in servers}
 
     def _perform(self, actions: list[Action]) -> None:

@@ -191,9 +191,8 @@ def _collect(lines: StoreMessages, word: str, start: StartTransfer, timeout_s: f
     """Wait until every member has sent the word, while those that read report progress."""
     deadline = time.monotonic() + timeout_s
     wrong: dict[str, str] = {}
-    at: dict[int, str | None] = {
-        rank: lines.heard(f"at/{rank}") for rank in range(start.num_sent + 1, len(start.members) + 1)
-    }
+    readers = range(start.num_sent + 1, len(start.members) + 1)
+    at: dict[int, str | None] = {rank: lines.heard(f"at/{rank}") for rank in readers}
     for rank, server in enumerate(start.members, 1):
         answer = None
         while answer is None and (left_s := deadline - time.monotonic()) > 0:

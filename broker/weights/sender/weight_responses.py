@@ -46,9 +46,8 @@ class WeightResponses:
         """Tell all members of a transfer where to meet."""
         world_size = start.num_sent + 1
         for rank, server in enumerate(start.members, 1):
-            session = self._session(
-                start.session, start.version, rank=rank, world_size=world_size, shared=rank >= world_size
-            )
+            shared = rank >= world_size
+            session = self._session(start.session, start.version, rank=rank, world_size=world_size, shared=shared)
             self._answer(server, session)
 
     def refuse(self, server: str, reason: str, version: int) -> None:

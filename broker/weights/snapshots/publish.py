@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -63,9 +64,8 @@ class SnapshotPublisher:
             if not await in_thread(lambda: staging.copy_out(offer.version, into), "weights-snapshot"):
                 self._owed = True  # it was overwritten
                 return
-            if await in_thread(
-                lambda: snapshot.write(self._folder, self._run, offer, plan, into.buffer), "weights-snapshot"
-            ):
+            write = partial(snapshot.write, self._folder, self._run, offer, plan, into.buffer)
+            if await in_thread(write, "weights-snapshot"):
                 self._written = offer.version
                 self._values = {
                     "weights/snapshot_version": float(offer.version),

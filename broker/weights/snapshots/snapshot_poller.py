@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from broker.errors import TransferFailed
 from broker.weights.group import WaitMonitor
 from broker.weights.receiver.buffers import IncomingVersion
@@ -34,8 +36,5 @@ class SnapshotPoller:
         Raises:
             TransferFailed: if they cannot be read, or are wrong.
         """
-        await patiently(
-            in_thread(lambda: self._source.fill(manifest, arrival.flat, watch), "weights-read"),
-            watch,
-            self._source.timeout_s,
-        )
+        fill = partial(self._source.fill, manifest, arrival.flat, watch)
+        await patiently(in_thread(fill, "weights-read"), watch, self._source.timeout_s)

@@ -77,9 +77,8 @@ class SnapshotSource:
                 if size != manifest.plan.size_bytes:
                     why = f"snapshot {name}: {size} bytes, its plan has {manifest.plan.size_bytes}; nothing was loaded"
                     raise TransferFailed(why)
-                digests = [
-                    self._bucket(reader, flat, index, name, watch) for index in range(len(manifest.plan.buckets))
-                ]
+                indices = range(len(manifest.plan.buckets))
+                digests = [self._bucket(reader, flat, index, name, watch) for index in indices]
         except FileNotFoundError:
             raise TransferFailed(f"snapshot {name}: the file is gone") from None
         if (found := combine(digests)) != manifest.offer.digest:
@@ -132,9 +131,8 @@ class SnapshotSource:
             if answer.status == http.client.NOT_FOUND:
                 raise FileNotFoundError(name)
             if answer.status == http.client.UNAUTHORIZED:
-                raise TransferFailed(
-                    f"snapshot {self._name(name)}: the API key is missing or wrong; set RL_API_KEY to the learner's"
-                )
+                why = "the API key is missing or wrong; set RL_API_KEY to the learner's"
+                raise TransferFailed(f"snapshot {self._name(name)}: {why}")
             if answer.status != http.client.OK or answer.length is None:
                 why = (
                     f"{answer.status} {answer.reason}"
