@@ -81,10 +81,8 @@ class RankWorker:
     def state(self) -> dict[str, Tensor]:
         """Return copies of all but the weights that the next step depends on; CPU tensors, fit for safetensors."""
         state = {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
-        state |= {
-            "version": torch.tensor(self.passes.version),
-            "kl_coef": torch.tensor(self.passes.kl.value, dtype=torch.float64),
-        }
+        state["version"] = torch.tensor(self.passes.version)
+        state["kl_coef"] = torch.tensor(self.passes.kl.value, dtype=torch.float64)
         if self.models.critic is not None:
             state |= {f"critic.{name}": tensor for name, tensor in self.models.critic.state().items()}
         state["rng.cpu"] = torch.get_rng_state()
@@ -103,9 +101,7 @@ class RankWorker:
                 return SumsReply(passes.run(list(zip(unpack_slices(command.slices), command.train, strict=True))))
             case ScoreCommand():
                 found = passes.score([(samples, False) for samples in unpack_slices(command.slices)])
-                return ColumnsReply(
-                    [[None if c is None else c.astype("<f4").tobytes() for c in columns] for columns in found]
-                )
+                return ColumnsReply([[None if c is None else c.astype("<f4").tobytes() for c in row] for row in found])
             case StepCommand(critic=True):
                 self.critic_step({"tokens": command.denominator}, command.at)
             case StepCommand():
@@ -154,14 +150,5 @@ def build_worker(context: RunContext, ranks: RankGroup) -> RankWorker:
         if ranks.size > 1:
             sum_over_ranks(optimizer.gradients(), device)
 
-    return RankWorker(
-        context,
-        ranks,
-        RankLayout.plain(ranks.size),
-        device,
-        models,
-        optimizer,
-        PolicyWeights(models.policy),
-        passes,
-        reduce,
-    )
+    layout, weights = RankLayout.plain(ranks.size), PolicyWeights(models.policy)
+    return RankWorker(context, ranks, layout, device, models, optimizer, weights, passes, reduce)
