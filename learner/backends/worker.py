@@ -18,22 +18,10 @@ from learner.backends.models.model_set import ModelSet
 from learner.backends.models.policy import pick_device
 from learner.backends.optimizer import MasterOptimizer
 from learner.backends.passes import ModelPasses
+from learner.backends.ranks import messages
 from learner.backends.ranks.collectives import broadcast_from_rank_0, sum_over_ranks
 from learner.backends.ranks.dealing import unpack_slices
 from learner.backends.ranks.group import RankGroup, RankLayout
-from learner.backends.ranks.messages import (
-    BuildCommand,
-    CollectiveCommand,
-    ColumnsReply,
-    Command,
-    DiscardCommand,
-    Reply,
-    RunCommand,
-    ScoreCommand,
-    StepCommand,
-    SumsReply,
-    SyncCommand,
-)
 from learner.backends.weights import PolicyWeights
 
 
@@ -90,36 +78,39 @@ class RankWorker:
             state["rng.cuda"] = torch.cuda.get_rng_state(self.device)
         return state
 
-    def obey(self, command: Command) -> Reply | None:
+    def obey(self, command: messages.Command) -> messages.Reply | None:
         """Execute one command; return the reply to send."""
         passes = self.passes
         match command:
-            case RunCommand(critic=True):
-                return SumsReply(passes.run_critic([(samples, True) for samples in unpack_slices(command.slices)]))
-            case RunCommand():
+            case messages.RunCommand(critic=True):
+                sums = passes.run_critic([(samples, True) for samples in unpack_slices(command.slices)])
+                return messages.SumsReply(sums)
+            case messages.RunCommand():
                 passes.kl.value, passes.version = command.kl_coef, command.version
-                return SumsReply(passes.run(list(zip(unpack_slices(command.slices), command.train, strict=True))))
-            case ScoreCommand():
+                jobs = list(zip(unpack_slices(command.slices), command.train, strict=True))
+                return messages.SumsReply(passes.run(jobs))
+            case messages.ScoreCommand():
                 found = passes.score([(samples, False) for samples in unpack_slices(command.slices)])
-                return ColumnsReply([[None if c is None else c.astype("<f4").tobytes() for c in row] for row in found])
-            case StepCommand(critic=True):
+                columns = [[None if c is None else c.astype("<f4").tobytes() for c in row] for row in found]
+                return messages.ColumnsReply(columns)
+            case messages.StepCommand(critic=True):
                 self.critic_step({"tokens": command.denominator}, command.at)
-            case StepCommand():
+            case messages.StepCommand():
                 self.step(command.denominator, command.at)
-            case DiscardCommand():
+            case messages.DiscardCommand():
                 passes.discard()
-            case SyncCommand():
+            case messages.SyncCommand():
                 critic = self.models.critic
                 optimizer = critic.optimizer if command.critic and critic is not None else self.optimizer
                 optimizer.updates = command.updates
                 broadcast_from_rank_0(optimizer.tensors(), self.device)
-            case CollectiveCommand():
+            case messages.CollectiveCommand():
                 self._take_part(command)
-            case BuildCommand():
+            case messages.BuildCommand():
                 raise TypeError("the backend has been built already")
         return None
 
-    def _take_part(self, call: CollectiveCommand) -> None:
+    def _take_part(self, call: messages.CollectiveCommand) -> None:
         match call.name:
             case "logprobs":
                 self.logprobs(call.numbers)
