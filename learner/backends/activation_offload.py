@@ -37,6 +37,5 @@ def unpack(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
 
 
 def _leaves(tensor: Tensor) -> bool:
-    # linear layers keep a transposed view
-    is_weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+    is_weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)  # or its transpose
     return tensor.is_cuda and tensor.nbytes >= _SMALLEST_BYTES and not is_weight

@@ -39,8 +39,7 @@ class Backend(Protocol):
         algorithm: loss, aggregation, KL, entropy.
         model: dtype and whether remote code is trusted.
         seed: seed of all random numbers in training.
-        ref_path: weights of the reference policy, ``model_path`` by default; loaded only if ``algorithm.kl_coef`` is
-        above 0.
+        ref_path: the reference policy's weights, ``model_path`` by default; loaded if ``algorithm.kl_coef`` is above 0.
         max_length: the constant of ``seq-mean-token-sum-norm``, in tokens.
 
     Raises:
@@ -62,11 +61,9 @@ class Backend(Protocol):
     @property
     def vocab_size(self) -> int:
         """Token ids are below this."""
-        ...
 
     def cutter(self) -> MicroBatchCutter[TrainSample]:
         """Return a cutter of samples, in the order of the log, into micro-batches for ``forward_backward``."""
-        ...
 
     def forward_backward(self, samples: Sequence[TrainSample]) -> dict[str, float]:
         """Add one micro-batch to the gradient of the current step, not yet normalised.
@@ -77,69 +74,53 @@ class Backend(Protocol):
         Raises:
             WireError: if a token id is outside the model's vocabulary; nothing is added then.
         """
-        ...
 
     def step(self) -> dict[str, float]:
         """Normalise over everything added since the last step, clip, update; return metrics by published names."""
-        ...
 
     def update(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        """Run a whole step, ``num_epochs`` passes of ``num_minibatches`` updates, also of the critic; return
-        metrics.
-        """
-        ...
+        """Run a step, ``num_epochs`` passes of ``num_minibatches`` updates, also of the critic; return metrics."""
 
     def score(self, samples: Sequence[TrainSample]) -> list[SampleScores]:
         """Return the scores that policy, reference and critic give each sample before the step."""
-        ...
 
     @property
     def kl_coef(self) -> float:
         """Weight of the divergence from the reference in the current step."""
-        ...
 
     def discard(self) -> None:
         """Forget what was added since the last step, as if the current step had not begun."""
-        ...
 
     @property
     def device(self) -> torch.device:
         """Device of ``weights``."""
-        ...
 
     def shapes(self) -> dict[str, Tensor]:
         """Return ``weights`` on the meta device."""
-        ...
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return the live tensors by state-dict name, tied ones once; they change at the next ``step``.
 
         A sharded backend gathers them a bucket at a time as they are read: read them once and in order.
         """
-        ...
 
     def adapter(self) -> wire.Adapter | None:
         """Describe ``factors`` for an offer; None if there are none, or ``train.lora.send`` is the whole model."""
-        ...
 
     def factors(self) -> Mapping[str, Tensor]:
         """Return the adapters' live factors by peft's names, whole; empty without adapters."""
-        ...
 
     def logprobs(self, token_ids: Sequence[int] | npt.NDArray[np.generic]) -> Tensor:
         """Return log p(token[i + 1] | token[: i + 1]) at temperature 1, (n - 1,) float32 on the CPU.
 
         Weights are those of a server: where ``train.weights_dtype`` is fp8, the rounded ones.
         """
-        ...
 
     def snapshot(self) -> Snapshot:
         """Copy what a checkpoint holds; training waits only for this."""
-        ...
 
     def save(self, path: str | Path, weights: Mapping[str, Tensor]) -> None:
         """Write a snapshot's weights, configuration and tokenizer for transformers to load; from any thread."""
-        ...
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore the ``state`` of a snapshot.
@@ -147,8 +128,6 @@ class Backend(Protocol):
         Raises:
             UserError: if it belongs to another model.
         """
-        ...
 
     def close(self) -> None:
         """Stop the processes and communicators that it started; no other call may follow."""
-        ...

@@ -42,10 +42,7 @@ class RunContext:
         return replace(self, train=settings_on_rank(self.train, rank))
 
     def check(self) -> None:
-        """
-        Raises:
-            ConfigError: if settings exclude each other.
-        """
+        """Raise ConfigError if settings exclude each other."""
         algorithm = self.algorithm
         if self.model.dtype == "float16":
             raise ConfigError("model.dtype", self.model.dtype, "the torch backend trains in float32 or bfloat16")

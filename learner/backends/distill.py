@@ -32,9 +32,7 @@ class DistillBackend(TorchBackend):
 
     Args:
         direction: forward or reverse.
-        top_k: compare the teacher's best candidates and the rest as one
-        (``learner.algorithm.losses.distill.candidates``); 0 compares
-            all tokens.
+        top_k: the teacher's best candidates to compare, and the rest as one; 0 compares all tokens.
         teacher: folder or hub name of a teacher to load here; None if samples carry its logprobs.
         others: arguments of ``TorchBackend``.
     """

@@ -33,8 +33,7 @@ class ShardedOptimizer(MasterOptimizer):
 
     def __init__(self, parameters: Mapping[str, DTensor], train: TrainSection, mesh: DeviceMesh) -> None:
         self._mesh, self._sharded = mesh, dict(parameters)
-        # the same memory
-        parts = {name: nn.Parameter(parameter.to_local().detach()) for name, parameter in parameters.items()}
+        parts = {name: nn.Parameter(p.to_local().detach()) for name, p in parameters.items()}  # the same memory
         super().__init__(parts, train)
 
     @torch.no_grad()
@@ -43,8 +42,8 @@ class ShardedOptimizer(MasterOptimizer):
         for name, parameter in self._sharded.items():
             if parameter.grad is not None:
                 assert isinstance(parameter.grad, DTensor)
-                found = parameter.grad.to_local().to(self._live[name].dtype)
                 live = self._live[name]
+                found = parameter.grad.to_local().to(live.dtype)
                 live.grad = found if live.grad is None else live.grad.add_(found)
                 parameter.grad = None
         super().collect()
@@ -55,9 +54,7 @@ class ShardedOptimizer(MasterOptimizer):
         super().discard()
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        squares = (
-            torch.stack([gradient.double().square().sum() for gradient in gradients]).sum().to(self._mesh.device_type)
-        )
+        squares = torch.stack([g.double().square().sum() for g in gradients]).sum().to(self._mesh.device_type)
         dist.all_reduce(squares)
         return squares.sqrt().float()
 
@@ -65,11 +62,8 @@ class ShardedOptimizer(MasterOptimizer):
         """Gather a tensor; collective."""
         if tensor.ndim == 0:
             return tensor
-        like = self._sharded[name]
-        held = tensor.detach().to(self._mesh.device_type)
-        parts = DTensor.from_local(
-            held, self._mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride()
-        )
+        like, own = self._sharded[name], tensor.detach().to(self._mesh.device_type)
+        parts = DTensor.from_local(own, self._mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride())
         return parts.full_tensor()
 
     def own(self, name: str, tensor: Tensor) -> Tensor:

@@ -25,14 +25,7 @@ class PolicyObjective:
         self._correct: CorrectionFunction = resolve("corrections", algorithm.correction, CORRECTIONS)
 
     def __call__(
-        self,
-        batch: TokenBatch,
-        logprobs: Tensor,
-        entropy: Tensor,
-        ref_logprobs: Tensor | None,
-        *,
-        kl_coef: float,
-        version: int,
+        self, batch: TokenBatch, logprobs: Tensor, entropy: Tensor, ref: Tensor | None, *, kl_coef: float, version: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a slice's share of the numerator, with gradient, and sums for the metrics.
 
@@ -40,24 +33,23 @@ class PolicyObjective:
             batch: T trained tokens and all tokens of their sequences.
             logprobs: (T,) under the policy being trained.
             entropy: (T,) in nats.
-            ref_logprobs: (T,) under the reference, None to leave the divergence out.
+            ref: logprobs (T,) under the reference, None to leave the divergence out.
             kl_coef: weight of the divergence.
             version: policy version at the start of the step.
         """
         algorithm, proximal = self._algorithm, self._proximal(batch, logprobs, version)
-        facts = CorrectionInputs(
-            logprobs.detach(), proximal, batch.rollout_logprobs, batch.advantages, batch.sequence, batch.num_rows
-        )
+        rows = (batch.advantages, batch.sequence, batch.num_rows)
+        facts = CorrectionInputs(logprobs.detach(), proximal, batch.rollout_logprobs, *rows)
         correction = self._correct(facts, algorithm)
-        tokens = LossTokens(logprobs, correction.old_logprobs, batch.advantages, batch.sequence, batch.num_rows)
+        tokens = LossTokens(logprobs, correction.old_logprobs, *rows)
         losses, sums = self._loss(tokens, algorithm)
         losses = correction.weights * losses
         weights = token_weights(algorithm.loss_agg_mode, batch.sequence, batch.num_rows)
         sums = {**sums, **correction_sums(correction), "pg_loss": (weights * losses).sum(), "entropy": entropy.sum()}
         sums["ppo_kl"] = (correction.old_logprobs - logprobs).sum()
         sums |= ratio_sums(logprobs if algorithm.correction == "none" else proximal, batch.rollout_logprobs)
-        if ref_logprobs is not None:
-            penalty = kl_penalty(logprobs, ref_logprobs, algorithm.kl_estimator)
+        if ref is not None:
+            penalty = kl_penalty(logprobs, ref, algorithm.kl_estimator)
             losses = losses + kl_coef * penalty
             sums["kl"] = penalty.sum()
         if algorithm.entropy_coef:

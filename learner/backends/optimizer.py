@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from broker.errors import UserError
 from learner.config import TrainSection
+
+MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
 
 def lr_factor(update: int, train: TrainSection) -> float:
@@ -35,21 +38,14 @@ class MasterOptimizer:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], train: TrainSection) -> None:
-        self._train = train
-        self.updates = 0
-        self._live = dict(parameters)
+        self._train, self._live, self.updates = train, dict(parameters), 0
         self._masters = {name: _master(parameter, train.optimizer_offload) for name, parameter in self._live.items()}
         self._copied = [name for name, parameter in self._live.items() if self._masters[name] is not parameter]
         self._rounded = [name for name in self._copied if self._live[name].dtype != torch.float32]
-        groups = [
-            {"params": [p for p in self._masters.values() if p.ndim >= 2], "weight_decay": train.weight_decay},
-            {"params": [p for p in self._masters.values() if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=train.lr, betas=train.betas, fused=True
-        )
+        groups = decay_groups(self._masters, train.weight_decay)
+        self._adamw = torch.optim.AdamW(groups, lr=train.lr, betas=train.betas, fused=True)
         for master in self._masters.values():
-            self._adamw.state[master] = _fresh(master)
+            self._adamw.state[master] = fresh_state(master)
 
     def backward(self, total: Tensor) -> None:
         """Add to the gradient."""
@@ -159,20 +155,13 @@ class MasterOptimizer:
         return self.state()
 
     def refuse(self, state: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
-        """
-        Raises:
-            UserError: if ``state`` has other names or shapes than ``held``.
-        """
+        """Raise UserError if ``state`` has other names or shapes than ``held``."""
+        problem = "the optimizer state belongs to another model"
         if odd := sorted(held.keys() ^ state.keys()):
-            raise UserError(
-                f"the optimizer state belongs to another model: {len(odd)} entries differ, the first is {odd[0]}"
-            )
+            raise UserError(f"{problem}: {len(odd)} entries differ, the first is {odd[0]}")
         for name, tensor in held.items():
             if tensor.shape != state[name].shape:
-                raise UserError(
-                    f"the optimizer state belongs to another model: {name} has shape {tuple(state[name].shape)}, not "
-                    f"{tuple(tensor.shape)}"
-                )
+                raise UserError(f"{problem}: {name} has shape {tuple(state[name].shape)}, not {tuple(tensor.shape)}")
 
     @torch.no_grad()
     def take(self, state: Mapping[str, Tensor]) -> None:
@@ -195,13 +184,24 @@ def _master(parameter: nn.Parameter, offload: bool) -> nn.Parameter:
     return parameter if parameter.dtype == torch.float32 else nn.Parameter(parameter.detach().float())
 
 
-def _fresh(master: Tensor) -> dict[str, Tensor]:
-    # AdamW would create these at its first step; the state must have the same entries from the start.
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=master.device),
-        "exp_avg": torch.zeros_like(master),
-        "exp_avg_sq": torch.zeros_like(master),
-    }
+def decay_groups(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Return AdamW's parameter groups: matrices, which decay, and the others; none is empty."""
+    matrices = [p for p in parameters.values() if p.ndim >= 2]
+    others = [p for p in parameters.values() if p.ndim < 2]
+    return [
+        {"params": held, "weight_decay": decay} for held, decay in ((matrices, weight_decay), (others, 0.0)) if held
+    ]
+
+
+def fresh_state(master: Tensor) -> dict[str, Tensor]:
+    """Return what AdamW would create at its first step; the state must have the same entries from the start."""
+    moments = {kind: torch.zeros_like(master, requires_grad=False) for kind in MOMENTS}
+    return {"step": torch.zeros((), dtype=torch.float32, device=master.device)} | moments
+
+
+def entries_below(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the entries whose names begin with a prefix, without it."""
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -119,12 +119,8 @@ class ModelPasses:
     def sums_of(self, batch: TokenBatch, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """Return a slice's sums as numbers, with its counts."""
         values = torch.stack([value.detach().double() for value in sums.values()]).tolist()  # one transfer
-        counts = {
-            "tokens": float(len(batch.targets)),
-            "rows": float(batch.num_rows),
-            "padded": float(batch.input_ids.numel()),
-        }
-        return counts | dict(zip(sums, values, strict=True))
+        counts = {"tokens": len(batch.targets), "rows": batch.num_rows, "padded": batch.input_ids.numel()}
+        return {name: float(count) for name, count in counts.items()} | dict(zip(sums, values, strict=True))
 
     def draw_seed(self) -> int:
         """Return a seed for one slice's dropout: the same after a resume or a repeated step, different on each rank."""

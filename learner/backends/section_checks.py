@@ -22,11 +22,8 @@ def check_deepspeed(train: Mapping[str, Any]) -> None:
             raise ConfigError(f"train.deepspeed.{odd}", section[odd], f"unset with train.backend {train['backend']}")
         return
     if section["offload_param"] and section["stage"] < 3:
-        raise ConfigError(
-            "train.deepspeed.offload_param",
-            True,
-            f"false with train.deepspeed.stage {section['stage']}: only stage 3 divides weights",
-        )
+        allowed = f"false with train.deepspeed.stage {section['stage']}: only stage 3 divides weights"
+        raise ConfigError("train.deepspeed.offload_param", True, allowed)
 
 
 def check_megatron(train: Mapping[str, Any]) -> None:
@@ -38,16 +35,13 @@ def check_megatron(train: Mapping[str, Any]) -> None:
     section = train["megatron"]
     if train["backend"] != "megatron":
         if odd := next((key for key, size in section.items() if size != 1), ""):
-            raise ConfigError(
-                f"train.megatron.{odd}", section[odd], f"1 with train.backend {train['backend']}; more with megatron"
-            )
+            allowed = f"1 with train.backend {train['backend']}; more with megatron"
+            raise ConfigError(f"train.megatron.{odd}", section[odd], allowed)
         return
     if train["lora"] and train["lora"]["dropout"]:
         allowed = "0 with train.backend megatron, whose ranks divide a layer's inputs"
         raise ConfigError("train.lora.dropout", train["lora"]["dropout"], allowed)
     tensor, pipeline, ranks = section["tensor_parallel"], section["pipeline_parallel"], train["ranks"]
     if ranks % (tensor * pipeline):
-        allowed = (
-            f"a multiple of train.megatron.tensor_parallel {tensor} times train.megatron.pipeline_parallel {pipeline}"
-        )
-        raise ConfigError("train.ranks", ranks, allowed)
+        sizes = f"train.megatron.tensor_parallel {tensor} times train.megatron.pipeline_parallel {pipeline}"
+        raise ConfigError("train.ranks", ranks, f"a multiple of {sizes}")

@@ -20,9 +20,8 @@ def step_metrics(
         scale: denominator of its loss.
     """
     tokens = counts.tokens
-    mean = {
-        name: sums.get(name, 0.0) / max(tokens, 1) for name in ("entropy", "ppo_kl", "clipped", "dual_clipped", "kl")
-    }
+    means = ("entropy", "ppo_kl", "clipped", "dual_clipped", "kl")
+    mean = {name: sums.get(name, 0.0) / max(tokens, 1) for name in means}
     metrics = {
         "actor/pg_loss": sums.get("pg_loss", 0.0) / scale,
         "actor/entropy": mean["entropy"],

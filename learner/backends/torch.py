@@ -23,6 +23,7 @@ from learner.backends.base import Snapshot
 from learner.backends.context import RunContext
 from learner.backends.models.lora import FOLDER
 from learner.backends.models.policy import PolicyModel
+from learner.backends.optimizer import entries_below
 from learner.backends.ranks.collectives import broadcast_from_rank_0
 from learner.backends.ranks.dealing import Job
 from learner.backends.ranks.group import RankGroup, RankLayout
@@ -65,12 +66,10 @@ class TorchBackend:
         context.check()
         kind, size = type(self), context.train.ranks
         if size > 1 and not self.takes_ranks:
-            raise ConfigError(
-                "train.ranks", size, f"{kind.__name__} runs in one process; train.backend ddp takes several"
-            )
-        self._ranks = RankGroup.start(
-            f"{kind.__module__}:{kind.__qualname__}", size, _CONTEXT.dump_python(context, mode="json")
-        )
+            allowed = f"{kind.__name__} runs in one process; train.backend ddp takes several"
+            raise ConfigError("train.ranks", size, allowed)
+        plain = _CONTEXT.dump_python(context, mode="json")
+        self._ranks = RankGroup.start(f"{kind.__module__}:{kind.__qualname__}", size, plain)
         try:
             self.worker = build(context.on_rank(0), self._ranks)
         except BaseException:
@@ -103,8 +102,7 @@ class TorchBackend:
     def forward_backward(self, samples: Sequence[TrainSample]) -> dict[str, float]:
         trained = [sample for sample in samples if sample.num_inputs]
         self._check_ids(trained)
-        # Without a KL or entropy term a row whose advantages are all 0 adds nothing to the gradient: it is measured,
-        # not trained.
+        # Without a KL or entropy term a row whose advantages are all 0 has no gradient: it is measured, not trained.
         every_row = self._models.kl_in_loss or self._context.algorithm.entropy_coef > 0
         idle = [] if every_row else [s for s in trained if not s.advantages[s.positions].any()]
         skipped = {id(sample) for sample in idle}
@@ -135,9 +133,8 @@ class TorchBackend:
         for epoch in range(algorithm.num_epochs):
             for part in minibatches(rows, algorithm.num_minibatches, (self._context.seed, self.version, epoch)):
                 done.append(self._update(part, trains_policy))
-        metrics = average_metrics(done, algorithm.num_epochs) | {
-            "actor/num_updates": float(len(done) if trains_policy else 0)
-        }
+        metrics = average_metrics(done, algorithm.num_epochs)
+        metrics["actor/num_updates"] = float(len(done) if trains_policy else 0)
         return self._complete(metrics, len(rows))
 
     def _update(self, part: Sequence[TrainSample], trains_policy: bool) -> dict[str, float]:
@@ -160,21 +157,18 @@ class TorchBackend:
         self._check_ids(rows)
         found: dict[int, SampleScores] = {}
         jobs = [(piece, False) for piece in self._slices(rows)]
-        scored = self._ranks.share_out(
-            jobs, self.worker.layout, lambda slices, _: ScoreCommand(slices), self._passes.score
-        )
+        layout, work = self.worker.layout, self._passes.score
+        scored = self._ranks.share_out(jobs, layout, lambda slices, _: ScoreCommand(slices), work)
         for (piece, _), columns in zip(jobs, scored, strict=True):
             ends = np.cumsum([sample.num_tokens for sample in piece])[:-1].tolist()
             parts = [[None] * len(piece) if column is None else np.split(column, ends) for column in columns]
-            found |= {
-                id(sample): SampleScores(*row) for sample, row in zip(piece, zip(*parts, strict=True), strict=True)
-            }
-        kl = [scores.kl for scores in found.values() if scores.kl is not None]
+            scores = [SampleScores(*row) for row in zip(*parts, strict=True)]
+            found |= {id(sample): one for sample, one in zip(piece, scores, strict=True)}
+        kl = [one.kl for one in found.values() if one.kl is not None]
         self._reward_kl = float(np.concatenate(kl).mean()) if kl else None
         empty = np.zeros(0, np.float32)
-        nothing = SampleScores(
-            empty, empty if self._models.kl_in_reward else None, None if self._models.critic is None else empty
-        )
+        no_kl = empty if self._models.kl_in_reward else None
+        nothing = SampleScores(empty, no_kl, None if self._models.critic is None else empty)
         return [found.get(id(sample), nothing) for sample in samples]
 
     def discard(self) -> None:
@@ -188,9 +182,8 @@ class TorchBackend:
         algorithm = self._context.algorithm
         scale = denominator(algorithm.loss_agg_mode, self._counts, self._context.max_length)
         done = self._ranks.together(StepCommand(scale, self.version), partial(self.worker.step, scale, self.version))
-        metrics = step_metrics(self._sums, self._counts, scale, algorithm) | {
-            f"actor/{name}": value for name, value in done.items()
-        }
+        metrics = step_metrics(self._sums, self._counts, scale, algorithm)
+        metrics |= {f"actor/{name}": value for name, value in done.items()}
         self._counts, self._sums = BatchCounts(), dict[str, float]()
         return metrics
 
@@ -200,40 +193,28 @@ class TorchBackend:
             metrics["actor/kl_coef"] = self.kl_coef
             if self._reward_kl is not None:
                 metrics["actor/reward_kl"] = self._reward_kl
-            kl = metrics.get("actor/kl_loss", self._reward_kl)
-            if kl is not None:
+            if (kl := metrics.get("actor/kl_loss", self._reward_kl)) is not None:
                 self._passes.kl.update(kl, num_rows)
         self._passes.version, self._reward_kl = self.version + 1, None
         return metrics
 
     def _run(self, jobs: Sequence[Job]) -> list[dict[str, float]]:
-        passes = self._passes
-        return self._ranks.share_out(
-            jobs,
-            self.worker.layout,
-            lambda slices, train: RunCommand(slices, train, passes.kl.value, passes.version),
-            passes.run,
-        )
+        command = partial(RunCommand, kl_coef=self.kl_coef, version=self.version)
+        return self._ranks.share_out(jobs, self.worker.layout, command, self._passes.run)
 
     def _run_critic(self, jobs: Sequence[Job]) -> list[dict[str, float]]:
-        passes, layout = self._passes, RankLayout.plain(self._ranks.size)  # every rank holds the whole critic
-        return self._ranks.share_out(
-            jobs,
-            layout,
-            lambda slices, _: RunCommand(slices, [], passes.kl.value, passes.version, critic=True),
-            passes.run_critic,
-        )
+        layout = RankLayout.plain(self._ranks.size)  # every rank holds the whole critic
+        command = partial(RunCommand, train=[], kl_coef=self.kl_coef, version=self.version, critic=True)
+        return self._ranks.share_out(jobs, layout, lambda slices, _: command(slices), self._passes.run_critic)
 
     def _slices(self, samples: Sequence[TrainSample]) -> list[list[TrainSample]]:
         return self._passes.slices(samples, self.worker.layout.num_at_once)
 
     def _check_ids(self, samples: Sequence[TrainSample]) -> None:
+        size = self.vocab_size
         for sample in samples:
-            largest = int(sample.token_ids.max())
-            if largest >= self.vocab_size:
-                raise WireError(
-                    f"group {sample.group}: token id {largest} is outside the model's vocabulary of {self.vocab_size}"
-                )
+            if (largest := int(sample.token_ids.max())) >= size:
+                raise WireError(f"group {sample.group}: token id {largest} is outside the model's vocabulary of {size}")
 
     @property
     def policy(self) -> PolicyModel:
@@ -263,11 +244,9 @@ class TorchBackend:
     def weights(self) -> Mapping[str, Tensor]:
         """Return the live weights by state-dict name, adapters merged; sharded ones are gathered as they are read."""
         weights = self.worker.weights
-        return (
-            GatheredWeights(list(weights.shapes()), weights.buckets, self._gather)
-            if weights.buckets
-            else weights.live()
-        )
+        if not weights.buckets:
+            return weights.live()
+        return GatheredWeights(list(weights.shapes()), weights.buckets, self._gather)
 
     def _gather(self, bucket: int) -> dict[str, Tensor]:
         return self._ranks.together(CollectiveCommand("gather", [bucket]), partial(self.worker.weights.gather, bucket))
@@ -277,20 +256,14 @@ class TorchBackend:
         return None if adapters is None or not base else adapters.shown(base)
 
     def factors(self) -> dict[str, Tensor]:
-        return (
-            {}
-            if self.policy.adapters is None
-            else self._on_all(CollectiveCommand("factors"), self.worker.weights.factors)
-        )
+        return {} if self.policy.adapters is None else self._on_all("factors", self.worker.weights.factors)
 
     def logprobs(self, token_ids: Sequence[int] | npt.NDArray[np.generic]) -> Tensor:
-        return self._on_all(
-            CollectiveCommand("logprobs", [int(token) for token in token_ids]), partial(self.worker.logprobs, token_ids)
-        )
+        return self._on_all("logprobs", partial(self.worker.logprobs, token_ids), [int(token) for token in token_ids])
 
-    def _on_all(self, call: CollectiveCommand, work: Callable[[], T]) -> T:
+    def _on_all(self, name: str, work: Callable[[], T], numbers: Sequence[int] = ()) -> T:
         """Return ``work()``, on all ranks at the same time if none holds the whole model."""
-        return self._ranks.together(call, work) if self.worker.sharded else work()
+        return self._ranks.together(CollectiveCommand(name, list(numbers)), work) if self.worker.sharded else work()
 
     def snapshot(self) -> Snapshot:
         return Snapshot(self._all_weights(), self.state())
@@ -310,9 +283,8 @@ class TorchBackend:
         self.policy.module.save_pretrained(path, state_dict=merged)
         copy_tokenizer(self._context.first_path, Path(path))
         if self.policy.adapters is not None:
-            self.policy.adapters.save(
-                Path(path) / FOLDER, {name: weights[name] for name in weights.keys() - merged.keys()}
-            )
+            factors = {name: weights[name] for name in weights.keys() - merged.keys()}
+            self.policy.adapters.save(Path(path) / FOLDER, factors)
 
     def state(self) -> dict[str, Tensor]:
         """Return copies of all but the weights that the next step depends on: optimizer, schedule, RNG, critic.
@@ -322,7 +294,7 @@ class TorchBackend:
         """
         if self._counts.rows:
             raise RuntimeError("a step is under way; its state is taken before or after")
-        return self._on_all(CollectiveCommand("state"), self.worker.state)
+        return self._on_all("state", self.worker.state)
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore what ``state`` returned; a GPU's RNG only where there is a GPU.
@@ -330,9 +302,9 @@ class TorchBackend:
         Raises:
             UserError: if it belongs to another model.
         """
-        self._load_optimizer(_below("optimizer.", state))
+        self._load_optimizer(entries_below("optimizer.", state))
         if (critic := self._models.critic) is not None:
-            critic.load_state(_below("critic.", state))
+            critic.load_state(entries_below("critic.", state))
             self._sync(SyncCommand(critic.optimizer.updates, critic=True), critic.optimizer.tensors)
         self._passes.version = int(state["version"])
         if self._passes.kl.target is not None:
@@ -357,10 +329,6 @@ class TorchBackend:
 
     def close(self) -> None:
         self._ranks.close()
-
-
-def _below(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
 
 def _add(into: dict[str, float], values: Mapping[str, float]) -> None:

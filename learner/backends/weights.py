@@ -38,9 +38,8 @@ class PolicyWeights:
 
     def factors(self) -> dict[str, Tensor]:
         """Return the whole adapters by peft's names; collective if sharded."""
-        return (
-            {} if self._policy.adapters is None else self._policy.adapters.factors(self._policy.tensors().__getitem__)
-        )
+        adapters = self._policy.adapters
+        return {} if adapters is None else adapters.factors(self._policy.tensors().__getitem__)
 
 
 class ShardedWeights(PolicyWeights):

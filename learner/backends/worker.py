@@ -18,22 +18,10 @@ from learner.backends.models.model_set import ModelSet
 from learner.backends.models.policy import pick_device
 from learner.backends.optimizer import MasterOptimizer
 from learner.backends.passes import ModelPasses
+from learner.backends.ranks import messages
 from learner.backends.ranks.collectives import broadcast_from_rank_0, sum_over_ranks
 from learner.backends.ranks.dealing import unpack_slices
 from learner.backends.ranks.group import RankGroup, RankLayout
-from learner.backends.ranks.messages import (
-    BuildCommand,
-    CollectiveCommand,
-    ColumnsReply,
-    Command,
-    DiscardCommand,
-    Reply,
-    RunCommand,
-    ScoreCommand,
-    StepCommand,
-    SumsReply,
-    SyncCommand,
-)
 from learner.backends.weights import PolicyWeights
 
 
@@ -81,10 +69,8 @@ class RankWorker:
     def state(self) -> dict[str, Tensor]:
         """Return copies of all but the weights that the next step depends on; CPU tensors, fit for safetensors."""
         state = {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
-        state |= {
-            "version": torch.tensor(self.passes.version),
-            "kl_coef": torch.tensor(self.passes.kl.value, dtype=torch.float64),
-        }
+        state["version"] = torch.tensor(self.passes.version)
+        state["kl_coef"] = torch.tensor(self.passes.kl.value, dtype=torch.float64)
         if self.models.critic is not None:
             state |= {f"critic.{name}": tensor for name, tensor in self.models.critic.state().items()}
         state["rng.cpu"] = torch.get_rng_state()
@@ -92,38 +78,39 @@ class RankWorker:
             state["rng.cuda"] = torch.cuda.get_rng_state(self.device)
         return state
 
-    def obey(self, command: Command) -> Reply | None:
+    def obey(self, command: messages.Command) -> messages.Reply | None:
         """Execute one command; return the reply to send."""
         passes = self.passes
         match command:
-            case RunCommand(critic=True):
-                return SumsReply(passes.run_critic([(samples, True) for samples in unpack_slices(command.slices)]))
-            case RunCommand():
+            case messages.RunCommand(critic=True):
+                sums = passes.run_critic([(samples, True) for samples in unpack_slices(command.slices)])
+                return messages.SumsReply(sums)
+            case messages.RunCommand():
                 passes.kl.value, passes.version = command.kl_coef, command.version
-                return SumsReply(passes.run(list(zip(unpack_slices(command.slices), command.train, strict=True))))
-            case ScoreCommand():
+                jobs = list(zip(unpack_slices(command.slices), command.train, strict=True))
+                return messages.SumsReply(passes.run(jobs))
+            case messages.ScoreCommand():
                 found = passes.score([(samples, False) for samples in unpack_slices(command.slices)])
-                return ColumnsReply(
-                    [[None if c is None else c.astype("<f4").tobytes() for c in columns] for columns in found]
-                )
-            case StepCommand(critic=True):
+                columns = [[None if c is None else c.astype("<f4").tobytes() for c in row] for row in found]
+                return messages.ColumnsReply(columns)
+            case messages.StepCommand(critic=True):
                 self.critic_step({"tokens": command.denominator}, command.at)
-            case StepCommand():
+            case messages.StepCommand():
                 self.step(command.denominator, command.at)
-            case DiscardCommand():
+            case messages.DiscardCommand():
                 passes.discard()
-            case SyncCommand():
+            case messages.SyncCommand():
                 critic = self.models.critic
                 optimizer = critic.optimizer if command.critic and critic is not None else self.optimizer
                 optimizer.updates = command.updates
                 broadcast_from_rank_0(optimizer.tensors(), self.device)
-            case CollectiveCommand():
+            case messages.CollectiveCommand():
                 self._take_part(command)
-            case BuildCommand():
+            case messages.BuildCommand():
                 raise TypeError("the backend has been built already")
         return None
 
-    def _take_part(self, call: CollectiveCommand) -> None:
+    def _take_part(self, call: messages.CollectiveCommand) -> None:
         match call.name:
             case "logprobs":
                 self.logprobs(call.numbers)
@@ -154,14 +141,5 @@ def build_worker(context: RunContext, ranks: RankGroup) -> RankWorker:
         if ranks.size > 1:
             sum_over_ranks(optimizer.gradients(), device)
 
-    return RankWorker(
-        context,
-        ranks,
-        RankLayout.plain(ranks.size),
-        device,
-        models,
-        optimizer,
-        PolicyWeights(models.policy),
-        passes,
-        reduce,
-    )
+    layout, weights = RankLayout.plain(ranks.size), PolicyWeights(models.policy)
+    return RankWorker(context, ranks, layout, device, models, optimizer, weights, passes, reduce)

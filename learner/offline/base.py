@@ -36,15 +36,12 @@ class OfflinePipeline(Protocol):
 
     def step(self, rows: Sequence[int]) -> dict[str, float]:
         """Take an optimizer step on these rows; return its metrics, including ``train/loss`` and ``train/tokens``."""
-        ...
 
     def evaluate(self) -> dict[str, float]:
         """Return metrics of the held-out rows, ``eval/…``; empty without such rows."""
-        ...
 
     def close(self) -> None:
         """Release resources other than the backend's."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -129,9 +126,8 @@ class OfflineJob:
         else:
             share = max(1, round(len(rows) * data.eval_share)) if data.eval_share else 0
             if share >= len(rows):
-                raise ConfigError(
-                    "data.eval_share", data.eval_share, f"a smaller share: {len(rows)} rows leave none for training"
-                )
+                allowed = f"a smaller share: {len(rows)} rows leave none for training"
+                raise ConfigError("data.eval_share", data.eval_share, allowed)
             rows, held_out = rows[: len(rows) - share], rows[len(rows) - share :]
         return rows, held_out[: self.held_out.rows]
 

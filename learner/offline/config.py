@@ -33,16 +33,8 @@ SECTIONS: Final[dict[str, dict[str, str]]] = {
         "rollout": "rollout.config:RolloutSection",
     },
 }
-FREE: Final = (
-    "train.steps",
-    "train.num_threads",
-    "train.device",
-    "eval.",
-    "checkpoint.",
-    "trackers.",
-    "broker.",
-    "rollout.",
-)  # may differ on resume
+_FREE_TRAIN: Final = ("train.steps", "train.num_threads", "train.device")
+FREE: Final = (*_FREE_TRAIN, "eval.", "checkpoint.", "trackers.", "broker.", "rollout.")  # may differ on resume
 
 
 class DataSection(Section):
@@ -51,8 +43,7 @@ class DataSection(Section):
     train: str  # JSONL or Parquet
     eval: str | None = None  # a file of held-out rows; null: the share below
     eval_share: Annotated[float, Field(ge=0, lt=1)] = 0.05  # of the rows of ``train``, taken from its end
-    # longer rows are cut (sft, distill) or omitted (dpo); null: the model's limit
-    max_tokens: PositiveInt | None = None
+    max_tokens: PositiveInt | None = None  # longer rows are cut (sft, distill) or omitted (dpo); null: the model's
 
 
 class OfflineTrainSection(OptimizationSection):
@@ -109,10 +100,8 @@ def validate(pipeline: str, config: dict[str, Any]) -> dict[str, Any]:
     from learner.reporting.trackers import TRACKERS
 
     if "domains" in config:
-        raise UserError(
-            f"domains: with that section it is a configuration for `rlearner up` and `rlearner start`, not for "
-            f"{pipeline}"
-        )
+        commands = "`rlearner up` and `rlearner start`"
+        raise UserError(f"domains: with that section it is a configuration for {commands}, not for {pipeline}")
     checked = runspec.validate(config, SECTIONS[pipeline], ())
     train = checked["train"]
     if (warmup := train["warmup_steps"]) is not None and warmup >= train["steps"]:
@@ -121,9 +110,8 @@ def validate(pipeline: str, config: dict[str, Any]) -> dict[str, Any]:
     check_options(train)
     check_layers(train["lora"], checked["model"])
     if (name := train["backend"]) in ("deepspeed", "megatron"):
-        raise ConfigError(
-            "train.backend", name, f"torch, ddp or fsdp2: without a broker there is one rank, and no train.{name}"
-        )
+        allowed = f"torch, ddp or fsdp2: without a broker there is one rank, and no train.{name}"
+        raise ConfigError("train.backend", name, allowed)
     for name in checked["trackers"]["use"]:
         check_name("trackers.use", "trackers", name, TRACKERS)
     for key in ("train", "eval"):
@@ -143,7 +131,7 @@ def _check_distill(config: dict[str, Any]) -> None:
     distill = config["distill"]
     if distill["served"] and not distill["top_k"]:
         raise ConfigError(
-            "distill.top_k", 0, "at least 1 with distill.served: whole distributions are too large to be sent"
+            "distill.top_k", 0, "at least 1 with distill.served: whole distributions are too large to send"
         )
     if config["train"]["backend"] != "torch":
         raise ConfigError("train.backend", config["train"]["backend"], "torch: distillation needs the student's logits")

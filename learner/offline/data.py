@@ -32,13 +32,10 @@ class TokenizedExample:
 
     def sample(self) -> TrainSample:
         """Return the training sample: every trained token has weight 1 instead of an advantage."""
-        n = len(self.token_ids)
-        mask = np.array(self.loss_mask, np.uint8)
+        ids, mask = np.array(self.token_ids, np.int32), np.array(self.loss_mask, np.uint8)
         mask[:1] = 0
-        zeros, versions = np.zeros(n, np.float32), np.full(n, -1, np.int32)
-        return TrainSample(
-            np.array(self.token_ids, np.int32), mask, zeros, versions, mask.astype(np.float32), group=0, reward=0.0
-        )
+        zeros, versions = np.zeros(len(ids), np.float32), np.full(len(ids), -1, np.int32)
+        return TrainSample(ids, mask, zeros, versions, mask.astype(np.float32), group=0, reward=0.0)
 
 
 def read_conversations(path: str | Path, key: str = "data") -> Iterator[tuple[int, Messages]]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from broker.errors import ConfigError
-from broker.settings.config import RunSection
 from broker.settings.runspec import section
 from learner.algorithm.samples import TrainSample
 from learner.backends.distill import DistillBackend, TaughtSample
@@ -47,7 +46,7 @@ class DistillationPipeline:
             train=backend_train(job.train),
             algorithm=MEAN,
             model=job.model,
-            seed=section(job.config, "run", RunSection).seed,
+            seed=job.run.seed,
             ref_path=job.first_path,
         )
         self._served: ServedTeacher | None = None
@@ -80,9 +79,7 @@ class DistillationPipeline:
         if self._served is None:
             return list(samples)
         answers = self._served.ask([sample.token_ids for sample in samples])
-        return [
-            with_candidates(sample, ids, logprobs) for sample, (ids, logprobs) in zip(samples, answers, strict=True)
-        ]
+        return [with_candidates(sample, *answer) for sample, answer in zip(samples, answers, strict=True)]
 
 
 def with_candidates(sample: TrainSample, ids: np.ndarray, logprobs: np.ndarray) -> TaughtSample:
@@ -106,9 +103,6 @@ def _check_vocabulary(student: Tokenizer, teacher: str, *, trust_remote_code: bo
     if own == theirs:
         return
     token = min((own.items() ^ theirs.items()), key=lambda item: (item[1], item[0]))[0]
-    raise ConfigError(
-        "distill.teacher",
-        teacher,
-        f"its vocabulary must be the student's: token {token!r} is {theirs.get(token, 'unknown')} there, "
-        f"{own.get(token, 'unknown')} here",
-    )
+    there, here = theirs.get(token, "unknown"), own.get(token, "unknown")
+    allowed = f"its vocabulary must be the student's: token {token!r} is {there} there, {here} here"
+    raise ConfigError("distill.teacher", teacher, allowed)

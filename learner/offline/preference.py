@@ -88,9 +88,8 @@ class PreferencePipeline:
         def read(path: str, key: str) -> list[Two]:
             pairs, num_long = load_pairs(path, job.tokenizer, most, key)
             if num_long:
-                log.warning(
-                    "%s: %d of %d pairs omitted, longer than %d tokens", path, num_long, num_long + len(pairs), most
-                )
+                total = num_long + len(pairs)
+                log.warning("%s: %d of %d pairs omitted, longer than %d tokens", path, num_long, total, most)
             return [(pair.chosen.sample(), pair.rejected.sample()) for pair in pairs]
 
         self._rows, self._held_out = job.load(read)
@@ -137,18 +136,15 @@ def _reference(job: OfflineJob, dpo: DpoSection, rows: Sequence[Two], held_out: 
     if file.exists():
         with safe_open(str(file), "pt") as found:
             if (found.metadata() or {}).get("data") != digests:
-                raise UserError(
-                    f"data.train or data.eval changed since run {job.run.name} was started; choose another run.name"
-                )
+                problem = f"data.train or data.eval changed since run {job.run.name} was started"
+                raise UserError(f"{problem}; choose another run.name")
             return found.get_tensor("train"), found.get_tensor("eval")
     log.info("scoring %d answers under the reference", 2 * (len(rows) + len(held_out)))
     backend = job.make_backend(LIKELIHOOD, path=dpo.reference or job.first_path)
-    scored = {
-        "train": answer_logprobs(backend, rows),
-        "eval": answer_logprobs(backend, held_out) if held_out else torch.zeros(0, 2),
-    }
+    train = answer_logprobs(backend, rows)
+    evaluated = answer_logprobs(backend, held_out) if held_out else torch.zeros(0, 2)
     job.folder.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
-    save_file(scored, str(part), metadata={"data": digests})
+    save_file({"train": train, "eval": evaluated}, str(part), metadata={"data": digests})
     part.replace(file)
-    return scored["train"], scored["eval"]
+    return train, evaluated

@@ -59,10 +59,8 @@ def _conversations(row: Row) -> tuple[Messages, Messages, int]:
         shared += 1
     if shared in (len(chosen), len(rejected)):
         raise ValueError("chosen and rejected are the same, or one is the beginning of the other")
-    if chosen[shared]["role"] != "assistant":
-        raise ValueError(
-            f"chosen and rejected differ at message {shared}, of the {chosen[shared]['role']}, not assistant"
-        )
+    if (role := chosen[shared]["role"]) != "assistant":
+        raise ValueError(f"chosen and rejected differ at message {shared}, of the {role}, not assistant")
     return chosen, rejected, shared
 
 

@@ -29,14 +29,8 @@ def progress(name: str, first: int, steps: int) -> Iterator[Show]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (
-        TextColumn(name),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bars:
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(TextColumn(name), *columns, console=Console(stderr=True)) as bars:
         task = bars.add_task("", total=steps, completed=first)
         yield lambda step, values: bars.update(task, completed=step, description=_text(values))
 

@@ -70,21 +70,17 @@ def _hold(folder: Path, run: str) -> IO[bytes]:
     """Lock the run's folder for this process; a learner with a broker is fenced instead."""
     make_folder(folder)
     try:
-        problem = (
-            f"run.name: another process trains run {run} in {folder}; wait for its end, or choose another run.name"
-        )
-        return lock(folder / "lock", problem)
+        problem = f"another process trains run {run} in {folder}; wait for its end, or choose another run.name"
+        return lock(folder / "lock", f"run.name: {problem}")
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror}") from None
 
 
 def _run(name: str, config: dict[str, Any], folder: Path, url: str) -> OfflineResult:
     _refuse_other_settings(folder, config)
-    newest = checkpoint.newest_checkpoint(folder / "checkpoints")
-    if newest is not None and newest.step > config["train"]["steps"]:
-        raise UserError(
-            f"train.steps: {config['train']['steps']} is not allowed; the run has made {newest.step} steps already"
-        )
+    newest, steps = checkpoint.newest_checkpoint(folder / "checkpoints"), config["train"]["steps"]
+    if newest is not None and newest.step > steps:
+        raise UserError(f"train.steps: {steps} is not allowed; the run has made {newest.step} steps already")
     _forget_what_never_began(folder)
     checkpoint.remove_partial(folder / "checkpoints")
     first_path = base_model(section(config, "model", ModelSection), folder, log.info)
@@ -111,10 +107,8 @@ def _refuse_other_settings(folder: Path, config: dict[str, Any]) -> None:
         raise UserError(f"{file}: cannot be read: {' '.join(str(error).split())}") from None
     key = first_changed_key(before if isinstance(before, dict) else {}, config)
     if key is not None:
-        raise UserError(
-            f"{key}: differs from what run {config['run']['name']} was started with (see {file}); choose another "
-            f"run.name"
-        )
+        run = config["run"]["name"]
+        raise UserError(f"{key}: differs from what run {run} was started with (see {file}); choose another run.name")
 
 
 def _forget_what_never_began(folder: Path) -> None:
@@ -133,9 +127,8 @@ class _Loop:
         self._checkpoints = job.folder / "checkpoints"
         self._checkpoints.mkdir(parents=True, exist_ok=True)
         self._file = MetricsFile(job.folder / "metrics.jsonl", first if resumed else -1)
-        self._trackers = TrackerGroup(
-            section(job.config, "trackers", TrackersSection), job.folder, str(job.run.name), job.config
-        )
+        trackers = section(job.config, "trackers", TrackersSection)
+        self._trackers = TrackerGroup(trackers, job.folder, str(job.run.name), job.config)
         self._newest: dict[str, float] = {}
 
     def run(self) -> OfflineResult:
@@ -144,17 +137,15 @@ class _Loop:
             with progress(self._name, self._first, train.steps) as show:
                 if not self._resumed and self._job.held_out.at_start:
                     self._write(0, self._pipeline.evaluate())
-                batches = islice(
-                    shuffled_batches(self._pipeline.num_rows, train.batch_size, self._job.run.seed), self._first, None
-                )
-                for step, rows in zip(range(self._first + 1, train.steps + 1), batches, strict=False):
+                batches = shuffled_batches(self._pipeline.num_rows, train.batch_size, self._job.run.seed)
+                remaining = islice(batches, self._first, None)
+                for step, rows in zip(range(self._first + 1, train.steps + 1), remaining, strict=False):
                     self._step(step, rows, show)
         finally:
             self._file.close()
             self._trackers.close()
-        return OfflineResult(
-            self._checkpoints / f"step-{train.steps:06d}", train.steps, self._newest, time.monotonic() - began
-        )
+        path = self._checkpoints / f"step-{train.steps:06d}"
+        return OfflineResult(path, train.steps, self._newest, time.monotonic() - began)
 
     def _step(self, step: int, rows: list[int], show: Show) -> None:
         began = time.monotonic()
@@ -173,9 +164,8 @@ class _Loop:
 
     def _save(self, step: int, keep: int) -> None:
         try:
-            checkpoint.write(
-                self._checkpoints, self._pipeline.backend, {"version": step, "pipeline": self._name}, EPOCH
-            )
+            about = {"version": step, "pipeline": self._name}
+            checkpoint.write(self._checkpoints, self._pipeline.backend, about, EPOCH)
             checkpoint.prune(self._checkpoints, keep)
         except OSError as error:
             raise UserError(f"{self._checkpoints}: step {step} cannot be written: {error.strerror or error}") from None
@@ -187,9 +177,8 @@ class _Loop:
         try:
             self._file.write({"step": step, "time": time.time()} | numbers)
         except OSError as error:
-            raise UserError(
-                f"{self._job.folder / 'metrics.jsonl'}: step {step} cannot be written: {error.strerror or error}"
-            ) from None
+            file = self._job.folder / "metrics.jsonl"
+            raise UserError(f"{file}: step {step} cannot be written: {error.strerror or error}") from None
         self._trackers.log(step, numbers)
         self._newest = numbers
 

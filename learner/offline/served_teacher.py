@@ -14,10 +14,9 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -42,6 +41,7 @@ AVOID_S: Final = 6.0  # a server that did not respond; if it is dead, presence r
 CONNECT_S: Final = 20.0
 FAREWELL_S: Final = 5.0
 
+T = TypeVar("T")
 Answer = tuple[Array, Array]  # top_ids int32 and top_logprobs float32, (n - 1, k) each
 
 
@@ -58,9 +58,7 @@ class ServedTeacher:
         self._thread.start()
         self._asker: _Asker | None = None
         try:
-            self._asker = self._wait(
-                asyncio.run_coroutine_threadsafe(_open(job, distill, _absolute(distill.teacher)), self._loop)
-            )
+            self._asker = self._wait(_open(job, distill, _absolute(distill.teacher)))
         except BaseException:
             self.close()
             raise
@@ -72,8 +70,7 @@ class ServedTeacher:
             UserError: if servers refuse a row.
         """
         assert self._asker is not None
-        answers: list[Answer] = self._wait(asyncio.run_coroutine_threadsafe(self._asker.ask(rows), self._loop))
-        return answers
+        return self._wait(self._asker.ask(rows))
 
     def close(self) -> None:
         """Stop the run, so that its servers exit; idempotent."""
@@ -85,7 +82,8 @@ class ServedTeacher:
         self._thread.join()
         self._loop.close()
 
-    def _wait(self, future: Future[Any]) -> Any:
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
         except BaseException:
@@ -105,9 +103,8 @@ async def _open(job: OfflineJob, distill: DistillSection, path: str) -> _Asker:
     await bus.ensure_streams()
     rollout = {**job.config["rollout"], "policy": POLICY, "model_path": path}
     config = {"rollout": rollout, "broker": job.config["broker"], "model": job.config["model"]}
-    await publish_runspec(
-        bus, wire.RunSpec(run=run, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=path)
-    )
+    spec = wire.RunSpec(run=run, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=path)
+    await publish_runspec(bus, spec)
     await (await bus.key_value(CONTROL)).put(run, wire.DesiredState(state="running"))
     roster = Roster(bus, beats=("rollout",))
     await roster.start()
@@ -137,17 +134,13 @@ class _Asker:
 
     async def close(self) -> None:
         """Stop the run and disconnect, without waiting for an unreachable broker."""
+        run, stopped = self._bus.run, wire.DesiredState(state="stopped", reason="training is done")
         try:
             async with asyncio.timeout(FAREWELL_S):
-                await (await self._bus.key_value(CONTROL)).put(
-                    self._bus.run, wire.DesiredState(state="stopped", reason="training is done")
-                )
+                await (await self._bus.key_value(CONTROL)).put(run, stopped)
         except TimeoutError:
-            log.warning(
-                "the broker at %s does not respond, so the servers of run %s are not stopped",
-                self._bus.link.where,
-                self._bus.run,
-            )
+            where = self._bus.link.where
+            log.warning("the broker at %s does not respond, so the servers of run %s are not stopped", where, run)
         await self._client.close()
         await self._roster.close()
         await self._bus.close()
@@ -177,11 +170,8 @@ class _Asker:
         """Return the teacher's server with the fewest rows in flight; wait, with a log message, until there is one."""
         while True:
             now = time.monotonic()
-            serving = [
-                one
-                for one in self._roster.alive("rollout")
-                if one.policy == POLICY and one.state == "serving" and one.address
-            ]
+            alive = self._roster.alive("rollout")
+            serving = [one for one in alive if one.policy == POLICY and one.state == "serving" and one.address]
             if here := [one for one in serving if self._avoid.get(one.id, now) <= now]:
                 self._waiting.over()
                 return min(here, key=lambda one: (self._asking.get(one.id, 0), one.id))

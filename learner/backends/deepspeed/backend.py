@@ -64,9 +64,7 @@ class ZeroWeights(ShardedWeights):
     def _whole(self, names: Sequence[str]) -> Iterator[Find]:
         """Within it these of the module's tensors are whole on every rank; entered by all ranks at the same time."""
         held = {name: self._tensors[name] for name in names}
-        with deepspeed_library().zero.GatheredParameters(
-            [tensor for tensor in held.values() if hasattr(tensor, "ds_id")]
-        ):
+        with deepspeed_library().zero.GatheredParameters([t for t in held.values() if hasattr(t, "ds_id")]):
             yield lambda name: held[name].detach()
 
 
@@ -99,9 +97,8 @@ def _build_worker(context: RunContext, ranks: RankGroup) -> RankWorker:
     weights = ZeroWeights(policy, sharded)
     trained = models.trained()
     if len(kinds := {str(parameter.dtype).removeprefix("torch.") for parameter in trained.values()}) > 1:
-        raise ConfigError(
-            "train.backend", "deepspeed", f"fsdp2: {policy.path} has weights of {' and '.join(sorted(kinds))}"
-        )
+        allowed = f"fsdp2: {policy.path} has weights of {' and '.join(sorted(kinds))}"
+        raise ConfigError("train.backend", "deepspeed", allowed)
     optimizer = ZeroOptimizer(module, trained, train, device)
     policy.within = optimizer.engine
     weights.divide()

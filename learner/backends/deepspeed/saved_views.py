@@ -46,8 +46,7 @@ def save_views_as_places(offloaded: bool) -> AbstractContextManager[Any]:
     """
 
     def pack(tensor: Tensor) -> Any:
-        place = _place(tensor)
-        if place is not None:
+        if (place := _place(tensor)) is not None:
             return place
         return activation_offload.pack(tensor) if offloaded else tensor
 
@@ -63,6 +62,5 @@ def _place(tensor: Tensor) -> SavedView | None:
         return None
     if weight.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
         return None  # a view of an earlier gathering
-    return SavedView(
-        weight, tensor.size(), tensor.stride(), int(tensor.storage_offset()) - int(weight.storage_offset())
-    )
+    offset = int(tensor.storage_offset()) - int(weight.storage_offset())
+    return SavedView(weight, tensor.size(), tensor.stride(), offset)

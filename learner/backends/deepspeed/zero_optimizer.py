@@ -13,18 +13,17 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
 
 from learner.backends.models.block_compilation import blocks_of, check_compiler
 from learner.backends.models.policy import PolicyModel
-from learner.backends.optimizer import MasterOptimizer, lr_factor
+from learner.backends.optimizer import MOMENTS, MasterOptimizer, decay_groups, fresh_state, lr_factor
 from learner.config import DeepspeedSection, TrainSection
-
-MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
 
 class FunctionModule(nn.Module):
@@ -50,7 +49,7 @@ class DividedPolicy(PolicyModel):
             block.forward = torch.compile(block.forward, dynamic=True)
 
 
-class ScaledAdamW(torch.optim.AdamW):
+class ScaledAdamW(AdamW):
     """AdamW that multiplies gradients by ``factor()`` first, and makes no update if the factor is None."""
 
     factor: Callable[[], float | None]
@@ -117,27 +116,20 @@ class ZeroOptimizer(MasterOptimizer):
         dtype = next(iter(self._live.values())).dtype
         self._low = dtype != torch.float32
         self._shapes = {name: parameter.shape for name, parameter in self._live.items()}
-        groups = [
-            {"params": [p for p in self._live.values() if p.ndim >= 2], "weight_decay": train.weight_decay},
-            {"params": [p for p in self._live.values() if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        self._adamw = ScaledAdamW(
-            [group for group in groups if group["params"]], lr=train.lr, betas=train.betas, fused=True
-        )
+        groups = decay_groups(self._live, train.weight_decay)
+        self._adamw = ScaledAdamW(groups, lr=train.lr, betas=train.betas, fused=True)
         self._adamw.factor = self._factor
         self._denominator: float | None = None
         self._sharded = train.deepspeed.stage == 3
-        self.engine = initialize_engine(
-            FunctionModule(module), self._adamw, settings_of(train.deepspeed, dtype), device
-        )
+        settings = settings_of(train.deepspeed, dtype)
+        self.engine = initialize_engine(FunctionModule(module), self._adamw, settings, device)
         self._zero = self.engine.optimizer
         held = [parameter for group in self._adamw.param_groups for parameter in group["params"]]
         self._flat: list[Tensor] = list(getattr(self._zero, "fp32_partitioned_groups_flat", held))
         for flat in self._flat:
-            self._adamw.state[flat] = _fresh(flat)
+            self._adamw.state[flat] = fresh_state(flat)
         if not self._sharded:
-            # lets each parameter find its moments before the first step
-            self._zero._lazy_init_hp_params_optimizer_state()
+            self._zero._lazy_init_hp_params_optimizer_state()  # lets parameters find moments before the first step
 
     def backward(self, total: Tensor) -> None:
         self.engine.backward(total, scale_wrt_gas=False)
@@ -151,9 +143,8 @@ class ZeroOptimizer(MasterOptimizer):
 
     def tensors(self) -> list[Tensor]:
         live = [getattr(parameter, "ds_tensor", parameter).detach() for parameter in self._live.values()]
-        return live + [
-            one for flat in self._flat for one in (flat.detach(), *(self._adamw.state[flat][kind] for kind in MOMENTS))
-        ]
+        state = self._adamw.state
+        return live + [one for flat in self._flat for one in (flat.detach(), *(state[flat][kind] for kind in MOMENTS))]
 
     @torch.no_grad()
     def step(self, denominator: float, at: int | None = None) -> dict[str, float]:
@@ -204,9 +195,8 @@ class ZeroOptimizer(MasterOptimizer):
         for name, shape in self._shapes.items():
             found[f"step.{name}"] = torch.zeros(())
             found |= {f"{kind}.{name}": torch.empty(shape) for kind in MOMENTS}
-        return found | (
-            {f"master.{name}": torch.empty(shape) for name, shape in self._shapes.items()} if self._low else {}
-        )
+        masters = self._shapes if self._low else {}
+        return found | {f"master.{name}": torch.empty(shape) for name, shape in masters.items()}
 
     @torch.no_grad()
     def take(self, state: Mapping[str, Tensor]) -> None:
@@ -226,11 +216,9 @@ class ZeroOptimizer(MasterOptimizer):
         dist.broadcast(found, 0)
         return found
 
-    def _whole(self, parameter: Any, kind: str | None) -> Tensor:
+    def _whole(self, live: Any, kind: str | None) -> Tensor:
         """Return whole moments of a parameter, or its float32 weights if ``kind`` is None."""
-        found: Tensor = (
-            self._zero.get_full_hp_param(parameter, kind) if self._sharded else parameter.get_full_hp_param(kind)
-        )
+        found: Tensor = self._zero.get_full_hp_param(live, kind) if self._sharded else live.get_full_hp_param(kind)
         return found
 
     def _set(self, parameter: Any, value: Tensor, kind: str | None) -> None:
@@ -249,9 +237,7 @@ def deepspeed_library() -> Any:
     return importlib.import_module("deepspeed")
 
 
-def initialize_engine(
-    model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any], device: torch.device
-) -> Any:
+def initialize_engine(model: nn.Module, optimizer: Optimizer, settings: dict[str, Any], device: torch.device) -> Any:
     """Return DeepSpeed's engine; the process group must exist."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ["LOCAL_RANK"] = str(device.index or 0)  # the GPU that DeepSpeed takes
@@ -264,8 +250,3 @@ def initialize_engine(
     low.see_memory_usage = lambda *_, **__: None  # it prints at any log level
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     return engine  # the model's modes stay: evaluation, but for blocks that are checkpointed
-
-
-def _fresh(flat: Tensor) -> dict[str, Tensor]:
-    moments = {kind: torch.zeros_like(flat, requires_grad=False) for kind in MOMENTS}
-    return {"step": torch.zeros((), dtype=torch.float32, device=flat.device)} | moments

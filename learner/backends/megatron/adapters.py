@@ -38,9 +38,7 @@ class MegatronAdapters(LoraAdapters):
     def __init__(self, module: Any, section: LoraSection, seed: int, base: str) -> None:
         skeleton = _without_weights(module)
         super().__init__(skeleton, section, seed, base)
-        self.first = {
-            name: parameter.detach() for name, parameter in skeleton.named_parameters() if parameter.requires_grad
-        }
+        self.first = {name: p.detach() for name, p in skeleton.named_parameters() if p.requires_grad}
         self.live: dict[str, nn.Parameter] = {}
         self._disabled = False
 
@@ -71,18 +69,14 @@ class MegatronAdapters(LoraAdapters):
         """Divide A's inputs like the layer's inputs, and B's outputs like its outputs."""
         _, a, b = self.parts(part.name)
         plain = replace(part, view=whole_view)
-        return [
-            replace(plain, name=a, holder=a, dim=1 if part.dim == 1 else None),
-            replace(plain, name=b, holder=b, dim=0 if part.dim == 0 else None),
-        ]
+        factors = ((a, 1), (b, 0))
+        return [replace(plain, name=name, holder=name, dim=dim if part.dim == dim else None) for name, dim in factors]
 
-    def _adding(
-        self, layer: Any, together: Sequence[TensorPart], group: Any, device: torch.device
-    ) -> Callable[..., Any]:
+    def _adding(self, layer: Any, parts: Sequence[TensorPart], group: Any, device: torch.device) -> Callable[..., Any]:
         """Return a forward hook of one of Megatron's layers, which fuses several of Hugging Face's."""
         rows = torch.arange(layer.weight.shape[0], device=device)
         of_each: list[tuple[Tensor, Tensor, Tensor, bool]] = []
-        for part in together:
+        for part in parts:
             a, b = (self.live[name] for name in self.parts(part.name)[1:])
             of_each.append((a, b, part.view(rows).flatten(), part.dim == 1))  # its rows; whether inputs are divided
         megatron = megatron_library()
@@ -109,7 +103,6 @@ def _without_weights(module: Any) -> Any:
     skeleton = copy.deepcopy(module)
     for layer in skeleton.modules():
         if isinstance(layer, nn.Linear):
-            layer.weight = nn.Parameter(
-                torch.zeros((), dtype=layer.weight.dtype).expand(layer.weight.shape), requires_grad=False
-            )
+            empty = torch.zeros((), dtype=layer.weight.dtype).expand(layer.weight.shape)
+            layer.weight = nn.Parameter(empty, requires_grad=False)
     return skeleton

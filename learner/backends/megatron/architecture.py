@@ -44,9 +44,8 @@ def architecture_of(config: Any, path: str) -> DecoderArchitecture:
     name = next(iter(config.architectures or []), type(config).__name__)
     check_architecture(name, path)
     if odd := _oddity(config):
-        raise ConfigError(
-            "model.path", path, f"a plain {name} with train.backend megatron, not one with {odd}; fsdp2 takes it"
-        )
+        allowed = f"a plain {name} with train.backend megatron, not one with {odd}; fsdp2 takes it"
+        raise ConfigError("model.path", path, allowed)
     return DecoderArchitecture(
         num_layers=config.num_hidden_layers,
         hidden=config.hidden_size,
@@ -88,11 +87,8 @@ def check_architecture(name: str, path: str) -> None:
 
 def check_sizes(shape: ModelSizes, tensor_parallel: int, pipeline_parallel: int) -> None:
     """Raise ConfigError if ranks cannot divide the model so, with the values that would work."""
-    for count, what in (
-        (shape.num_heads, "attention heads"),
-        (shape.num_groups, "key-value heads"),
-        (shape.intermediate, "MLP columns"),
-    ):
+    sizes = {"attention heads": shape.num_heads, "key-value heads": shape.num_groups, "MLP columns": shape.intermediate}
+    for what, count in sizes.items():
         if count % tensor_parallel:
             fitting = [size for size in range(1, shape.num_groups + 1) if divides(shape, size)]
             allowed = f"one of {', '.join(map(str, fitting))}: it must divide the model's {count} {what}"

@@ -47,19 +47,16 @@ class MegatronWeights(ShardedWeights):
     def factors(self) -> dict[str, Tensor]:
         adapters = self._model.adapters
         assert adapters is not None
-        found = {
-            name: factor for name in adapters.exchange.shapes if (factor := self._model.gather_factor(name)) is not None
-        }
+        names, gather = adapters.exchange.shapes, self._model.gather_factor
+        found = {name: factor for name in names if (factor := gather(name)) is not None}
         return adapters.factors(found.__getitem__) if self._rank == 0 else {}
 
 
 class MegatronPasses(ModelPasses):
     """Passes in which all stages of a copy take part, several slices at a time."""
 
-    def __init__(
-        self, *arguments: Any, policy: MegatronPolicy, grid: RankGrid, groups: ProcessGroups, **options: Any
-    ) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, *args: Any, policy: MegatronPolicy, grid: RankGrid, groups: ProcessGroups, **named: Any) -> None:
+        super().__init__(*args, **named)
         self._policy, self._grid, self._groups = policy, grid, groups
 
     def run(self, jobs: Sequence[Job]) -> list[dict[str, float]]:
@@ -68,10 +65,8 @@ class MegatronPasses(ModelPasses):
         found: list[dict[str, float]] = [{} for _ in jobs]
 
         def loss(index: int, measured: Measured) -> Tensor:
-            batch = batches[index]
-            total, sums = self.objective(
-                batch, *measured, references[index], kl_coef=self.kl.value, version=self.version
-            )
+            batch, reference = batches[index], references[index]
+            total, sums = self.objective(batch, *measured, reference, kl_coef=self.kl.value, version=self.version)
             found[index] = self.sums_of(batch, sums)
             return total
 
@@ -94,15 +89,11 @@ class MegatronPasses(ModelPasses):
         batches = [self.collate(piece) for piece, _ in jobs]
         references = self._references(batches) if self.models.kl_in_reward else [None] * len(jobs)
         found: list[list[Array | None]] = []
-        for measured, reference, values in zip(
-            self._policy.measured(batches), references, self._values(batches), strict=True
-        ):
-            logprobs = measured[0] if measured is not None else None
-            kl = (
-                kl_penalty(logprobs, reference, self.algorithm.kl_estimator)
-                if logprobs is not None and reference is not None
-                else None
-            )
+        measured = self._policy.measured(batches)
+        for one, reference, values in zip(measured, references, self._values(batches), strict=True):
+            logprobs, kl = one[0] if one is not None else None, None
+            if logprobs is not None and reference is not None:
+                kl = kl_penalty(logprobs, reference, self.algorithm.kl_estimator)
             found.append([None if column is None else column.cpu().numpy() for column in (logprobs, kl, values)])
         return found
 
@@ -122,9 +113,8 @@ class MegatronPasses(ModelPasses):
         if self.models.critic is None:
             return [None] * len(batches)
         found = [torch.zeros(len(batch.targets), device=self.device) for batch in batches]
-        for index in deal_slices([batch.input_ids.numel() for batch in batches], self._grid.tp * self._grid.pp)[
-            self._grid.place
-        ]:
+        dealt = deal_slices([batch.input_ids.numel() for batch in batches], self._grid.tp * self._grid.pp)
+        for index in dealt[self._grid.place]:
             found[index] = self.models.critic.values(batches[index])
         sum_over_ranks(found, self.device, self._groups.model)  # all ranks but one add 0
         return list(found)
@@ -146,32 +136,23 @@ class MegatronBackend(TorchBackend):
 
 
 def _build_worker(shells: Mapping[str, ModelShell], context: RunContext, ranks: RankGroup) -> RankWorker:
-    section = context.train.megatron
-    grid = RankGrid(ranks.size, section.tensor_parallel, section.pipeline_parallel, ranks.rank)
+    section, rank = context.train.megatron, ranks.rank
+    grid = RankGrid(ranks.size, section.tensor_parallel, section.pipeline_parallel, rank)
     device = prepare_process(context)
     ranks.join(device, alone=True)
     groups = ProcessGroups(grid)
-    models = ModelSet(
-        context,
-        device,
-        ranks.rank,
-        lambda path, trained: MegatronPolicy(shells[path], grid, groups, device, trainable=trained),
-    )
+
+    def load(path: str, trained: bool) -> MegatronPolicy:
+        return MegatronPolicy(shells[path], grid, groups, device, trainable=trained)
+
+    models = ModelSet(context, device, rank, load)
     policy: MegatronPolicy = models.policy  # type: ignore[assignment]  # as loaded above
     policy.divide_adapters()
-    weights = MegatronWeights(policy, ranks.rank)
+    weights = MegatronWeights(policy, rank)
     optimizer = MegatronOptimizer(policy, context.train, grid, groups, device)
-    passes = MegatronPasses(
-        context, models, optimizer, device, rank=ranks.rank, policy=policy, grid=grid, groups=groups
-    )
+    passes = MegatronPasses(context, models, optimizer, device, rank=rank, policy=policy, grid=grid, groups=groups)
     at_once = grid.dp * grid.pp  # one in each stage of each copy
     # A pipeline fills and empties once for each micro-batch that is cut, so a cut holds several slices for each stage.
-    layout = RankLayout(
-        [grid.copy_of(rank) for rank in range(ranks.size)],
-        grid.speakers,
-        at_once,
-        at_once * (SLICES_PER_STAGE if grid.pp > 1 else 1),
-    )
-    return RankWorker(
-        context, ranks, layout, device, models, optimizer, weights, passes, optimizer.reduce, sharded=True
-    )
+    copies, reduce = [grid.copy_of(each) for each in range(ranks.size)], optimizer.reduce
+    layout = RankLayout(copies, grid.speakers, at_once, at_once * (SLICES_PER_STAGE if grid.pp > 1 else 1))
+    return RankWorker(context, ranks, layout, device, models, optimizer, weights, passes, reduce, sharded=True)

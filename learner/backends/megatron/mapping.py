@@ -68,26 +68,21 @@ def parts_of(shape: DecoderArchitecture, tp: int, pp: int) -> list[TensorPart]:
 
 def _layer(shape: DecoderArchitecture, tp: int, layer: int, stage: int, place: int) -> Iterator[TensorPart]:
     theirs, ours = f"model.layers.{layer}.", f"decoder.layers.{place}."
+    own = f"{ours}self_attention."
     for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
         for name in ("q", "k", "v"):
             view = _heads(shape, tp, name)
-            yield TensorPart(
-                f"{theirs}self_attn.{name}_proj.{kind}", f"{ours}self_attention.linear_qkv.{kind}", stage, 0, view
-            )
-    yield TensorPart(
-        f"{theirs}self_attn.o_proj.weight", f"{ours}self_attention.linear_proj.weight", stage, 1, whole_view
-    )
+            yield TensorPart(f"{theirs}self_attn.{name}_proj.{kind}", f"{own}linear_qkv.{kind}", stage, 0, view)
+    yield TensorPart(f"{theirs}self_attn.o_proj.weight", f"{own}linear_proj.weight", stage, 1, whole_view)
     if shape.qk_norm:
         for name in ("q", "k"):
-            holder = f"{ours}self_attention.{name}_layernorm.weight"
+            holder = f"{own}{name}_layernorm.weight"
             yield TensorPart(f"{theirs}self_attn.{name}_norm.weight", holder, stage, None, whole_view, summed=True)
     for index, name in enumerate(("gate", "up")):
         yield TensorPart(f"{theirs}mlp.{name}_proj.weight", f"{ours}mlp.linear_fc1.weight", stage, 0, _half(index))
     yield TensorPart(f"{theirs}mlp.down_proj.weight", f"{ours}mlp.linear_fc2.weight", stage, 1, whole_view)
-    yield TensorPart(f"{theirs}input_layernorm.weight", f"{ours}input_layernorm.weight", stage, None, whole_view)
-    yield TensorPart(
-        f"{theirs}post_attention_layernorm.weight", f"{ours}pre_mlp_layernorm.weight", stage, None, whole_view
-    )
+    for norm, holder in (("input_layernorm", "input_layernorm"), ("post_attention_layernorm", "pre_mlp_layernorm")):
+        yield TensorPart(f"{theirs}{norm}.weight", f"{ours}{holder}.weight", stage, None, whole_view)
 
 
 def whole_view(tensor: Tensor) -> Tensor:

@@ -48,12 +48,10 @@ class CausalAttention(nn.Module):
         shared = query.shape[2] != key.shape[2]
         query, key, value = (states.permute(1, 2, 0, 3) for states in (query, key, value))
         if packed_seq_params is not None and packed_seq_params.packing is not None:
-            # (1, tokens, heads, width)
             found: Tensor = attend_separately(packed_seq_params.packing, query, key, value, self._scale)
-            return found.transpose(0, 1).flatten(2)
-        attended = functional.scaled_dot_product_attention(
-            query, key, value, scale=self._scale, is_causal=True, enable_gqa=shared
-        )
+            return found.transpose(0, 1).flatten(2)  # from (1, tokens, heads, width)
+        attend = functional.scaled_dot_product_attention
+        attended = attend(query, key, value, scale=self._scale, is_causal=True, enable_gqa=shared)
         return attended.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -81,15 +79,12 @@ class RotaryEmbedding(nn.Module):
 @cache
 def megatron_library() -> Any:
     """Import the parts of megatron-core that are used."""
-    # lets Megatron overlap its all-reduces with the backward pass
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # lets all-reduces overlap with the backward pass
     logging.getLogger("megatron").setLevel(logging.WARNING)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about torch functions that it calls and about optional packages
-        gpt, specs = (
-            import_module("megatron.core.models.gpt"),
-            import_module("megatron.core.models.gpt.gpt_layer_specs"),
-        )
+        gpt = import_module("megatron.core.models.gpt")
+        specs = import_module("megatron.core.models.gpt.gpt_layer_specs")
         block = import_module("megatron.core.transformer.transformer_block")
         norm = import_module("megatron.core.transformer.torch_norm")
         config = import_module("megatron.core.transformer")
@@ -115,14 +110,12 @@ def megatron_library() -> Any:
     )
 
 
-def build(
-    shape: DecoderArchitecture, inv_freq: Tensor, dtype: torch.dtype, grid: RankGrid, groups: ProcessGroups
-) -> Any:
+def build(shape: DecoderArchitecture, freqs: Tensor, dtype: torch.dtype, grid: RankGrid, groups: ProcessGroups) -> Any:
     """Build the layers of one stage on the CPU, with weights not yet initialised."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about its own deprecated defaults
         model = _build(shape, dtype, grid, groups).to(dtype)  # also torch's norms
-    model.rotary_pos_emb = RotaryEmbedding(inv_freq)
+    model.rotary_pos_emb = RotaryEmbedding(freqs)
     return model.eval()
 
 
@@ -160,7 +153,7 @@ def _build(shape: DecoderArchitecture, dtype: torch.dtype, grid: RankGrid, group
     )
     layer = megatron.layer_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
     layer.submodules.self_attention.submodules.core_attention = CausalAttention
-    tp, alone = groups.tp, groups.alone
+    own = {"tp": groups.tp, "pp": groups.pipeline, "cp": groups.alone, "dp": groups.dp, "dp_cp": groups.dp}
     return megatron.Trunk(
         config,
         megatron.Submodules([layer] * (shape.num_layers // grid.pp), megatron.Norm),
@@ -170,7 +163,5 @@ def _build(shape: DecoderArchitecture, dtype: torch.dtype, grid: RankGrid, group
         post_process=grid.stage == grid.pp - 1,
         share_embeddings_and_output_weights=shape.tied,
         position_embedding_type="rope",
-        pg_collection=megatron.Collection(
-            tp=tp, pp=groups.pipeline, cp=alone, dp=groups.dp, dp_cp=groups.dp, embd=None, pos_embd=None
-        ),
+        pg_collection=megatron.Collection(**own, embd=None, pos_embd=None),
     )

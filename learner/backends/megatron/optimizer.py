@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -11,11 +10,9 @@ from torch import Tensor
 
 from learner.backends.megatron.grid import ProcessGroups, RankGrid
 from learner.backends.megatron.policy import MegatronPolicy
-from learner.backends.optimizer import MasterOptimizer
+from learner.backends.optimizer import MOMENTS, MasterOptimizer
 from learner.backends.ranks.collectives import sum_over_ranks
 from learner.config import TrainSection
-
-MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
 
 class MegatronOptimizer(MasterOptimizer):
@@ -37,11 +34,8 @@ class MegatronOptimizer(MasterOptimizer):
         """Sum gradients of which several ranks have a part."""
         gradients = dict(zip(self._masters, self.gradients(), strict=True))
         if self._grid.tp > 1:
-            sum_over_ranks(
-                [gradient for name, gradient in gradients.items() if name in self._summed],
-                self._device,
-                self._groups.tp,
-            )
+            summed = [gradient for name, gradient in gradients.items() if name in self._summed]
+            sum_over_ranks(summed, self._device, self._groups.tp)
         if self._at_ends:
             sum_over_ranks([gradients[self._both_ends]], self._device, self._groups.ends)
         if self._grid.dp > 1:
@@ -59,18 +53,18 @@ class MegatronOptimizer(MasterOptimizer):
     def _entries(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the entries of a model that is not divided; whole ones on rank 0 alone."""
         count = next(iter(self._adamw.state.values()))["step"]
-        wanted = {kind: self._moments(kind) for kind in MOMENTS}
         for name in self._exchange.shapes:
             yield f"step.{name}", count
-        if self._rounded:
-            wanted["master"] = dict(self._masters)
-        for kind, holders in wanted.items():
+        for kind, holders in self._holders().items():
             for name in self._exchange.shapes:
                 if (found := self._exchange.gather(name, holders, torch.float32)) is not None:
                     yield f"{kind}.{name}", found
 
-    def _moments(self, kind: str) -> dict[str, Tensor]:
-        return {name: self._adamw.state[master][kind] for name, master in self._masters.items()}
+    def _holders(self) -> dict[str, dict[str, Tensor]]:
+        """Return this rank's moments, and masters of rounded weights, by kind and Megatron's name."""
+        state, masters = self._adamw.state, self._masters
+        moments = {kind: {name: state[master][kind] for name, master in masters.items()} for kind in MOMENTS}
+        return moments | ({"master": dict(masters)} if self._rounded else {})
 
     def empty_state(self) -> dict[str, Tensor]:
         """Return tensors of the names and shapes of ``state``, on the meta device."""
@@ -78,9 +72,8 @@ class MegatronOptimizer(MasterOptimizer):
         for name, like in self._exchange.shapes.items():
             found[f"step.{name}"] = torch.zeros(())
             found |= {f"{kind}.{name}": like for kind in MOMENTS}
-        return found | (
-            {f"master.{name}": like for name, like in self._exchange.shapes.items()} if self._rounded else {}
-        )
+        masters = self._exchange.shapes if self._rounded else {}
+        return found | {f"master.{name}": like for name, like in masters.items()}
 
     @torch.no_grad()
     def take(self, state: Mapping[str, Tensor]) -> None:
@@ -92,10 +85,7 @@ class MegatronOptimizer(MasterOptimizer):
             dist.broadcast(count, 0)
         for moments in self._adamw.state.values():
             moments["step"].copy_(count)
-        into = {kind: self._moments(kind) for kind in MOMENTS} | (
-            {"master": dict(self._masters)} if self._rounded else {}
-        )
-        for kind, holders in into.items():
+        for kind, holders in self._holders().items():
             for name in self._exchange.shapes:
                 self._exchange.deal(state[f"{kind}.{name}"], name, holders, torch.float32)
         for name in self._rounded:

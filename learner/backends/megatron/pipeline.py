@@ -50,11 +50,8 @@ class StagePipeline:
             shapes: of the tensor between stages, for each slice.
             done: called after each backward pass.
         """
-        steps = (
-            pass_order(len(shapes), self._grid.stage, self._grid.pp)
-            if done
-            else [(False, index) for index in range(len(shapes))]
-        )
+        forward_only = [(False, index) for index in range(len(shapes))]
+        steps = pass_order(len(shapes), self._grid.stage, self._grid.pp) if done else forward_only
         held: dict[int, tuple[Tensor | None, GradientEdge]] = {}
         made, to = None, None
         for is_backward, index in steps:
@@ -73,12 +70,10 @@ class StagePipeline:
                 held[index] = arrived, get_gradient_edge(left)  # not the output: only the next stage needs it
         self._exchange(made, to, None, ())
 
-    def _exchange(
-        self, made: Tensor | None, to: int | None, source: int | None, shape: tuple[int, ...]
-    ) -> Tensor | None:
-        arriving = None if source is None else torch.empty(shape, dtype=self._dtype, device=self._device)
+    def _exchange(self, made: Tensor | None, to: int | None, src: int | None, shape: tuple[int, ...]) -> Tensor | None:
+        arriving = None if src is None else torch.empty(shape, dtype=self._dtype, device=self._device)
         sent = [] if made is None or to is None else [dist.P2POp(dist.isend, made.contiguous(), to, self._group)]
-        received = [] if arriving is None else [dist.P2POp(dist.irecv, arriving, source, self._group)]
+        received = [] if arriving is None else [dist.P2POp(dist.irecv, arriving, src, self._group)]
         for work in dist.batch_isend_irecv(sent + received) if sent or received else ():
             work.wait()
         return arriving

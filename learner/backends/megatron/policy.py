@@ -173,10 +173,8 @@ class MegatronPolicy:
 
     def _through(self, batch: TokenBatch, entered: Tensor | None) -> Tensor:
         """Run the stage's layers on the output of the previous stage, (tokens, rows, hidden) both."""
-        ids = batch.input_ids
-        positions = (
-            batch.position_ids[0] if batch.position_ids is not None else torch.arange(ids.shape[1], device=self.device)
-        )
+        ids, packed = batch.input_ids, batch.position_ids
+        positions = torch.arange(ids.shape[1], device=self.device) if packed is None else packed[0]
         self.model.set_input_tensor(entered)
         left: Tensor = self.model(ids, None, None, packed_seq_params=RowLayout(positions, batch.packing))
         self.model.set_input_tensor(None)
@@ -197,10 +195,8 @@ class MegatronPolicy:
 
     def _logits(self, features: Tensor) -> Tensor:
         """Return this rank's columns of the logits, (t, columns), of (t, hidden)."""
-        tied = self._shape.tied
-        logits: Tensor = self.model.output_layer(
-            features, weight=self.model.shared_embedding_or_output_weight() if tied else None
-        )[0]
+        weight = self.model.shared_embedding_or_output_weight() if self._shape.tied else None
+        logits: Tensor = self.model.output_layer(features, weight=weight)[0]
         return logits
 
     def logprobs(self, token_ids: Tensor) -> Tensor:
@@ -220,8 +216,6 @@ def _again(forward: Callable[..., Any], hidden_states: Tensor, **named: Any) -> 
 
 
 def _one_row(ids: Tensor) -> TokenBatch:
-    nothing = torch.zeros(len(ids) - 1, device=ids.device)
     where = torch.arange(len(ids) - 1, device=ids.device)
-    return TokenBatch(
-        ids[None, :-1], where, ids[1:], torch.zeros_like(where), nothing, nothing, None, 1, torch.zeros_like(where)
-    )
+    nothing, zeros = torch.zeros(len(ids) - 1, device=ids.device), torch.zeros_like(where)
+    return TokenBatch(ids[None, :-1], where, ids[1:], zeros, nothing, nothing, None, 1, zeros)

@@ -12,14 +12,7 @@ from learner.backends.megatron.model import megatron_library
 
 
 def measure_shares(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: Tensor | None,
-    *,
-    first: int,
-    vocab: int,
-    group: Any,
-    entropy_grad: bool,
+    logits: Tensor, targets: Tensor, temperature: Tensor | None, first: int, vocab: int, group: Any, entropy_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """Return each target's logprob and its distribution's entropy in nats, (T,) float32 each, on all ranks.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -43,24 +42,20 @@ class WeightFiles:
             self._open |= dict.fromkeys(handle.keys(), handle)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._open = {}
         self._stack.close()
 
     def refuse(self, shapes: Mapping[str, Tensor]) -> None:
         """Raise ConfigError if a tensor is missing or has another shape; the message has the first."""
         if missing := sorted(name for name in shapes if name not in self._open):
-            raise ConfigError(
-                "model.path", self._path, f"{len(missing)} of its weights are missing, the first is {missing[0]}"
-            )
+            allowed = f"{len(missing)} of its weights are missing, the first is {missing[0]}"
+            raise ConfigError("model.path", self._path, allowed)
         for name, like in shapes.items():
-            found = tuple(self._open[name].get_slice(name).get_shape())
-            if found != tuple(like.shape):
-                raise ConfigError(
-                    "model.path", self._path, f"its {name} has shape {found}, its config.json says {tuple(like.shape)}"
-                )
+            found, wanted = tuple(self._open[name].get_slice(name).get_shape()), tuple(like.shape)
+            if found != wanted:
+                allowed = f"its {name} has shape {found}, its config.json says {wanted}"
+                raise ConfigError("model.path", self._path, allowed)
 
     def whole(self, name: str) -> Tensor:
         """Return a tensor as it is stored."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -22,11 +23,7 @@ from torch.nn import functional
 NAME: Final = "rlearner_packed"
 MAX_LENGTH_RATIO: Final = 1.25  # longest to shortest sequence of one call; attention of the padding is wasted
 _PROBE_LENGTHS: Final = (3, 1, 7, 6, 12)
-_TOLERANCE: Final = {
-    torch.float32: 1e-4,
-    torch.bfloat16: 0.1,
-    torch.float16: 0.02,
-}  # of the largest value; a leak is as large
+_TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}  # relative; a leak is about 1
 
 
 class InexactAttentionError(Exception):
@@ -41,8 +38,7 @@ class RowPiece:
     stop: int
     num: int  # sequences
     longest: int
-    # (num * longest,) int64, token of the piece for each place of the small batch; None: one to one
-    spread: Tensor | None
+    spread: Tensor | None  # (num * longest,) int64, token of the piece for each place of the batch; None: one to one
     gather: Tensor | None  # (stop - start,) int64, the inverse
 
     def rows(self, states: Tensor) -> Tensor:
@@ -90,9 +86,8 @@ def _piece(lengths: np.ndarray[Any, Any], start: int, device: torch.device) -> R
     # Places after a sequence's end repeat its last token; no token sees them, and their results are dropped.
     spread = (firsts[:, None] + np.minimum(places, lengths[:, None] - 1)).ravel()
     gather = np.flatnonzero(places < lengths[:, None])
-    return RowPiece(
-        start, start + total, num, longest, torch.from_numpy(spread).to(device), torch.from_numpy(gather).to(device)
-    )
+    indices = [torch.from_numpy(places).to(device) for places in (spread, gather)]
+    return RowPiece(start, start + total, num, longest, *indices)
 
 
 def positions(lengths: Sequence[int]) -> np.ndarray[Any, Any]:
@@ -138,14 +133,8 @@ def packed_attention(
 def attend_separately(packing: PackedRow, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
     """Return causal attention of the sequences of one row, (1, heads, row, width) each to (1, row, heads, width)."""
     shared = query.shape[1] != key.shape[1]
-    parts = [
-        piece.flat(
-            functional.scaled_dot_product_attention(
-                piece.rows(query), piece.rows(key), piece.rows(value), scale=scaling, is_causal=True, enable_gqa=shared
-            )
-        )
-        for piece in packing.pieces
-    ]
+    attend = partial(functional.scaled_dot_product_attention, scale=scaling, is_causal=True, enable_gqa=shared)
+    parts = [piece.flat(attend(piece.rows(query), piece.rows(key), piece.rows(value))) for piece in packing.pieces]
     return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
 
 
@@ -190,22 +179,12 @@ def enable_packing(model: Any, device: torch.device) -> str:
 def _difference(trunk: Any, device: torch.device) -> str:
     vocabulary = int(trunk.get_input_embeddings().num_embeddings)
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, vocabulary, sum(_PROBE_LENGTHS))).to(device)
-    alone = torch.cat(
-        [
-            trunk(input_ids=one[None], use_cache=False).last_hidden_state[0]
-            for one in torch.split(ids, list(_PROBE_LENGTHS))
-        ]
-    )
+    rows = torch.split(ids, list(_PROBE_LENGTHS))
+    alone = torch.cat([trunk(input_ids=row[None], use_cache=False).last_hidden_state[0] for row in rows])
     where = torch.from_numpy(positions(_PROBE_LENGTHS)).to(device)
-    row = {
-        "input_ids": ids[None],
-        "position_ids": where[None],
-        "packing": PackedRow(piece_layout(_PROBE_LENGTHS, device)),
-    }
-    together = trunk(**row, use_cache=False).last_hidden_state[0]
+    packed = {"position_ids": where[None], "packing": PackedRow(piece_layout(_PROBE_LENGTHS, device))}
+    together = trunk(input_ids=ids[None], **packed, use_cache=False).last_hidden_state[0]
     largest = float((together - alone).abs().max()) / max(float(alone.abs().max()), 1e-12)
-    return (
-        ""
-        if largest <= _TOLERANCE[alone.dtype]
-        else f"packed sequences differ from single ones by {largest:.1g} of the largest value"
-    )
+    if largest <= _TOLERANCE[alone.dtype]:
+        return ""
+    return f"packed sequences differ from single ones by {largest:.1g} of the largest value"

@@ -55,9 +55,8 @@ def collate(samples: Sequence[TrainSample], device: torch.device, *, packed: boo
     lengths = [sample.num_inputs for sample in samples]
     starts: Array
     if packed:
-        ids = np.concatenate([sample.token_ids[:n] for sample, n in zip(samples, lengths, strict=True)]).astype(
-            np.int64
-        )[None]
+        tokens = [sample.token_ids[:n] for sample, n in zip(samples, lengths, strict=True)]
+        ids = np.concatenate(tokens).astype(np.int64)[None]
         starts = np.cumsum(lengths) - lengths
     else:
         ids = np.zeros((len(samples), max(lengths)), np.int64)

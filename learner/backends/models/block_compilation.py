@@ -45,7 +45,6 @@ def check_compiler(device: torch.device) -> None:
         ConfigError: if there is no compiler.
     """
     if device.type == "cpu" and not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")):
-        raise ConfigError(
-            "train.compile", True, "false: on a CPU it needs a C++ compiler, and neither g++ nor clang++ is on PATH"
-        )
+        allowed = "false: on a CPU it needs a C++ compiler, and neither g++ nor clang++ is on PATH"
+        raise ConfigError("train.compile", True, allowed)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _VARIANTS)

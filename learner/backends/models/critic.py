@@ -12,7 +12,7 @@ from broker.errors import UserError
 from learner.backends.models.attention import enable_packing
 from learner.backends.models.batch import TokenBatch
 from learner.backends.models.policy import load_model
-from learner.backends.optimizer import MasterOptimizer
+from learner.backends.optimizer import MasterOptimizer, entries_below
 from learner.config import CriticSection, TrainSection
 from rlearner_text.config import ModelSection
 
@@ -55,11 +55,10 @@ class ValueModel:
         self._section = section
         loaded = load_model(path, model, device)
         self.unpackable = enable_packing(loaded, device) if train.packing != "padded" else "it was not asked to"
-        self.module = nn.ModuleDict(
-            {"trunk": loaded.base_model, "head": nn.Linear(loaded.config.get_text_config().hidden_size, 1)}
-        )
-        nn.init.zeros_(self.module["head"].weight)  # type: ignore[arg-type]
-        nn.init.zeros_(self.module["head"].bias)  # type: ignore[arg-type]
+        head = nn.Linear(loaded.config.get_text_config().hidden_size, 1)
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+        self.module = nn.ModuleDict({"trunk": loaded.base_model, "head": head})
         self.module.to(device).requires_grad_(True)
         own = {"lr": section.lr, "weight_decay": section.weight_decay, "max_grad_norm": section.max_grad_norm}
         self.optimizer = MasterOptimizer(dict(self.module.named_parameters()), train.model_copy(update=own))
@@ -106,9 +105,7 @@ class ValueModel:
 
     def state(self) -> dict[str, Tensor]:
         """Return CPU copies of weights, moments and counts."""
-        weights = {
-            _PREFIX + name: tensor.detach().to("cpu", copy=True) for name, tensor in self.module.named_parameters()
-        }
+        weights = {_PREFIX + name: p.detach().to("cpu", copy=True) for name, p in self.module.named_parameters()}
         return weights | {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
 
     @torch.no_grad()
@@ -118,13 +115,10 @@ class ValueModel:
         Raises:
             UserError: if it belongs to another model, or has no critic.
         """
-        weights = {name.removeprefix(_PREFIX): value for name, value in state.items() if name.startswith(_PREFIX)}
+        weights = entries_below(_PREFIX, state)
         own = dict(self.module.named_parameters())
         if weights.keys() != own.keys() or any(own[name].shape != value.shape for name, value in weights.items()):
             raise UserError("the checkpoint's critic belongs to another model, or there is none; begin a new run")
         for name, value in weights.items():
             own[name].copy_(value)
-        prefix = "optimizer."
-        self.optimizer.load_state(
-            {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-        )
+        self.optimizer.load_state(entries_below("optimizer.", state))

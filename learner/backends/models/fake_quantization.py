@@ -34,9 +34,7 @@ def quantized_as_sent(policy: PolicyModel) -> Iterator[None]:
             return tensor.detach()
 
         for name, module in modules.items():
-            plain = {
-                last: f"{name}.{last}".removeprefix(".") for last, weight in _own(module).items() if weight is not None
-            }
+            plain = {last: f"{name}.{last}".removeprefix(".") for last, w in _own(module).items() if w is not None}
             if adapters is not None:
                 plain = {last: adapters.names[full] for last, full in plain.items() if full in adapters.names}
             if plain:

@@ -58,9 +58,8 @@ class LoraAdapters:
         )
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(self._config, module)
-        layers = {
-            name: layer for name, layer in module.named_modules() if isinstance(layer, peft.tuners.lora.LoraLayer)
-        }
+        kind = peft.tuners.lora.LoraLayer
+        layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, kind)}
         self._layers: list[Any] = list(layers.values())
         self._dropouts = [layer.lora_dropout[_NAME] for layer in self._layers if section.dropout]
         module.requires_grad_(False)
@@ -68,9 +67,7 @@ class LoraAdapters:
             for factors in (layer.lora_A, layer.lora_B):
                 factors[_NAME].to(torch.float32).requires_grad_(True)
         module.eval()
-        self._factors = {
-            f"{name}.weight": (f"{name}.lora_A.{_NAME}.weight", f"{name}.lora_B.{_NAME}.weight") for name in layers
-        }
+        self._factors = {f"{n}.weight": (f"{n}.lora_A.{_NAME}.weight", f"{n}.lora_B.{_NAME}.weight") for n in layers}
         own = {name for pair in self._factors.values() for name in pair}
         self.names = {name: name.replace(".base_layer.", ".") for name in module.state_dict() if name not in own}
         self._found = {plain: name for name, plain in self.names.items()}
@@ -89,9 +86,8 @@ class LoraAdapters:
 
     def shown(self, base: str) -> wire.Adapter:
         """Describe the adapters for an offer; ``base`` is the digest of the weights below them."""
-        return wire.Adapter(
-            base=base, targets=sorted(self._config.target_modules), rank=self._config.r, scale=self._scale
-        )
+        targets = sorted(self._config.target_modules)
+        return wire.Adapter(base=base, targets=targets, rank=self._config.r, scale=self._scale)
 
     def factors(self, find: Find) -> dict[str, Tensor]:
         """Return all live factors by peft's names."""
@@ -142,22 +138,18 @@ class LoraAdapters:
         from safetensors.torch import load_file
 
         if not (folder / _CONFIG).is_file():
-            raise ConfigError("train.lora", self._shown(), f"null: {folder.parent} was trained without adapters")
+            own = {"rank": self._config.r, "alpha": self._config.lora_alpha}
+            raise ConfigError("train.lora", own, f"null: {folder.parent} was trained without adapters")
         said = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
         for key, name in (("rank", "r"), ("alpha", "lora_alpha"), ("target_modules", "target_modules")):
-            before, now = (
-                sorted(v) if isinstance(v, list | set) else v for v in (said.get(name), getattr(self._config, name))
-            )
+            values = (said.get(name), getattr(self._config, name))
+            before, now = (sorted(value) if isinstance(value, list | set) else value for value in values)
             if before != now:
-                raise ConfigError(
-                    f"train.lora.{key}", now, f"{before}, as in {folder.parent}: adapters cannot change their shape"
-                )
+                allowed = f"{before}, as in {folder.parent}: adapters cannot change their shape"
+                raise ConfigError(f"train.lora.{key}", now, allowed)
         held = load_file(str(folder / _WEIGHTS))
         for name, factor in self.factors(find).items():
             factor.copy_(held[name])
-
-    def _shown(self) -> dict[str, Any]:
-        return {"rank": self._config.r, "alpha": self._config.lora_alpha}
 
 
 class MergedWeights(Mapping[str, Tensor]):
@@ -205,11 +197,8 @@ def _targets(module: Any, section: LoraSection) -> list[str]:
     wanted = inner if section.target_modules == "all-linear" else sorted(set(section.target_modules))
     odd = [name for name in wanted if name not in inner]
     if odd or not wanted:
-        raise ConfigError(
-            "train.lora.target_modules",
-            odd or "all-linear",
-            f"linear layers that this model has: {', '.join(inner) or 'none at all'}",
-        )
+        allowed = f"linear layers that this model has: {', '.join(inner) or 'none at all'}"
+        raise ConfigError("train.lora.target_modules", odd or "all-linear", allowed)
     return wanted
 
 

@@ -54,7 +54,7 @@ class ModelSet:
     """
 
     def __init__(self, context: RunContext, device: torch.device, rank: int, load: LoadModel | None = None) -> None:
-        train, algorithm, first = context.train, context.algorithm, context.first_path
+        train, algorithm, critic, first = context.train, context.algorithm, context.algorithm.critic, context.first_path
         self._context = context
         load = load or (
             lambda path, trained: PolicyModel(path, context.model, device, trainable=trained, packing=context.packing)
@@ -71,9 +71,7 @@ class ModelSet:
         self.ref: PolicyModel | FrozenBase | None = None
         if algorithm.kl_coef:
             self.ref = FrozenBase(self.policy) if train.lora else load(first, False)
-        self.critic = (
-            ValueModel(first, algorithm.critic, train, context.model, device) if algorithm.critic.enabled else None
-        )
+        self.critic = ValueModel(first, critic, train, context.model, device) if critic.enabled else None
         self.packs = context.packing and self.can_pack(self.policy, self.ref, self.critic)
         if train.compile:
             for model in (self.policy, self.ref):
@@ -105,9 +103,8 @@ class ModelSet:
         wanted = self._context.train.packing
         problem = next((model.unpackable for model in models if model is not None and model.unpackable), "")
         if problem and wanted == "packed":
-            raise ConfigError(
-                "train.packing", wanted, f"{self.policy.path} is not exact in packed rows ({problem}): auto or padded"
-            )
+            allowed = f"{self.policy.path} is not exact in packed rows ({problem}): auto or padded"
+            raise ConfigError("train.packing", wanted, allowed)
         if problem:
             log.info("rows are padded, not packed: %s", problem)
         return not problem

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -20,6 +21,7 @@ from rlearner_text.transformers_import import import_transformers
 
 _LOGIT_BUDGET: Final = 1 << 26  # logits held at once, 256 MiB in float32
 _PROBE_TOKENS: Final = 8
+LogitFunction = Callable[..., tuple[Tensor, ...]]  # of logits and columns, (t, …) each
 
 
 class PolicyModel:
@@ -39,14 +41,12 @@ class PolicyModel:
     def __init__(
         self, path: str, model: ModelSection, device: torch.device, *, trainable: bool = True, packing: bool = False
     ) -> None:
-        self.device = device
-        self.path = path
+        self.device, self.path = device, path
         self.module = load_model(path, model, device).requires_grad_(trainable)
         self.head = self.module.get_output_embeddings()
         if self.head is None:
-            raise ConfigError(
-                "model.path", path, f"{type(self.module).__name__} has no output embeddings: not a language model"
-            )
+            allowed = f"{type(self.module).__name__} has no output embeddings: not a language model"
+            raise ConfigError("model.path", path, allowed)
         self.unpackable = enable_packing(self.module, device) if packing else "it was not asked to"
         self._head_rows = int(self.head.weight.shape[0])  # a sharded weight has no rows later
         self._plain_head = self._head_is_plain()
@@ -73,9 +73,8 @@ class PolicyModel:
 
         blocks = [block for block in self.module.modules() if isinstance(block, GradientCheckpointingLayer)]
         if not blocks or not self.module.supports_gradient_checkpointing:
-            raise ConfigError(
-                "train.gradient_checkpointing", True, f"false: {type(self.module).__name__} has no blocks to checkpoint"
-            )
+            allowed = f"false: {type(self.module).__name__} has no blocks to checkpoint"
+            raise ConfigError("train.gradient_checkpointing", True, allowed)
         self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         for block in blocks:
             block.training = True  # blocks check it; their layers stay in evaluation mode, without dropout
@@ -98,11 +97,8 @@ class PolicyModel:
         logprobs, entropy = self.map_logits(batch, measure, *columns)
         return logprobs, entropy
 
-    def map_logits(
-        self, batch: TokenBatch, function: Callable[..., tuple[Tensor, ...]], *columns: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Apply ``function(logits (t, vocabulary), *columns (t, …))`` to chunks of the trained tokens; return (T, …)
-        each.
+    def map_logits(self, batch: TokenBatch, function: LogitFunction, *columns: Tensor) -> tuple[Tensor, ...]:
+        """Apply a function to the logits, (t, vocabulary), of chunks of the trained tokens; return (T, …) each.
 
         Args:
             function: takes the logits of t of the T tokens and their part of the columns; returns tensors (t, …).
@@ -111,9 +107,7 @@ class PolicyModel:
         found: tuple[Tensor, ...] = self.within(self._map_logits, batch, function, *columns)
         return found
 
-    def _map_logits(
-        self, batch: TokenBatch, function: Callable[..., tuple[Tensor, ...]], *columns: Tensor
-    ) -> tuple[Tensor, ...]:
+    def _map_logits(self, batch: TokenBatch, function: LogitFunction, *columns: Tensor) -> tuple[Tensor, ...]:
         features = self.features(batch)
         return map_chunks(function, self.logits, features, columns, self._head_rows if self._plain_head else 0)
 
@@ -177,10 +171,9 @@ class PolicyModel:
     def shapes(self) -> dict[str, Tensor]:
         """Return ``weights`` on the meta device."""
         tensors = self.tensors()
-        held = (
-            tensors if self.adapters is None else {plain: tensors[name] for name, plain in self.adapters.names.items()}
-        )
-        return {name: held[name].to("meta") for name in self.weights()}
+        if self.adapters is not None:
+            tensors = {plain: tensors[name] for name, plain in self.adapters.names.items()}
+        return {name: tensors[name].to("meta") for name in self.weights()}
 
     def _selected_logits(self, batch: TokenBatch) -> Tensor:
         # The model's forward pass, which may change logits, with a head that sees only the selected positions.
@@ -206,11 +199,7 @@ class PolicyModel:
 
 
 def map_chunks(
-    function: Callable[..., tuple[Tensor, ...]],
-    logits: Callable[[Tensor], Tensor],
-    features: Tensor,
-    columns: Sequence[Tensor],
-    width: int,
+    function: LogitFunction, logits: Callable[[Tensor], Tensor], features: Tensor, columns: Sequence[Tensor], width: int
 ) -> tuple[Tensor, ...]:
     """Return ``function(logits(features), *columns)``, in chunks that fit the budget; backward passes repeat them.
 
@@ -226,12 +215,8 @@ def map_chunks(
     if len(features) <= chunk:
         return part(features, *columns)
     pieces = [slice(start, start + chunk) for start in range(0, len(features), chunk)]
-    parts = [
-        checkpoint(
-            part, features[piece], *(column[piece] for column in columns), use_reentrant=False, preserve_rng_state=False
-        )
-        for piece in pieces
-    ]
+    repeated = partial(checkpoint, part, use_reentrant=False, preserve_rng_state=False)
+    parts = [repeated(features[piece], *(column[piece] for column in columns)) for piece in pieces]
     return tuple(torch.cat(results) for results in zip(*parts, strict=True))
 
 
@@ -267,18 +252,12 @@ def load_model(path: str, section: ModelSection, device: torch.device) -> Any:
 
     check_model_path(path)
     logging.disable_progress_bar()
+    named: dict[str, Any] = {"dtype": getattr(torch, section.dtype), "trust_remote_code": section.trust_remote_code}
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=getattr(torch, section.dtype),
-            trust_remote_code=section.trust_remote_code,
-            output_loading_info=True,
-        )
+        model, info = AutoModelForCausalLM.from_pretrained(path, **named, output_loading_info=True)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(
-            "model.path", path, f"transformers cannot load a causal language model from it: {reason}"
-        ) from error
+        allowed = f"transformers cannot load a causal language model from it: {' '.join(str(error).split())[:300]}"
+        raise ConfigError("model.path", path, allowed) from error
     if missing := sorted(info["missing_keys"]):
         raise ConfigError("model.path", path, f"{len(missing)} of its weights are missing, the first is {missing[0]}")
     return model.eval().to(device)

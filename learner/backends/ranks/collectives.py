@@ -28,10 +28,8 @@ def sum_over_ranks(tensors: Sequence[Tensor], device: torch.device, group: Any =
     bucket: list[Tensor] = []
     for index, tensor in enumerate(tensors):
         bucket.append(tensor)
-        if (
-            index + 1 == len(tensors)
-            or sum(one.numel() for one in bucket) + tensors[index + 1].numel() > _BUCKET_ELEMENTS
-        ):
+        room = _BUCKET_ELEMENTS - sum(one.numel() for one in bucket)
+        if index + 1 == len(tensors) or tensors[index + 1].numel() > room:
             flat = torch.cat([one.flatten() for one in bucket]).to(device)
             dist.all_reduce(flat, group=group)
             for one, part in zip(bucket, torch.split(flat, [one.numel() for one in bucket]), strict=True):

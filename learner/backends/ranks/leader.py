@@ -82,10 +82,7 @@ class RankLeader:
         if self._closing or self.died:
             return
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        self.died = (
-            f"rank {rank} (pid {process.pid}) ended {how}; so does the learner, to be started again from its "
-            f"last checkpoint"
-        )
+        self.died = f"rank {rank} (pid {process.pid}) ended {how}; so does the learner, to resume from its checkpoint"
         if self._armed:
             self._on_death(self.died)
 

@@ -103,9 +103,7 @@ def results_of(reply: Reply) -> Sequence[dict[str, float]] | Sequence[list[Array
     """Return a reply's result of each slice."""
     if isinstance(reply, SumsReply):
         return reply.slices
-    return [
-        [None if column is None else np.frombuffer(column, "<f4") for column in columns] for columns in reply.slices
-    ]
+    return [[None if c is None else np.frombuffer(c, "<f4") for c in columns] for columns in reply.slices]
 
 
 class FillerSample(TrainSample):
@@ -118,19 +116,14 @@ class FillerSample(TrainSample):
 
 def filler_sample() -> FillerSample:
     """Return a sample whose gradient is zero."""
-    zeros = np.zeros(1, np.float32)
-    return FillerSample(
-        zeros.astype(np.int32), zeros.astype(np.uint8), zeros, zeros.astype(np.int32), zeros, group=0, reward=0.0
-    )
+    ids, mask, zeros = np.zeros(1, np.int32), np.zeros(1, np.uint8), np.zeros(1, np.float32)
+    return FillerSample(ids, mask, zeros, ids, zeros, group=0, reward=0.0)
 
 
 def pack_sample(sample: TrainSample) -> SampleMessage:
     """Return a sample as a message."""
-    columns = (getattr(sample, name) for name in _DTYPES)
-    data = tuple(
-        None if c is None else np.ascontiguousarray(c, dtype).tobytes()
-        for c, dtype in zip(columns, _DTYPES.values(), strict=True)
-    )
+    columns = [(getattr(sample, name), dtype) for name, dtype in _DTYPES.items()]
+    data = tuple(None if c is None else np.ascontiguousarray(c, dtype).tobytes() for c, dtype in columns)
     return SampleMessage(data, sample.group, float(sample.reward), float(sample.temperature))
 
 

@@ -25,11 +25,8 @@ def settings_on_rank(train: TrainSection, rank: int) -> TrainSection:
     if train.ranks == 1 or train.device == "cpu" or (train.device == "auto" and not torch.cuda.is_available()):
         return train
     if train.device not in ("auto", "cuda"):
-        raise ConfigError(
-            "train.device",
-            train.device,
-            f"auto, cpu or cuda with train.ranks {train.ranks}: each rank takes a GPU of its own",
-        )
+        allowed = f"auto, cpu or cuda with train.ranks {train.ranks}: each rank takes a GPU of its own"
+        raise ConfigError("train.device", train.device, allowed)
     if train.ranks > torch.cuda.device_count():
         raise ConfigError("train.ranks", train.ranks, f"this machine has {torch.cuda.device_count()} GPUs")
     return train.model_copy(update={"device": f"cuda:{rank}"})
