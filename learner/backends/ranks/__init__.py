@@ -8,11 +8,11 @@ Data flow of a step::
     rank 0                                                        rank 1 … N-1
     forward_backward(samples)
       cut into slices, dealt out by size (``deal``; pure)
-      Run(slices, kl_coef, version)  --- msgpack, socketpair -->  forward, backward: gradient summed up, not normalised
+      RunCommand(slices, ...)        --- msgpack, socketpair -->  forward, backward: gradient summed up, not normalized
       its own slices: forward, backward
-      sums of every slice, in order  <-- Sums ------------------
+      sums of every slice, in order  <-- SumsReply -------------
     step()
-      Step(denominator, at)          ------------------------->
+      StepCommand(denominator, at)   ------------------------->
       all-reduce of the summed gradient (torch.distributed: gloo on a CPU, nccl on GPUs)
       divide by the global denominator, clip, update: the same on every rank
 
@@ -22,6 +22,6 @@ torch.distributed; nothing is pickled. A closed socket means that a process has 
 when a child ends, rank 0 logs one line and exits at once, as if killed; its supervisor restarts it, and it resumes.
 
 ``messages`` and ``link`` are the protocol, ``leader`` is rank 0's side, ``follower`` the children's, ``dealing`` deals
-slices, ``group`` is a process among the ranks, ``meeting`` and ``collectives`` wrap torch.distributed. A backend for
+slices, ``group`` is a process among the ranks, ``rendezvous`` and ``collectives`` wrap torch.distributed. A backend for
 several ranks subclasses ``learner.backends.torch.TorchBackend`` and builds a ``learner.backends.worker.RankWorker``.
 """

@@ -45,7 +45,7 @@ def main(descriptor: int) -> int:
 def _serve(link: RankLink) -> None:
     build = link.command()
     if not isinstance(build, BuildCommand):
-        raise TypeError(f"first command: expected Build, got {type(build).__name__}")
+        raise TypeError(f"first command: expected BuildCommand, got {type(build).__name__}")
     logs.identify(role="learner", process_id=f"rank-{build.rank}")
     worker: RankWorker = resolve("backends", build.backend, {}).follow(build)
     try:
