@@ -232,7 +232,7 @@ class LedgerAudit:
                 self._report.fail(f"{made}, train.groups_per_step is {end.groups_per_step}")
 
     def _check_step(self, step: int, trained: list[LedgerLine], credit: int) -> None:
-        """Check one step: the lines of the groups that it trained, and the tickets it leaves open, at most ``credit``."""
+        """Check one step: the lines of the groups that it trained, and at most ``credit`` open tickets after it."""
         report, end = self._report, self.boundaries[step]
         for line in trained:
             check_staleness(report, line, line.oldest, line.newest, self.max_staleness(step), "the ledger file")
