@@ -65,7 +65,7 @@ def check_model(path: str, key: str) -> None:
 
 
 def check_hub_name(path: str, key: str) -> list[PreflightFinding]:
-    """Check before anything starts whether a hub name resolves, in the cache or on the hub; empty for a local folder."""
+    """Check before a start whether a hub name resolves, in the cache or on the hub; empty for a local folder."""
     if is_local(path):
         return []
     try:

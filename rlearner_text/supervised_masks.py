@@ -34,7 +34,7 @@ def check_messages(messages: Any) -> list[dict[str, str]]:
 
 
 def encode_supervised(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> tuple[list[int], list[int]]:
-    """Return token ids and loss mask, (n,) each, of checked messages, tokenized by turn as in a sampled conversation."""
+    """Return token ids and loss mask, (n,) each, of checked messages, tokenized turn by turn like sampled ones."""
     system = messages[0]["content"] if messages[0]["role"] == "system" else ""
     conversation = Conversation(tokenizer, system)
     closing = conversation.rules.closing or tokenizer.eos_token_ids[:1]
