@@ -1,6 +1,4 @@
-"""MkDocs hook: links from a page to a file outside docs/ lead to the repository; a link to a missing file stays and
-fails the build.
-"""
+"""MkDocs hook: links to files outside docs/ lead to the repository; a link to a missing file fails the build."""
 
 from __future__ import annotations
 

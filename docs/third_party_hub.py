@@ -1,4 +1,4 @@
-"""An environment hub that shares no code with rlearner: plain nats-py, pyzmq and msgpack, and what docs/wire.md says.
+"""An environment hub that shares no code with rlearner: plain nats-py, pyzmq and msgpack, as docs/wire.md describes.
 
     python docs/third_party_hub.py nats://127.0.0.1:4222 RUN DOMAIN
 
@@ -35,7 +35,7 @@ def values(column):
 
 
 class Servers:
-    """Rollout servers as their beats tell, and a DEALER socket to each that is asked."""
+    """Rollout servers by their heartbeats, and a DEALER socket to each that is used."""
 
     def __init__(self):
         self.heard, self.sockets, self.replies, self.reading = {}, {}, {}, set()
@@ -44,14 +44,11 @@ class Servers:
     async def on_beat(self, message):
         self.heard[message.subject] = (time.monotonic(), msgpack.unpackb(message.data))
 
-    async def find(self):  # the least loaded one that lives; beats come at least every two seconds
+    async def find(self):  # the least loaded one that is alive; beats come at least every two seconds
         while True:
             live = [one for at, one in self.heard.values() if time.monotonic() - at < 5]
-            able = [
-                one
-                for one in live
-                if one["state"] == "serving" and one["policy"] == "actor" and one["channel"] == "zmq"
-            ]
+            wanted = {"state": "serving", "policy": "actor", "channel": "zmq"}
+            able = [one for one in live if wanted.items() <= one.items()]
             if able:
                 return min(able, key=lambda one: one["running"] + one["waiting"])
             await asyncio.sleep(0.2)
@@ -81,9 +78,8 @@ async def episode(servers, ticket, number):
     while True:
         name = f"{ID}.{ticket['number']}.{number}.{attempt}"
         sampling = {"max_tokens": MAX_TOKENS, "temperature": 1.0}
-        request = {"type": "GenerateRequest", "request_id": name, "conversation_id": name, "token_ids": column("<i4",
-            prompt),
-                   "sampling": sampling, "min_version": ticket["min_version"], "deadline_s": 30.0}  # fmt: skip
+        request = {"type": "GenerateRequest", "request_id": name, "conversation_id": name, "deadline_s": 30.0}
+        request |= {"token_ids": column("<i4", prompt), "sampling": sampling, "min_version": ticket["min_version"]}
         try:
             reply = await servers.ask(request, within_s=35.0)
         except TimeoutError:
@@ -94,19 +90,20 @@ async def episode(servers, ticket, number):
         await asyncio.sleep(0.5)
     sampled, start = values(reply["token_ids"]), len(prompt)
     end, reward = start + len(sampled), sum(token % 2 == 0 for token in sampled) / len(sampled)
-    turn = {
-        "start": start,
-        "end": end,
+    turn = {"start": start, "end": end, "reward": reward, "valid": True}
+    turn |= {"finish_reason": reply["finish_reason"], "server": reply["server"]}
+    return {
+        "episode": number,
+        "token_ids": column("<i4", prompt + sampled),
+        "loss_mask": column("|u1", [0] * start + [1] * len(sampled)),
+        "logprobs": column("<f4", [0.0] * start + values(reply["logprobs"])),
+        "version_runs": reply["version_runs"],
+        "turns": [turn],
         "reward": reward,
-        "valid": True,
-        "finish_reason": reply["finish_reason"],
-        "server": reply["server"],
+        "reward_parts": {"env": reward},
+        "success": reward == 1.0,
+        "end": "terminated",
     }
-    return {"episode": number, "token_ids": column("<i4", prompt + sampled), "loss_mask": column("|u1",
-        [0] * start + [1] * len(sampled)),
-            "logprobs": column("<f4", [0.0] * start + values(reply["logprobs"])), "version_runs": reply["version_runs"],
-            "turns": [turn], "reward": reward, "reward_parts": {"env": reward}, "success": reward == 1.0,
-            "end": "terminated"}  # fmt: skip
 
 
 async def play(jetstream, servers, message):
@@ -120,17 +117,11 @@ async def play(jetstream, servers, message):
     try:
         work = [episode(servers, ticket, number) for number in range(ticket["group_size"])]
         trajectories = await asyncio.wait_for(asyncio.gather(*work), ticket["deadline_s"])
-        record = {"type": "Group", **common, "task_index": ticket["task_index"], "min_version": ticket["min_version"],
-            "hub": ID,
-                  "deliveries": message.metadata.num_delivered, "pools": [], "trajectories": trajectories}  # fmt: skip
+        record = {"type": "Group", **common, "task_index": ticket["task_index"], "min_version": ticket["min_version"]}
+        record |= {"hub": ID, "deliveries": message.metadata.num_delivered, "pools": [], "trajectories": trajectories}
     except TimeoutError:
-        record = {
-            "type": "Closed",
-            **common,
-            "reason": "deadline",
-            "detail": "the group was not complete in time",
-            "by": ID,
-        }
+        detail = "the group was not complete in time"
+        record = {"type": "Closed", **common, "reason": "deadline", "detail": detail, "by": ID}
     finally:
         marking.cancel()
     headers = {"Rl-Ticket": str(ticket["number"]), "Nats-Msg-Id": f"tickets-{ticket['number']}"}
@@ -139,9 +130,8 @@ async def play(jetstream, servers, message):
 
 
 async def announce(client, members, playing):
-    presence = {"type": "Presence", "role": "envhub", "id": ID, "host": socket.gethostname(), "pid": os.getpid(),
-        "state": "serving",
-                "slots": AT_ONCE, "serves": [DOMAIN]}  # fmt: skip
+    presence = {"type": "Presence", "role": "envhub", "id": ID, "host": socket.gethostname(), "pid": os.getpid()}
+    presence |= {"state": "serving", "slots": AT_ONCE, "serves": [DOMAIN]}
     for second in range(1 << 62):
         body = msgpack.packb({**presence, "running": len(playing)})
         await client.publish(f"rl.{RUN}.presence.envhub.{ID}", body)
@@ -157,9 +147,8 @@ async def main():
     await client.subscribe(f"rl.{RUN}.presence.rollout.*", cb=servers.on_beat)
     announcing = asyncio.create_task(announce(client, members, playing))
     settings = ConsumerConfig(ack_wait=6, max_deliver=-1, max_ack_pending=-1, max_waiting=8192)
-    queue = await jetstream.pull_subscribe(
-        f"rl.{RUN}.tickets.{DOMAIN}", durable=DOMAIN, stream=f"rl_{RUN}_tickets", config=settings
-    )
+    subject, stream = f"rl.{RUN}.tickets.{DOMAIN}", f"rl_{RUN}_tickets"
+    queue = await jetstream.pull_subscribe(subject, durable=DOMAIN, stream=stream, config=settings)
     wanted = "running"
     while True:
         with contextlib.suppress(KeyNotFoundError):  # no learner has taken the run yet
@@ -174,7 +163,7 @@ async def main():
                     playing.add(asyncio.create_task(play(jetstream, servers, message)))
         for done in [one for one in playing if one.done()]:
             playing.discard(done)
-            done.result()  # a fault of this hub ends it; what it held goes to another one
+            done.result()  # an error ends this hub; its tickets go to another one
     await asyncio.gather(*playing)
     announcing.cancel()
     await members.delete(f"{RUN}.envhub.{ID}")

@@ -6,9 +6,9 @@ import argparse
 import asyncio
 import contextlib
 import logging
-import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from broker.settings.arguments import ArgumentParser, add_config, complete, positive
 from broker.system import logs
@@ -45,57 +45,36 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    parser = ArgumentParser(
-        prog="rlearner", description="Reinforcement learning for language models, on message queues."
-    )
+    text = "Reinforcement learning for language models, on message queues."
+    parser = ArgumentParser(prog="rlearner", description=text)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     up_cli.add_parser(commands)
     start = _add_config_parser(commands, "start", "run the learner; the other processes join by themselves")
-    start.add_argument(
-        "--broker",
-        metavar="URL",
-        default=os.environ.get("RL_BROKER") or "nats://127.0.0.1:4222",
-        help="address of the broker (RL_BROKER, %(default)s)",
-    )
-    start.add_argument(
-        "--connect-deadline",
-        metavar="SECONDS",
-        type=positive,
-        default=None,
-        help="give up if no broker answers in time (never)",
-    )
+    pipelines_cli.add_broker(start)
+    text = "give up if no broker answers in time (never)"
+    start.add_argument("--connect-deadline", metavar="SECONDS", type=positive, help=text)
     logs.add_options(start)
-    start.add_argument(
-        "--take-over",
-        action="store_true",
-        help="take the run over from a learner that is still alive, which then exits",
-    )
+    text = "take the run over from a learner that is still alive, which then exits"
+    start.add_argument("--take-over", action="store_true", help=text)
     up_cli.add_force(start)
-    start.add_argument(
-        "--rebase",
-        action="store_true",
-        help="if the broker has lost its store, count the open tickets as dead and continue",
-    )
-    start.add_argument(
-        "--gpus", default="auto", metavar="LIST", help="GPUs, one rank each: 0-3, or 0,2, or cpu, or auto (%(default)s)"
-    )
+    text = "if the broker has lost its store, count the open tickets as dead and continue"
+    start.add_argument("--rebase", action="store_true", help=text)
+    text = "GPUs, one rank each: 0-3, or 0,2, or cpu, or auto (%(default)s)"
+    start.add_argument("--gpus", default="auto", metavar="LIST", help=text)
     start.add_argument("--share-gpus", action="store_true", help="also use GPUs that other processes occupy")
     start.set_defaults(run=_start)
-    check = _add_config_parser(
-        commands, "check", "validate a configuration, try your own code once, and print the complete configuration"
-    )
-    check.add_argument(
-        "--no-trial", action="store_true", help="do not run and score a trial episode with your own code"
-    )
+    text = "validate a configuration, try your own code once, and print the complete configuration"
+    check = _add_config_parser(commands, "check", text)
+    text = "do not run and score a trial episode with your own code"
+    check.add_argument("--no-trial", action="store_true", help=text)
     check.set_defaults(run=_check)
     doctor_cli.add_parser(commands)
     pipelines_cli.add_parsers(commands)
     eval_cli.add_parser(commands)
     ops_cli.add_parsers(commands)
     completion = commands.add_parser("completion", help="print the shell code that completes these commands")
-    completion.add_argument(
-        "shell", nargs="?", default="bash", choices=["bash", "zsh", "fish"], help="which shell (%(default)s)"
-    )
+    shells = ["bash", "zsh", "fish"]
+    completion.add_argument("shell", nargs="?", default="bash", choices=shells, help="which shell (%(default)s)")
     completion.set_defaults(run=_complete)
     return complete(parser, EXAMPLES)
 
@@ -107,10 +86,8 @@ def _complete(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_config_parser(
-    commands: argparse._SubParsersAction[ArgumentParser], name: str, text: str
-) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=text, description=text)
+def _add_config_parser(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
     add_config(parser)
     return parser
 
@@ -177,10 +154,8 @@ def _check(options: argparse.Namespace) -> int:
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     for finding in found:  # not an error: the processes may run on other machines
-        print(
-            f"{'missing here' if finding.status == 'missing' else 'warning'}: {format_finding(finding)}",
-            file=sys.stderr,
-        )
+        kind = "missing here" if finding.status == "missing" else "warning"
+        print(f"{kind}: {format_finding(finding)}", file=sys.stderr)
     return 0
 
 

@@ -17,18 +17,19 @@ HELP: Final = {
 }
 
 
+def add_broker(parser: argparse.ArgumentParser, when: str = "") -> None:
+    """Add ``--broker``."""
+    url, text = os.environ.get("RL_BROKER") or "nats://127.0.0.1:4222", f"address of the broker{when}"
+    parser.add_argument("--broker", metavar="URL", default=url, help=f"{text} (RL_BROKER, %(default)s)")
+
+
 def add_parsers(subparsers: Any) -> None:
     """Add ``sft``, ``dpo`` and ``distill``."""
     for name, text in HELP.items():
         parser = subparsers.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         add_config(parser, file=name, setting="train.lr=1e-5")
         if name == "distill":
-            parser.add_argument(
-                "--broker",
-                metavar="URL",
-                default=os.environ.get("RL_BROKER") or "nats://127.0.0.1:4222",
-                help="address of the broker, with distill.served (RL_BROKER, %(default)s)",
-            )
+            add_broker(parser, ", with distill.served")
         parser.set_defaults(run=run, pipeline=name)
 
 

@@ -34,20 +34,15 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     # Jinja's own filter escapes HTML characters, which would change the model's input.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
-    )
+    extensions = [_GenerationBlocks, loopcontrols]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
@@ -55,13 +50,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class ChatTemplate:
-    """A compiled chat template of one model.
-
-    Args:
-        source: the Jinja source.
-        special_tokens: special tokens by name, such as ``bos_token``, for use in templates.
-        name: the model, for error messages.
-    """
+    """A compiled chat template of one model; templates may use its special tokens, such as ``bos_token``."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], name: str) -> None:
         self.source, self._tokens, self._name = source, dict(special_tokens), name
@@ -71,27 +60,18 @@ class ChatTemplate:
             raise ConfigError("model.path", name, f"its chat template does not parse: {error}") from None
 
     def render(self, messages: Chat, *, add_generation_prompt: bool, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Render a conversation as one string.
-
-        Args:
-            tools: functions that the model may call, as JSON schemas in OpenAI's form.
+        """Render a conversation as one string; ``tools`` are JSON schemas in OpenAI's form.
 
         Raises:
             ConfigError: if the template rejects these messages, for example a system message.
         """
+        values = {"messages": messages, "tools": tools or None, "documents": None}
         try:
-            return self._template.render(
-                messages=messages,
-                tools=tools or None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._tokens,
-            )
+            return self._template.render(**values, add_generation_prompt=add_generation_prompt, **self._tokens)
         except (jinja2.TemplateError, TypeError) as error:
             roles = ", ".join(message["role"] for message in messages)
-            raise ConfigError(
-                "model.path", self._name, f"its chat template rejects messages of the roles {roles}: {error}"
-            ) from None
+            problem = f"its chat template rejects messages of the roles {roles}: {error}"
+            raise ConfigError("model.path", self._name, problem) from None
 
 
 def find_template(folder: Path, tokenizer_config: Mapping[str, Any], name: str) -> str | None:
@@ -106,9 +86,6 @@ def find_template(folder: Path, tokenizer_config: Mapping[str, Any], name: str) 
         legacy = folder / "chat_template.json"
         template = json.loads(legacy.read_text(encoding="utf-8")).get("chat_template") if legacy.exists() else None
     if template is not None and not isinstance(template, str):
-        raise ConfigError(
-            "model.path",
-            name,
-            "chat_template in its tokenizer_config.json is neither a string nor a list of named strings",
-        )
+        problem = "chat_template in its tokenizer_config.json is neither a string nor a list of named strings"
+        raise ConfigError("model.path", name, problem)
     return template

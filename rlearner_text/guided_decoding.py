@@ -27,12 +27,7 @@ class GuideError(ValueError):
 
 
 class GuideCompiler:
-    """Compiles the guides of one model.
-
-    Args:
-        tokenizer: of the model, loaded from a folder with a tokenizer.json.
-        vocab_size: width of the model's logits; None: the tokenizer's own size.
-    """
+    """Compiles the guides of one model; ``vocab_size`` is the width of its logits, None for the tokenizer's size."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int | None = None) -> None:
         self._tokenizer, self._size = tokenizer, vocab_size or tokenizer.vocab_size
@@ -80,10 +75,8 @@ class GuideCompiler:
         Raises:
             GuideError: if a schema is not a JSON object.
         """
-        forms = [
-            " ".join([*self._spelled(one.before), f"value_{n}", *self._spelled(one.after)])
-            for n, one in enumerate(guides)
-        ]
+        terms = [[*self._spelled(one.before), f"value_{n}", *self._spelled(one.after)] for n, one in enumerate(guides)]
+        forms = [" ".join(each) for each in terms]
         values = [f"value_{n}: %json {self._schema(one.schema)}" for n, one in enumerate(guides)]
         return "\n".join([f"start: {' | '.join(forms)}", *values, ""])
 
@@ -144,7 +137,6 @@ class GuideMatcher:
 
 def _line(error: str) -> str:
     """Return llguidance's error without the grammar that it quotes."""
-    said = " ".join(
-        line.strip() for line in error.splitlines() if " | " not in line and not line.strip().startswith("^")
-    )
+    lines = [line.strip() for line in error.splitlines() if " | " not in line]
+    said = " ".join(line for line in lines if not line.startswith("^"))
     return said.partition("failed to compile JSON schema: ")[2][:300] or said[:300]

@@ -18,8 +18,7 @@ _TOKENIZER_FILES: Final = (
 )  # fmt: skip
 _MAX_HEADER: Final = 100_000_000  # bytes, the format's limit
 _WEIGHT_PATTERNS: Final = ("*.safetensors", "pytorch_model*.bin")
-# OWNER/NAME, or NAME for the oldest
-_HUB_NAME: Final = re.compile(r"(?:(?:\w|\w[\w.-]{0,94}\w)/)?(?:\w|\w[\w.-]{0,94}\w)")
+_HUB_NAME: Final = re.compile(r"(?:(?:\w|\w[\w.-]{0,94}\w)/)?(?:\w|\w[\w.-]{0,94}\w)")  # the oldest lack the owner
 _EXPECTED: Final = "give a Hugging Face model folder or hub name such as Qwen/Qwen3-0.6B"
 
 
@@ -66,22 +65,15 @@ def check_model(path: str, key: str) -> None:
 
 
 def check_hub_name(path: str, key: str) -> list[PreflightFinding]:
-    """Check before anything starts whether a hub name resolves, in the cache or on the hub; empty for a local folder.
-
-    Args:
-        key: the setting that names it.
-    """
+    """Check before a start whether a hub name resolves, in the cache or on the hub; empty for a local folder."""
     if is_local(path):
         return []
     try:
         check_model(path, key)
     except ConfigError as error:
         problem = error.allowed.removesuffix(f"; {_EXPECTED}")
-        return [
-            PreflightFinding(
-                "models", key, "missing", f"{path}: {problem}", f"hf download {path}  # or a folder with the model"
-            )
-        ]
+        remedy = f"hf download {path}  # or a folder with the model"
+        return [PreflightFinding("models", key, "missing", f"{path}: {problem}", remedy)]
     return [PreflightFinding("models", key, "ok", f"{path} is found")]
 
 
@@ -95,9 +87,8 @@ def layer_names(folder: Path) -> set[str] | None:
         try:
             with file.open("rb") as opened:
                 header = json.loads(opened.read(min(int.from_bytes(opened.read(8), "little"), _MAX_HEADER)))
-            shapes: dict[str, list[int]] = {
-                name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"
-            }
+            header.pop("__metadata__", None)
+            shapes: dict[str, list[int]] = {name: tensor["shape"] for name, tensor in header.items()}
         except (OSError, ValueError, AttributeError, KeyError, TypeError):
             return None  # loading the model reports the error
         for name, shape in shapes.items():

@@ -22,8 +22,7 @@ class Conversation:
         token_ids: all tokens so far, n.
         loss_mask: n values, 1 if the policy sampled the token.
         logprobs: n values, the sampling logprob if the mask is 1, else 0.
-        version_runs: flat pairs (policy_version, number of sampled tokens), in token order; neighbours differ in
-        version.
+        version_runs: flat pairs (policy_version, number of sampled tokens); neighbours differ in version.
         spans: (start, end) of each assistant turn's sampled tokens.
     """
 
@@ -71,8 +70,7 @@ class Conversation:
         Another call before the next ``observe`` continues the same turn (a generation resumed on another server).
 
         Args:
-            token_ids: k sampled tokens.
-            logprobs: k values.
+            token_ids, logprobs: k values each.
             version_runs: flat pairs (policy_version, number of tokens) that add up to k.
 
         Raises:
@@ -80,12 +78,10 @@ class Conversation:
         """
         if not self.token_ids:
             raise ValueError("sampled() before observe()")
-        n = len(token_ids)
-        runs = len(version_runs)
+        n, runs = len(token_ids), len(version_runs)
         if n != len(logprobs) or (version_runs[1] != n if runs == 2 else runs % 2 or sum(version_runs[1::2]) != n):
-            raise ValueError(
-                f"{n} tokens, {len(logprobs)} logprobs, version_runs {list(version_runs)}: lengths disagree"
-            )
+            counts = f"{n} tokens, {len(logprobs)} logprobs, version_runs {list(version_runs)}"
+            raise ValueError(f"{counts}: lengths disagree")
         start = len(self.token_ids)
         if not self._user_spoke:
             start, _ = self.spans.pop()

@@ -26,21 +26,15 @@ def check_messages(messages: Any) -> list[dict[str, str]]:
     for index, message in enumerate(turns):
         expected = ("user", "assistant")[index % 2]
         if message["role"] != expected:
-            raise ValueError(
-                f"message {index + len(messages) - len(turns)} has role {message['role']!r}, expected {expected!r}"
-            )
+            number = index + len(messages) - len(turns)
+            raise ValueError(f"message {number} has role {message['role']!r}, expected {expected!r}")
     if not turns or len(turns) % 2:
         raise ValueError("the last message must be the assistant's")
     return messages
 
 
 def encode_supervised(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> tuple[list[int], list[int]]:
-    """Return token ids and loss mask, (n,) each, tokenized turn by turn like a conversation that the policy samples.
-
-    Args:
-        tokenizer: of the model to train.
-        messages: as ``check_messages`` returns them.
-    """
+    """Return token ids and loss mask, (n,) each, of checked messages, tokenized turn by turn like sampled ones."""
     system = messages[0]["content"] if messages[0]["role"] == "system" else ""
     conversation = Conversation(tokenizer, system)
     closing = conversation.rules.closing or tokenizer.eos_token_ids[:1]

@@ -71,12 +71,8 @@ class TemplateRules:
 
     def _answer(self, text: str) -> str:
         """Return what the template puts after a turn that called a tool: its end, the result, the generation prompt."""
-        answer = {
-            "role": "tool",
-            "name": str(PROBE["tool_calls"][0]["function"]["name"]),
-            "tool_call_id": PROBE_ID,
-            "content": text,
-        }
+        name = str(PROBE["tool_calls"][0]["function"]["name"])
+        answer = {"role": "tool", "name": name, "tool_call_id": PROBE_ID, "content": text}
         rendered = self._render([_user(_ASKED[0]), PROBE, answer])
         before = self._render([_user(_ASKED[0]), PROBE], prompt=False)
         if not rendered.startswith(before):
@@ -84,11 +80,10 @@ class TemplateRules:
         return self.end_of_turn + rendered[len(before) :]
 
     def _no_calls(self, problem: str) -> ConfigError:
-        return ConfigError(
-            "model.path",
-            self._tokenizer.name,
-            f"its chat template cannot be used with tools: {problem}; use another template",
-        )
+        return self._rejected(f"cannot be used with tools: {problem}")
+
+    def _rejected(self, why: str) -> ConfigError:
+        return ConfigError("model.path", self._tokenizer.name, f"its chat template {why}; use another template")
 
     @cached_property
     def end_of_turn(self) -> str:
@@ -113,9 +108,8 @@ class TemplateRules:
         return self.closing[-1] if self.closing else None
 
     def _is_special(self, token: int) -> bool:
-        return not self._tokenizer.decode([token]) and bool(
-            self._tokenizer.decode([token], skip_special_tokens=False).strip()
-        )
+        spelled = self._tokenizer.decode([token], skip_special_tokens=False)
+        return bool(spelled.strip()) and not self._tokenizer.decode([token])
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -150,11 +144,7 @@ class TemplateRules:
             raise self._unstable("it repeats the system message in later turns")
 
     def _unstable(self, problem: str) -> ConfigError:
-        return ConfigError(
-            "model.path",
-            self._tokenizer.name,
-            f"its chat template does not support turn-by-turn conversations: {problem}; use another template",
-        )
+        return self._rejected(f"does not support turn-by-turn conversations: {problem}")
 
 
 @lru_cache(maxsize=64)

@@ -25,26 +25,21 @@ CHARACTERS: Final = string.ascii_letters + string.digits + string.punctuation + 
 # One token opens a message and names its role, so that a turn costs the small model as few tokens as possible.
 _CHARS_SPECIAL: Final = (PAD, UNKNOWN, END_OF_TURN, "<|im_system|>", "<|im_user|>", "<|im_assistant|>")
 _CHARS_TEMPLATE: Final = (
-    "{%- for message in messages %}{{- '<|im_' + message['role'] + '|>' + message['content'] + '<|im_end|>' }}{%- "
-    "endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_assistant|>' }}{%- endif %}"
+    "{%- for message in messages %}{{- '<|im_' + message['role'] + '|>' + message['content'] + '<|im_end|>' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_assistant|>' }}{%- endif %}"
 )
 _BPE_SPECIAL: Final = (PAD, "<|im_start|>", END_OF_TURN)
 _BPE_TEMPLATE: Final = (
-    "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' "
-    "}}{%- endfor %}"
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 
 
 def build_tiny(out: str | Path, tiny: TinyModel, *, seed: int = 0, dtype: str = "float32") -> Path:
-    """Write a folder that AutoModelForCausalLM and AutoTokenizer load; the same settings and seed give the same bytes.
+    """Write a folder that AutoModelForCausalLM and AutoTokenizer load; replace it if it exists.
 
-    Args:
-        out: the folder, replaced if it exists.
-        tiny: sizes and vocabulary.
-        seed: of the random weights.
-        dtype: of the saved weights: float32, bfloat16 or float16.
+    The same settings and seed give the same bytes. ``dtype`` of the weights: float32, bfloat16 or float16.
 
     Raises:
         ConfigError: if the sizes are impossible, or a bpe vocabulary has no readable corpus.
@@ -68,19 +63,15 @@ def check_tiny(tiny: TinyModel) -> None:
         raise ConfigError("model.tiny.head_dim", tiny.head_dim, "rotary positions need an even number")
     for word in tiny.words:
         if tiny.vocab != "chars" or len(word) < 2 or not word.isprintable() or tiny.words.count(word) > 1:
-            raise ConfigError(
-                "model.tiny.words", word, "use distinct texts of at least two printable characters, with vocab: chars"
-            )
+            allowed = "use distinct texts of at least two printable characters, with vocab: chars"
+            raise ConfigError("model.tiny.words", word, allowed)
     if tiny.vocab == "bpe":
         if tiny.corpus is None or not Path(tiny.corpus).is_file():
-            raise ConfigError(
-                "model.tiny.corpus", tiny.corpus, "a bpe vocabulary needs an existing text file to train on"
-            )
-        smallest = 256 + len(_BPE_SPECIAL)
-        if tiny.vocab_size < smallest:
-            raise ConfigError(
-                "model.tiny.vocab_size", tiny.vocab_size, f"a byte-level vocabulary has at least {smallest} tokens"
-            )
+            allowed = "a bpe vocabulary needs an existing text file to train on"
+            raise ConfigError("model.tiny.corpus", tiny.corpus, allowed)
+        if tiny.vocab_size < (smallest := 256 + len(_BPE_SPECIAL)):
+            allowed = f"a byte-level vocabulary has at least {smallest} tokens"
+            raise ConfigError("model.tiny.vocab_size", tiny.vocab_size, allowed)
 
 
 def _write_tokenizer(folder: Path, tiny: TinyModel) -> None:
@@ -105,9 +96,8 @@ def _chars(words: Sequence[str]) -> tokenizers.Tokenizer:
     vocab = {token: index for index, token in enumerate((*_CHARS_SPECIAL, *CHARACTERS))}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=UNKNOWN))
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(
-        [tokenizers.AddedToken(token, normalized=False, special=True) for token in _CHARS_SPECIAL]
-    )
+    special = [tokenizers.AddedToken(token, normalized=False, special=True) for token in _CHARS_SPECIAL]
+    tokenizer.add_special_tokens(special)
     tokenizer.add_tokens([tokenizers.AddedToken(word, normalized=False, special=False) for word in words])
     return tokenizer
 

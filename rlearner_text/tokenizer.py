@@ -21,6 +21,7 @@ from rlearner_text.transformers_import import import_transformers
 
 _SHORT: Final = 16  # tokens; decoded short texts are cached, because the answers of many episodes repeat
 _SHORT_KEPT: Final = 4096
+_TOKEN_FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -42,11 +43,7 @@ class _Fast:
         added: dict[str, dict[str, Any]] = config.get("added_tokens_decoder") or {}
         for _, entry in sorted(added.items(), key=lambda item: int(item[0])):
             if self._tokenizer.token_to_id(entry["content"]) is None:
-                flags = {
-                    name: entry[name]
-                    for name in ("single_word", "lstrip", "rstrip", "normalized", "special")
-                    if name in entry
-                }
+                flags = {name: entry[name] for name in _TOKEN_FLAGS if name in entry}
                 self._tokenizer.add_tokens([tokenizers.AddedToken(entry["content"], **flags)])
 
     def encode(self, text: str) -> list[int]:
@@ -76,9 +73,8 @@ class _Auto:
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, ImportError, KeyError) as error:
-            raise ConfigError(
-                key, name, f"it has no tokenizer that transformers can load: {' '.join(str(error).split())[:300]}"
-            ) from None
+            said = " ".join(str(error).split())[:300]
+            raise ConfigError(key, name, f"it has no tokenizer that transformers can load: {said}") from None
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
@@ -125,10 +121,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path, *, trust_remote_code: bool = False, key: str = "model.path") -> Tokenizer:
-        """Load from a folder or hub name.
-
-        Args:
-            key: the setting that names it, for errors.
+        """Load from a folder or hub name; ``key`` is the setting that names it.
 
         Raises:
             ConfigError: if there is no such folder or hub name, or it has no tokenizer.
@@ -162,9 +155,8 @@ class Tokenizer:
             ConfigError: if it has none.
         """
         if self._template_source is None:
-            raise ConfigError(
-                self._key, self.name, "its tokenizer has no chat template; add a chat_template.jinja to the folder"
-            )
+            problem = "its tokenizer has no chat template; add a chat_template.jinja to the folder"
+            raise ConfigError(self._key, self.name, problem)
         return ChatTemplate(self._template_source, self._special, self.name)
 
     def render_chat(
@@ -178,15 +170,11 @@ class Tokenizer:
         return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt))
 
     def _find_eos(self, folder: Path) -> tuple[int, ...]:
-        generation = read_json(folder / "generation_config.json", self.name, self._key, missing_ok=True).get(
-            "eos_token_id"
-        )
+        generation = read_json(folder / "generation_config.json", self.name, self._key, missing_ok=True)
         model = read_json(folder / "config.json", self.name, self._key, missing_ok=True)
-        declared = (
-            generation
-            if generation is not None
-            else model.get("eos_token_id", (model.get("text_config") or {}).get("eos_token_id"))
-        )
+        declared = generation.get("eos_token_id")
+        if declared is None:
+            declared = model.get("eos_token_id", (model.get("text_config") or {}).get("eos_token_id"))
         ids = set(declared if isinstance(declared, list) else [] if declared is None else [declared])
         own = self._backend.token_id(self._special.get("eos_token", ""))
         return tuple(sorted(ids | ({own} if own is not None else set())))

@@ -18,13 +18,9 @@ from rlearner_text.thinking import without_thinking
 
 _NAME: Final = "probe_tool_11213"
 _ARGUMENTS: Final = {"probe_argument": "probe value 31415"}
-# The id has nine characters, because some templates require that.
-PROBE: Final[Mapping[str, Any]] = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [{"type": "function", "id": "probe0001", "function": {"name": _NAME, "arguments": _ARGUMENTS}}],
-}
-PROBE_ID: Final = "probe0001"
+PROBE_ID: Final = "probe0001"  # nine characters, because some templates require that
+_CALL: Final = {"type": "function", "id": PROBE_ID, "function": {"name": _NAME, "arguments": _ARGUMENTS}}
+PROBE: Final[Mapping[str, Any]] = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 
 
 @dataclass(frozen=True)

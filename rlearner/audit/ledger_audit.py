@@ -11,6 +11,7 @@ from learner.credit.ledger_file import FINAL, LedgerLine
 from rlearner.audit.report import AuditReport, ranges
 
 SUMS: Final = ("issued", *FINAL, "open", "duplicate", "unknown")
+Ledgers = Mapping[int, Mapping[str, Any]]  # of checkpoints, by step
 
 
 class LedgerAudit:
@@ -27,12 +28,7 @@ class LedgerAudit:
         open: tickets that were issued and have no final state.
     """
 
-    def __init__(
-        self,
-        lines: Iterable[LedgerLine],
-        report: AuditReport,
-        checkpoints: Mapping[int, Mapping[str, Any]] | None = None,
-    ) -> None:
+    def __init__(self, lines: Iterable[LedgerLine], report: AuditReport, checkpoints: Ledgers | None = None) -> None:
         self.issued: dict[int, LedgerLine] = {}
         self.arrived: dict[int, LedgerLine] = {}
         self.ended: dict[int, list[LedgerLine]] = {}
@@ -90,10 +86,8 @@ class LedgerAudit:
         before, self._rules = self._rules, line.rules or self._rules
         if line.state == "unrecorded":
             self._first_step = line.step
-            fail(
-                f"the ledger file begins at step {line.step}: the states of tickets 1-{line.counts.get('issued', 0)} "
-                f"are not recorded"
-            )
+            issued = line.counts.get("issued", 0)
+            fail(f"the ledger file begins at step {line.step}: the states of tickets 1-{issued} are not recorded")
         elif line.state == "boundary":
             self._boundary(line)
         elif line.state == "lost":
@@ -150,17 +144,12 @@ class LedgerAudit:
         if line.step not in (before, before + bool(previous)):
             report.fail(f"the ledger file has no end of step {before + bool(previous)} before that of step {line.step}")
         found = {name: self._sums[name] for name in SUMS} | {"open": len(self.open)}
-        wrong = [
-            f"{name} {line.counts.get(name, 0)} instead of {found[name]}"
-            for name in SUMS
-            if line.counts.get(name, 0) != found[name]
-        ]
+        counted = {name: line.counts.get(name, 0) for name in SUMS}
+        wrong = [f"{name} {count} instead of {found[name]}" for name, count in counted.items() if count != found[name]]
         if wrong:
             report.fail(f"step {line.step}: the ledger counted {', '.join(wrong)} that have a line")
-            self._shortfall = max(
-                self._shortfall, max(line.counts.get(name, 0) - found[name] for name in ("issued", *FINAL))
-            )
-        if line.counts.get("issued", 0) != sum(line.counts.get(name, 0) for name in (*FINAL, "open")):
+            self._shortfall = max(self._shortfall, *(counted[name] - found[name] for name in ("issued", *FINAL)))
+        if counted["issued"] != sum(counted[name] for name in (*FINAL, "open")):
             report.fail(f"step {line.step}: issued is not trained + filtered + dropped + dead + open: {line.counts}")
         if (state := self._checkpoints.get(line.step)) is not None:
             self._compare(line, state)
@@ -175,35 +164,30 @@ class LedgerAudit:
             counted = state[name] + (state.get("unselected", 0) if name == "filtered" else 0)
             if counted != self._sums[name]:
                 fail(f"checkpoint {line.step} counts {counted} tickets {name}, the ledger file {self._sums[name]}")
-        live = {int(number) for number in state["live"]}
-        here = self.open
-        self._report.fail_all(f"checkpoint {line.step} holds tickets {{}} that the ledger file has ended", live - here)
-        self._report.fail_all(
-            f"checkpoint {line.step} has ended tickets {{}} that the ledger file has open", here - live
-        )
+        live, here = {int(number) for number in state["live"]}, self.open
+        what = f"checkpoint {line.step}"
+        self._report.fail_all(f"{what} holds tickets {{}} that the ledger file has ended", live - here)
+        self._report.fail_all(f"{what} has ended tickets {{}} that the ledger file has open", here - live)
         queued = {int(entry["number"]): int(entry["seq"]) for entry in state["taken"] + state["queue"]}
         arrived = {number: group.seq for number, group in self._held.items()}
         if queued != arrived and live == here:
-            fail(f"checkpoint {line.step} holds groups {queued} (ticket: record), the ledger file {arrived}")
+            fail(f"{what} holds groups {queued} (ticket: record), the ledger file {arrived}")
 
     # ----------------------------------------------------------------------------------------------- checking
 
     def check(self) -> None:
         """Check the whole file; once all steps are made, no ticket may be open."""
+        report = self._report
         self._check_tickets()
         self._check_records()
         self._check_steps()
         for step in self._checkpoints.keys() - self._matched:
-            self._report.fail(f"checkpoint {step} matches no boundary of the ledger file")
-        lost = {number for number, lines in self.ended.items() if lines[0].reason == LOST}
-        if lost:
-            self._report.notes.append(
-                f"rebase: the broker had lost its store; tickets {ranges(lost)} were counted dead"
-            )
+            report.fail(f"checkpoint {step} matches no boundary of the ledger file")
+        if lost := {number for number, lines in self.ended.items() if lines[0].reason == LOST}:
+            report.notes.append(f"rebase: the broker had lost its store; tickets {ranges(lost)} were counted dead")
         counts = {state: sum(1 for lines in self.ended.values() if lines[0].state == state) for state in FINAL}
-        self._report.counts = {"tickets": len(self.issued), **counts, "open": len(self.open)}
-        if (unexplained := self._shortfall - len(self._report.lost) - self._report.lost_records) > 0:
-            self._report.lost_records += unexplained
+        report.counts = {"tickets": len(self.issued), **counts, "open": len(self.open)}
+        report.lost_records += max(0, self._shortfall - len(report.lost) - report.lost_records)
 
     def _check_tickets(self) -> None:
         report = self._report
@@ -229,10 +213,8 @@ class LedgerAudit:
         report.lost_records += len(missing)
         for seq, lines in sorted(self.records.items()):
             if len(lines) > 1:
-                report.fail(
-                    f"record {seq} was consumed {len(lines)} times, for tickets "
-                    f"{', '.join(str(line.ticket) for line in lines)}"
-                )
+                tickets = ", ".join(str(line.ticket) for line in lines)
+                report.fail(f"record {seq} was consumed {len(lines)} times, for tickets {tickets}")
 
     def _check_steps(self) -> None:
         trained: dict[int, list[LedgerLine]] = {}
@@ -246,25 +228,18 @@ class LedgerAudit:
             self._check_step(step, trained.get(step, []), (1 + most_staleness) * most_groups)
             sizes = [size for size, _ in self._limits[step]]
             if step and step != first and not min(sizes) <= made_of[step] <= max(sizes):
-                self._report.fail(
-                    f"step {step} was made of {made_of[step]} groups, train.groups_per_step is {end.groups_per_step}"
-                )
+                made = f"step {step} was made of {made_of[step]} groups"
+                self._report.fail(f"{made}, train.groups_per_step is {end.groups_per_step}")
 
     def _check_step(self, step: int, trained: list[LedgerLine], credit: int) -> None:
-        """Check one step.
-
-        Args:
-            trained: the lines of the groups that it trained.
-            credit: tickets that may be open after it.
-        """
+        """Check one step: the lines of the groups that it trained, and at most ``credit`` open tickets after it."""
         report, end = self._report, self.boundaries[step]
         for line in trained:
             check_staleness(report, line, line.oldest, line.newest, self.max_staleness(step), "the ledger file")
             group = self.arrived.get(line.ticket)
             if group is None or (group.seq, group.digest) != (line.seq, line.digest):
-                report.fail(
-                    f"ticket {line.ticket} was trained in step {step}, but no record {line.seq} of it had arrived"
-                )
+                missing = f"no record {line.seq} of it had arrived"
+                report.fail(f"ticket {line.ticket} was trained in step {step}, but {missing}")
         if end.counts.get("open", 0) > credit:
             report.fail(f"after step {step} {end.counts['open']} tickets are open, credit allows {credit}")
 
@@ -272,13 +247,8 @@ class LedgerAudit:
 def check_staleness(report: AuditReport, line: LedgerLine, oldest: int, newest: int, bound: int, source: str) -> None:
     """Check a trained group's token versions, as one source gives them (-1: it sampled none)."""
     version = line.step - 1  # the version that was trained
+    what = f"ticket {line.ticket}, trained in step {line.step}: {source} has a token of version"
     if oldest >= 0 and bound >= 0 and version - oldest > bound:
-        report.fail(
-            f"ticket {line.ticket}, trained in step {line.step}: {source} has a token of version {oldest}, the bound "
-            f"is {bound}"
-        )
+        report.fail(f"{what} {oldest}, the bound is {bound}")
     if newest > version:
-        report.fail(
-            f"ticket {line.ticket}, trained in step {line.step}: {source} has a token of version {newest}, newer than "
-            f"that"
-        )
+        report.fail(f"{what} {newest}, newer than that")

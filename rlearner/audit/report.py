@@ -48,12 +48,8 @@ class AuditReport:
         names = ("tickets", "trained", "filtered", "dropped", "dead", "open")
         figures: dict[str, Any] = {name: self.counts.get(name, 0) for name in names}
         figures |= {"lost": len(self.lost) + self.lost_records, "trained_twice": len(self.trained_twice)}
-        return figures | {
-            "not_archived": self.not_archived,
-            "ok": self.ok,
-            "problems": self.problems,
-            "notes": self.notes,
-        }
+        figures |= {"not_archived": self.not_archived, "ok": self.ok}
+        return figures | {"problems": self.problems, "notes": self.notes}
 
 
 def ranges(numbers: Iterable[int]) -> str:

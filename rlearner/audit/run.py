@@ -71,9 +71,8 @@ def reconcile(
     report.notes.append(f"checkpoints: {len(books.checkpoints)} compared")
     held = _check_archive(books.folder / archive.FOLDER, tally, report)
     if log is not None:
-        held.append(
-            check_source(log[1], tally, report, "the broker's log", first=log[0] if log[0] <= tally.position else None)
-        )
+        begin = log[0] if log[0] <= tally.position else None
+        held.append(check_source(log[1], tally, report, "the broker's log", first=begin))
     check_lost(held, tally, report)
     if tap is not None:
         tap_records.check_tap(tap, tally, report, done=tally.done)
@@ -84,10 +83,8 @@ def reconcile(
 def _rows(books: RunRecords, version: int) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl: those read first, and newer ones of steps that the ledger file has."""
     known = {row["step"] for row in books.rows}
-    later = [
-        row for row in read_lines(books.folder / "metrics.jsonl") if row["step"] <= version and row["step"] not in known
-    ]
-    return books.rows + later
+    rows = read_lines(books.folder / "metrics.jsonl")
+    return books.rows + [row for row in rows if row["step"] <= version and row["step"] not in known]
 
 
 def _checkpoints(folder: Path, problems: list[str]) -> dict[int, dict[str, Any]]:
@@ -112,9 +109,7 @@ def _check_archive(folder: Path, tally: LedgerAudit, report: AuditReport) -> lis
         else:
             found.append(stored(frame.record()))
     held = check_source(found, tally, report, "the archive", left_out=archive.paused_ranges(folder))
-    if held.left_out:
-        report.not_archived = len(held.left_out)
-        report.notes.append(
-            f"not archived: {len(held.left_out)} records ({ranges(held.left_out)}), consumed while samples.keep was off"
-        )
+    if out := held.left_out:
+        report.not_archived = len(out)
+        report.notes.append(f"not archived: {len(out)} records ({ranges(out)}), consumed while samples.keep was off")
     return [held]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Final
@@ -44,24 +45,20 @@ def stored(record: LogRecord) -> AuditedRecord:
         return AuditedRecord(record.seq, message.ticket, "", is_group=True)
     ticket = message.ticket if isinstance(message, wire.Group | wire.Closed) else record.ticket
     bounds = version_bounds([message]) if isinstance(message, wire.Group) else None
-    return AuditedRecord(
-        record.seq, ticket, digest(record.data), isinstance(message, wire.Group), *(bounds or (-1, -1))
-    )
+    is_group = isinstance(message, wire.Group)
+    return AuditedRecord(record.seq, ticket, digest(record.data), is_group, *(bounds or (-1, -1)))
 
 
 def check_metrics(rows: Sequence[Mapping[str, Any]], tally: LedgerAudit, report: AuditReport) -> None:
     """Compare each step's line in metrics.jsonl with the ledger file."""
     steps = [int(row["step"]) for row in rows]
-    if len(set(steps)) != len(steps):
-        report.fail_all(
-            "metrics.jsonl has more than one line for steps {}", {step for step in steps if steps.count(step) > 1}
-        )
+    twice = {step for step, count in Counter(steps).items() if count > 1}
+    report.fail_all("metrics.jsonl has more than one line for steps {}", twice)
     first, version = min(tally.boundaries, default=0), tally.version
     wanted = {step for step in tally.boundaries if first < step < version}
     report.fail_all("metrics.jsonl has no line for steps {}", wanted - set(steps))
-    report.fail_all(
-        "metrics.jsonl has lines for steps {} that the ledger file does not have", set(steps) - tally.boundaries.keys()
-    )
+    unknown = set(steps) - tally.boundaries.keys()
+    report.fail_all("metrics.jsonl has lines for steps {} that the ledger file does not have", unknown)
     trained: dict[int, list[LedgerLine]] = {}
     for line in (one for lines in tally.ended.values() for one in lines if one.step):
         trained.setdefault(line.step, []).append(line)
@@ -110,12 +107,10 @@ def check_source(
     excused = {seq for seq in missing if any(low <= seq <= high for low, high in left_out)}
     missing -= excused
     report.fail_all(f"{name}: records {{}} are missing", missing)
+    note = f"{len(seen)} records compared ({ranges(seen) or 'none'}), {beyond} not consumed yet"
     if first is None and begin > tally.position >= 1 and not beyond:
-        report.notes.append(f"{name}: holds none of the {tally.position} records that were consumed")
-    else:
-        report.notes.append(
-            f"{name}: {len(seen)} records compared ({ranges(seen) or 'none'}), {beyond} not consumed yet"
-        )
+        note = f"holds none of the {tally.position} records that were consumed"
+    report.notes.append(f"{name}: {note}")
     return SourceCoverage(seen.keys(), missing, excused)
 
 
@@ -130,9 +125,10 @@ def check_lost(sources: Sequence[SourceCoverage], tally: LedgerAudit, report: Au
 
 
 def _compare(record: AuditedRecord, tally: LedgerAudit, report: AuditReport, name: str) -> None:
+    what = f"{name}: record {record.seq} of ticket {record.ticket}"
     lines = tally.records.get(record.seq)
     if not lines:
-        report.fail(f"{name}: record {record.seq} of ticket {record.ticket} is not in the ledger file")
+        report.fail(f"{what} is not in the ledger file")
         if record.ticket not in tally.ended:
             report.lost.add(record.ticket)
         return
@@ -147,8 +143,5 @@ def _compare(record: AuditedRecord, tally: LedgerAudit, report: AuditReport, nam
         if end.state != "trained" or end.seq != record.seq:
             continue
         if not record.is_group:
-            report.fail(
-                f"{name}: record {record.seq} of ticket {record.ticket} is not a group, but was trained in step "
-                f"{end.step}"
-            )
+            report.fail(f"{what} is not a group, but was trained in step {end.step}")
         check_staleness(report, end, record.oldest, record.newest, tally.max_staleness(end.step), name)

@@ -2,10 +2,10 @@
 
     python -m rlearner.audit.tap --broker URL --run RUN --out FILE
 
-Plain subscriptions of nats-py next to the streams, MessagePack read without this project's decoders: what the learner's
-own books say can be held against it (``rlearner audit RUN --tap FILE``). It sees every attempt to publish. One JSON
-line for each message, numbered; lines of other events say when it could not see. A server that is cut off from its
-cluster passes nothing on and does not say so; a test that cuts it off sends SIGUSR1.
+It uses plain subscriptions of nats-py and decodes MessagePack without this project's code, so ``rlearner audit RUN
+--tap FILE`` can check the learner's ledger against it. It sees every attempt to publish, and writes one numbered JSON
+line per message and per interruption. A server that is cut off from its cluster forwards nothing and does not report
+it; a test that cuts it off sends SIGUSR1.
 """
 
 from __future__ import annotations
@@ -29,16 +29,15 @@ from broker.contract.streams import SAMPLES, TICKETS
 
 
 class TapFile:
-    """Appends what it is told to a file, each line at once."""
+    """Appends events to a file, each line at once."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8")
         self._number = 0
 
     def write(self, event: str, **values: Any) -> None:
-        """One line."""
         if self._file.closed:
-            return  # it was we who disconnected
+            return  # the tap itself has disconnected
         self._number += 1
         self._file.write(json.dumps({"n": self._number, "event": event, "time": time.time(), **values}) + "\n")
         self._file.flush()
@@ -51,12 +50,7 @@ class TapFile:
 
     def note_ticket(self, message: Msg) -> None:
         body = _decode(message.data, _Ticket) or _Ticket()
-        content = {
-            "domain": body.domain,
-            "task_index": body.task_index,
-            "seed": body.seed,
-            "min_version": body.min_version,
-        }
+        content = {name: getattr(body, name) for name in ("domain", "task_index", "seed", "min_version")}
         self.write("ticket", ticket=body.number, **content, **_envelope(message))
 
     def note_sample(self, message: Msg) -> None:
@@ -72,7 +66,7 @@ class TapFile:
 
 
 class _Ticket(msgspec.Struct):
-    """Of a ticket, what the tap writes down."""
+    """The recorded part of a ticket."""
 
     number: int = 0
     domain: str = ""
@@ -90,7 +84,7 @@ class _Trajectory(msgspec.Struct):
 
 
 class _Sample(msgspec.Struct):
-    """Of a record, what the tap looks at."""
+    """The recorded part of a sample."""
 
     type: str = "malformed"
     ticket: int = 0
@@ -109,7 +103,7 @@ def _decode(data: bytes, kind: type[S]) -> S | None:
 
 
 def _versions(data: bytes) -> list[int]:
-    """Policy versions of the tokens, from the pairs (version, number of tokens), little-endian."""
+    """Return the policy versions of the tokens, from the pairs (version, number of tokens), little-endian."""
     return [version for version, num_tokens in struct.iter_unpack("<ii", data[: len(data) // 8 * 8]) if num_tokens > 0]
 
 
@@ -123,12 +117,7 @@ def _envelope(message: Msg) -> dict[str, Any]:
 
 
 async def tap(url: str, run: str, out: Path, stop: asyncio.Event, ready: asyncio.Event | None = None) -> None:
-    """Listen until ``stop`` is set.
-
-    Args:
-        out: where lines are appended.
-        ready: set once nothing more can be missed.
-    """
+    """Append the messages to ``out`` until ``stop`` is set; set ``ready`` once no more can be missed."""
     recorder = TapFile(out)
 
     async def disconnected() -> None:
@@ -153,11 +142,9 @@ async def tap(url: str, run: str, out: Path, stop: asyncio.Event, ready: asyncio
     subscribed = []
     try:
         for stream, handle in ((TICKETS, recorder.ticket), (SAMPLES, recorder.sample)):
-            subscribed.append(
-                await client.subscribe(
-                    stream.all_subjects(run), cb=handle, pending_msgs_limit=-1, pending_bytes_limit=-1
-                )
-            )
+            subjects = stream.all_subjects(run)
+            subscription = await client.subscribe(subjects, cb=handle, pending_msgs_limit=-1, pending_bytes_limit=-1)
+            subscribed.append(subscription)
         await client.flush()
         recorder.write("open", run=run, broker=url)
         if ready is not None:
@@ -174,9 +161,8 @@ async def tap(url: str, run: str, out: Path, stop: asyncio.Event, ready: asyncio
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until SIGINT or SIGTERM."""
-    parser = argparse.ArgumentParser(
-        prog="python -m rlearner.audit.tap", description="Record a run's tickets and samples on the wire."
-    )
+    text = "Record a run's tickets and samples on the wire."
+    parser = argparse.ArgumentParser(prog="python -m rlearner.audit.tap", description=text)
     parser.add_argument("--broker", required=True, metavar="URL")
     parser.add_argument("--run", required=True, metavar="NAME")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE")

@@ -40,11 +40,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def check_tap(lines: Sequence[Mapping[str, Any]], tally: LedgerAudit, report: AuditReport, *, done: bool) -> None:
-    """Compare a tap with the ledger file.
-
-    Args:
-        done: the run has made all its steps, so every ticket seen must have a final state.
-    """
+    """Compare a tap with the ledger file; if the run is ``done``, every ticket seen must have a final state."""
     numbers = Counter(int(line["n"]) for line in lines)
     newest = max(numbers, default=0)
     report.fail_all("tap: its own lines {} are missing", set(range(1, newest + 1)) - numbers.keys())
@@ -55,10 +51,9 @@ def check_tap(lines: Sequence[Mapping[str, Any]], tally: LedgerAudit, report: Au
     whole = not blind and any(line["event"] == "open" for line in lines)
     _check_tickets(tickets, tally, report, done=done, whole=whole)
     _check_samples(samples, tally, report, done=done, whole=whole)
-    report.notes.append(
-        f"tap: {len({line['ticket'] for line in tickets})} tickets and {len(samples)} records seen"
-        + (f"; it was interrupted ({', '.join(blind)}), so missing messages prove nothing" if blind else "")
-    )
+    gaps = f"; it was interrupted ({', '.join(blind)}), so missing messages prove nothing" if blind else ""
+    count = len({line["ticket"] for line in tickets})
+    report.notes.append(f"tap: {count} tickets and {len(samples)} records seen{gaps}")
 
 
 def _check_tickets(
@@ -77,25 +72,15 @@ def _check_tickets(
     report.fail_all("tap: tickets {} went out, but the ledger file has not issued them", lost)
     skipped = {number for number, line in tally.issued.items() if not line.domain}  # by a rebase
     if whole:
-        # the newest may not have been published when the learner was killed
-        unseen = {
-            number
-            for number in tally.issued.keys() - contents.keys()
-            if number in tally.ended or number < max(contents, default=0)
-        }
-        report.fail_all("tap: tickets {} never went out", unseen - skipped)
+        last = max(contents, default=0)  # newer ones may not have been published when the learner was killed
+        unseen = tally.issued.keys() - contents.keys() - skipped
+        unseen = {number for number in unseen if number in tally.ended or number < last}
+        report.fail_all("tap: tickets {} never went out", unseen)
     for number, line in sorted(contents.items()):
         issued = tally.issued.get(number)
-        if (
-            issued is not None
-            and number not in skipped
-            and (line.get("domain"), line.get("task_index"), line.get("min_version"))
-            != (
-                issued.domain,
-                issued.task_index,
-                issued.min_version,
-            )
-        ):
+        if issued is None or number in skipped:
+            continue
+        if any(line.get(name) != getattr(issued, name) for name in ("domain", "task_index", "min_version")):
             report.fail(f"tap: ticket {number} went out with contents that differ from the ledger file")
 
 
@@ -106,11 +91,9 @@ def _check_samples(
     consumed = Counter((line.ticket, line.digest) for lines in tally.records.values() for line in lines)
     if whole:
         for (number, digest), count in sorted(consumed.items()):
-            if times[number, digest] < count:
-                report.fail(
-                    f"tap: record {digest} of ticket {number} was consumed {count} times, seen {times[number, digest]} "
-                    f"times"
-                )
+            if (seen_times := times[number, digest]) < count:
+                what = f"tap: record {digest} of ticket {number}"
+                report.fail(f"{what} was consumed {count} times, seen {seen_times} times")
     if done:
         lost = {number for number, _ in times if number in tally.issued and number not in tally.ended}
         report.lost |= lost
@@ -122,11 +105,5 @@ def _check_samples(
             continue  # counted above
         if line.get("kind") != "Group":
             report.fail(f"tap: what trained ticket {number} was a {line.get('kind')}")
-        check_staleness(
-            report,
-            end,
-            int(line.get("oldest", -1)),
-            int(line.get("newest", -1)),
-            tally.max_staleness(end.step),
-            "the tap",
-        )
+        oldest, newest = int(line.get("oldest", -1)), int(line.get("newest", -1))
+        check_staleness(report, end, oldest, newest, tally.max_staleness(end.step), "the tap")

@@ -12,24 +12,13 @@ from typing import Any, Final
 from broker.errors import ConfigError, NotInstalled, UserError
 from broker.settings.preflight import PreflightFinding
 from broker.settings.runspec import load, validate
-from rlearner.doctor import broker_checks, machine, packages, preflight, sandbox
+from rlearner.doctor import machine, packages, preflight, sandbox
+from rlearner.doctor.broker_checks import address_findings, port_findings, server_findings, store_finding
 from rlearner.doctor.requirements import MachineRequirements, requirements_of
 
 LACKING: Final = "not installed"  # in the error of a plug-in whose package is missing
-AREAS: Final = (
-    "configuration",
-    "python",
-    "engines",
-    "trainers",
-    "optional",
-    "agents",
-    "models",
-    "endpoints",
-    "gpu",
-    "broker",
-    "sandbox",
-    "machine",
-)
+PACKAGES: Final = ("python", "engines", "trainers", "optional", "agents")
+AREAS: Final = ("configuration", *PACKAGES, "models", "endpoints", "gpu", "broker", "sandbox", "machine")
 OLDEST_PYTHON: Final = (3, 11)
 
 
@@ -80,9 +69,8 @@ def configuration(path: str, config: dict[str, Any]) -> PreflightFinding:
     except (ConfigError, NotInstalled) as error:
         if isinstance(error, ConfigError) and LACKING not in str(error):
             raise
-        return PreflightFinding(
-            "configuration", path, "missing", str(error), "see the package below, or choose another"
-        )
+        remedy = "see the package below, or choose another"
+        return PreflightFinding("configuration", path, "missing", str(error), remedy)
     return PreflightFinding("configuration", path, "ok", "valid")
 
 
@@ -96,39 +84,27 @@ def _looks(config: dict[str, Any], wanted: MachineRequirements) -> list[prefligh
         *preflight.preflight_checks(config, wanted),
         lambda: sandbox.sandbox_findings(wanted),
         lambda: preflight.gpus(wanted),
-        lambda: [
-            *broker_checks.server_findings(wanted),
-            *broker_checks.address_findings(wanted),
-            *broker_checks.port_findings(wanted),
-        ],
+        lambda: [*server_findings(wanted), *address_findings(wanted), *port_findings(wanted)],
         lambda: [*python(), *packages.base_findings(project)],
         lambda: _machine(wanted),
     ]
 
 
 def _machine(wanted: MachineRequirements) -> list[PreflightFinding]:
-    folder = Path(wanted.run_dir)
-    judged = machine.machine_findings(
-        machine.measure_machine(wanted.run_dir), wanted, machine.model_bytes(wanted.model_path)
-    )
-    unwritable = broker_checks.store_finding(folder.absolute())
+    resources = machine.measure_machine(wanted.run_dir)
+    judged = machine.machine_findings(resources, wanted, machine.model_bytes(wanted.model_path))
+    unwritable = store_finding(Path(wanted.run_dir).absolute())
     return judged if unwritable is None else [*judged, unwritable]
 
 
 def python(version: tuple[int, ...] = sys.version_info[:3]) -> list[PreflightFinding]:
     """Check the interpreter and the project itself."""
-    text = ".".join(map(str, version))
+    text = f"{'.'.join(map(str, version))} at {sys.executable}"
     if version < OLDEST_PYTHON:
-        return [
-            PreflightFinding(
-                "python", "Python", "missing", f"{text} at {sys.executable}", "make setup PYTHON=python3.11"
-            )
-        ]
+        return [PreflightFinding("python", "Python", "missing", text, "make setup PYTHON=python3.11")]
+    interpreter = PreflightFinding("python", "Python", "ok", text)
     try:
         own = metadata(packages.PROJECT)["Version"]
     except ModuleNotFoundError:
-        return [PreflightFinding("python", "Python", "ok", f"{text} at {sys.executable}")]
-    return [
-        PreflightFinding("python", "Python", "ok", f"{text} at {sys.executable}"),
-        PreflightFinding("python", packages.PROJECT, "ok", own),
-    ]
+        return [interpreter]
+    return [interpreter, PreflightFinding("python", packages.PROJECT, "ok", own)]

@@ -19,11 +19,7 @@ def exit_code(findings: Sequence[PreflightFinding]) -> int:
 
 
 def table(findings: Sequence[PreflightFinding], subject: str) -> str:
-    """Return the findings as text, each with the command that fixes it on the next line.
-
-    Args:
-        subject: what the verdict is about: a configuration's name, or ``this machine``.
-    """
+    """Return the findings as text, each with the command that fixes it on the next line, and the verdict."""
     lines: list[str] = []
     wide = max((len(finding.name) for finding in findings), default=0)
     for area in dict.fromkeys(finding.area for finding in findings):
@@ -45,10 +41,6 @@ def verdict(findings: Sequence[PreflightFinding], subject: str) -> str:
 
 def as_json(findings: Sequence[PreflightFinding], subject: str) -> str:
     """Return one JSON object: ``can_run``, ``missing``, ``findings``."""
-    found = {
-        "subject": subject,
-        "can_run": exit_code(findings) == RUNS,
-        "missing": [finding.name for finding in findings if finding.status == "missing"],
-        "findings": [asdict(finding) for finding in findings],
-    }
+    missing = [finding.name for finding in findings if finding.status == "missing"]
+    found = {"subject": subject, "can_run": not missing, "missing": missing, "findings": list(map(asdict, findings))}
     return json.dumps(found, indent=1)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,7 @@ SMI_TIMEOUT_S: Final = 15.0
 # Oldest Linux driver by CUDA major version: docs.nvidia.com/deploy/cuda-compatibility, "minor version compatibility".
 OLDEST_DRIVER: Final = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
 MOST_USED: Final = 0.1  # share of a GPU's memory; engines take nine tenths of it by default
+_finding: Final = partial(PreflightFinding, "gpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +72,12 @@ def find_gpus() -> tuple[list[GpuInfo], str]:
     if smi is None:
         return [], ""
     try:
-        answer = subprocess.run(
-            [smi, f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=SMI_TIMEOUT_S,
-            check=False,
-        )
+        query = [smi, f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return [], f"nvidia-smi: {error}"
-    return parse_smi(answer.stdout), "" if answer.returncode == 0 else " ".join(
-        (answer.stdout + answer.stderr).split()
-    )[:200]
+    problem = "" if answer.returncode == 0 else " ".join((answer.stdout + answer.stderr).split())[:200]
+    return parse_smi(answer.stdout), problem
 
 
 def find_torch() -> TorchBuild | None:
@@ -116,27 +112,20 @@ def gpu_findings(
     """
     count = max(len(gpus), num_devices or 0)
     cuda = [_cuda(gpus, torch, needs, count)] if torch else []
-    return [
-        *_devices(gpus, problem, needs, count),
-        *cuda,
-        *_nccl_findings(torch, count),
-        *_weights(torch, needs, count),
-    ]
+    return [*_devices(gpus, problem, needs, count), *cuda, _nccl_finding(torch, count), *_weights(torch, needs, count)]
 
 
 def _weights(torch: TorchBuild | None, needs: MachineRequirements, count: int) -> list[PreflightFinding]:
     """Check NCCL or CUDA IPC if the learner would send weights to the rollout server that way."""
     if not count or torch is None or not torch.cuda:
         return []
+    remedy = "train.weights_backend=shared"
     if needs.weights_by_ipc:
         if needs.weights_to_host:
-            why = (
-                f"train.weights_backend=ipc has no effect: engine {needs.engine} takes weights in host memory, so "
-                f"they go by gloo"
-            )
-            return [PreflightFinding("gpu", "weights", "warning", why, "train.weights_backend=shared")]
+            why = f"engine {needs.engine} takes weights in host memory, so train.weights_backend=ipc sends them by gloo"
+            return [_finding("weights", "warning", why, remedy)]
         why = "train.weights_backend=ipc: CUDA IPC was not run on a GPU before this release"
-        return [PreflightFinding("gpu", "weights", "warning", why, "train.weights_backend=shared  # if it fails here")]
+        return [_finding("weights", "warning", why, f"{remedy}  # if it fails here")]
     if not needs.weights_by_nccl:
         return []
     if needs.weights_to_host:
@@ -145,85 +134,60 @@ def _weights(torch: TorchBuild | None, needs: MachineRequirements, count: int) -
         why = "learner and rollout server share one GPU, which NCCL does not support (CUDA IPC, ipc, is an alternative)"
     else:
         return []
-    return [PreflightFinding("gpu", "weights", "missing", why, "train.weights_backend=shared")]
+    return [_finding("weights", "missing", why, remedy)]
 
 
 def _devices(gpus: Sequence[GpuInfo], problem: str, needs: MachineRequirements, count: int) -> list[PreflightFinding]:
     if problem:
-        return [
-            PreflightFinding(
-                "gpu",
-                "driver",
-                "missing" if needs.cuda else "warning",
-                problem,
-                "nvidia-smi  # must list the GPUs; fix the driver",
-            )
-        ]
+        remedy = "nvidia-smi  # must list the GPUs; fix the driver"
+        return [_finding("driver", "missing" if needs.cuda else "warning", problem, remedy)]
     if not count:
-        wanted = "missing" if needs.num_gpus or needs.cuda else "absent"
-        remedy = (
-            "rlearner doctor … train.device=auto rollout.engine=hf  # or a machine with an NVIDIA GPU"
-            if wanted == "missing"
-            else ""
-        )
-        return [
-            PreflightFinding("gpu", "GPUs", "missing" if remedy else "absent", "no NVIDIA GPU on this machine", remedy)
-        ]
+        if not (needs.num_gpus or needs.cuda):
+            return [_finding("GPUs", "absent", "no NVIDIA GPU on this machine")]
+        remedy = "rlearner doctor … train.device=auto rollout.engine=hf  # or a machine with an NVIDIA GPU"
+        return [_finding("GPUs", "missing", "no NVIDIA GPU on this machine", remedy)]
     result = []
     if count < needs.num_gpus:
         remedy = f"rlearner start … train.ranks={count}  # or smaller sizes in rollout.engine_args"
-        result.append(
-            PreflightFinding("gpu", "GPUs", "missing", f"{count}, but the configuration needs {needs.num_gpus}", remedy)
-        )
+        said = f"{count}, but the configuration needs {needs.num_gpus}"
+        result.append(_finding("GPUs", "missing", said, remedy))
     for gpu in gpus:
         said = f"{gpu.name}, {gpu.total_mib / 1024:.0f} GiB, driver {gpu.driver}, compute capability {gpu.capability}"
-        taken = gpu.total_mib and gpu.used_mib > MOST_USED * gpu.total_mib
-        if taken:
+        if gpu.total_mib and gpu.used_mib > MOST_USED * gpu.total_mib:
             said += f"; {gpu.used_mib / 1024:.1f} GiB in use by other processes"
-        remedy = (
-            "nvidia-smi --query-compute-apps=pid,used_memory,name --format=csv  # stop those, or see --gpus"
-            if taken
-            else ""
-        )
-        result.append(PreflightFinding("gpu", f"GPU {gpu.index}", "warning" if taken else "ok", said, remedy))
+            remedy = "nvidia-smi --query-compute-apps=pid,used_memory,name --format=csv  # stop those, or see --gpus"
+            result.append(_finding(f"GPU {gpu.index}", "warning", said, remedy))
+        else:
+            result.append(_finding(f"GPU {gpu.index}", "ok", said))
     return result
 
 
 def _cuda(gpus: Sequence[GpuInfo], torch: TorchBuild, needs: MachineRequirements, count: int) -> PreflightFinding:
     if not torch.cuda:
-        plain = torch.version.partition("+")[0]
         said = f"torch {torch.version} is built without CUDA"
+        build = f"torch=={torch.version.partition('+')[0]}"
         remedy = (
-            f"pip install --force-reinstall torch=={plain}  # the CUDA build; in the source folder: make setup "
-            f"TORCH=torch=={plain}"
+            f"pip install --force-reinstall {build}  # the CUDA build; in the source folder: make setup TORCH={build}"
         )
         if needs.cuda:
-            return PreflightFinding("gpu", "CUDA", "missing", said, remedy)
-        return (
-            PreflightFinding("gpu", "CUDA", "warning", f"{said}, so the GPUs stay idle", remedy)
-            if count
-            else PreflightFinding("gpu", "CUDA", "absent", said)
-        )
+            return _finding("CUDA", "missing", said, remedy)
+        if count:
+            return _finding("CUDA", "warning", f"{said}, so the GPUs stay idle", remedy)
+        return _finding("CUDA", "absent", said)
+    said = f"torch {torch.version} is built for CUDA {torch.cuda}"
     least = OLDEST_DRIVER.get(int(torch.cuda.partition(".")[0]))
-    drivers = [gpu.driver for gpu in gpus]
-    old = [driver for driver in drivers if least and _numbers(driver)[:2] < least]
+    old = [gpu.driver for gpu in gpus if least and _numbers(gpu.driver)[:2] < least]
     if old and least:
-        said = (
-            f"torch {torch.version} is built for CUDA {torch.cuda}, which needs driver {'.'.join(map(str, least))} "
-            f"or newer, not {old[0]}"
-        )
-        return PreflightFinding(
-            "gpu", "CUDA", "missing" if needs.cuda else "warning", said, "apt-get install --only-upgrade nvidia-driver"
-        )
-    return PreflightFinding("gpu", "CUDA", "ok", f"torch {torch.version} is built for CUDA {torch.cuda}")
+        said += f", which needs driver {'.'.join(map(str, least))} or newer, not {old[0]}"
+        remedy = "apt-get install --only-upgrade nvidia-driver"
+        return _finding("CUDA", "missing" if needs.cuda else "warning", said, remedy)
+    return _finding("CUDA", "ok", said)
 
 
-def _nccl_findings(torch: TorchBuild | None, count: int) -> list[PreflightFinding]:
+def _nccl_finding(torch: TorchBuild | None, count: int) -> PreflightFinding:
     if torch is None or not torch.cuda:
-        return [PreflightFinding("gpu", "NCCL", "absent", "not in this torch; weights go by gloo")]
-    return [
-        PreflightFinding("gpu", "NCCL", "ok", torch.nccl + ("" if count > 1 else "; used only with two GPUs or more"))
-    ]
+        return _finding("NCCL", "absent", "not in this torch; weights go by gloo")
+    return _finding("NCCL", "ok", torch.nccl + ("" if count > 1 else "; used only with two GPUs or more"))
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ GIB: Final = 1 << 30
 SHM_BYTES: Final = GIB  # NCCL and engines put their buffers there; containers give 64 MiB
 SPARE_BYTES: Final = 2 * GIB  # logs, metrics, the broker's streams
 ADAM_BYTES: Final = 12  # float32 master weight and two moments of one parameter in a checkpoint
+_finding: Final = partial(PreflightFinding, "machine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +44,16 @@ def measure_machine(run_dir: str) -> MachineResources:
     """Measure this machine."""
     import psutil
 
-    memory, folder = psutil.virtual_memory(), nearest(Path(run_dir).absolute())
+    memory, folder = psutil.virtual_memory(), str(nearest(Path(run_dir).absolute()))
+    disk, shm = _usage(folder), _usage("/dev/shm")
     return MachineResources(
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory_bytes=memory.total,
         available_bytes=memory.available,
         nofile=resource.getrlimit(resource.RLIMIT_NOFILE),
-        disk_free=_free(str(folder)),
-        disk_of=str(folder),
-        shm_bytes=_size("/dev/shm"),
+        disk_free=disk and disk.free,
+        disk_of=folder,
+        shm_bytes=shm and shm.total,
     )
 
 
@@ -59,16 +62,9 @@ def nearest(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if os.path.exists(path))
 
 
-def _free(path: str) -> int | None:
+def _usage(path: str) -> Any:
     try:
-        return shutil.disk_usage(path).free
-    except OSError:
-        return None
-
-
-def _size(path: str) -> int | None:
-    try:
-        return shutil.disk_usage(path).total
+        return shutil.disk_usage(path)
     except OSError:
         return None
 
@@ -78,9 +74,8 @@ def model_bytes(path: str | None) -> tuple[int, int]:
     folder = Path(path).expanduser() if path else None
     if folder is None or not folder.is_dir():
         return 0, 4
-    size = sum(
-        file.stat().st_size for pattern in ("*.safetensors", "pytorch_model*.bin") for file in folder.glob(pattern)
-    )
+    files = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
+    size = sum(file.stat().st_size for file in files)
     try:
         config: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
@@ -92,15 +87,11 @@ def model_bytes(path: str | None) -> tuple[int, int]:
 def machine_findings(
     machine: MachineResources, needs: MachineRequirements, weights: tuple[int, int] = (0, 4)
 ) -> list[PreflightFinding]:
-    """Return the findings about a machine.
-
-    Args:
-        weights: see ``model_bytes``.
-    """
+    """Return the findings about a machine; for ``weights`` see ``model_bytes``."""
     memory = f"{machine.available_bytes / GIB:.1f} of {machine.memory_bytes / GIB:.1f} GiB free"
     return [
-        PreflightFinding("machine", "cores", "ok", str(machine.cores)),
-        PreflightFinding("machine", "memory", "ok", memory),
+        _finding("cores", "ok", str(machine.cores)),
+        _finding("memory", "ok", memory),
         _files(machine.nofile, needs),
         _disk(machine, needs, weights),
         _shm(machine.shm_bytes, needs),
@@ -111,15 +102,12 @@ def _files(limits: tuple[int, int], needs: MachineRequirements) -> PreflightFind
     soft, hard = limits
     said = f"{_limit(soft)} open files, at most {_limit(hard)}"
     if _enough(soft, needs.nofile):
-        return PreflightFinding("machine", "open files", "ok", said)
+        return _finding("open files", "ok", said)
     said += f"; this configuration may need {needs.nofile}"
     if _enough(hard, needs.nofile):
-        return PreflightFinding("machine", "open files", "missing", said, f"ulimit -n {needs.nofile}")
-    raised = (
-        f"echo '* - nofile {needs.nofile}' >> /etc/security/limits.conf  # as root, then log in again; or a "
-        f"smaller envhub.n"
-    )
-    return PreflightFinding("machine", "open files", "missing", said, raised)
+        return _finding("open files", "missing", said, f"ulimit -n {needs.nofile}")
+    line = f"echo '* - nofile {needs.nofile}' >> /etc/security/limits.conf"
+    return _finding("open files", "missing", said, f"{line}  # as root, then log in again; or a smaller envhub.n")
 
 
 def _limit(value: int) -> str:
@@ -131,41 +119,28 @@ def _enough(limit: int, needed: int) -> bool:
 
 
 def _disk(machine: MachineResources, needs: MachineRequirements, weights: tuple[int, int]) -> PreflightFinding:
-    name = "disk"
     if machine.disk_free is None:
-        return PreflightFinding(
-            "machine", name, "warning", f"{machine.disk_of}: the free space is unknown", f"df -h {machine.disk_of}"
-        )
+        said = f"{machine.disk_of}: the free space is unknown"
+        return _finding("disk", "warning", said, f"df -h {machine.disk_of}")
     size, width = weights
     trained = 0 if "lora" in needs.plugins.values() else size // width  # adapters are tiny compared with the model
     needed = SPARE_BYTES + needs.checkpoints * (size + trained * ADAM_BYTES)
     said = f"{machine.disk_free / GIB:.1f} GiB free in {machine.disk_of}"
     if machine.disk_free >= needed:
-        return PreflightFinding("machine", name, "ok", said)
+        return _finding("disk", "ok", said)
     remedy = f"df -h {machine.disk_of}  # free space there, or choose another disk with run.dir=FOLDER"
     if size and machine.disk_free < needed - SPARE_BYTES:
         checkpoints = f"{needs.checkpoints} checkpoints with their optimizer need about {needed / GIB:.1f} GiB"
-        return PreflightFinding("machine", name, "missing", f"{said}; {checkpoints}", remedy)
-    return PreflightFinding("machine", name, "warning", f"{said}; a run needs about {needed / GIB:.1f} GiB", remedy)
+        return _finding("disk", "missing", f"{said}; {checkpoints}", remedy)
+    return _finding("disk", "warning", f"{said}; a run needs about {needed / GIB:.1f} GiB", remedy)
 
 
 def _shm(size: int | None, needs: MachineRequirements) -> PreflightFinding:
     remedy = "mount -o remount,size=8G /dev/shm  # as root; start a container with --shm-size=8g"
+    name, shared = "/dev/shm", needs.shared_memory
     if size is None:
-        return PreflightFinding(
-            "machine",
-            "/dev/shm",
-            "warning" if needs.shared_memory else "absent",
-            "not there",
-            remedy if needs.shared_memory else "",
-        )
+        return _finding(name, "warning", "not there", remedy) if shared else _finding(name, "absent", "not there")
     said = f"{size / GIB:.2f} GiB"
-    if size >= SHM_BYTES or not needs.shared_memory:
-        return PreflightFinding("machine", "/dev/shm", "ok", said)
-    return PreflightFinding(
-        "machine",
-        "/dev/shm",
-        "warning",
-        f"{said}; processes that share a model over NCCL or gloo may need more",
-        remedy,
-    )
+    if size >= SHM_BYTES or not shared:
+        return _finding(name, "ok", said)
+    return _finding(name, "warning", f"{said}; processes that share a model over NCCL or gloo may need more", remedy)

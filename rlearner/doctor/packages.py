@@ -6,6 +6,7 @@ import shutil
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -20,17 +21,7 @@ from rollout.engines import ENGINES
 
 PROJECT: Final = "rlearner"
 SOURCE: Final = Path(__file__).resolve().parents[2]
-SHOWN: Final = (
-    "torch",
-    "transformers",
-    "safetensors",
-    "tokenizers",
-    "numpy",
-    "nats-py",
-    "pyzmq",
-    "msgspec",
-    "pydantic",
-)
+CORE: Final = ("torch", "transformers", "safetensors", "tokenizers", "numpy", "nats-py", "pyzmq", "msgspec", "pydantic")
 
 # Plug-in name to distributions, of which one is enough. Other plug-ins need the extra of their name, if there is one.
 TOOLS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -89,19 +80,16 @@ def find_project(folder: Path = SOURCE) -> ProjectRequirements:
         return ProjectRequirements((), {}, None)
     base = tuple(one for one in lines if one.marker is None)
     names = sorted({extra for one in lines for extra in _extras_of(one)})
-    return ProjectRequirements(
-        base, {name: tuple(one for one in lines if name in _extras_of(one)) for name in names}, None
-    )
+    extras = {name: tuple(one for one in lines if name in _extras_of(one)) for name in names}
+    return ProjectRequirements(base, extras, None)
 
 
 def parsed(lines: Sequence[str]) -> tuple[Requirement, ...]:
     """Parse requirements as pip does; skip invalid ones."""
     found = []
     for line in lines:
-        try:
+        with suppress(InvalidRequirement):
             found.append(Requirement(line))
-        except InvalidRequirement:
-            continue
     return tuple(found)
 
 
@@ -123,12 +111,9 @@ def base_findings(project: ProjectRequirements, found: Installed = installed) ->
     result = []
     for requirement in project.base:
         status, said = _judge(requirement, found)
-        if status != "ok" or canonicalize_name(requirement.name) in SHOWN:
-            result.append(
-                PreflightFinding(
-                    "python", requirement.name, status, said, "" if status == "ok" else project.install("")
-                )
-            )
+        if status != "ok" or canonicalize_name(requirement.name) in CORE:
+            remedy = "" if status == "ok" else project.install("")
+            result.append(PreflightFinding("python", requirement.name, status, said, remedy))
     return result
 
 
@@ -137,37 +122,29 @@ def tool_findings(
 ) -> list[PreflightFinding]:
     """Check engines, trainers and all extras; those that ``plugins`` (setting to name) names are required.
 
-    Args:
-        gpus: whether this machine has GPUs; without, some packages differ.
+    Without ``gpus``, some packages differ.
     """
     wanted = {canonicalize_name(name): key for key, name in plugins.items()}
-    result = [
-        _tool(area, name, project, wanted.get(canonicalize_name(name), ""), found, gpus=gpus)
-        for area, names in AREAS.items()
-        for name in names
+    tools = [(area, name) for area, names in AREAS.items() for name in names]
+    known = {canonicalize_name(name) for _, name in tools}
+    known |= {canonicalize_name(one) for packages in TOOLS.values() for one in packages}
+    extras = [extra for extra in project.extras if extra not in HIDDEN and canonicalize_name(extra) not in known]
+    return [
+        *(_tool(area, name, project, wanted.get(canonicalize_name(name), ""), found, gpus) for area, name in tools),
+        *(_tool("optional", extra, project, wanted.get(canonicalize_name(extra), ""), found) for extra in extras),
     ]
-    known = {canonicalize_name(name) for names in AREAS.values() for name in names} | {
-        canonicalize_name(one) for name in TOOLS for one in TOOLS[name]
-    }
-    for extra in project.extras:
-        if extra not in HIDDEN and canonicalize_name(extra) not in known:
-            result.append(_tool("optional", extra, project, wanted.get(canonicalize_name(extra), ""), found))
-    return result
 
 
 def _tool(
-    area: str, name: str, project: ProjectRequirements, asked_by: str, found: Installed, *, gpus: bool = True
+    area: str, name: str, project: ProjectRequirements, asked_by: str, found: Installed, gpus: bool = True
 ) -> PreflightFinding:
     """Check one plug-in's packages. ``asked_by``: the setting that names it, or empty."""
     extra = next((one for one in project.extras if canonicalize_name(one) == canonicalize_name(name)), None)
     requirements = project.extras.get(extra, ()) if extra else ()
     alternatives = TOOLS.get(name, ())
     there = {one: at for one in alternatives if (at := found(one))}
-    judged = [
-        (one, *_judge(one, found))
-        for one in requirements
-        if canonicalize_name(one.name) not in map(canonicalize_name, alternatives)
-    ]
+    others = [one for one in requirements if canonicalize_name(one.name) not in map(canonicalize_name, alternatives)]
+    judged = [(one, *_judge(one, found)) for one in others]
     bad = [f"{one.name} {said}" for one, status, said in judged if status != "ok"]
     if (there or not alternatives) and not bad:
         versions = there or {one.name: said for one, _, said in judged}
@@ -187,10 +164,9 @@ def program_findings(
     programs: Mapping[str, str], which: Callable[[str], str | None] = shutil.which
 ) -> list[PreflightFinding]:
     """Check the programs that settings name (setting to program)."""
-    found = {key: which(program) for key, program in programs.items()}
     return [
         PreflightFinding("engines", key, "ok", path)
-        if (path := found[key])
+        if (path := which(program))
         else PreflightFinding("engines", key, "missing", f"program {program!r} not found", f"{key}=[…]")
         for key, program in programs.items()
     ]

@@ -16,29 +16,19 @@ from rlearner.doctor.references import reference_findings
 from rlearner.doctor.requirements import MachineRequirements, requirements_of
 
 # Each role's own checks, by name, as roles do not import each other.
-ROLES: Final = (
-    "rollout.preflight:preflight_findings",
-    "envhub.preflight:preflight_findings",
-    "rewardhub.preflight:preflight_findings",
-)
+ROLES: Final = tuple(f"{role}.preflight:preflight_findings" for role in ("rollout", "envhub", "rewardhub"))
 OTHERS: Final = ("rollout.", "domains.")  # settings whose packages the learner does not need
 
 Look = Callable[[], list[PreflightFinding]]
 
 
 def preflight_checks(config: dict[str, Any], wanted: MachineRequirements) -> list[Look]:
-    """Return the checks of packages, programs and each role's own part, to call in threads.
-
-    Args:
-        config: validated.
-        wanted: its needs.
-    """
+    """Return the checks of packages, programs and each role's own part of a validated configuration, for threads."""
     project = packages.find_project()
-    return [
-        lambda: [*packages.program_findings(wanted.programs), *tools(project, wanted)],
-        *(_role(name, config) for name in ROLES if config.get("domains")),
-        *([lambda: reference_findings(config)] if config.get("domains") else []),
-    ]
+    checks: list[Look] = [lambda: [*packages.program_findings(wanted.programs), *tools(project, wanted)]]
+    if config.get("domains"):
+        checks += [*(_role(name, config) for name in ROLES), lambda: reference_findings(config)]
+    return checks
 
 
 def _role(name: str, config: dict[str, Any]) -> Look:
@@ -57,11 +47,7 @@ def gpus(wanted: MachineRequirements) -> list[PreflightFinding]:
 
 
 def fleet_findings(config: dict[str, Any]) -> list[PreflightFinding]:
-    """Return what would stop or disturb a complete run on this machine.
-
-    Args:
-        config: validated, of a run.
-    """
+    """Return what would stop or disturb a complete run on this machine; ``config`` is validated."""
     wanted = requirements_of(config)
     asked: list[Look] = [lambda: broker_checks.port_findings(wanted), lambda: gpus(wanted)]
     if wanted.sandbox:
@@ -72,26 +58,15 @@ def fleet_findings(config: dict[str, Any]) -> list[PreflightFinding]:
 
 
 def weights_overrides(config: dict[str, Any]) -> list[str]:
-    """Return overrides for a run on this machine: host memory for weights that NCCL cannot carry.
-
-    Args:
-        config: validated, of a run.
-    """
+    """Return overrides for a run on this machine: host memory for weights that NCCL cannot carry."""
     if config["train"].get("weights_backend") not in (None, "auto"):
         return []
-    return [
-        finding.remedy
-        for finding in gpus(requirements_of(config))
-        if finding.name == "weights" and finding.status == "missing"
-    ]
+    found = gpus(requirements_of(config))
+    return [finding.remedy for finding in found if finding.name == "weights" and finding.status == "missing"]
 
 
 def learner_findings(config: dict[str, Any]) -> list[PreflightFinding]:
-    """Return what would stop the learner or offline training.
-
-    Args:
-        config: validated.
-    """
+    """Return what would stop the learner or offline training; ``config`` is validated."""
     wanted = requirements_of(config)
     own = {key: name for key, name in wanted.plugins.items() if not key.startswith(OTHERS)}
     found = tools(packages.find_project(), MachineRequirements(plugins=own, parquet=wanted.parquet))

@@ -12,10 +12,6 @@ READ: Final = "rewardhub.references:reference_findings"
 
 
 def reference_findings(config: dict[str, Any]) -> list[PreflightFinding]:
-    """Return findings about references that can only be compared as text, or not at all.
-
-    Args:
-        config: validated, of a run.
-    """
+    """Return findings about references that can only be compared as text, or not at all; ``config`` is validated."""
     rows = resolve("references", ROWS, {})(config)
     return list(resolve("references", READ, {})(config, rows))

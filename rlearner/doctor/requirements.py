@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -59,24 +60,19 @@ class MachineRequirements:
 
 
 def requirements_of(config: Mapping[str, Any]) -> MachineRequirements:
-    """Return what a configuration needs.
-
-    Args:
-        config: sections with defaults filled in; of a run, or of offline training, which lacks most of them.
-    """
+    """Return what a configuration with its defaults needs; that of offline training lacks most sections."""
     rollout, train = config.get("rollout") or {}, config.get("train") or {}
     broker, checkpoint = config.get("broker") or {}, config.get("checkpoint") or {}
     domains: Mapping[str, Any] = config.get("domains") or {}
     engine_args = rollout.get("engine_args") or {}
-    parallel = _product(engine_args, "tensor_parallel", "data_parallel", "pipeline_parallel")
+    sizes = ("tensor_parallel", "data_parallel", "pipeline_parallel")
+    parallel = math.prod(int(engine_args.get(size) or 1) for size in sizes)
     ranks = int(train.get("ranks") or 1)
     device = str(train.get("device") or "auto")
     engine, command = rollout.get("engine"), engine_args.get("command") or []  # a server's own program
     declared = declaration(str(engine or ""))
-    ports = {
-        "rollout.http_port": rollout.get("http_port"),
-        "train.weights_snapshot_port": train.get("weights_snapshot_port"),
-    }
+    snapshot_port = train.get("weights_snapshot_port")
+    ports = {"rollout.http_port": rollout.get("http_port"), "train.weights_snapshot_port": snapshot_port}
     plugins = {"rollout.engine": str(engine)} if engine and not command else {}
     plugins |= {"train.backend": train["backend"]} if "backend" in train else {}
     plugins |= {f"trackers.use.{name}": name for name in (config.get("trackers") or {}).get("use") or []}
@@ -112,13 +108,6 @@ def requirements_of(config: Mapping[str, Any]) -> MachineRequirements:
         checkpoints=int(checkpoint.get("keep") or 0) + 1 if checkpoint else 0,
         model_path=(config.get("model") or {}).get("path"),
     )
-
-
-def _product(settings: Mapping[str, Any], *names: str) -> int:
-    result = 1
-    for name in names:
-        result *= int(settings.get(name) or 1)
-    return result
 
 
 def _needs_sandbox(reward: Mapping[str, Any]) -> bool:

@@ -11,10 +11,7 @@ SCORES: Final = "rewardhub.reward_trial:try_rewards"
 
 
 async def try_own_code(config: dict[str, Any]) -> None:
-    """Run one episode and score it once, in worker processes, without a model.
-
-    Args:
-        config: validated, of a run.
+    """Run one episode of a validated configuration and score it once, in worker processes, without a model.
 
     Raises:
         UserError: if the user's code fails; names file and line.

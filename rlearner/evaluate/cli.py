@@ -14,19 +14,13 @@ from broker.system.entry import EXIT_STOPPED
 
 def add_parser(subparsers: Any) -> None:
     """Add ``eval MODEL CONFIG [key=value …]``."""
-    parser = subparsers.add_parser(
-        "eval",
-        help="measure a model on the held-out tasks of a configuration",
-        description="Measure a model on the held-out tasks of a configuration, with the processes that a run would "
-        "use. "
-        "Tasks and seeds are those of the evaluations in such a run; eval.tasks, eval.group_size and eval.temperature "
-        "set how many and how.",
-    )
+    text = "measure a model on the held-out tasks of a configuration"
+    how = "with the processes, tasks and seeds of a run; set eval.tasks, eval.group_size and eval.temperature."
+    parser = subparsers.add_parser("eval", help=text, description=f"{text.capitalize()}, {how}")
     parser.add_argument("model", metavar="MODEL", help="folder or hub name, for example a checkpoint of a run")
     add_config(parser, setting="eval.tasks=512")
-    parser.add_argument(
-        "--gpus", default="auto", metavar="LIST", help="GPUs for generation: 4-7, or 0,2, or cpu, or auto (%(default)s)"
-    )
+    text = "GPUs for generation: 4-7, or 0,2, or cpu, or auto (%(default)s)"
+    parser.add_argument("--gpus", default="auto", metavar="LIST", help=text)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     parser.set_defaults(run=run)
 

@@ -54,7 +54,5 @@ def report(result: dict[str, Any], folder: Path) -> str:
 def _line(name: str, values: dict[str, Any]) -> str:
     low, high = values["success_interval"]
     several = "".join(f"  {key} {value:.3f}" for key, value in values.items() if key.startswith(("avg@", "pass@")))
-    return (
-        f"  {name}: success {values['success_rate']:.3f} (95 % {low:.3f} to {high:.3f})  reward "
-        f"{values['reward_mean']:.3f}{several}"
-    )
+    success = f"success {values['success_rate']:.3f} (95 % {low:.3f} to {high:.3f})"
+    return f"  {name}: {success}  reward {values['reward_mean']:.3f}{several}"

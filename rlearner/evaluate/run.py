@@ -34,7 +34,7 @@ from learner.evaluation.evaluator import Evaluator
 from learner.prepare import data_digests, run_folder, write_config
 from learner.reporting.transcripts import TranscriptFactory
 from rlearner.evaluate.report import report, result_of
-from rlearner.up.fleet import ENDED_WELL, ProcessFleet
+from rlearner.up.fleet import ProcessFleet
 from rlearner_text.config import check_model_path
 
 POLICY: Final = "evaluated"
@@ -43,12 +43,7 @@ SAY_EVERY: Final = 0.1  # share of the tasks, without a terminal
 
 
 async def evaluate(config: dict[str, Any], model: str, stop: Stop, *, gpus: str, as_json: bool) -> None:
-    """Measure, print the result, and write it to ``runs/<name>/result.json``.
-
-    Args:
-        config: validated, with ``run.name`` set.
-        model: folder or hub name.
-        gpus: for the server, as ``rollout-server --gpus`` takes them.
+    """Measure a model, a folder or hub name, print the result, and write it to ``runs/<name>/result.json``.
 
     Raises:
         UserError: if there is no such model, a process rejected its input or died, or no task could be measured.
@@ -97,17 +92,12 @@ async def _joined(
         stack.push_async_callback(bus.close)
         await bus.ensure_streams()
         digests = await asyncio.to_thread(data_digests, config)
-        await publish_runspec(
-            bus,
-            wire.RunSpec(
-                run=run, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=model, data_digests=digests
-            ),
-        )
+        spec = wire.RunSpec(run, wire.WIRE_VERSION, epoch=0, config=config, model_path=model, data_digests=digests)
+        await publish_runspec(bus, spec)
         await (await bus.key_value(CONTROL)).put(run, wire.DesiredState(state="running"))
         fleet.env |= {"RL_BROKER": url, "RL_RUN": run}
-        fleet.add(
-            "rollout-server", "rollout.cli", ["--policy", POLICY, "--model", model, "--gpus", gpus, "--id", "rollout-1"]
-        )
+        served = ["--policy", POLICY, "--model", model, "--gpus", gpus, "--id", "rollout-1"]
+        fleet.add("rollout-server", "rollout.cli", served)
         fleet.add("envhub", "envhub.cli", ["--id", "envhub-1"])
         fleet.add("rewardhub", "rewardhub.cli", ["--id", "rewardhub-1"])
         roster = Roster(bus, beats=("rollout",))
@@ -115,15 +105,8 @@ async def _joined(
         stack.push_async_callback(roster.close)
         evaluations = EvaluationQueue(section(config, "eval", EvalSection), domains(config), config["run"]["seed"])
         patience = DiskRetry(folder, stop, "the evaluated episodes are not kept")
-        evaluator = Evaluator(
-            bus,
-            evaluations,
-            roster,
-            folder / "evals",
-            "",
-            patience,
-            TranscriptFactory({"model": {**config["model"], "path": model}}, folder),
-        )
+        transcripts = TranscriptFactory({"model": {**config["model"], "path": model}}, folder)
+        evaluator = Evaluator(bus, evaluations, roster, folder / "evals", "", patience, transcripts)
         tasks = [asyncio.create_task(work) for work in evaluator.services()]
         stack.push_async_callback(_end, tasks)
         evaluator.start(0, POLICY, min_version=0)
@@ -144,11 +127,7 @@ async def wait_until_measured(
     bar = Progress(disable=quiet or not sys.stdout.isatty())
     with bar:
         line = bar.add_task("measuring", total=total)
-        while (
-            evaluator.busy
-            and not stop.asked.is_set()
-            and not any(child.exit_code not in (None, *ENDED_WELL) for child in fleet.children)
-        ):
+        while evaluator.busy and not stop.asked.is_set() and not fleet.failed:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.asked.wait(), LOOK_EVERY_S)
             for event in fleet.watch():

@@ -17,79 +17,38 @@ Body = Callable[[argparse.Namespace], Coroutine[Any, Any, int]]
 
 
 def add_parsers(subparsers: Any) -> None:
-    """Add ``audit``, ``trace``, ``show``, ``replay``, ``status``, ``draw``, ``runs``, ``pause``, ``resume``, ``drain``,
-    ``stop``.
-    """
-    audit = _add(
-        subparsers,
-        "audit",
-        "compare tickets, samples log, checkpoints and metrics; exit code 1 if they disagree",
-        "auditing:audit_run",
-    )
+    """Add all commands of this package."""
+    text = "compare tickets, samples log, checkpoints and metrics; exit code 1 if they disagree"
+    audit = _add(subparsers, "audit", text, "auditing:audit_run")
     audit.add_argument("--json", action="store_true", help="one JSON object")
-    audit.add_argument(
-        "--tap",
-        metavar="FILE",
-        default=None,
-        help="also compare the messages that `python -m rlearner.audit.tap` recorded",
-    )
-    trace = _add(
-        subparsers, "trace", "show the path of one group from its ticket to the step that used it", "tracing:trace_run"
-    )
+    text = "also compare the messages that `python -m rlearner.audit.tap` recorded"
+    audit.add_argument("--tap", metavar="FILE", help=text)
+    text = "show the path of one group from its ticket to the step that used it"
+    trace = _add(subparsers, "trace", text, "tracing:trace_run")
     trace.add_argument("group", metavar="GROUP", type=natural, help="number of the ticket")
     trace.add_argument("--json", action="store_true", help="one JSON object")
-    show = _add(
-        subparsers,
-        "show",
-        "show one group's trajectories by turn, with reward, logprob and version",
-        "showing:show_run",
-    )
+    text = "show one group's trajectories by turn, with reward, logprob and version"
+    show = _add(subparsers, "show", text, "showing:show_run")
     show.add_argument("group", metavar="GROUP", type=natural, help="number of the ticket")
     show.add_argument("--episode", metavar="N", type=natural, default=None, help="only this episode, counted from 0")
     show.add_argument("--tokens", action="store_true", help="one line for each sampled token")
     show.add_argument("--json", action="store_true", help="one JSON object, with every sampled token")
-    replay = _add(
-        subparsers,
-        "replay",
-        "train again from the archive of a run (samples.keep) and compare; exit code 1 if anything differs",
-        "replaying:replay_run",
-        broker=False,
-    )
-    replay.add_argument(
-        "--from",
-        dest="first",
-        metavar="STEP",
-        type=natural,
-        required=True,
-        help="start from the checkpoint of this step, which must still exist; 0: from the beginning",
-    )
+    text = "train again from the archive of a run (samples.keep) and compare; exit code 1 if anything differs"
+    replay = _add(subparsers, "replay", text, "replaying:replay_run", broker=False)
+    text = "start from the checkpoint of this step, which must still exist; 0: from the beginning"
+    replay.add_argument("--from", dest="first", metavar="STEP", type=natural, required=True, help=text)
     replay.add_argument("--to", dest="last", metavar="STEP", type=natural, required=True, help="last step to train")
-    replay.add_argument(
-        "--out",
-        metavar="FOLDER",
-        default=None,
-        help="write configuration, metrics and last checkpoint there (RUN-replay-N if overridden)",
-    )
-    replay.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="key=value",
-        help="train on the same data with other settings, for example train.lr=1e-5",
-    )
+    text = "write configuration, metrics and last checkpoint there (RUN-replay-N if overridden)"
+    replay.add_argument("--out", metavar="FOLDER", help=text)
+    text = "train on the same data with other settings, for example train.lr=1e-5"
+    replay.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
     replay.add_argument("--json", action="store_true", help="one JSON object")
     status = _add(subparsers, "status", "show the state of a run on one screen", "status:show_status")
     status.add_argument("--json", action="store_true", help="one JSON object")
-    _add(
-        subparsers,
-        "draw",
-        "draw reward.png, before.gif and after.gif of a run, as `rlearner up` does",
-        "drawing:draw_run",
-        broker=False,
-    )
-    runs = subparsers.add_parser(
-        "runs", help=(text := "list the runs in a folder: state, steps, size, last change"), description=text
-    )
+    text = "draw reward.png, before.gif and after.gif of a run, as `rlearner up` does"
+    _add(subparsers, "draw", text, "drawing:draw_run", broker=False)
+    text = "list the runs in a folder: state, steps, size, last change"
+    runs = subparsers.add_parser("runs", help=text, description=text)
     add_runs_options(runs)
     runs.set_defaults(run=lambda options: _run("listing:list_runs", options))
     texts = {
@@ -99,9 +58,8 @@ def add_parsers(subparsers: Any) -> None:
         "stop": "stop every process of the run; the learner writes a checkpoint and can be started again",
     }
     for name, text in texts.items():
-        _add(subparsers, name, text, "control:set_state").add_argument(
-            "--reason", default="", help="one line for the processes' logs"
-        )
+        parser = _add(subparsers, name, text, "control:set_state")
+        parser.add_argument("--reason", default="", help="one line for the processes' logs")
 
 
 def _add(subparsers: Any, name: str, text: str, body: str, *, broker: bool = True) -> argparse.ArgumentParser:

@@ -33,9 +33,7 @@ def continue_line_at_exit(config: dict[str, Any], broker: str) -> Iterator[None]
 def continue_line(config: dict[str, Any], broker: str = "") -> str:
     """Return one line with the command, or nothing for a run that no learner has held yet.
 
-    Args:
-        config: validated, with ``run.name``.
-        broker: address given to a learner that was started by hand.
+    ``broker`` is the address given to a learner that was started by hand.
     """
     folder = Path(config["run"]["dir"]) / config["run"]["name"]
     if not noted_epoch(folder):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 from broker import cli as broker_cli
@@ -21,9 +22,8 @@ async def set_state(options: argparse.Namespace) -> int:
     """Publish the desired state and return the exit code."""
     run, url = _target(options)
     arguments = ["control", STATES[options.command], "--run", run, "--broker", url, "--reason", options.reason]
-    await broker_cli.operate(
-        broker_cli.parser().parse_args([*arguments, "--connect-deadline", str(options.connect_deadline)])
-    )
+    arguments += ["--connect-deadline", str(options.connect_deadline)]
+    await broker_cli.operate(broker_cli.parser().parse_args(arguments))
     if options.command == "drain":
         bus = await Bus.connect(url, run, name=f"operator-{os.getpid()}", deadline_s=options.connect_deadline)
         try:
@@ -41,10 +41,8 @@ def drain_lines(run: str, present: Sequence[wire.Presence]) -> list[str]:
             case "learner":
                 does = "writes a checkpoint of the last completed step, then exits"
             case "envhub":
-                does = (
-                    f"starts no new episodes, finishes the running ones ({one.running} of {one.slots} slots), then "
-                    f"exits"
-                )
+                busy = f"{one.running} of {one.slots} slots"
+                does = f"starts no new episodes, finishes the running ones ({busy}), then exits"
             case _:
                 does = f"stays, because hubs still need it and the run may continue; `rlearner stop {run}` stops it"
         lines.append(f"  {one.role} {one.id}: {does}")
@@ -58,7 +56,5 @@ def _target(options: argparse.Namespace) -> tuple[str, str]:
     except UserError:
         if "/" in options.run_name:
             raise
-        from pathlib import Path
-
         return options.run_name, broker_address(options.broker, Path(options.dir) / options.run_name)
     return place.name, broker_address(options.broker, place.folder)

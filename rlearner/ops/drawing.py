@@ -26,10 +26,8 @@ async def draw_run(options: argparse.Namespace) -> int:
     lines = read_lines(place.folder / "metrics.jsonl")
     if not lines:
         raise UserError(f"run {place.name} has made no step yet, so there is nothing to draw")
-    made = [
-        draw_rewards(place.name, lines, place.folder / "reward.png"),
-        *await asyncio.to_thread(render_before_and_after, place.folder),
-    ]
+    made = [draw_rewards(place.name, lines, place.folder / "reward.png")]
+    made += await asyncio.to_thread(render_before_and_after, place.folder)
     print("\n".join(str(path) for path in made if path))
     return 0
 
@@ -37,18 +35,13 @@ async def draw_run(options: argparse.Namespace) -> int:
 def baselines(lines: list[Row]) -> dict[str, float]:
     """Return the success rates of the other evaluated policies, ``eval/<policy>/success_rate``, by policy."""
     named = [(name.split("/"), value) for line in lines for name, value in line.items()]
-    return {
-        parts[1]: value
-        for parts, value in named
-        if len(parts) == 3 and parts[0] == "eval" and parts[2] == "success_rate"
-    }
+    return {parts[1]: value for parts, value in named if parts[0] == "eval" and parts[2:] == ["success_rate"]}
 
 
 def draw_rewards(run: str, lines: list[Row], out: Path) -> Path | None:
     """Draw reward above and success rates below, by optimizer step; with several domains a thin curve for each.
 
-    Returns:
-        ``out``, or None if there is nothing to draw.
+    Return ``out``, or None if there is nothing to draw.
     """
     if not lines:
         return None
@@ -66,9 +59,8 @@ def draw_rewards(run: str, lines: list[Row], out: Path) -> Path | None:
     for name in names if len(names) > 1 else []:
         _plot(above, curve(lines, f"reward/{name}/mean"), name, linewidth=1)
         _plot(below, curve(lines, f"env/domain/{name}/success_rate"), name, linewidth=1)
-        _plot(
-            below, curve(lines, f"eval/domain/{name}/success_rate"), f"held-out tasks, {name}", linewidth=1, marker="."
-        )
+        rates = curve(lines, f"eval/domain/{name}/success_rate")
+        _plot(below, rates, f"held-out tasks, {name}", linewidth=1, marker=".")
     for name, value in baselines(lines).items():
         below.axhline(value, linestyle="--", color="tab:red", label=f"{name} engine, held-out tasks")
     above.set_title(run)
@@ -96,14 +88,8 @@ def curve(lines: list[Row], name: str) -> tuple[list[int], list[float]]:
 
 def domains_of(lines: list[Row]) -> list[str]:
     """Return the names of the trained domains, sorted."""
-    return sorted(
-        {
-            parts[1]
-            for line in lines
-            for key in line
-            if (parts := key.split("/"))[0] == "reward" and parts[2:] == ["mean"]
-        }
-    )
+    named = [key.split("/") for line in lines for key in line]
+    return sorted({parts[1] for parts in named if parts[0] == "reward" and parts[2:] == ["mean"]})
 
 
 def _plot(axes: Any, points: tuple[list[int], list[float]], label: str, **style: Any) -> None:
@@ -114,11 +100,8 @@ def _plot(axes: Any, points: tuple[list[int], list[float]], label: str, **style:
 def pick_task(before: list[Row], after: list[Row]) -> tuple[Row, Row] | None:
     """Return the same task before and after, preferably one that was failed at first and solved later."""
     later = {(row["domain"], row["task_index"]): row for row in after if row.get("frames")}
-    pairs = [
-        (row, later[key])
-        for row in before
-        if row.get("frames") and (key := (row["domain"], row["task_index"])) in later
-    ]
+    earlier = [((row["domain"], row["task_index"]), row) for row in before if row.get("frames")]
+    pairs = [(row, later[task]) for task, row in earlier if task in later]
     learned = [(first, last) for first, last in pairs if not first["success"][0] and last["success"][0]]
     longest = max(learned, key=lambda pair: len(pair[1]["frames"]), default=None)
     return longest or (pairs[0] if pairs else None)

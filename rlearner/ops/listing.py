@@ -114,13 +114,8 @@ def _table(runs: list[RunSummary]) -> None:
     for title in ("run", "state", "steps", "size", "last change"):
         table.add_column(title, justify="right" if title in ("steps", "size") else "left", no_wrap=True)
     for run in runs:
-        table.add_row(
-            run.name,
-            run.state,
-            f"{run.step}/{run.steps}",
-            size_text(run.size_bytes),
-            f"{age(time.time() - run.changed)} ago",
-        )
+        changed = f"{age(time.time() - run.changed)} ago"
+        table.add_row(run.name, run.state, f"{run.step}/{run.steps}", size_text(run.size_bytes), changed)
     Console().print(table)
 
 
@@ -172,9 +167,8 @@ def _prune(runs: list[RunSummary], *, sure: bool) -> None:
         return
     for run in runs:
         if paths := sizes[run.folder]:
-            with lock(
-                Path(run.folder) / UP_LOCK, f"run {run.name} was started in the meantime; its files were not deleted"
-            ):
+            problem = f"run {run.name} was started in the meantime; its files were not deleted"
+            with lock(Path(run.folder) / UP_LOCK, problem):
                 for path in paths:
                     _delete(path)
     print(f"deleted {total}")

@@ -41,10 +41,8 @@ async def replay_run(options: argparse.Namespace) -> int:
             out = ReplayOutput(Path(options.out) if options.out else free_folder(place.folder), config)
             stack.callback(out.close)
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlearner-replay-")))
-        say(
-            f"run {place.name}: from {start.resumed.path if start.resumed else start.first_path} (step {begin}) to "
-            f"step {last}"
-        )
+        source = start.resumed.path if start.resumed else start.first_path
+        say(f"run {place.name}: from {source} (step {begin}) to step {last}")
         work = ReplayTraining(place.folder, config, start)
         async with aclosing(work.steps(last)) as steps:
             async for made in steps:
@@ -56,21 +54,14 @@ async def replay_run(options: argparse.Namespace) -> int:
                     say(check.step(made, await work.save(scratch) if made.step in check.kept else None))
                 if out is not None and made.step == last:
                     await work.save(out.checkpoints)
-    figures = {
-        "run": place.name,
-        "from": begin,
-        "to": last,
-        "out": str(out.folder) if out else None,
-        "overrides": changed,
-    }
     if options.json:
+        folder = str(out.folder) if out else None
+        figures = {"run": place.name, "from": begin, "to": last, "out": folder, "overrides": changed}
         print(json.dumps(figures if changed else {**figures, **check.figures()}))
+    elif changed and out:
+        say(f"trained {last - begin} steps on the records of {place.name} into {out.folder}")
     else:
-        say(
-            f"trained {last - begin} steps on the records of {place.name} into {out.folder}"
-            if changed and out
-            else check.summary()
-        )
+        say(check.summary())
     return 0 if check.identical else 1
 
 
@@ -78,10 +69,8 @@ def _range(options: argparse.Namespace, place: RunPlace) -> tuple[int, int]:
     rows = read_lines(place.folder / "metrics.jsonl")
     newest = max((int(row["step"]) for row in rows), default=0)
     if not 0 <= options.first < options.last <= newest:
-        raise UserError(
-            f"--from {options.first} --to {options.last}: expected 0 <= from < to <= {newest}, as run {place.name} has "
-            f"made"
-        )
+        given = f"--from {options.first} --to {options.last}"
+        raise UserError(f"{given}: expected 0 <= from < to <= {newest}, as run {place.name} has made")
     return options.first, options.last
 
 

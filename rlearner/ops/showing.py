@@ -27,16 +27,13 @@ async def show_run(options: argparse.Namespace) -> int:
     """Print one group and return the exit code."""
     place = find_run(options.run_name, options.dir)
     own = ticket_lines(place, options.group)
-    record = await _record(
-        options, place, next((line.seq for line in reversed(own) if line.seq and line.state not in NO_RECORD), 0)
-    )
+    seq = next((line.seq for line in reversed(own) if line.seq and line.state not in NO_RECORD), 0)
+    record = await _record(options, place, seq)
     found = ticket_summary(own)
     if not isinstance(record.message, wire.Group):
         told = describe(record)
-        raise UserError(
-            f"ticket {options.group} has no group: {told.get('reason', 'malformed')}, "
-            f"{told.get('detail') or 'no details'}"
-        )
+        reason, detail = told.get("reason", "malformed"), told.get("detail") or "no details"
+        raise UserError(f"ticket {options.group} has no group: {reason}, {detail}")
     tokenizer, found["tokenizer"] = load_tokenizer(place.config, place.folder)
     found["trajectories"] = [trajectory_of(one, tokenizer) for one in _chosen(record.message, options.episode)]
     print(json.dumps(found, ensure_ascii=False) if options.json else "\n".join(text_of(found, options.tokens)))
@@ -90,37 +87,22 @@ def trajectory_of(trajectory: wire.Trajectory, tokenizer: Tokenizer | None) -> d
             pieces.append({"start": position, "end": start, "text": decode(ids[position:start], tokenizer)})
         if start < end:
             number = numbers.get(start, pieces[-1].get("turn", 0) if pieces else 0)
+            version = span["policy_version"]
             tokens = [
                 {"position": at, "id": int(ids[at]), "text": decode(ids[at : at + 1], tokenizer)}
-                | {
-                    "logprob": float(logprobs[at]),
-                    "policy_version": span["policy_version"],
-                    "reward": float(rewards[at]),
-                }
+                | {"logprob": float(logprobs[at]), "policy_version": version, "reward": float(rewards[at])}
                 for at in range(start, end)
             ]
             total = float(logprobs[start:end].sum(dtype=np.float64))
             piece = {"text": decode(ids[start:end], tokenizer), "turn": number, "logprob": total, "tokens": tokens}
             pieces.append({**span, **piece})
         position = end
-    return {
-        "episode": trajectory.episode,
-        "reward": trajectory.reward,
-        "reward_parts": trajectory.reward_parts,
-        "success": trajectory.success,
-        "end": trajectory.end,
-        "greedy": trajectory.greedy,
-        "pieces": pieces,
-    }
+    names = ("episode", "reward", "reward_parts", "success", "end", "greedy")
+    return {name: getattr(trajectory, name) for name in names} | {"pieces": pieces}
 
 
 def text_of(found: dict[str, Any], tokens: bool) -> Iterator[str]:
-    """Yield the lines of the text output.
-
-    Args:
-        found: the output of ``rlearner show --json``.
-        tokens: whether to add one line for each sampled token.
-    """
+    """Yield the lines of the text output, given that of ``--json``; with ``tokens`` one more for each sampled token."""
     step = f", trained in step {found['step']}" if found.get("step") else ""
     asked = f"; {found['domain']}, task {found['task_index']}" if "domain" in found else ""
     yield f"ticket {found['ticket']}: {found['state']}{step}{asked}"

@@ -10,7 +10,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Final
@@ -27,31 +27,12 @@ from learner.reporting.metrics import read_lines
 from learner.reporting.training_signals import RECENT, active_warnings
 from learner.run_folder import STARTING, UNKNOWN, connect_run, find_run
 
-SHOWN: Final = (
-    "reward/mean",
-    "env/success_rate",
-    "staleness/max",
-    "perf/tokens_per_s",
-    "trainer/idle_ratio",
-    "rollouter/idle_ratio",
-)
+IDLE: Final = ("trainer/idle_ratio", "rollouter/idle_ratio")
+SHOWN: Final = ("reward/mean", "env/success_rate", "staleness/max", "perf/tokens_per_s", *IDLE)
 TICKETS: Final = ("issued", "trained", "filtered", "dropped", "dead", "open", "duplicate")
 COLUMN: Final = 15  # start of the second column
-PROCESS: Final = (
-    "role",
-    "id",
-    "host",
-    "pid",
-    "state",
-    "policy",
-    "epoch",
-    "policy_version",
-    "slots",
-    "running",
-    "waiting",
-    "problem",
-    "said",
-)
+LOAD: Final = ("slots", "running", "waiting")
+PROCESS: Final = ("role", "id", "host", "pid", "state", "policy", "epoch", "policy_version", *LOAD, "problem", "said")
 
 
 async def show_status(options: argparse.Namespace) -> int:
@@ -112,11 +93,9 @@ async def on_broker(bus: Bus) -> dict[str, Any]:
         if stream.kind in (StreamKind.WORK_QUEUE, StreamKind.LOG):
             try:
                 depth = await bus.depth(stream)
-                queues[stream.name] = (
-                    {"kept": depth[""], "written": await bus.last_seq(stream)}
-                    if stream.kind is StreamKind.LOG
-                    else depth
-                )
+                if stream.kind is StreamKind.LOG:
+                    depth = {"kept": depth[""], "written": await bus.last_seq(stream)}
+                queues[stream.name] = depth
             except ApiError as error:
                 queues[stream.name] = {"error": error.description}
     return {
@@ -154,30 +133,20 @@ def text_of(found: Mapping[str, Any], now: float) -> list[str]:
     else:
         reason = f" ({found['reason']})" if found["reason"] else ""
         lines.append(f"  broker       {found['broker']}, wants it {found['desired']}{reason}, epoch {found['epoch']}")
-    lines.append(
-        f"  tickets      {', '.join(f'{name} {count}' for name, count in found['tickets'].items()) or 'none yet'}"
-    )
+    lines.append(f"  tickets      {_listed(found['tickets'].items()) or 'none yet'}")
     if found["dead"]:
-        lines.append(
-            f"  dead         {', '.join(f'{reason} {count}' for reason, count in sorted(found['dead'].items()))}"
-        )
-    lines.append(
-        f"  figures      {', '.join(f'{name} {value:.4g}' for name, value in found['figures'].items()) or 'none yet'}"
-    )
+        lines.append(f"  dead         {_listed(sorted(found['dead'].items()))}")
+    lines.append(f"  figures      {_listed(found['figures'].items(), '.4g') or 'none yet'}")
     lines += [f"  warning      {text}" for text in found["warnings"]]
-    lines.append(
-        f"  checkpoints  {', '.join(str(step) for step in found['checkpoints']) or 'none yet'}; ledger file: "
-        f"{found['ledger_file']}"
-    )
+    made = ", ".join(map(str, found["checkpoints"])) or "none yet"
+    lines.append(f"  checkpoints  {made}; ledger file: {found['ledger_file']}")
     if found["broker"] is None:
         return lines
     if offer := found["weights"]:
-        lines.append(
-            f"  weights      version {offer['version']} of epoch {offer['epoch']}, {offer['size_bytes'] / 2**20:.1f} "
-            f"MiB"
-        )
+        size = f"{offer['size_bytes'] / 2**20:.1f} MiB"
+        lines.append(f"  weights      version {offer['version']} of epoch {offer['epoch']}, {size}")
     for name, depth in found["queues"].items():
-        lines.append(f"  {name:13}{', '.join(f'{key} {value}' for key, value in sorted(depth.items())) or 'empty'}")
+        lines.append(f"  {name:13}{_listed(sorted(depth.items())) or 'empty'}")
     for one in found["processes"]:
         load = f"{one['running']}/{one['slots']} running, {one['waiting']} waiting"
         version = f", version {one['policy_version']}" if one["policy_version"] >= 0 else ""
@@ -191,11 +160,14 @@ def text_of(found: Mapping[str, Any], now: float) -> list[str]:
     return lines
 
 
+def _listed(items: Iterable[tuple[str, Any]], form: str = "") -> str:
+    return ", ".join(f"{name} {value:{form}}" for name, value in items)
+
+
 def wrapped(lines: list[str], width: int) -> list[str]:
     """Wrap lines at ``width`` characters where words allow it; continuation lines start at the second column."""
-    breaking = textwrap.TextWrapper(
-        width, subsequent_indent=" " * COLUMN, break_long_words=False, break_on_hyphens=False
-    )
+    indent = " " * COLUMN
+    breaking = textwrap.TextWrapper(width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return [part for line in lines for part in (breaking.wrap(line) if len(line) > width else [line])]
 
 
@@ -210,25 +182,17 @@ def missing_learner_lines(found: Mapping[str, Any]) -> list[str]:
         again = f"`rlearner start {config} --broker URL`"
         return [f"no learner is running; {again} starts the run again, with --rebase if the broker has lost its store"]
     if found["broker"] is None:
-        return [
-            f"no learner was found, because its broker was not: `rlearner up {config}` continues the run where it "
-            f"stopped"
-        ]
+        again = f"`rlearner up {config}` continues the run where it stopped"
+        return [f"no learner was found, because its broker was not: {again}"]
     if found["learner"] == "running":
         return []
     if found["learner"] == "silent":
-        return [
-            f"the learner has sent nothing for {CENSUS_S:g} s: it is very busy, or died less than {MEMBERS.ttl_s:g} s "
-            f"ago"
-        ]
+        died = f"died less than {MEMBERS.ttl_s:g} s ago"
+        return [f"the learner has sent nothing for {CENSUS_S:g} s: it is very busy, or {died}"]
     return [f"no learner is running; start it again: rlearner start {config} --broker {found['broker']}"]
 
 
 def _age(seconds: float) -> str:
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 120
-        else f"{seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.1f} h"
-    )
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -10,10 +10,8 @@ def text_of(found: Mapping[str, Any]) -> list[str]:
     """Return the lines of one trace, given the output of ``rlearner trace --json``."""
     lines = [f"ticket {found['ticket']}: {found['state']}" + (f", {found['reason']}" if "reason" in found else "")]
     if "domain" in found:
-        lines.append(
-            f"  asked for   {found['domain']}, task {found['task_index']}, no token older than version "
-            f"{found['min_version']}"
-        )
+        task = f"{found['domain']}, task {found['task_index']}"
+        lines.append(f"  asked for   {task}, no token older than version {found['min_version']}")
     if "hub" in found:
         lines += _who(found)
     if "closed_by" in found:
@@ -26,9 +24,8 @@ def text_of(found: Mapping[str, Any]) -> list[str]:
     if "oldest_version" in found:
         lines.append(f"  versions    {found['oldest_version']} to {found['newest_version']}")
     if "step" in found:
-        lines.append(
-            f"  trained in  step {found['step']}" + (f" at {found['step_time']}" if found["step_time"] else "")
-        )
+        at = f" at {found['step_time']}" if found["step_time"] else ""
+        lines.append(f"  trained in  step {found['step']}{at}")
     if found["duplicates"]:
         lines.append(f"  duplicates  records {', '.join(str(seq) for seq in found['duplicates'])}")
     for trajectory in found.get("trajectories", []):

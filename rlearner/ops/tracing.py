@@ -1,7 +1,4 @@
-"""``rlearner trace``: shows the path of one ticket.
-
-It reads the ledger file, the archive or the broker's log, and metrics.jsonl.
-"""
+"""``rlearner trace``: shows the path of one ticket, from ledger file, archive or broker's log, and metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from typing import Any
 from broker.contract import wire
 from broker.contract.streams import SAMPLES
 from broker.errors import UserError
-from broker.jetstream.bus import Bus, LogRecord
+from broker.jetstream.bus import LogRecord
 from broker.jetstream.stored_message import peek
 from learner.credit import archive, ledger_file, ledger_segments
 from learner.reporting.metrics import read_lines
@@ -43,24 +40,18 @@ async def _record(options: argparse.Namespace, run: str, folder: Path, seq: int)
         return None, "", "no record yet"
     frame = archive.find_frame(folder / archive.FOLDER, seq)
     async with connect_run(options, run, folder) as (bus, why):
-        kept = await _peek(bus, seq) if bus else None
+        kept = await peek(bus, SAMPLES, seq) if bus else None
     if kept is not None:
-        return kept[0], kept[1], "the broker's log"
+        return kept.record, kept.time, "the broker's log"
     if frame is not None:
         return frame.record(), "", "the archive"
     return None, "", f"neither in the archive (samples.keep) nor in the broker's log{f': {why}' if why else ''}"
 
 
-async def _peek(bus: Bus, seq: int) -> tuple[LogRecord, str] | None:
-    found = await peek(bus, SAMPLES, seq)
-    return (found.record, found.time) if found else None
-
-
 def _step_time(folder: Path, step: int) -> str:
     """Return when the step's line was written, as ISO 8601 in UTC."""
-    times = [
-        float(row["time"]) for row in read_lines(folder / "metrics.jsonl") if row["step"] == step and "time" in row
-    ]
+    rows = read_lines(folder / "metrics.jsonl")
+    times = [float(row["time"]) for row in rows if row["step"] == step and "time" in row]
     return datetime.fromtimestamp(times[0], UTC).isoformat(timespec="milliseconds") if times else ""
 
 
@@ -82,11 +73,8 @@ def ticket_lines(place: RunPlace, ticket: int) -> list[ledger_file.LedgerLine]:
 
 def ticket_summary(lines: list[ledger_file.LedgerLine]) -> dict[str, Any]:
     """Return the ledger file's content about one ticket, given its lines, at least one."""
-    found: dict[str, Any] = {
-        "ticket": lines[0].ticket,
-        "state": "open",
-        "duplicates": [line.seq for line in lines if line.state == "duplicate"],
-    }
+    duplicates = [line.seq for line in lines if line.state == "duplicate"]
+    found: dict[str, Any] = {"ticket": lines[0].ticket, "state": "open", "duplicates": duplicates}
     for line in lines:
         if line.state == "issued":
             found |= {"domain": line.domain, "task_index": line.task_index, "min_version": line.min_version}
@@ -116,22 +104,15 @@ def describe(record: LogRecord) -> dict[str, Any]:
 
 
 def _trajectory(trajectory: wire.Trajectory) -> dict[str, Any]:
-    return {
-        "episode": trajectory.episode,
-        "tokens": len(trajectory.token_ids.array()),
-        "reward": trajectory.reward,
-        "reward_parts": trajectory.reward_parts,
-        "success": trajectory.success,
-        "end": trajectory.end,
-        "spans": spans(trajectory),
-    }
+    found = {"episode": trajectory.episode, "tokens": len(trajectory.token_ids.array())}
+    found |= {name: getattr(trajectory, name) for name in ("reward", "reward_parts", "success", "end")}
+    return {**found, "spans": spans(trajectory)}
 
 
 def spans(trajectory: wire.Trajectory) -> list[dict[str, Any]]:
     """Return the spans of sampled tokens by turn, cut where the policy version changes; ``end`` is exclusive."""
-    runs = [
-        (int(version), int(count)) for version, count in trajectory.version_runs.array().reshape(-1, 2) if count > 0
-    ]
+    pairs = trajectory.version_runs.array().reshape(-1, 2)
+    runs = [(int(version), int(count)) for version, count in pairs if count > 0]
     found: list[dict[str, Any]] = []
     for turn in trajectory.turns:
         position = turn.start

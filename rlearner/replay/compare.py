@@ -17,21 +17,13 @@ CLOCKS = ("time", "perf")
 
 
 def differences(found: Mapping[str, float], row: Mapping[str, Any] | None) -> list[str]:
-    """Return one line for each number that differs.
-
-    Args:
-        found: the replay's numbers.
-        row: the run's line of the step, None if it has none.
-    """
+    """Return one line for each number of the replay that differs from ``row``, the run's line of the step, if any."""
     if row is None:
         return ["metrics.jsonl has no line"]
     families = {name.partition("/")[0] for name in found} - set(CLOCKS)
     names = found.keys() | {name for name in row if "/" in name and name.partition("/")[0] in families}
-    return [
-        f"{name} is {_text(found, name)}, the run had {_text(row, name)}"
-        for name in sorted(names)
-        if found.get(name) != row.get(name)
-    ]
+    wrong = sorted(name for name in names if found.get(name) != row.get(name))
+    return [f"{name} is {_text(found, name)}, the run had {_text(row, name)}" for name in wrong]
 
 
 def tickets_by_step(lines: Iterable[LedgerLine]) -> dict[int, list[int]]:
@@ -59,18 +51,13 @@ def _text(values: Mapping[str, Any], name: str) -> str:
 
 
 class ReplayComparison:
-    """Comparison of replayed steps with the run.
-
-    Args:
-        folder: the run's folder.
-    """
+    """Comparison of replayed steps with the run in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._rows = {int(row["step"]): row for row in read_lines(folder / "metrics.jsonl")}
         self._made_of = tickets_by_step(ledger_segments.LedgerLines(folder / ledger_segments.FOLDER))
-        self.kept = {
-            checkpoint.read_checkpoint(path).step: path for path in checkpoint.list_checkpoints(folder / "checkpoints")
-        }
+        paths = checkpoint.list_checkpoints(folder / "checkpoints")
+        self.kept = {checkpoint.read_checkpoint(path).step: path for path in paths}
         self.steps: list[dict[str, Any]] = []
         self.digests: dict[int, tuple[str, str]] = {}
 
@@ -79,11 +66,7 @@ class ReplayComparison:
         return not any(step["differences"] for step in self.steps)
 
     def step(self, made: ReplayedStep, written: Path | None) -> str:
-        """Compare one step, and return a line with the result.
-
-        Args:
-            written: the replay's checkpoint of the step, if the run kept one.
-        """
+        """Compare one step, with the replay's checkpoint if the run kept one, and return a line with the result."""
         found = differences(made.values, self._rows.get(made.step))
         wanted = self._made_of.get(made.step)
         if made.tickets != wanted:
@@ -103,16 +86,11 @@ class ReplayComparison:
         Raises:
             RuntimeError: if the steps were made of different groups.
         """
-        if made.tickets != self._made_of.get(made.step):
-            raise RuntimeError(
-                f"step {made.step} was made of tickets {made.tickets}, the run's of {self._made_of.get(made.step)}"
-            )
+        if made.tickets != (wanted := self._made_of.get(made.step)):
+            raise RuntimeError(f"step {made.step} was made of tickets {made.tickets}, the run's of {wanted}")
         row = self._rows.get(made.step, {})
-        shown = [
-            f"{name} {made.values[name]:.4g} (run {row[name]:.4g})"
-            for name in names
-            if name in made.values and name in row
-        ]
+        common = [name for name in names if name in made.values and name in row]
+        shown = [f"{name} {made.values[name]:.4g} (run {row[name]:.4g})" for name in common]
         return f"step {made.step}: {', '.join(shown)}"
 
     def figures(self) -> dict[str, Any]:
@@ -130,9 +108,6 @@ class ReplayComparison:
         first = next((step for step in self.steps if step["differences"]), None)
         if first is not None:
             return f"DIFFERENT: first at step {first['step']}: {first['differences'][0]}"
-        compared = (
-            f"and all tensors of checkpoint {', '.join(map(str, self.digests))}"
-            if self.digests
-            else "no checkpoint to compare with"
-        )
+        kept = ", ".join(map(str, self.digests))
+        compared = f"and all tensors of checkpoint {kept}" if kept else "no checkpoint to compare with"
         return f"identical: {len(self.steps)} steps, {compared}"

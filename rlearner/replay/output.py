@@ -25,10 +25,6 @@ def free_folder(folder: Path) -> Path:
 class ReplayOutput:
     """Output folder of a replay.
 
-    Args:
-        folder: must be empty or not exist.
-        config: validated; the configuration to train with.
-
     Raises:
         UserError: if the folder is not empty, or its name cannot be a run's.
     """

@@ -24,11 +24,7 @@ GREEDY: Final = "remax"  # the only estimator that needs extra episodes
 
 
 def changed_settings(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that differ, by dotted key.
-
-    Args:
-        recorded: the run's configuration, validated.
-        wanted: the same with the user's overrides, validated.
+    """Return the settings in which two validated configurations differ, by dotted key.
 
     Raises:
         ConfigError: if one of them would change which data is consumed, or has no meaning in a replay.
@@ -37,15 +33,11 @@ def changed_settings(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> 
     found = {key: after.get(key) for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)}
     for key, value in found.items():
         if key in FIXED or key.partition(".")[0] not in SECTIONS:
-            raise ConfigError(
-                key,
-                value,
-                f"a replay trains on the same data; it may change algorithm.* and train.* except {', '.join(FIXED)}",
-            )
+            free = f"algorithm.* and train.* except {', '.join(FIXED)}"
+            raise ConfigError(key, value, f"a replay trains on the same data; it may change {free}")
         if key == "algorithm.adv_estimator" and GREEDY in (value, before.get(key)):
-            raise ConfigError(
-                key, value, f"{GREEDY} needs greedy episodes, and the run was recorded with {before[key]}"
-            )
+            why = f"{GREEDY} needs greedy episodes, and the run was recorded with {before[key]}"
+            raise ConfigError(key, value, why)
     return found
 
 

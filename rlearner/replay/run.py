@@ -38,16 +38,10 @@ class ReplayedStep:
 
 
 class ReplayTraining:
-    """A model and a ledger that consume the archive.
-
-    Args:
-        folder: the run's folder.
-        config: validated; the configuration to train with.
-        start: where to begin.
-    """
+    """A model and a ledger that consume the archive of a run's folder."""
 
     def __init__(self, folder: Path, config: dict[str, Any], start: ReplayStart) -> None:
-        self._folder, self._config, self._start = folder, config, start
+        self._samples, self._config, self._start = folder / archive.FOLDER, config, start
         self.training: TrainingThread
 
     @property
@@ -90,10 +84,8 @@ class ReplayTraining:
     def _arrived(self) -> dict[int, wire.Group]:
         """Return the groups that had arrived but were not trained at the start."""
         groups: dict[int, wire.Group] = {}
-        frames = {
-            frame.seq: frame
-            for frame in archive.select_frames(self._folder / archive.FOLDER, [one.seq for one in self.ledger.arrived])
-        }
+        seqs = [entry.seq for entry in self.ledger.arrived]
+        frames = {frame.seq: frame for frame in archive.select_frames(self._samples, seqs)}
         for entry in self.ledger.arrived:
             message = frames[entry.seq].record().message if entry.seq in frames else None
             if not isinstance(message, wire.Group) or message.ticket != entry.number:
@@ -108,9 +100,9 @@ class ReplayTraining:
             UserError: if one of them is missing.
         """
         following = first
-        for frame in archive.frames(self._folder / archive.FOLDER, first):
+        for frame in archive.frames(self._samples, first):
             if frame.error:
-                raise UserError(f"{self._folder / archive.FOLDER}: {frame.error}")
+                raise UserError(f"{self._samples}: {frame.error}")
             if frame.seq != following:
                 break
             yield frame.record()
@@ -119,4 +111,4 @@ class ReplayTraining:
 
     def _missing(self, seq: int) -> UserError:
         step = self.ledger.state.version + 1
-        return UserError(f"{self._folder / archive.FOLDER}: record {seq} is missing, and step {step} needs it")
+        return UserError(f"{self._samples}: record {seq} is missing, and step {step} needs it")

@@ -42,17 +42,13 @@ class ReplayStart:
 def find_start(folder: Path, config: Mapping[str, Any], step: int) -> ReplayStart:
     """Return the start at ``step``, or for 0 at the beginning of the run.
 
-    Args:
-        config: the run's configuration.
-
     Raises:
         UserError: if the run kept no records, has no checkpoint of that step, or its initial weights or rules are gone.
     """
     if not archive.archive_files(folder / archive.FOLDER):
         raise UserError(f"{folder / archive.FOLDER}: no records to replay; a run keeps them with samples.keep=true")
-    kept = {
-        one.step: one for one in map(checkpoint.read_checkpoint, checkpoint.list_checkpoints(folder / "checkpoints"))
-    }
+    paths = checkpoint.list_checkpoints(folder / "checkpoints")
+    kept = {one.step: one for one in map(checkpoint.read_checkpoint, paths)}
     if step and step not in kept:
         raise UserError(f"--from {step}: no checkpoint of step {step} is kept; {_starts(folder, config, sorted(kept))}")
     ledger = Ledger.load(kept[step].ledger) if step else Ledger(_first_rules(folder / archive.FOLDER))

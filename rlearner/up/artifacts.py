@@ -12,19 +12,12 @@ from rlearner.up.live_state import duration
 
 
 def write_artifacts(folder: Path, seconds: float, cpu_s: dict[str, float], resume: str) -> None:
-    """Draw the pictures of a run's folder, and print what happened and what to do next.
-
-    Args:
-        resume: the command that continues the run.
-    """
+    """Draw the pictures of a run's folder, and print what happened and ``resume``, the command that continues it."""
     failed = failures_of(folder)
     lines = read_lines(folder / "metrics.jsonl")
     if not lines:
-        print(
-            "\n".join(
-                [f"stopped before the first step; logs are in {folder / 'logs'}", *failed, "", "next:", f"  {resume}"]
-            )
-        )
+        said = f"stopped before the first step; logs are in {folder / 'logs'}"
+        print(said, *failed, "", "next:", f"  {resume}", sep="\n")
         return
     made = [draw_rewards(folder.name, lines, folder / "reward.png"), *render_before_and_after(folder)]
     print("\n".join(summary(folder, lines, [path for path in made if path], seconds, cpu_s, failed, resume)))
@@ -34,11 +27,9 @@ def failures_of(folder: Path) -> list[str]:
     """Return one line that counts the run's failed groups, or nothing if none failed."""
     _, dead = ledger_file.final_counts(ledger_segments.read_newest(folder / ledger_segments.FOLDER)[0])
     failed = {reason: count for reason, count in dead.items() if reason not in NO_FAULT}
-    return (
-        [f"failed groups: {by_reason(failed)}; see {folder / 'logs'}, or rlearner trace {folder} TICKET"]
-        if failed
-        else []
-    )
+    if not failed:
+        return []
+    return [f"failed groups: {by_reason(failed)}; see {folder / 'logs'}, or rlearner trace {folder} TICKET"]
 
 
 def summary(
@@ -57,34 +48,26 @@ def summary(
         seconds: since the start of the broker.
         cpu_s: processor seconds by process.
         failed: the result of ``failures_of``.
-        resume: the command that continues the run.
     """
     last = lines[-1]
-    measured = [
-        (line.get("eval/step", line["step"]), line["eval/success_rate"])
-        for line in lines
-        if "eval/success_rate" in line
-    ]
+    evals = [line for line in lines if "eval/success_rate" in line]
     words = ["", f"{last['step']} steps in {duration(seconds)}"]
-    if measured:
-        words.append(
-            "success on held-out tasks: " + ", ".join(f"{rate:.3f} after step {step:.0f}" for step, rate in measured)
-        )
+    if evals:
+        measured = [(line.get("eval/step", line["step"]), line["eval/success_rate"]) for line in evals]
+        rates = ", ".join(f"{rate:.3f} after step {step:.0f}" for step, rate in measured)
+        words.append(f"success on held-out tasks: {rates}")
     words += [f"success of the {name} engine on the same tasks: {rate:.3f}" for name, rate in baselines(lines).items()]
-    counts = " + ".join(
-        f"{last.get(f'ticket/{name}', 0):.0f} {name}" for name in ("trained", "filtered", "dropped", "dead", "open")
-    )
+    states = ("trained", "filtered", "dropped", "dead", "open")
+    counts = " + ".join(f"{last.get(f'ticket/{name}', 0):.0f} {name}" for name in states)
     total = sum(cpu_s.values()) or 1.0
-    words.append(
-        "processor time: " + ", ".join(f"{name} {used:.1f} s ({used / total:.1%})" for name, used in cpu_s.items())
-    )
+    shares = ", ".join(f"{name} {used:.1f} s ({used / total:.1%})" for name, used in cpu_s.items())
+    words.append(f"processor time: {shares}")
     words += [f"tickets: {last.get('ticket/issued', 0):.0f} issued = {counts}", *failed, ""]
     newest = max((folder / "checkpoints").glob("step-*"), default=None)
     words += [f"  {path}" for path in [folder / "metrics.jsonl", *made, *([newest] if newest else [])]]
     words += ["", "next:", f"  {resume}", f"  tensorboard --logdir {folder / 'tensorboard'}"]
     if newest:
-        words.append(
-            f"  python -c \"from transformers import AutoModelForCausalLM as M; print(M.from_pretrained('{newest}'))\""
-        )
+        program = f"from transformers import AutoModelForCausalLM as M; print(M.from_pretrained('{newest}'))"
+        words.append(f'  python -c "{program}"')
     words.append("  change a setting: rlearner up <the same file> algorithm.clip_high=0.28 train.max_staleness=4")
     return words

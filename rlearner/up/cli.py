@@ -16,11 +16,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("up", help=text, description=text)
     add_config(parser)
     add_force(parser)
-    parser.add_argument(
-        "--rebase",
-        action="store_true",
-        help="if the broker's store is lost, count the open tickets as dead and continue",
-    )
+    text = "if the broker's store is lost, count the open tickets as dead and continue"
+    parser.add_argument("--rebase", action="store_true", help=text)
     parser.set_defaults(run=run)
 
 
@@ -37,11 +34,10 @@ def run(arguments: argparse.Namespace) -> int:
         from broker.settings.runspec import load, validate
         from learner.prepare import exit_code, name_run
         from rlearner.doctor.preflight import require_fleet, weights_overrides
+        from rlearner.up.run import is_completed, up
 
         def read(overrides: list[str]) -> dict[str, Any]:
             return validate(name_run(load(arguments.config, overrides), arguments.config))
-
-        from rlearner.up.run import is_completed, up
 
         config = read(arguments.overrides)
         if await is_completed(config):

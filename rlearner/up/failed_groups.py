@@ -66,10 +66,8 @@ class FailedGroups:
         groups = "group" if self.total == 1 else "groups"
         trained = f"{self.trained} trained" if self.trained else "none trained yet"
         role = next((role for role in ("rewardhub", "envhub") if self.by.startswith(role)), "learner")  # as in `up`
-        return (
-            f"{self.total} {groups} failed so far, {trained}; last: {shortened(self.last) or 'unknown'}, see "
-            f"{logs / role}.log"
-        )
+        last = shortened(self.last) or "unknown"
+        return f"{self.total} {groups} failed so far, {trained}; last: {last}, see {logs / role}.log"
 
 
 def shortened(text: str) -> str:

@@ -96,10 +96,9 @@ class ProcessFleet:
 
     def _start(self, child: FleetProcess) -> None:
         self.logs.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", child.module, *child.args]
         with child.log.open("ab") as log:
-            child.process = spawn(
-                [sys.executable, "-m", child.module, *child.args], log, env={**os.environ, **self.env}
-            )
+            child.process = spawn(command, log, env={**os.environ, **self.env})
         child.started = time.monotonic()
 
     def watch(self) -> list[str]:
@@ -148,8 +147,7 @@ class ProcessFleet:
     ) -> None:
         """Stop all children, those in ``first`` before the others: SIGTERM, SIGTERM again, SIGKILL.
 
-        Args:
-            show: called often with the names still running, and the seconds until they must stop at once.
+        ``show`` is called often with the names still running, and the seconds until they must stop at once.
         """
         leading = [c for c in self.children if c.name in first]
         for batch in (leading, self.children):
@@ -170,6 +168,11 @@ class ProcessFleet:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child.pid, signal.SIGKILL)
 
+    @property
+    def failed(self) -> bool:
+        """Whether a child rejected its input or died too often."""
+        return any(child.exit_code not in (None, *ENDED_WELL) for child in self.children)
+
     def raise_for_failures(self) -> None:
         """Raise the error of a child that cannot run.
 
@@ -182,7 +185,5 @@ class ProcessFleet:
                 raise UserError(f"{child.name}: {errors[-1]}")
         for child in self.children:
             if child.exit_code not in (None, *ENDED_WELL):
-                raise UserError(
-                    f"{child.name} died with exit code {child.exit_code}: {' '.join(child.last_lines(1))} (see "
-                    f"{child.log})"
-                )
+                last = " ".join(child.last_lines(1))
+                raise UserError(f"{child.name} died with exit code {child.exit_code}: {last} (see {child.log})")

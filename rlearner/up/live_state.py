@@ -101,11 +101,8 @@ class LiveRunState:
 
     def said(self) -> list[str]:
         """Return the newest warning or error of each process that is not already shown as a signal."""
-        return [
-            f"{one.role} {one.id}: {one.said}"
-            for one in self.processes.values()
-            if one.said and not self._is_known(one.said)
-        ]
+        new = [one for one in self.processes.values() if one.said and not self._is_known(one.said)]
+        return [f"{one.role} {one.id}: {one.said}" for one in new]
 
     def _is_known(self, said: str) -> bool:
         """Return whether this is a warning about learning, which the learner logs as well."""
@@ -113,11 +110,7 @@ class LiveRunState:
 
     def problems(self) -> list[str]:
         """Return why processes take no work, one line each."""
-        return [
-            f"{presence.role} {presence.id}: {presence.problem}"
-            for presence in self.processes.values()
-            if presence.problem
-        ]
+        return [f"{one.role} {one.id}: {one.problem}" for one in self.processes.values() if one.problem]
 
     def eta_s(self) -> float | None:
         """Return the seconds until the last step at the pace so far, None before two steps."""
@@ -142,7 +135,6 @@ class LiveRunState:
             parts.append(f"eval success {self.line['eval/success_rate']:.3f}")
         if self.failures.total:
             parts.append(f"failed groups {self.failures.total}")
-        eta = self.eta_s()
-        if eta is not None:
+        if (eta := self.eta_s()) is not None:
             parts.append(f"eta {duration(eta)}")
         return "  ".join(parts)

@@ -34,7 +34,7 @@ from learner.run_folder import STORE, noted_epoch
 from rlearner.ops.continue_line import continue_line
 from rlearner.ops.folder_cleanup import removed_on_failure
 from rlearner.up.artifacts import write_artifacts
-from rlearner.up.fleet import ENDED_WELL, FleetProcess, ProcessFleet, cpu_seconds
+from rlearner.up.fleet import FleetProcess, ProcessFleet, cpu_seconds
 from rlearner.up.live_state import LiveRunState
 from rlearner.up.run_claim import RunClaim, refuse_other_broker
 from rlearner.up.shutdown_display import ShutdownDisplay
@@ -66,14 +66,12 @@ def _where(config: dict[str, Any]) -> tuple[str, Path]:
     return config["run"]["name"], Path(config["run"]["dir"]) / config["run"]["name"]
 
 
-async def up(
-    config: dict[str, Any], arguments: list[str], stop: Stop, *, force: bool = False, rebase: bool = False
-) -> None:
+async def up(config: dict[str, Any], args: list[str], stop: Stop, *, force: bool = False, rebase: bool = False) -> None:
     """Start everything, show it, and stop it when the learner is done, on a signal, or when a child cannot run.
 
     Args:
         config: the validated configuration, with ``run.name`` set.
-        arguments: for ``rlearner start``: the file and the overrides.
+        args: for ``rlearner start``: the file and the overrides.
         force: see ``learner/resume_checks.py``.
         rebase: continue even if the private broker's store is lost.
 
@@ -89,12 +87,10 @@ async def up(
     with removed_on_failure(folder), RunClaim(folder, run) as claim:
         said = [f"run {run}, logs in {folder / 'logs'}", *(f"changed since the last start: {one}" for one in changed)]
         print(*said, sep="\n", flush=True)
-        await _up(config, run, folder, [*arguments, *flags], stop, claim)
+        await _up(config, run, folder, [*args, *flags], stop, claim)
 
 
-async def _up(
-    config: dict[str, Any], run: str, folder: Path, arguments: list[str], stop: Stop, claim: RunClaim
-) -> None:
+async def _up(config: dict[str, Any], run: str, folder: Path, args: list[str], stop: Stop, claim: RunClaim) -> None:
     settings = section(config, "broker", BrokerSection)
     logs = folder / "logs"
     started, epoch = time.monotonic(), noted_epoch(folder)
@@ -105,23 +101,18 @@ async def _up(
         stop.at_once.append(fleet.kill)
         try:
             limit = [] if settings.store_max_gib else [f"broker.store_max_gib={most_gib}"]
-            learner = fleet.add("learner", "rlearner.cli", ["start", *arguments, *limit])
+            learner = fleet.add("learner", "rlearner.cli", ["start", *args, *limit])
             fleet.add("rollout-server", "rollout.cli", ["--id", "rollout-1"])
             fleet.add("envhub", "envhub.cli", ["--id", "envhub-1"])
             fleet.add("rewardhub", "rewardhub.cli", ["--id", "rewardhub-1"])
             evaluation = section(config, "eval", EvalSection)
             if evaluation.every_steps and "random" in (evaluation.baseline, *evaluation.against):
                 engine_args = f"engine_args={json.dumps(evaluation.baseline_args)}"  # YAML reads JSON
-                fleet.add(
-                    "rollout-random",
-                    "rollout.cli",
-                    ["--engine", "random", "--policy", "random", "--id", "random-1", engine_args],
-                )
+                random = ["--engine", "random", "--policy", "random", "--id", "random-1", engine_args]
+                fleet.add("rollout-random", "rollout.cli", random)
             await _show(config, broker, fleet, learner, stop)
-            used = {child.name: sum(child.cpu.values()) for child in fleet.children} | {
-                "broker": sum(cpu_seconds([broker.pid]).values()),
-                "this view": time.process_time(),
-            }
+            used = {child.name: sum(child.cpu.values()) for child in fleet.children}
+            used |= {"broker": sum(cpu_seconds([broker.pid]).values()), "this view": time.process_time()}
         finally:
             farewell, patience_s = ShutdownDisplay(), LEARNER_PATIENCE_S if stop.asked.is_set() else 10.0
             await asyncio.to_thread(fleet.stop, ("learner",), patience_s=patience_s, show=farewell)
@@ -132,12 +123,8 @@ async def _up(
         if noted_epoch(folder) != epoch:
             print(continue_line(config), end="", flush=True)
         raise
-    write_artifacts(
-        folder,
-        time.monotonic() - started,
-        used,
-        continue_line(config).strip() or f"again: rlearner up {shlex.join(arguments)}",
-    )
+    resume = continue_line(config).strip() or f"again: rlearner up {shlex.join(args)}"
+    write_artifacts(folder, time.monotonic() - started, used, resume)
 
 
 async def _show(
@@ -155,27 +142,21 @@ async def _show(
         await roster.start()
         steps: asyncio.Queue[str] = asyncio.Queue()
         listening = asyncio.create_task(_listen(bus, board, steps))
-        with (
-            Live(console=console, refresh_per_second=4, transient=False)
-            if console.is_terminal
-            else contextlib.nullcontext() as live
-        ):
+        display = Live(console=console, refresh_per_second=4) if console.is_terminal else contextlib.nullcontext()
+        with display as live:
             phase = ""
-            while not stop.asked.is_set() and not _ended(fleet, learner):
+            while not stop.asked.is_set() and learner.exit_code is None and not fleet.failed:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(stop.asked.wait(), DRAW_EVERY_S)
                 happened = fleet.watch() + await asyncio.to_thread(keeper.look)
-                happened += board.see(
-                    [p for role in ("learner", "rollout", "envhub", "rewardhub") for p in roster.alive(role)],
-                    time.monotonic(),
-                )
+                present = [p for role in ("learner", "rollout", "envhub", "rewardhub") for p in roster.alive(role)]
+                happened += board.see(present, time.monotonic())
                 events += happened
-                news = [board.news.pop(0) for _ in range(len(board.news))]
+                news, board.news = board.news, []
                 if live is not None:
                     live.update(screen(board, events, fleet.logs))
                     continue
-                lines = [steps.get_nowait() for _ in range(steps.qsize())]
-                lines += news
+                lines = [steps.get_nowait() for _ in range(steps.qsize())] + news
                 if board.phase != phase and not board.step:
                     phase = board.phase
                     lines.append(phase)
@@ -191,11 +172,6 @@ async def _show(
         await bus.close()
     if stop.asked.is_set():
         print("stopping everything; press Ctrl-C again to stop at once", file=sys.stderr)
-
-
-def _ended(fleet: ProcessFleet, learner: FleetProcess) -> bool:
-    """Return whether the learner is done, or a child rejected its input or died too often."""
-    return learner.exit_code is not None or any(child.exit_code not in (None, *ENDED_WELL) for child in fleet.children)
 
 
 async def _listen(bus: Bus, board: LiveRunState, steps: asyncio.Queue[str]) -> None:

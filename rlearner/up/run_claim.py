@@ -23,18 +23,13 @@ async def refuse_other_broker(folder: Path, run: str) -> None:
         return
     learners, problem = await ask_broker(url, run)
     if learners:
-        one = learners[0]
-        raise UserError(
-            f"run {run} is live at {url} (learner on {one.host}, process {one.pid}); `rlearner status {folder}` shows "
-            f"it"
-        )
+        learner = f"learner on {learners[0].host}, process {learners[0].pid}"
+        raise UserError(f"run {run} is live at {url} ({learner}); `rlearner status {folder}` shows it")
     trained_by_up = not private_addresses(folder) and (folder / STORE / "jetstream").exists()  # older version
     if noted_epoch(folder) and not trained_by_up:
         last = "; if it has lost its store, add --rebase, which counts the open tickets as dead" if problem else ""
-        raise UserError(
-            f"run {run} was last trained with the broker at {url}{problem}: "
-            f"continue with `rlearner start {folder} --broker {url}` and start the other processes by hand{last}"
-        )
+        by_hand = f"`rlearner start {folder} --broker {url}` and start the other processes by hand{last}"
+        raise UserError(f"run {run} was last trained with the broker at {url}{problem}: continue with {by_hand}")
 
 
 class RunClaim:

@@ -20,12 +20,7 @@ SILENT_S: Final = 1.0  # a fleet that ends sooner needs no line
 
 
 def waiting_line(waiting: Sequence[str], left_s: float) -> str:
-    """Return ``waiting for learner (writing the last checkpoint): 27 s``.
-
-    Args:
-        waiting: names of the children that are still running.
-        left_s: seconds until they must stop at once.
-    """
+    """Return ``waiting for learner (writing the last checkpoint): 27 s``; ``waiting``: names of running children."""
     named = ", ".join(f"{name} ({DOING[name]})" if name in DOING else name for name in waiting)
     return f"waiting for {named}: {max(left_s, 0.0):.0f} s" + ("" if left_s > 0 else ", stopping them now")
 

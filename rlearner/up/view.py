@@ -19,18 +19,10 @@ STATE_COLOUR = {"serving": "green", "starting": "yellow", "draining": "yellow", 
 
 def screen(board: LiveRunState, events: list[str], logs: Path) -> RenderableType:
     """Return the whole screen. ``logs``: the folder of the processes' logs."""
-    return Panel(
-        Group(
-            progress(board),
-            *trouble(board, logs),
-            figures(board),
-            health(board),
-            *(Text(line, style="dim") for line in events[-4:]),
-        ),
-        title=f"rlearner  {board.run}",
-        subtitle="Ctrl-C stops everything cleanly",
-        border_style="cyan",
-    )
+    recent = [Text(line, style="dim") for line in events[-4:]]
+    parts = Group(progress(board), *trouble(board, logs), figures(board), health(board), *recent)
+    title, subtitle = f"rlearner  {board.run}", "Ctrl-C stops everything cleanly"
+    return Panel(parts, title=title, subtitle=subtitle, border_style="cyan")
 
 
 def progress(board: LiveRunState) -> RenderableType:
@@ -40,10 +32,8 @@ def progress(board: LiveRunState) -> RenderableType:
     row.add_column(justify="right", no_wrap=True)
     eta = board.eta_s()
     label = f"step {board.step}/{board.total_steps}" if board.step else board.phase
-    row.add_row(
-        ProgressBar(total=board.total_steps, completed=board.step),
-        label + (f"  eta {duration(eta)}" if eta is not None else ""),
-    )
+    left = f"  eta {duration(eta)}" if eta is not None else ""
+    row.add_row(ProgressBar(total=board.total_steps, completed=board.step), f"{label}{left}")
     return row
 
 
@@ -70,17 +60,14 @@ def figures(board: LiveRunState) -> RenderableType:
     table.add_row("success rate", f"{get('env/success_rate', 0):.3f}", sparkline(board.successes))
     measured = "  ".join(f"{rate:.3f} at {step}" for step, rate in board.evals[-4:])
     others = "  ".join(f"{name} {rate:.3f}" for name, rate in sorted(board.baselines.items()))
-    table.add_row(
-        "evaluation", f"{board.evals[-1][1]:.3f}" if board.evals else "-", "  ".join(filter(None, (measured, others)))
-    )
+    newest = f"{board.evals[-1][1]:.3f}" if board.evals else "-"
+    table.add_row("evaluation", newest, "  ".join(filter(None, (measured, others))))
     table.add_row("staleness", f"{get('staleness/mean', 0):.2f}", f"max {get('staleness/max', 0):.0f}")
-    table.add_row(
-        "idle", f"{get('trainer/idle_ratio', 0):.0%}", f"learner, {get('rollouter/idle_ratio', 0):.0%} generator"
-    )
+    generator = f"{get('rollouter/idle_ratio', 0):.0%} generator"
+    table.add_row("idle", f"{get('trainer/idle_ratio', 0):.0%}", f"learner, {generator}")
     table.add_row("tokens/s", f"{get('perf/tokens_per_s', 0):.0f}", f"{get('perf/samples_per_s', 0):.1f} samples/s")
-    queues = "  ".join(
-        f"{name.split('/')[1]} {value:.0f}" for name, value in sorted(board.line.items()) if name.startswith("queue/")
-    )
+    depths = [(name, value) for name, value in sorted(board.line.items()) if name.startswith("queue/")]
+    queues = "  ".join(f"{name.split('/')[1]} {value:.0f}" for name, value in depths)
     table.add_row("queues", "", queues or "-")
     return table
 
@@ -102,13 +89,6 @@ def _row(presence: wire.Presence) -> tuple[str | Text, ...]:
     version = str(presence.policy_version) if presence.policy_version >= 0 else "-"
     what = presence.engine if presence.role == "rollout" else ", ".join(presence.serves)
     busy = f"{presence.running}/{presence.slots}" if presence.slots else str(presence.running)
+    name = display_name(presence.role, presence.id)
     state = Text(presence.state, style=STATE_COLOUR[presence.state])
-    return (
-        display_name(presence.role, presence.id),
-        state,
-        str(presence.pid),
-        version,
-        busy,
-        str(presence.waiting),
-        what,
-    )
+    return name, state, str(presence.pid), version, busy, str(presence.waiting), what

@@ -17,14 +17,8 @@ from rlearner_text.tool_calls import ToolSyntax
 
 _NAMED: Final = {"properties", "$defs", "definitions"}  # schemas by name
 _LISTED: Final = {"items", "prefixItems", "anyOf", "oneOf", "additionalProperties"}
-_OPEN: Final = {
-    "additionalProperties",
-    "patternProperties",
-    "allOf",
-    "anyOf",
-    "oneOf",
-    "$ref",
-}  # next to these, ``properties`` is not the whole schema
+# Next to one of these, ``properties`` is not the whole schema.
+_OPEN: Final = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
 
 
 def guides_of(body: ChatBody, tokenizer: Tokenizer) -> list[wire.Guide]:
@@ -43,9 +37,8 @@ def guides_of(body: ChatBody, tokenizer: Tokenizer) -> list[wire.Guide]:
         raise HttpError(400, f"{param}: its schema is nested too deeply", param=param) from None
     if made:
         if (size := sum(len(one.schema) + len(one.before) + len(one.after) for one in made)) > MAX_GUIDE_CHARS:
-            raise HttpError(
-                400, f"{param}: schemas of {size} characters are not allowed; at most {MAX_GUIDE_CHARS}", param=param
-            )
+            message = f"{param}: schemas of {size} characters are not allowed; at most {MAX_GUIDE_CHARS}"
+            raise HttpError(400, message, param=param)
         try:
             _guides(tokenizer).check(made)
         except GuideError as error:
@@ -74,9 +67,8 @@ def close_objects(schema: Any) -> Any:
         if isinstance(schema[key], dict):
             made[key] = {name: close_objects(one) for name, one in schema[key].items()}
     for key in _LISTED & schema.keys():
-        made[key] = (
-            [close_objects(one) for one in schema[key]] if isinstance(schema[key], list) else close_objects(schema[key])
-        )
+        inner = schema[key]
+        made[key] = [close_objects(one) for one in inner] if isinstance(inner, list) else close_objects(inner)
     return made if "properties" not in schema or _OPEN & schema.keys() else made | {"additionalProperties": False}
 
 

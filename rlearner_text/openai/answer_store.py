@@ -12,11 +12,7 @@ MOST_BYTES: Final = 32 << 20
 
 
 class AnswerStore:
-    """Earlier answers of one endpoint; evicts the oldest.
-
-    Args:
-        most_bytes: limit for all conversations, by the size of their requests.
-    """
+    """Earlier answers of one endpoint; evicts the oldest when their requests exceed ``most_bytes``."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most = most_bytes
@@ -25,13 +21,7 @@ class AnswerStore:
         self._bytes = 0
 
     def add(self, response_id: str, given: Sequence[Item], output: Sequence[Item], size: int) -> None:
-        """Store an answer.
-
-        Args:
-            given: the whole input.
-            output: the items of the answer, each with its id.
-            size: bytes of the request.
-        """
+        """Store the whole input and the items of its answer, each with its id; ``size``: bytes of the request."""
         ids = [str(item["id"]) for item in output]
         self._conversations[response_id] = ([*given, *output], ids, size)
         self._items |= dict(zip(ids, output, strict=True))

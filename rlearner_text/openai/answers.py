@@ -33,14 +33,7 @@ class AnswerChoice:
 
 
 class AnswerWriter:
-    """Writes the answers to one request.
-
-    Args:
-        body: the request.
-        tokenizer: of the model served.
-        model: its name.
-        reply_id: id of the answer without prefix.
-    """
+    """Writes the answers to one request; ``reply_id`` is the answer's id without prefix."""
 
     def __init__(self, body: GenerationBody, tokenizer: Tokenizer, model: str, reply_id: str) -> None:
         self._body, self._tokenizer, self.model = body, tokenizer, model
@@ -51,9 +44,8 @@ class AnswerWriter:
 
     def whole(self, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
         """Return the answer in one piece."""
-        made = self.object(
-            "chat.completion" if self._chat else "text_completion", [self._choice(one) for one in choices]
-        )
+        kind = "chat.completion" if self._chat else "text_completion"
+        made = self.object(kind, [self._choice(one) for one in choices])
         if self._chat and self._body.return_token_ids:  # a chat has one prompt; a completion's are in its choices
             made["prompt_token_ids"] = list(choices[0].prompt)
         return made | {"usage": usage(choices), "policy_version": newest(choices)}
@@ -65,11 +57,8 @@ class AnswerWriter:
     def _choice(self, choice: AnswerChoice) -> dict[str, Any]:
         ids = choice.reply.token_ids.array().tolist()
         text, calls = self.said(choice)
-        made: dict[str, Any] = {
-            "index": choice.index,
-            "finish_reason": choice.reply.finish_reason,
-            "version_runs": runs_of(choice.reply),
-        }
+        made: dict[str, Any] = {"index": choice.index, "finish_reason": choice.reply.finish_reason}
+        made["version_runs"] = runs_of(choice.reply)
         made["logprobs"] = self.logprobs(ids, choice.reply.logprobs.array().tolist(), choice.top)
         if self._chat:
             made["message"] = {"role": "assistant", "content": text}
@@ -90,9 +79,8 @@ class AnswerWriter:
         if isinstance(self._body, ChatBody) and self._body.offered and reason in ("stop", "length"):
             spelled = tool_calls.tool_syntax(self._tokenizer)
             prefix = tool_calls.prefix_of(self.reply_id, choice.index)
-            text, calls = tool_calls.split_calls(
-                tool_calls.text_with_markers(self._tokenizer, ids), spelled, prefix, self._body.most_calls
-            )
+            marked = tool_calls.text_with_markers(self._tokenizer, ids)
+            text, calls = tool_calls.split_calls(marked, spelled, prefix, self._body.most_calls)
             if calls:
                 return text, calls
         return self._text(ids, reason), []
@@ -110,9 +98,7 @@ class AnswerWriter:
     ) -> Mapping[str, Any] | None:
         """Return one entry per token id, including the end token; None if the client wants none.
 
-        Args:
-            top: see ``AnswerChoice``.
-            start: number of characters before these tokens.
+        ``start`` is the number of characters before these tokens.
         """
         if not self._body.wants_logprobs:
             return None

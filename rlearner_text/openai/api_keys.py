@@ -6,6 +6,7 @@ import hmac
 import os
 import secrets
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -37,9 +38,8 @@ def find_key() -> tuple[str, str]:
             _create(path)
         mode = path.stat().st_mode
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise UserError(
-                f"{path} may be read by others (mode {stat.S_IMODE(mode):o}); make it private with chmod 600"
-            )
+            problem = f"may be read by others (mode {stat.S_IMODE(mode):o})"
+            raise UserError(f"{path} {problem}; make it private with chmod 600")
         return _checked(path.read_text(encoding="ascii").strip(), str(path)), str(path)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"no API key: {path}: {error}; set {VARIABLE}") from None
@@ -48,9 +48,8 @@ def find_key() -> tuple[str, str]:
 def matches(header: str | None, key: str) -> bool:
     """Return whether an Authorization header has the key, in constant time for wrong keys of one length."""
     scheme, _, given = (header or "").partition(" ")
-    return scheme.lower() == "bearer" and hmac.compare_digest(
-        given.strip().encode(errors="surrogateescape"), key.encode()
-    )
+    sent = given.strip().encode(errors="surrogateescape")
+    return scheme.lower() == "bearer" and hmac.compare_digest(sent, key.encode())
 
 
 def _create(path: Path) -> None:
@@ -61,18 +60,14 @@ def _create(path: Path) -> None:
     try:
         with os.fdopen(handle, "w", encoding="ascii") as file:
             file.write(f"rl-{secrets.token_urlsafe(32)}\n")
-        try:
+        with suppress(FileExistsError):
             os.link(draft, path)
-        except FileExistsError:
-            return
     finally:
         draft.unlink()
 
 
 def _checked(key: str, where: str) -> str:
     if len(key) < LEAST_CHARACTERS or not key.isascii() or not key.isprintable() or " " in key:
-        raise UserError(
-            f"the API key in {where} is not allowed; at least {LEAST_CHARACTERS} printable ASCII characters without "
-            f"spaces"
-        )
+        allowed = f"at least {LEAST_CHARACTERS} printable ASCII characters without spaces"
+        raise UserError(f"the API key in {where} is not allowed; {allowed}")
     return key

@@ -75,11 +75,7 @@ class ApiBackend(Protocol):
 
 
 class SingleKeyBackend:
-    """Renders prompts with the model's own chat template and answers with one engine.
-
-    Args:
-        handle: samples one choice.
-    """
+    """Renders prompts with the model's own chat template and answers with one engine."""
 
     def __init__(self, handle: GenerateHandler, tokenizer: Tokenizer, served: ServedModel) -> None:
         self._handle, self.served, self._tokenizer = handle, served, tokenizer
@@ -95,12 +91,9 @@ class SingleKeyBackend:
             except ConfigError as error:
                 raise HttpError(400, error.allowed, param="messages") from None
         assert isinstance(body, CompletionBody)
-        return [
-            await asyncio.to_thread(self._tokenizer.encode, one) if isinstance(one, str) else one
-            for one in body.prompts()
-        ]
+        encode = self._tokenizer.encode
+        return [await asyncio.to_thread(encode, one) if isinstance(one, str) else one for one in body.prompts()]
 
     def _encoded(self, body: ChatBody) -> list[int]:
-        return self._tokenizer.encode(
-            self._tokenizer.render_chat([one.plain() for one in body.messages], tools=body.offered)
-        )
+        messages = [one.plain() for one in body.messages]
+        return self._tokenizer.encode(self._tokenizer.render_chat(messages, tools=body.offered))

@@ -22,12 +22,7 @@ LONGEST_BACKOFF_S: Final = 30.0
 
 
 class EndpointError(Exception):
-    """An error status that a retry would not change.
-
-    Args:
-        status: HTTP status.
-        message: from the endpoint, one line.
-    """
+    """An error status that a retry would not change, with the endpoint's message in one line."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"the endpoint answered {status}: {message}")
@@ -100,12 +95,11 @@ class EndpointClient:
         await self._session.close()
 
     async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+        url = self._base_url + path
         for attempt in range(1, self._retries + 2):
             headers: Mapping[str, str] = {}
             try:
-                async with self._session.request(
-                    method, self._base_url + path, json=body, allow_redirects=False
-                ) as response:
+                async with self._session.request(method, url, json=body, allow_redirects=False) as response:
                     if response.status == 200:
                         return _object(await _read(response))
                     problem = f"{response.status}: {self._without_key(_message(await _read(response)))}"
@@ -118,7 +112,7 @@ class EndpointClient:
                 wait_s = backoff_s(attempt, self._base_s, headers, chance=random.random())
                 log.info("%s: %s; try %d in %.1f s", path, problem, attempt + 1, wait_s)
                 await asyncio.sleep(wait_s)
-        raise RuntimeError(f"{self._base_url}{path} gave no answer in {self._retries + 1} tries: {problem}")
+        raise RuntimeError(f"{url} gave no answer in {self._retries + 1} tries: {problem}")
 
     def _without_key(self, said: str) -> str:
         """Mask the key, which some endpoints repeat when they reject it."""

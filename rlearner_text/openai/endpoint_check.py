@@ -19,19 +19,15 @@ def check_endpoint(key: str, base_url: str, api_key_env: str, *, named: bool, ne
         named: whether the user set ``api_key_env``; if not, the endpoint may need no key.
         needed: whether its client fails at once without the endpoint; if not, it may start later.
     """
+    export = f"export {api_key_env}=…"
     if named and not os.environ.get(api_key_env):
-        return _finding(
-            key, "missing", f"its api_key_env names {api_key_env}, which is not set", f"export {api_key_env}=…"
-        )
+        return _finding(key, "missing", f"its api_key_env names {api_key_env}, which is not set", export)
     status, problem = asyncio.run(_ask(base_url, os.environ.get(api_key_env, "")))
     if status in (401, 403):
-        return _finding(
-            key, "missing", f"{base_url} does not accept the key in {api_key_env}: {problem}", f"export {api_key_env}=…"
-        )
+        return _finding(key, "missing", f"{base_url} does not accept the key in {api_key_env}: {problem}", export)
     if problem and not status:
-        return _finding(
-            key, "missing" if needed else "warning", problem, f"curl {base_url.rstrip('/')}/models  # must answer"
-        )
+        remedy = f"curl {base_url.rstrip('/')}/models  # must answer"
+        return _finding(key, "missing" if needed else "warning", problem, remedy)
     return _finding(key, "ok", f"{base_url} answers")
 
 

@@ -104,19 +104,16 @@ def _conversation(body: GenerationBody) -> str:
 
 def _check_model(body: GenerationBody, served: ServedModel) -> None:
     if not served.any_model and body.model not in (None, served.model, served.path):
-        raise HttpError(
-            404, f"there is no model {body.model!r}, only {served.model!r}", param="model", code="model_not_found"
-        )
+        message = f"there is no model {body.model!r}, only {served.model!r}"
+        raise HttpError(404, message, param="model", code="model_not_found")
 
 
 def _check_top(body: GenerationBody, served: ServedModel) -> None:
     """Check ``top_logprobs``; a completion's ``logprobs: 1`` only requests those of sampled tokens, always known."""
     if not served.top_logprobs and body.wanted_top > (1 if isinstance(body, CompletionBody) else 0):
         param = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
-        message = (
-            f"{param}: {body.wanted_top} is not supported by this server; its engine returns the logprobs of "
-            f"sampled tokens only"
-        )
+        why = "its engine returns the logprobs of sampled tokens only"
+        message = f"{param}: {body.wanted_top} is not supported by this server; {why}"
         raise HttpError(400, message, param=param, code="unsupported_parameter")
 
 
@@ -127,9 +124,8 @@ def _check_prompts(body: GenerationBody, prompts: Sequence[Sequence[int]], serve
         raise HttpError(400, f"{len(prompts)} prompts with n={body.n}: at most {MOST_CHOICES} choices", param="n")
     if (longest := max(map(len, prompts))) >= served.max_context_tokens:
         message = f"the prompt has {longest} tokens and leaves no room to generate in {served.max_context_tokens}"
-        raise HttpError(
-            400, message, param="messages" if isinstance(body, ChatBody) else "prompt", code="context_length_exceeded"
-        )
+        param = "messages" if isinstance(body, ChatBody) else "prompt"
+        raise HttpError(400, message, param=param, code="context_length_exceeded")
 
 
 def _ask(

@@ -7,25 +7,15 @@ from typing import Any, Final
 ENGINE_FAILED: Final = "the engine failed"  # prefix of errors that are not the request's fault
 
 _TYPES: Final = {
-    400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
-    405: "invalid_request_error",
-    413: "invalid_request_error",
     503: "service_unavailable_error",
     504: "timeout_error",
 }
 
 
 class HttpError(Exception):
-    """An error answer with ``status`` and ``body``.
-
-    Args:
-        status: HTTP status.
-        message: one line.
-        param: the wrong field of the body.
-        code: for programs, for example ``model_not_found``.
-    """
+    """An error answer; ``param`` is the wrong field of the body, ``code`` is for programs (``model_not_found``)."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)

@@ -23,22 +23,13 @@ DEADLINE_S: Final = 600.0
 COMPLETION_TOKENS: Final = 16  # OpenAI's default for /v1/completions
 MOST_TOP_LOGPROBS: Final = 20  # OpenAI's own limit
 
-# About the client and not the output; the last two concern the length of the output, which depends on training.
-_IGNORED: Final = frozenset(
-    {
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_retention",
-        "request_id",
-        "reasoning_effort",
-        "verbosity",
-    }
-)
-# Fields that have no effect at these values.
-_NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
+Neutral = Mapping[str, tuple[object, ...]]  # values without effect, by field
+
+# About the client and not the output, or about the length of the output, which depends on training.
+_LENGTH: Final = {"reasoning_effort", "verbosity"}
+_CLIENT: Final = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_retention"}
+_IGNORED: Final = frozenset({*_CLIENT, "request_id", *_LENGTH})
+_NEUTRAL: Final[Neutral] = {
     "repetition_penalty": (1,),
     "best_of": (1,),
     "echo": (False,),
@@ -54,6 +45,7 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
 _TYPE_NAMES: Final = frozenset({"str", "int", "bool"})
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Word = Annotated[str, Field(min_length=1)]
 
 
 class StrictModel(BaseModel):
@@ -104,7 +96,7 @@ class MessageToolCall(StrictModel):
 class OfferedFunction(StrictModel):
     """A function that the model may call; other fields go to the chat template unchanged."""
 
-    name: Annotated[str, Field(min_length=1)]
+    name: Word
 
 
 class OfferedTool(StrictModel):
@@ -175,15 +167,9 @@ class ChatMessage(StrictModel):
     def plain(self) -> dict[str, Any]:
         """Return the message in the form of chat templates."""
         made: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
-        if self.tool_calls:
-            made["tool_calls"] = [
-                {
-                    "id": one.id,
-                    "type": "function",
-                    "function": {"name": one.function.name, "arguments": json.loads(one.function.arguments)},
-                }
-                for one in self.tool_calls
-            ]
+        for one in self.tool_calls or ():
+            function = {"name": one.function.name, "arguments": json.loads(one.function.arguments)}
+            made.setdefault("tool_calls", []).append({"id": one.id, "type": "function", "function": function})
         if self.tool_call_id is not None:
             made["tool_call_id"] = self.tool_call_id
         return made
@@ -203,9 +189,7 @@ class GenerationBody(StrictModel):
     temperature: Annotated[float, Field(ge=0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     seed: Annotated[int, Field(ge=0, lt=2**62)] | None = None
-    stop: (
-        Annotated[str, Field(min_length=1)] | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=64)]
-    ) = []
+    stop: Word | Annotated[list[Word], Field(max_length=64)] = []
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -338,51 +322,35 @@ def parse(raw: bytes, model: type[B]) -> B:
         check_extra(body.model_extra, "")
     if isinstance(body, ChatBody):
         if body.top_logprobs and not body.logprobs:
-            raise HttpError(
-                400, f"top_logprobs: {body.top_logprobs} is not allowed without logprobs: true", param="top_logprobs"
-            )
+            problem = f"top_logprobs: {body.top_logprobs} is not allowed without logprobs: true"
+            raise HttpError(400, problem, param="top_logprobs")
         for number, message in enumerate(body.messages):
             check_extra(message.model_extra, f"messages.{number}.", ignored=frozenset({"name", "refusal"}))
     return body
 
 
 def check_extra(
-    extra: Mapping[str, Any] | None,
-    where: str,
-    ignored: frozenset[str] = _IGNORED,
-    neutral: Mapping[str, tuple[object, ...]] = _NEUTRAL,
+    extra: Mapping[str, Any] | None, where: str, ignored: frozenset[str] = _IGNORED, neutral: Neutral = _NEUTRAL
 ) -> None:
-    """Reject an unknown field that would change the output.
-
-    Args:
-        extra: the fields that the model does not define.
-        where: prefix of their names, for example ``messages.3.``.
-        ignored: fields that do not concern the output.
-        neutral: values without effect.
+    """Reject a field that the model does not define, unless it has no effect on the output.
 
     Raises:
-        HttpError: 400 if there is one; names the field.
+        HttpError: 400 if there is one; names the field, after the prefix ``where`` (``messages.3.``).
     """
     for key, value in (extra or {}).items():
         if value is not None and key not in ignored and value not in neutral.get(key, ()):
-            raise HttpError(
-                400, f"{where}{key} is not supported by this server", param=where + key, code="unsupported_parameter"
-            )
+            message = f"{where}{key} is not supported by this server"
+            raise HttpError(400, message, param=where + key, code="unsupported_parameter")
 
 
 def validation_error(error: ValidationError, where: str = "") -> HttpError:
     """Convert the first error of a body, or of its part at ``where``, to an error answer."""
     first = error.errors()[0]
     # The location names branches of a union by type, such as ``str`` or ``list[str]``, which are not in the request.
-    parts = [
-        str(part) for part in first["loc"] if isinstance(part, int) or (part.isidentifier() and part not in _TYPE_NAMES)
-    ]
-    param = ".".join([where, *parts] if where else parts)
+    loc = [one for one in first["loc"] if isinstance(one, int) or (one.isidentifier() and one not in _TYPE_NAMES)]
+    param = ".".join(map(str, [where, *loc] if where else loc))
     if first["type"] == "missing":
         return HttpError(400, f"{param} must be given", param=param)
-    said = repr(first["input"])
-    return HttpError(
-        400,
-        f"{param}: {said if len(said) <= 80 else said[:77] + '...'} is not allowed; {sentence(first['msg'])}",
-        param=param,
-    )
+    given = repr(first["input"])
+    shown = given if len(given) <= 80 else given[:77] + "..."
+    return HttpError(400, f"{param}: {shown} is not allowed; {sentence(first['msg'])}", param=param)

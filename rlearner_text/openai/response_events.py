@@ -14,36 +14,20 @@ from rlearner_text.openai.token_events import TokenEvent, TopLogprobs
 from rlearner_text.tokenizer import Tokenizer
 
 # Fields of the request that the response repeats.
-_ECHOED: Final = (
-    "instructions",
-    "max_output_tokens",
-    "parallel_tool_calls",
-    "previous_response_id",
-    "temperature",
-    "tool_choice",
-    "tools",
-)
-_ECHOED_TOO: Final = ("top_logprobs", "top_p")
+_ECHOED: Final = ("instructions", "max_output_tokens", "parallel_tool_calls", "previous_response_id", "temperature")
+_ECHOED_TOO: Final = ("tool_choice", "tools", "top_logprobs", "top_p")
+
+Keep = Callable[[str, Sequence[Item]], None]
 
 
 class ResponsesFormat:
     """Answer format of /v1/responses; see ``rlearner_text.openai.generation.AnswerFormat``.
 
-    Args:
-        body: the request.
-        chat: the request as a chat.
-        tokenizer: of the model served.
-        keep: called with the response's id and items before they are sent.
-        writer: of the chat's answer.
+    ``keep`` is called with the response's id and items before they are sent.
     """
 
     def __init__(
-        self,
-        body: ResponsesBody,
-        chat: ChatBody,
-        tokenizer: Tokenizer,
-        keep: Callable[[str, Sequence[Item]], None],
-        writer: AnswerWriter,
+        self, body: ResponsesBody, chat: ChatBody, tokenizer: Tokenizer, keep: Keep, writer: AnswerWriter
     ) -> None:
         self._body, self._chat, self._tokenizer, self._keep, self._writer = body, chat, tokenizer, keep, writer
         self.response_id = f"resp_{writer.reply_id}"
@@ -80,30 +64,22 @@ class ResponsesFormat:
             "store": self._body.store,
             "metadata": (self._body.model_extra or {}).get("metadata") or {},
             "truncation": "disabled",
-            "incomplete_details": None,
-            "error": None,
-            "usage": None,
+            **dict.fromkeys(("incomplete_details", "error", "usage")),
         }
 
     def items(self, choice: AnswerChoice) -> list[Item]:
         """Return the output: a message unless there are only calls, then the calls."""
         text, calls = self._writer.said(choice)
         status = "completed" if calls or choice.reply.finish_reason == "stop" else "incomplete"
-        logprobs = self.logprobs(
-            choice.reply.token_ids.array().tolist(), choice.reply.logprobs.array().tolist(), choice.top
-        )
+        ids, drawn = choice.reply.token_ids.array().tolist(), choice.reply.logprobs.array().tolist()
+        logprobs = self.logprobs(ids, drawn, choice.top)
         message = [self.message(status, [self.part(text, logprobs)])] if text or not calls else []
         return message + [self.call(call, number, "completed") for number, call in enumerate(calls)]
 
     def message(self, status: str, parts: list[dict[str, Any]]) -> Item:
         """Return the message item."""
-        return {
-            "id": f"msg_{self._writer.reply_id}",
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": parts,
-        }
+        item = {"id": f"msg_{self._writer.reply_id}", "type": "message", "role": "assistant"}
+        return item | {"status": status, "content": parts}
 
     def part(self, text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
         """Return the text part of a message."""
@@ -111,12 +87,8 @@ class ResponsesFormat:
 
     def call(self, call: dict[str, Any], number: int, status: str) -> Item:
         """Convert a chat's tool call to an item."""
-        item = {
-            "id": f"fc_{self._writer.reply_id}{number:02d}",
-            "type": "function_call",
-            "status": status,
-            "call_id": call["id"],
-        }
+        item_id = f"fc_{self._writer.reply_id}{number:02d}"
+        item = {"id": item_id, "type": "function_call", "status": status, "call_id": call["id"]}
         return item | {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
 
     def logprobs(self, ids: Sequence[int], logprobs: Sequence[float], top: Sequence[TopLogprobs]) -> list[Any]:
@@ -134,9 +106,7 @@ class ResponsesFormat:
 
 
 class ResponseEvents:
-    """The events of one streamed response; see ``rlearner_text.openai.sse_chunks.ChunkEvents`` for the timing of
-    text.
-    """
+    """The events of one streamed response; for the timing of text see ``rlearner_text.openai.sse_chunks``."""
 
     def __init__(self, response: ResponsesFormat, spoken: Any, writer: AnswerWriter, prompt: Sequence[int]) -> None:
         self._response, self._spoken, self._writer, self._prompt = response, spoken, writer, prompt
@@ -171,10 +141,7 @@ class ResponseEvents:
         if self._number >= 0:
             return []
         response = self._response.object("in_progress", [])
-        return [
-            self._event("response.created", response=response),
-            self._event("response.in_progress", response=response),
-        ]
+        return [self._event(kind, response=response) for kind in ("response.created", "response.in_progress")]
 
     def _words(self, text: str, logprobs: list[Any]) -> list[dict[str, Any]]:
         made = []
@@ -198,12 +165,11 @@ class ResponseEvents:
     def _call(self, item: Item, index: int) -> list[dict[str, Any]]:
         where = {"item_id": item["id"], "output_index": index}
         begun = item | {"arguments": "", "status": "in_progress"}
+        made = {"name": item["name"], "arguments": item["arguments"]}
         return [
             self._event("response.output_item.added", output_index=index, item=begun),
             self._event("response.function_call_arguments.delta", **where, delta=item["arguments"]),
-            self._event(
-                "response.function_call_arguments.done", **where, name=item["name"], arguments=item["arguments"]
-            ),
+            self._event("response.function_call_arguments.done", **where, **made),
             self._event("response.output_item.done", output_index=index, item=item),
         ]
 

@@ -17,6 +17,7 @@ from rlearner_text.openai.request_bodies import (
     MOST_TOP_LOGPROBS,
     ChatBody,
     GenerationBody,
+    Neutral,
     StrictModel,
     check_extra,
     validation_error,
@@ -30,7 +31,7 @@ _TEXTS: Final = ("input_text", "output_text", "text")
 _IGNORED: Final = frozenset(
     {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_retention", "max_tool_calls"}
 )
-_NEUTRAL: Final[dict[str, tuple[object, ...]]] = {"background": (False,), "truncation": ("disabled", "auto")}
+_NEUTRAL: Final[Neutral] = {"background": (False,), "truncation": ("disabled", "auto")}
 
 
 class TextPart(StrictModel):
@@ -112,10 +113,7 @@ class ResponsesBody(GenerationBody):
 
 
 def chat_of(body: ResponsesBody, items: list[Item]) -> ChatBody:
-    """Convert a request to a chat.
-
-    Args:
-        items: see ``items_of``.
+    """Convert a request with its items (see ``items_of``) to a chat.
 
     Raises:
         HttpError: 400 if a field is not allowed; names it.
@@ -129,10 +127,7 @@ def chat_of(body: ResponsesBody, items: list[Item]) -> ChatBody:
     if not messages:
         raise HttpError(400, "input: [] is not allowed; at least one item", param="input")
     fields = {name: getattr(body, name) for name in GenerationBody.model_fields if name in body.model_fields_set}
-    fields |= {
-        "messages": messages,
-        "tools": [_tool(tool, f"tools.{number}") for number, tool in enumerate(body.tools)],
-    }
+    fields |= {"messages": messages, "tools": [_tool(tool, f"tools.{n}") for n, tool in enumerate(body.tools)]}
     fields |= {"tool_choice": _choice(body.tool_choice), "parallel_tool_calls": body.parallel_tool_calls}
     fields |= {"logprobs": body.wants_logprobs, "top_logprobs": body.top_logprobs}
     if (form := _form(body.text.format)) is not None:
@@ -171,11 +166,8 @@ def _resolved(item: Item, number: int, kept: AnswerStore) -> Item:
 
 
 def _unknown(param: str, value: object) -> HttpError:
-    return HttpError(
-        400,
-        f"{param}: {value!r} is not allowed; this server keeps no answer with this id; send the items instead",
-        param=param,
-    )
+    why = "this server keeps no answer with this id; send the items instead"
+    return HttpError(400, f"{param}: {value!r} is not allowed; {why}", param=param)
 
 
 def _append(messages: list[dict[str, Any]], item: Item, where: str) -> None:
@@ -213,9 +205,8 @@ def _checked(model: type[T], value: dict[str, Any], where: str) -> T:
     content = value.get("content", value.get("output"))
     for part in content if isinstance(content, list) else ():
         if isinstance(part, dict) and part.get("type") not in _TEXTS:
-            raise HttpError(
-                400, f"{where}: only text parts are supported, found type {part.get('type')!r}", param=where
-            )
+            message = f"{where}: only text parts are supported, found type {part.get('type')!r}"
+            raise HttpError(400, message, param=where)
     try:
         return model.model_validate({key: one for key, one in value.items() if one is not None})
     except ValidationError as error:

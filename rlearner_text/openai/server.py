@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 CLOSE_S: Final = 2.0  # for unfinished answers when the server closes
 RETRY_AFTER_S: Final = "1"
+Desk = Callable[[str | None], ApiBackend | None]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class _OneLine(logging.Filter):
@@ -59,12 +61,7 @@ class HttpServer:
         address: for example ``http://127.0.0.1:8000/v1``; set once started.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        desk: Callable[[str | None], ApiBackend | None],
-        health: Callable[[], tuple[str, int]],
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, desk: Desk, health: Callable[[], tuple[str, int]]) -> None:
         self._tokenizer, self._desk, self._health_of = tokenizer, desk, health
         self._began = int(time.time())
         self._runner: web.AppRunner | None = None
@@ -134,9 +131,7 @@ class HttpServer:
     # ---------------------------------------------------------------------------------------------- every call
 
     @web.middleware
-    async def _guard(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check the key and convert all errors to error answers."""
         try:
             if request.path != "/health":
@@ -149,9 +144,8 @@ class HttpServer:
         except web.HTTPRequestEntityTooLarge:
             return _answer(HttpError(413, f"the body is larger than {wire.MAX_PAYLOAD_BYTES} bytes"))
         except web.HTTPException as error:
-            return _answer(
-                HttpError(error.status, f"{request.method} {request.path}: {HTTPStatus(error.status).phrase.lower()}")
-            )
+            phrase = HTTPStatus(error.status).phrase.lower()
+            return _answer(HttpError(error.status, f"{request.method} {request.path}: {phrase}"))
         except Exception:
             log.exception("a request to %s failed", request.path)
             return _answer(HttpError(500, FAILED))
@@ -159,9 +153,8 @@ class HttpServer:
     def _desk_of(self, request: web.Request) -> ApiBackend:
         desk = self._desk(request.headers.get("Authorization"))
         if desk is None:
-            raise HttpError(
-                401, "the API key is missing or wrong; send it as Authorization: Bearer KEY", code="invalid_api_key"
-            )
+            message = "the API key is missing or wrong; send it as Authorization: Bearer KEY"
+            raise HttpError(401, message, code="invalid_api_key")
         return desk
 
     async def _health(self, _: web.Request) -> web.Response:
@@ -186,17 +179,13 @@ class HttpServer:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = parse(await request.read(), ChatBody)
-        made = partial(ChatFormat, body, self._tokenizer)
-        return await generate(
-            request, self._desk_of(request), self._tokenizer, body, body.max_completion_tokens or body.max_tokens, made
-        )
+        made, limit = partial(ChatFormat, body, self._tokenizer), body.max_completion_tokens or body.max_tokens
+        return await generate(request, self._desk_of(request), self._tokenizer, body, limit, made)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = parse(await request.read(), CompletionBody)
-        made = partial(ChatFormat, body, self._tokenizer)
-        return await generate(
-            request, self._desk_of(request), self._tokenizer, body, body.max_tokens or COMPLETION_TOKENS, made
-        )
+        made, limit = partial(ChatFormat, body, self._tokenizer), body.max_tokens or COMPLETION_TOKENS
+        return await generate(request, self._desk_of(request), self._tokenizer, body, limit, made)
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
         desk, raw = self._desk_of(request), await request.read()

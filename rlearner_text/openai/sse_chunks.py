@@ -54,11 +54,9 @@ class ChunkEvents:
         ids = choice.reply.token_ids.array().tolist()[self._told :]
         logprobs = choice.reply.logprobs.array().tolist()[self._told :]
         rest = self._spoken.rest(text)
-        made = (
-            [self._chunk(rest, ids, logprobs, _behind(runs_of(choice.reply), self._told), ())]
-            if ids or rest or not self._begun
-            else []
-        )
+        made = []
+        if ids or rest or not self._begun:
+            made.append(self._chunk(rest, ids, logprobs, _behind(runs_of(choice.reply), self._told), ()))
         if calls:
             made.append(self._object({"delta": {"tool_calls": [{"index": n} | one for n, one in enumerate(calls)]}}))
         end: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
@@ -68,17 +66,12 @@ class ChunkEvents:
         return made
 
     def _chunk(
-        self,
-        text: str,
-        ids: Sequence[int],
-        logprobs: Sequence[float],
-        runs: list[list[int]],
-        top: Sequence[TopLogprobs],
+        self, text: str, ids: Sequence[int], drawn: Sequence[float], runs: list[list[int]], top: Sequence[TopLogprobs]
     ) -> dict[str, Any]:
         said: dict[str, Any] = {"text": text} if not self._chat else {"delta": {"content": text}}
         if self._chat and not self._begun:
             said["delta"] = {"role": "assistant", "content": text}
-        said["logprobs"] = self._writer.logprobs(ids, logprobs, top, self._offset)
+        said["logprobs"] = self._writer.logprobs(ids, drawn, top, self._offset)
         if not self._chat and said["logprobs"] is not None:
             self._offset += sum(map(len, said["logprobs"]["tokens"]))
         said["version_runs"] = runs
@@ -106,9 +99,8 @@ def partial_text_of(body: GenerationBody, tokenizer: Tokenizer) -> PartialText:
 
 def usage_chunk(writer: AnswerWriter, body: GenerationBody, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
     """Return the chunk that ``stream_options.include_usage`` requests."""
-    return writer.object("chat.completion.chunk" if isinstance(body, ChatBody) else "text_completion", []) | {
-        "usage": usage(choices)
-    }
+    kind = "chat.completion.chunk" if isinstance(body, ChatBody) else "text_completion"
+    return writer.object(kind, []) | {"usage": usage(choices)}
 
 
 class ChatFormat:
@@ -122,10 +114,9 @@ class ChatFormat:
         return ChunkEvents(self._body, self._tokenizer, self._writer, index, prompt)
 
     def ending(self, choices: Sequence[AnswerChoice]) -> list[bytes]:
-        counted = (
-            [encode(usage_chunk(self._writer, self._body, choices))] if self._body.stream_options.include_usage else []
-        )
-        return [*counted, b"[DONE]"]
+        if not self._body.stream_options.include_usage:
+            return [b"[DONE]"]
+        return [encode(usage_chunk(self._writer, self._body, choices)), b"[DONE]"]
 
 
 def _behind(runs: Sequence[Sequence[int]], told: int) -> list[list[int]]:

@@ -22,11 +22,7 @@ encode: Final = msgspec.json.Encoder().encode  # runs once per token; twenty tim
 
 
 class TokenBuffer:
-    """Buffer of one choice's unsent pieces.
-
-    Args:
-        news: set whenever there is something to send.
-    """
+    """Buffer of one choice's unsent pieces; sets ``news`` whenever there is something to send."""
 
     def __init__(self, news: asyncio.Event, top_logprobs: int) -> None:
         self._news = news
@@ -55,22 +51,14 @@ class ChoiceEvents(Protocol):
 
 
 class EventStream:
-    """One streamed answer.
-
-    Args:
-        feeds, tasks, chunks: of each choice.
-        ending: returns the data of the events after all choices.
-        news: shared with the feeds.
-    """
+    """One streamed answer; ``ending`` returns the data of the events after all choices."""
 
     def __init__(
         self, feeds: Sequence[TokenBuffer], tasks: Sequence[asyncio.Task[AnswerChoice]], chunks: Sequence[ChoiceEvents],
         ending: Callable[[Sequence[AnswerChoice]], list[bytes]], news: asyncio.Event,
     ) -> None:  # fmt: skip
         self._ending = ending
-        self._open: list[tuple[TokenBuffer, asyncio.Task[AnswerChoice], ChoiceEvents]] = list(
-            zip(feeds, tasks, chunks, strict=True)
-        )
+        self._open = list(zip(feeds, tasks, chunks, strict=True))
         self._choices: list[AnswerChoice] = []
         self._news = news
         self._response = web.StreamResponse(headers=HEADERS)

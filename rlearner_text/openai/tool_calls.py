@@ -15,12 +15,8 @@ from rlearner_text.tool_calls import PROBE, ToolCall, ToolCallError, ToolSyntax,
 
 _ASKED: Final = {"role": "user", "content": "probe question 21312"}
 _SAID: Final = "probe answer 31213"
-_OFFERED: Final = [
-    {
-        "type": "function",
-        "function": {"name": "probe", "description": "probe", "parameters": {"type": "object", "properties": {}}},
-    }
-]
+_FUNCTION: Final = {"name": "probe", "description": "probe", "parameters": {"type": "object", "properties": {}}}
+_OFFERED: Final = [{"type": "function", "function": _FUNCTION}]
 
 
 @lru_cache(maxsize=8)
@@ -31,9 +27,8 @@ def tool_syntax(tokenizer: Tokenizer) -> ToolSyntax:
         HttpError: 400 if it does not write them as JSON.
     """
     try:
-        words = tokenizer.render_chat(
-            [_ASKED, {"role": "assistant", "content": _SAID}], add_generation_prompt=False, tools=_OFFERED
-        )
+        chat = [_ASKED, {"role": "assistant", "content": _SAID}]
+        words = tokenizer.render_chat(chat, add_generation_prompt=False, tools=_OFFERED)
         called = tokenizer.render_chat([_ASKED, PROBE], add_generation_prompt=False, tools=_OFFERED)
         found = learn_syntax(called, words[: words.index(_SAID)])[0]
         return replace(found, after=found.after[: _end(found.after, tokenizer)])
@@ -57,22 +52,14 @@ def text_with_markers(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
 
 
 def split_calls(text: str, how: ToolSyntax, prefix: str, most: int | None = None) -> tuple[str, list[dict[str, Any]]]:
-    """Split a text at its first call into words and calls; no calls if one does not parse.
-
-    Args:
-        text: from ``text_with_markers``.
-        how: from ``tool_syntax``.
-        prefix: of the calls' ids.
-        most: most calls to return; None: all.
-    """
+    """Split a text with markers at its first call into words and calls, up to ``most``; none if one does not parse."""
     try:
         calls = how.calls(text)[:most]
     except ToolCallError:
         return text, []
     words = text.partition(how.opener)[0] if how.opener else ""
-    return (words.rstrip() if calls else text), [
-        _call(one, f"{prefix}{number:02d}") for number, one in enumerate(calls)
-    ]
+    made = [_call(one, f"{prefix}{number:02d}") for number, one in enumerate(calls)]
+    return words.rstrip() if calls else text, made
 
 
 def prefix_of(reply_id: str, index: int) -> str:
@@ -81,8 +68,5 @@ def prefix_of(reply_id: str, index: int) -> str:
 
 
 def _call(call: ToolCall, identifier: str) -> dict[str, Any]:
-    return {
-        "id": identifier,
-        "type": "function",
-        "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
-    }
+    function = {"name": call.name, "arguments": json.dumps(call.arguments)}
+    return {"id": identifier, "type": "function", "function": function}

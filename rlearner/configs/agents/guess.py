@@ -1,11 +1,10 @@
-"""An agent that guesses a number between two bounds, written on the openai client alone; it knows nothing of the
-training around it.
+"""An agent that guesses a number between two bounds; it uses only the openai client and does not know the training.
 
-It plays a game of its own, keeps its conversation as any chat program does, and says how it went in its last line.
+It plays its game, keeps its conversation as any chat program does, and prints the result in its last line.
 Against any endpoint:
 
-    echo '{"seed": 7}' | OPENAI_BASE_URL=https://host/v1 OPENAI_API_KEY=… OPENAI_MODEL=NAME python
-    configs/agents/guess.py
+    export OPENAI_BASE_URL=https://host/v1 OPENAI_API_KEY=… OPENAI_MODEL=NAME
+    echo '{"seed": 7}' | python configs/agents/guess.py
 """
 
 import json

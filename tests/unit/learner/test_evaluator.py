@@ -112,7 +112,7 @@ async def test_a_measurement_alone_waits_for_its_episodes_too(tmp_path: Path, mo
     evaluating = evaluator(tmp_path, stop)
     evaluating.start(0, "evaluated", 0)
     asked = evaluating._evaluations.pending[0]
-    fleet: Any = SimpleNamespace(children=[], watch=lambda: [])
+    fleet: Any = SimpleNamespace(failed=False, watch=lambda: [])
     async with asyncio.TaskGroup() as group_of_tasks:
         tasks = [group_of_tasks.create_task(work) for work in evaluating.services()]
         await disk.refused.wait()

@@ -263,7 +263,7 @@ def test_weights_that_nccl_cannot_carry() -> None:
         ),
         (
             "vllm",
-            "train.weights_backend=ipc has no effect: engine vllm takes weights in host memory, so they go by gloo",
+            "engine vllm takes weights in host memory, so train.weights_backend=ipc sends them by gloo",
             "train.weights_backend=shared",
         ),
     ],
