@@ -609,8 +609,8 @@ async def test_no_broker_says_so_and_gives_up_at_the_deadline(caplog: pytest.Log
     ("kind", "says"),
     [
         ("refused", "connection refused; no program listens there"),
-        ("unknown", "the host's name is not known ("),
-        ("silent", "nothing has come back yet; a firewall, or a program that is not a NATS server"),
+        ("unknown", "unknown host name ("),
+        ("silent", "no reply; check for a firewall, or a program that is not a NATS server"),
         ("ssh", "what answers there is not a NATS server"),
     ],
 )

@@ -330,7 +330,7 @@ async def test_bad_options(broker_url: str, name: str, value: str) -> None:
     "address", ["http://x:4222", "nats://x:port", "localhost", "nats://", "nats://a:1,http://b", "nats://a:1,"]
 )
 async def test_an_address_that_is_none(address: str) -> None:
-    with pytest.raises(BrokerUnreachable, match=f"{address} is no address of a broker; write nats://host:port"):
+    with pytest.raises(BrokerUnreachable, match=f"{address} is not a broker address; expected nats://host:port"):
         async with join("envhub", options(address), Stop()):
             pass
 
