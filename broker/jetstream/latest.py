@@ -1,9 +1,10 @@
-"""Reads the newest message of every subject of a stream once, with a consumer that is gone again afterwards."""
+"""Reads the newest message of every subject of a stream once, with a temporary consumer."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 from typing import Any, Final
 
 from broker.jetstream.api import StoredEntry, ask
@@ -13,32 +14,28 @@ from broker.nats.connection import PAUSE_S, NatsLink
 from broker.nats.nats_errors import Disconnected
 
 BATCH: Final = 256
-ANSWER_S: Final = 3.0  # without any message of a pull: it is lost
+ANSWER_S: Final = 3.0  # without any message, after which a pull counts as lost
 FORGET_AFTER_S: Final = 10.0
 NO_MORE: Final = ("404", "408")
 
 
 async def latest(link: NatsLink, stream_name: str, pattern: str) -> list[StoredEntry]:
-    """Return the newest message of each subject that matches, in the order of the stream; repeated until the broker has
-    answered.
+    """Return the newest message of each matching subject, in stream order, retrying until the broker answers.
 
     Raises:
-        NoStream: it does not exist.
-        Disconnected: the link was closed.
+        NoStream: if the stream does not exist.
+        Disconnected: if the link was closed.
     """
     while True:
         await link.ready()
-        try:
-            entries = await _read(link, stream_name, pattern)
-        except Disconnected:
-            entries = None
-        if entries is not None:
-            return entries
+        with suppress(Disconnected):
+            if (entries := await _read(link, stream_name, pattern)) is not None:
+                return entries
         await asyncio.sleep(PAUSE_S)
 
 
 async def _read(link: NatsLink, stream_name: str, pattern: str) -> list[StoredEntry] | None:
-    """None: an answer was lost."""
+    """Read the messages once; return None if an answer was lost."""
     config: dict[str, Any] = {
         "ack_policy": "none",
         "mem_storage": True,
@@ -57,7 +54,7 @@ async def _read(link: NatsLink, stream_name: str, pattern: str) -> list[StoredEn
     subscribed = await link.subscribe(inbox, arrived.put)
     try:
         while True:
-            # no_wait without an expiry: the broker sends what is there and keeps no request.
+            # no_wait without an expiry: the broker sends what it has and keeps no request
             request = json.dumps({"batch": BATCH, "no_wait": True}).encode()
             await link.send(f"$JS.API.CONSUMER.MSG.NEXT.{stream_name}.{consumer}", request, reply=inbox)
             for _ in range(BATCH):
@@ -65,10 +62,9 @@ async def _read(link: NatsLink, stream_name: str, pattern: str) -> list[StoredEn
                     message = await arrived.get()
                 if message.headers and not message.reply and (status := message.headers.get("Status")):
                     return entries if status in NO_MORE else None
-                entries.append(
-                    StoredEntry(delivery_numbers(message.reply)[1], message.subject, message.headers, message.data)
-                )
-                if message.reply.endswith(".0"):  # how many are still to be delivered
+                _, seq, _ = delivery_numbers(message.reply)
+                entries.append(StoredEntry(seq, message.subject, message.headers, message.data))
+                if message.reply.endswith(".0"):  # the number of messages still to be delivered
                     return entries
     except TimeoutError:
         return None
