@@ -80,7 +80,7 @@ async def request(
         answer = await bus.link.call(subject, data, timeout_s=timeout_s)
         return codec.decode(answer.data, *(reply if isinstance(reply, tuple) else (reply,)))
     except NoResponders:
-        raise RequestFailed(f"{subject}: nobody listens") from None
+        raise RequestFailed(f"{subject}: nothing listens") from None
     except TimeoutError:
         raise RequestFailed(f"{subject}: no answer within {timeout_s:g} s") from None
     except (Disconnected, WireError) as error:
