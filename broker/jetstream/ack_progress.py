@@ -83,9 +83,9 @@ class AckProgress:
                 if (stood_s > self._hang_after_s()) != hanging:
                     hanging = not hanging
                     if hanging:
-                        log.error("event loop stands still for %.1f s; others get its work", stood_s)
+                        log.error("event loop blocked for %.1f s; other processes get its work", stood_s)
                     else:
-                        log.info("event loop turns again")
+                        log.info("event loop runs again")
                 if not hanging:
                     await self._mark_due(link)
         finally:

@@ -102,7 +102,7 @@ async def bounds(link: NatsLink, stream_name: str, *, known: int = 0) -> tuple[i
 
     Args:
         known: a sequence that was stored. If a stream of several replicas ends before it, the server that answers may
-            be behind the others after a partition; it is asked again for up to ``CATCH_UP_S`` seconds.
+            be behind the others after a partition; it is queried again for up to ``CATCH_UP_S`` seconds.
     """
     started = time.monotonic()
     while True:

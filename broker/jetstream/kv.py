@@ -30,7 +30,7 @@ AFTER_TAP_S: Final = (0.0, 0.1, 0.3, 1.0, 3.0)  # reads after a message, which m
 log = logging.getLogger(__name__)
 
 Malformed = Callable[[str, int, str, bytes], Awaitable[None]]
-Told = Callable[[str, wire.Message | None], None]
+OnPut = Callable[[str, wire.Message | None], None]
 
 
 class KeyValue:
@@ -130,15 +130,15 @@ class KeyValue:
                     message = None if is_deletion else await self._decoded(key, seen, data)
                     if is_deletion or message is not None:
                         yield message, seen
-                if await _heard(tapped, 0.0 if delays else READ_AGAIN_S * random.uniform(0.75, 1.25)):
+                if await _is_set_within(tapped, 0.0 if delays else READ_AGAIN_S * random.uniform(0.75, 1.25)):
                     delays = list(AFTER_TAP_S)
                 delays = delays or [0.0]
         finally:
             self._link.on_disconnect.discard(tapped.set)
             await subscribed.close()
 
-    async def tap(self, prefix: str, told: Told) -> LinkSubscription:
-        """Call ``told`` with (key, message or None if deleted) of every put below a prefix from now on, stored or not.
+    async def tap(self, prefix: str, on_put: OnPut) -> LinkSubscription:
+        """Call ``on_put`` with (key, message or None if deleted) of every later put below a prefix, stored or not.
 
         For keys that are put repeatedly and never compared and swapped: a missed value comes again.
         """
@@ -146,10 +146,10 @@ class KeyValue:
         async def tap(message: Msg) -> None:
             key = message.subject.removeprefix(self._prefix)
             if _is_deletion(message.headers):
-                told(key, None)
+                on_put(key, None)
                 return
             try:
-                told(key, codec.decode(message.data, *self._stream.messages))
+                on_put(key, codec.decode(message.data, *self._stream.messages))
             except WireError as error:
                 log.warning("%s %s: %s", self._stream.name, key, error)
 
@@ -197,7 +197,7 @@ def _is_deletion(headers: dict[str, str] | None) -> bool:
     return headers is not None and (headers.get(OPERATION) in ("DEL", "PURGE") or MARKER_REASON in headers)
 
 
-async def _heard(event: asyncio.Event, timeout_s: float) -> bool:
+async def _is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
     """Return whether the event is set within that time, and clear it."""
     try:
         if not event.is_set():
