@@ -116,8 +116,8 @@ def _takes(pattern: str, subject: str) -> bool:
 
 
 def _listed(differing: dict[str, tuple[Any, Any]]) -> str:
-    settings = sorted(differing.items())
-    return ", ".join(f"{name} {_shown(name, has)} instead of {_shown(name, want)}" for name, (has, want) in settings)
+    items = sorted(differing.items())
+    return ", ".join(f"{name} {_shown(name, has)} instead of {_shown(name, want)}" for name, (has, want) in items)
 
 
 def _shown(name: str, value: Any) -> str:
