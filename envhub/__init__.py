@@ -1,3 +1,1 @@
-"""The environment hub: runs the episodes of a ticket's group. May import ``broker``, ``text`` and ``sandbox``, no other
-role.
-"""
+"""The environment hub, which runs episodes. It may import ``broker``, ``text`` and ``sandbox`` only."""

@@ -1,4 +1,4 @@
-"""The command ``envhub``: a hub by default; ``envhub demos`` and ``envhub render`` work without a broker."""
+"""The command ``envhub``: runs a hub; ``envhub demos`` and ``envhub render`` work without a broker."""
 
 from __future__ import annotations
 
@@ -18,27 +18,23 @@ EPILOG = """also:
 EXAMPLES: Final = {
     "envhub": ["envhub --run quick --n 64", "envhub --domains lake"],
     "envhub demos": ["envhub demos configs/quickstart.yaml --episodes 100 --out demos.jsonl"],
-    "envhub render": [
-        "envhub render configs/quickstart.yaml --task-index 0 --seed 1 --actions R,D,R --out lake.gif",
-    ],
+    "envhub render": ["envhub render configs/quickstart.yaml --task-index 0 --seed 1 --actions R,D,R --out lake.gif"],
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; its exit code."""
+    """Run the command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = _COMMANDS.get(arguments[0]) if arguments else None
     return enter(lambda: _serve(arguments) if command is None else command(arguments[1:]))
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of a hub."""
+    """Return the parser of a hub's options."""
     from broker.runtime import process
 
     parser = ArgumentParser(prog="envhub", description="Run environments for a run.", epilog=EPILOG)
-    parser.add_argument(
-        "--n", type=count, default=None, metavar="N", help="environments running at once (the run's envhub.n)"
-    )
+    parser.add_argument("--n", type=count, default=None, metavar="N", help="environments at once (the run's envhub.n)")
     parser.add_argument("--domains", type=tokens, default=[], metavar="A,B", help="which domains to serve (all)")
     process.add_join_options(parser)
     return complete(parser, EXAMPLES)
@@ -53,17 +49,12 @@ def _serve(arguments: Sequence[str]) -> int:
 
 
 def demos_parser() -> argparse.ArgumentParser:
-    """The options of ``envhub demos``."""
+    """Return the parser of ``envhub demos``."""
     parser = _offline_parser("demos", "Write demonstrations as JSONL conversations.")
     parser.add_argument("--episodes", type=count, required=True, metavar="N", help="how many to write")
     parser.add_argument("--noise", type=share, default=0.5, metavar="X", help="share of random actions (%(default)s)")
-    parser.add_argument(
-        "--against",
-        type=share,
-        default=None,
-        metavar="X",
-        help="write pairs for rlearner dpo: solved with --noise, failed with this",
-    )
+    against = "write pairs for rlearner dpo: solved with --noise, failed with this noise"
+    parser.add_argument("--against", type=share, default=None, metavar="X", help=against)
     parser.add_argument("--out", required=True, metavar="FILE", help="JSONL file to write")
     parser.add_argument("--seed", type=natural, default=0, metavar="S", help="of tasks and noise (%(default)s)")
     return complete(parser, EXAMPLES)
@@ -73,30 +64,23 @@ def _demos(arguments: Sequence[str]) -> int:
     from broker.settings.runspec import load, validate
     from envhub.demos import write_demonstrations
 
-    options = demos_parser().parse_intermixed_args(arguments)
-    config = validate(load(options.config, options.overrides))
+    args = demos_parser().parse_intermixed_args(arguments)
+    config, chosen = validate(load(args.config, args.overrides)), args.domain
     solved = write_demonstrations(
-        config,
-        options.domain,
-        episodes=options.episodes,
-        noise=options.noise,
-        out=options.out,
-        seed=options.seed,
-        against=options.against,
+        config, chosen, episodes=args.episodes, noise=args.noise, out=args.out, seed=args.seed, against=args.against
     )
-    print(json.dumps({"out": options.out, "episodes": options.episodes, "success_rate": round(solved, 4)}))
+    print(json.dumps({"out": args.out, "episodes": args.episodes, "success_rate": round(solved, 4)}))
     return 0
 
 
 def render_parser() -> argparse.ArgumentParser:
-    """The options of ``envhub render``."""
+    """Return the parser of ``envhub render``."""
     parser = _offline_parser("render", "Replay recorded actions into a GIF.")
     parser.add_argument("--task-index", type=natural, required=True, metavar="I", help="which task of the domain")
     parser.add_argument("--seed", type=natural, required=True, metavar="S", help="of the episode")
     parser.add_argument("--split", choices=["train", "eval"], default="eval", help="whose tasks (%(default)s)")
-    parser.add_argument(
-        "--actions", type=_actions, required=True, metavar="R,D,…", help="texts by commas, or a JSON list of them"
-    )
+    actions = "texts separated by commas, or a JSON list of them"
+    parser.add_argument("--actions", type=_actions, required=True, metavar="R,D,…", help=actions)
     parser.add_argument("--title", default="", metavar="TEXT", help="written above each picture")
     parser.add_argument("--out", required=True, metavar="FILE.gif", help="GIF file to write")
     return complete(parser, EXAMPLES)
@@ -106,19 +90,12 @@ def _render(arguments: Sequence[str]) -> int:
     from broker.settings.runspec import load, validate
     from envhub.episodes.render import write_gif
 
-    options = render_parser().parse_intermixed_args(arguments)
-    config = validate(load(options.config, options.overrides))
+    args = render_parser().parse_intermixed_args(arguments)
+    config = validate(load(args.config, args.overrides))
     frames = write_gif(
-        config,
-        options.domain,
-        options.task_index,
-        options.seed,
-        options.actions,
-        options.out,
-        split=options.split,
-        title=options.title,
+        config, args.domain, args.task_index, args.seed, args.actions, args.out, split=args.split, title=args.title
     )
-    print(json.dumps({"out": options.out, "frames": frames}))
+    print(json.dumps({"out": args.out, "frames": frames}))
     return 0
 
 
@@ -137,7 +114,7 @@ def _actions(text: str) -> list[str]:
     except ValueError:
         actions = None
     if not isinstance(actions, list) or not all(isinstance(action, str) for action in actions):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON list of texts")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON list of texts")
     return actions
 
 

@@ -1,6 +1,4 @@
-"""The section ``envhub``: how a hub runs its environments; and what can be said about the domains before anything
-starts.
-"""
+"""The config section ``envhub``, and checks of the domains before anything starts."""
 
 from __future__ import annotations
 
@@ -14,33 +12,31 @@ from broker.settings.config import Section
 if TYPE_CHECKING:
     from envhub.domain import Domain
 
-EVAL_TASKS: Final = 256  # per domain, where `eval.tasks` is null and every domain has as many
+EVAL_TASKS: Final = 256  # per domain, if `eval.tasks` is null and every domain has as many
 
 
 class EnvhubSection(Section):
-    """Settings of an environment hub; the domains stand in a section of their own."""
+    """Settings of an environment hub; the domains have their own section."""
 
     n: PositiveInt = 64  # environments running at once
     step_timeout_s: PositiveFloat = 30.0  # one reset or step
     episode_timeout_s: PositiveFloat | None = None  # null: derived, see broker.settings.timeouts
     generate_timeout_s: PositiveFloat | None = None  # one turn, retries included; null: derived from the next one
-    min_tokens_per_s: PositiveFloat = 10.0  # that a loaded server still samples for one request
+    min_tokens_per_s: PositiveFloat = 10.0  # what a loaded server still samples for one request
     max_retries: PositiveInt = 3  # of one turn on other servers, and of one episode after an error
     worker_memory_mib: PositiveInt | None = 2048  # of one environment in a worker process; None: no limit
     max_hung_threads: PositiveInt = 256  # a hub that has lost this many threads in environments exits
-    # tickets of a domain that fail in a row (or as many as are played at once, at least 2) before no more are taken
-    # until a trial goes well
+    # failed tickets of a domain in a row (at most those played at once, at least 2) before it waits for a good trial
     broken_after: PositiveInt = 5
     drain_timeout_s: PositiveFloat = 30.0
 
 
 def check(config: dict[str, Any]) -> None:
-    """Refuse domains that cannot run: unknown environment, missing or malformed data, numbers that contradict each
-    other.
+    """Refuse domains that cannot run: unknown environment, bad data, or numbers that contradict each other.
 
     Raises:
         ConfigError: names the key, its value and what is allowed.
-        DataError: a malformed row of a data file.
+        DataError: if a row of a data file is malformed.
     """
     from envhub.domain import load_domains
 
@@ -54,10 +50,10 @@ def check(config: dict[str, Any]) -> None:
 
 
 def data_digests(config: dict[str, Any]) -> dict[str, str]:
-    """Content digest of every data file that the hubs of this run read; for ``RunSpec.data_digests``.
+    """Return the content digest of every data file that the run's hubs read, for ``RunSpec.data_digests``.
 
     Raises:
-        UserError: a file cannot be read.
+        UserError: if a file cannot be read.
     """
     from broker.settings.runspec import digest_file
     from envhub.domain import load_domains
@@ -67,13 +63,12 @@ def data_digests(config: dict[str, Any]) -> dict[str, str]:
 
 
 def num_eval_tasks(config: dict[str, Any]) -> int:
-    """Return how many tasks of each domain an evaluation measures: ``eval.tasks``, by default 256 or as many as every
-    domain has.
+    """Return how many tasks of each domain an evaluation measures, none of them twice.
 
-    No task is measured twice, since it would count as another one.
+    That is ``eval.tasks``; by default 256, or as many as every domain has.
 
     Raises:
-        ConfigError: a domain has no held-out tasks, or fewer than ``eval.tasks``.
+        ConfigError: if a domain has no held-out tasks, or fewer than ``eval.tasks``.
         UserError: as ``check``.
     """
     from envhub.domain import load_domains
@@ -84,11 +79,8 @@ def num_eval_tasks(config: dict[str, Any]) -> int:
         if there is None:
             continue
         if not there:
-            raise ConfigError(
-                "eval.tasks",
-                wanted or EVAL_TASKS,
-                f"domain {name} has no held-out tasks; eval.every_steps=0 measures none",
-            )
+            allowed = f"domain {name} has no held-out tasks; eval.every_steps=0 measures none"
+            raise ConfigError("eval.tasks", wanted or EVAL_TASKS, allowed)
         if wanted is not None and wanted > there:
             raise ConfigError("eval.tasks", wanted, f"at most {there}, the held-out tasks of domain {name}")
         least = min(least, there)
@@ -99,29 +91,20 @@ def _check_numbers(domain: Domain, config: dict[str, Any]) -> None:
     from envhub.envs.agent import AgentEnvironment, check_section
 
     section, key = domain.section, f"domains.{domain.name}"
-    if section.min_group_size is not None and section.min_group_size > section.group_size:
-        raise ConfigError(
-            f"{key}.min_group_size", section.min_group_size, f"at most group_size, which is {section.group_size}"
-        )
-    if section.sampling.max_tokens >= section.max_context_tokens:
-        raise ConfigError(
-            f"{key}.sampling.max_tokens",
-            section.sampling.max_tokens,
-            f"less than max_context_tokens, which is {section.max_context_tokens}",
-        )
+    context, answer, least = section.max_context_tokens, section.sampling.max_tokens, section.min_group_size
+    if least is not None and least > section.group_size:
+        raise ConfigError(f"{key}.min_group_size", least, f"at most group_size, which is {section.group_size}")
+    if answer >= context:
+        raise ConfigError(f"{key}.sampling.max_tokens", answer, f"less than max_context_tokens, which is {context}")
     served = (config.get("rollout") or {}).get("max_context_tokens")
-    if served is not None and section.max_context_tokens > served:
-        raise ConfigError(
-            f"{key}.max_context_tokens",
-            section.max_context_tokens,
-            f"at most rollout.max_context_tokens, which is {served}",
-        )
+    if served is not None and context > served:
+        allowed = f"at most rollout.max_context_tokens, which is {served}"
+        raise ConfigError(f"{key}.max_context_tokens", context, allowed)
     if issubclass(domain.environment, AgentEnvironment):
         check_section(domain.name, section, domain.args)
     if not domain.environment.has_reward and not section.rewards:
-        raise ConfigError(
-            f"{key}.rewards", [], f"environment {section.env} gives no reward of its own; name at least one reward"
-        )
+        allowed = f"environment {section.env} gives no reward of its own; name at least one reward"
+        raise ConfigError(f"{key}.rewards", [], allowed)
 
 
 def _check_demonstrations(domains: dict[str, Domain], section: dict[str, Any]) -> None:
@@ -133,8 +116,5 @@ def _check_demonstrations(domains: dict[str, Domain], section: dict[str, Any]) -
     if name not in domains:
         raise ConfigError("warm_start.domain", name, f"one of {', '.join(domains) or 'no domains'}")
     if not can_demonstrate(domains[name].environment):
-        raise ConfigError(
-            "warm_start.domain",
-            name,
-            f"environment {domains[name].section.env} has no solver; give warm_start.data instead",
-        )
+        allowed = f"environment {domains[name].section.env} has no solver; give warm_start.data instead"
+        raise ConfigError("warm_start.domain", name, allowed)

@@ -1,10 +1,9 @@
-"""What the policy sees at each turn: the whole conversation, or a prompt built from a memory of it.
+"""Builds what the policy sees at each turn: the whole conversation or a prompt made from a memory.
 
 With ``context: full`` an episode is one conversation and one training sample. With ``context: steps`` each turn is a
-conversation of its own: what opened the episode, the last ``history_length`` turns and the present observation in one
-user message. Each turn is a sample, and all samples of an episode share its number and its total reward (Feng et al.,
-GiGPO, arXiv 2505.10978, section 4), so contexts stay short however long the episode becomes. ``memory`` names a
-function of the user's instead of ``recent``; it may summarise.
+conversation and a sample: the opening, the last ``history_length`` turns and the present observation in one user
+message. All samples of an episode share its number and its total reward (Feng et al., GiGPO, arXiv 2505.10978, section
+4), so contexts stay short in long episodes. ``memory`` names a function to use instead of ``recent``; it may summarise.
 """
 
 from __future__ import annotations
@@ -20,29 +19,27 @@ Memory = Callable[[str, Sequence[tuple[str, str]], str, int], str]
 
 
 def recent(opening: str, past: Sequence[tuple[str, str]], now: str, history_length: int) -> str:
-    """The prompt of a turn: the opening, the last turns as observation and action, the present observation; one below
-    the other.
+    """Return a turn's prompt, by lines: the opening, the last turns (observation, action), the present observation.
 
     Args:
         opening: the episode's first observation.
-        past: every turn before this one, as (observation, action), oldest first.
+        past: every earlier turn as (observation, action), oldest first.
         now: the present observation.
-        history_length: how many of them are shown.
+        history_length: how many earlier turns to show.
     """
     if not past:
         return opening
     first = max(0, len(past) - history_length)
-    turns = [
-        part for i, turn in enumerate(past) if i >= first for part in (turn[1:] if i == 0 else turn)
-    ]  # the opening stands there already
+    # the first turn's observation is the opening
+    turns = [part for i, turn in enumerate(past) if i >= first for part in (turn[1:] if i == 0 else turn)]
     return "\n".join([opening, *turns, now])
 
 
 def load_memory(key: str, name: str) -> Memory:
-    """The function behind ``domains.<name>.memory``.
+    """Return the function that ``domains.<name>.memory`` names.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: if there is no such function.
     """
     try:
         found: Any = resolve("memories", name, {"recent": "envhub.context:recent"})
@@ -55,7 +52,7 @@ def load_memory(key: str, name: str) -> Memory:
 
 @dataclass
 class StepContext:
-    """The turns of one episode so far, and the prompt that follows from them."""
+    """The turns of one episode so far; makes the next prompt from them."""
 
     memory: Memory
     history_length: int
@@ -64,12 +61,12 @@ class StepContext:
     past: list[tuple[str, str]] = field(default_factory=list)
 
     def open(self, observation: str) -> str:
-        """The episode begins; its first prompt."""
+        """Begin the episode and return its first prompt."""
         self.opening = self.now = observation
         return self._prompt()
 
     def acted(self, action: str, observation: str) -> str:
-        """A turn was taken; the next prompt."""
+        """Add a turn and return the next prompt."""
         self.past.append((self.now, action))
         self.now = observation
         return self._prompt()

@@ -1,6 +1,4 @@
-"""Conversations of an imperfect solver, for the supervised warm start: the same prompts that the hub makes, no
-broker.
-"""
+"""Writes conversations of an imperfect solver for the warm start, with the prompts that the hub makes."""
 
 from __future__ import annotations
 
@@ -22,10 +20,10 @@ Messages = list[dict[str, str]]
 
 
 def pick_domain(config: dict[str, Any], name: str | None) -> Domain:
-    """The named domain of a config, or its only one.
+    """Return the named domain of a config, or its only one.
 
     Raises:
-        ConfigError: no such domain, or a choice to be made.
+        ConfigError: if there is no such domain, or no name and several domains.
     """
     domains = load_domains(config)
     if name is None and len(domains) == 1:
@@ -45,13 +43,13 @@ def write_demonstrations(
     seed: int = 0,
     against: float | None = None,
 ) -> float:
-    """Write conversations as JSONL, one ``{"messages": [...]}`` a line; the share of them that solved their task.
+    """Write conversations as JSONL, one ``{"messages": [...]}`` a line. Return the share that solved their task.
 
-    With ``against`` each task is played once more with that noise, and a line is a pair ``{"chosen": [...], "rejected":
-    [...]}``, for the tasks that only the first solved. The file appears complete or not at all.
+    With ``against`` each task is played again with that noise; for each task that only the first solved, a line is the
+    pair ``{"chosen": [...], "rejected": [...]}``. The file appears complete or not at all.
 
     Raises:
-        UserError: unknown domain, environment without a solver, or a file that cannot be written.
+        UserError: if the domain is unknown, its environment has no solver, or the file cannot be written.
     """
     chosen = pick_domain(config, domain)
     if not can_demonstrate(chosen.environment):
@@ -73,7 +71,7 @@ def write_demonstrations(
 def _rows(
     domain: Domain, episodes: int, noise: float, seed: int, against: float | None
 ) -> Iterator[tuple[list[dict[str, Any]], bool]]:
-    """What an episode's lines hold, and whether the first player solved its task."""
+    """Yield each episode's lines, and whether the first player solved its task."""
     first = demonstrations(domain, episodes=episodes, noise=noise, seed=seed)
     if against is None:
         yield from (([{"messages": messages} for messages in told], success) for told, success in first)
@@ -81,16 +79,14 @@ def _rows(
     second = demonstrations(domain, episodes=episodes, noise=against, seed=seed)
     for (told, success), (others, other_success) in zip(first, second, strict=True):
         if domain.memory is not None:
-            raise UserError(
-                f"domains.{domain.name}.context: pairs are whole conversations, and with context steps there are none"
-            )
+            raise UserError(f"domains.{domain.name}.context: pairs need whole conversations, not context steps")
         yield [{"chosen": told[0], "rejected": others[0]}] if success and not other_success else [], success
 
 
 def demonstrations(domain: Domain, *, episodes: int, noise: float, seed: int) -> Iterator[tuple[list[Messages], bool]]:
-    """Conversations and success of each episode, on training tasks 0, 1, 2, … with seeds of their own.
+    """Yield each episode's conversations and success, on training tasks 0, 1, 2, …, each with its own seed.
 
-    An episode is one conversation; with context steps it is one for each turn.
+    An episode is one conversation, or one per turn with context steps.
     """
     environment = domain.make()
     if any(inspect.iscoroutinefunction(getattr(environment, method)) for method in ("reset", "step")):

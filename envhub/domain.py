@@ -1,4 +1,4 @@
-"""A domain of the run as the hub uses it: its section, its environment's class, and the class's checked arguments."""
+"""Loads a run's domains for the hub: config section, environment class, checked arguments."""
 
 from __future__ import annotations
 
@@ -27,40 +27,40 @@ class Domain:
     section: DomainSection
     environment: type[Environment]
     args: Section
-    memory: Memory | None = None  # with context steps: what makes a turn's prompt
+    memory: Memory | None = None  # with context steps: makes a turn's prompt
 
     @property
     def isolation(self) -> Isolation:
-        """Where the environment's methods run: what the config says, else what the class does."""
+        """Where the environment's methods run: as configured, else as the class says."""
         return self.section.isolation or self.environment.isolation
 
     def make(self) -> Environment:
-        """A new instance of the environment."""
+        """Return a new instance of the environment."""
         environment = self.environment(self.args)
         environment.isolation = self.isolation
         return environment
 
     def steps(self) -> StepContext | None:
-        """A memory for one episode whose turns stand each for itself; None where the whole conversation is shown."""
+        """Return a memory for one episode with context steps; None if the whole conversation is shown."""
         return None if self.memory is None else StepContext(self.memory, self.section.history_length)
 
     def messages(self, observation: str) -> list[dict[str, str]]:
-        """The conversation before the first action."""
+        """Return the conversation before the first action."""
         system = [{"role": "system", "content": self.section.system_prompt}] if self.section.system_prompt else []
         return [*system, {"role": "user", "content": observation}]
 
     @cached_property
     def tools(self) -> str:
-        """The environment's tools as JSON, empty when it has none."""
+        """The environment's tools as JSON, empty if it has none."""
         found = self.environment.tools(self.args)
         return json.dumps(found) if found else ""
 
     def check(self) -> None:
-        """Whether the environment can run with its arguments; reads data files.
+        """Check that the environment can run with its arguments; reads data files.
 
         Raises:
             ConfigError: names ``domains.<name>.env_args.<key>``.
-            DataError: a malformed row.
+            DataError: if a row is malformed.
         """
         try:
             self.environment.check(self.args)
@@ -70,7 +70,7 @@ class Domain:
             raise DataError(error.path, error.line, f"{error.problem} (domain {self.name})") from None
 
     def num_tasks(self, split: Split) -> int | None:
-        """See ``Environment.num_tasks``."""
+        """Return ``Environment.num_tasks``."""
         return self.environment.num_tasks(self.args, split)
 
 
@@ -81,8 +81,7 @@ def load_domain(name: str, section: DomainSection, adv_estimator: str = "") -> D
         adv_estimator: of the run, for ``context: auto``.
 
     Raises:
-        ConfigError: unknown environment (lists the known ones), one that lacks a method, or an argument that is not
-        allowed.
+        ConfigError: if the environment is unknown or lacks a method, or an argument is not allowed.
     """
     try:
         environment = resolve("envs", section.env, {**ENVS, **AGENTS})
@@ -93,9 +92,8 @@ def load_domain(name: str, section: DomainSection, adv_estimator: str = "") -> D
     _check_methods(f"domains.{name}.env", section.env, environment)
     arguments = parse(f"domains.{name}.env_args", section.env_args, environment.Args)
     memory = load_memory(f"domains.{name}.memory", section.memory)
-    return Domain(
-        name, section, environment, arguments, memory if takes_steps(section.context, adv_estimator) else None
-    )
+    has_steps = takes_steps(section.context, adv_estimator)
+    return Domain(name, section, environment, arguments, memory if has_steps else None)
 
 
 def _check_methods(key: str, name: str, environment: type[Environment]) -> None:
@@ -108,10 +106,10 @@ def _check_methods(key: str, name: str, environment: type[Environment]) -> None:
 
 
 def load_domains(config: Mapping[str, Any]) -> dict[str, Domain]:
-    """Every domain of a validated config by name.
+    """Return every domain of a validated config by name.
 
     Raises:
-        ConfigError: see ``load_domain``.
+        ConfigError: as ``load_domain``.
     """
     estimator = (config.get("algorithm") or {}).get("adv_estimator", "")
     return {name: load_domain(name, section, estimator) for name, section in sections(dict(config)).items()}

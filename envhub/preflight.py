@@ -1,4 +1,4 @@
-"""What can be said about this role's part of a configuration on a machine, before anything starts."""
+"""Checks this role's part of a configuration on a machine, before anything starts."""
 
 from __future__ import annotations
 
@@ -14,37 +14,23 @@ from envhub.envs.agent import PYTHON, AgentArgs, AgentEnvironment
 
 
 def preflight_findings(config: dict[str, Any]) -> list[PreflightFinding]:
-    """Whether the programs of ``env: agent`` find what they import.
-
-    Args:
-        config: validated.
-    """
+    """Check that the programs of ``env: agent`` find what they import; ``config`` is validated."""
     if not any(domain["env"] == "agent" for domain in config["domains"].values()):
         return []
-    agents = {
-        name: domain
-        for name, domain in load_domains(config).items()
-        if issubclass(domain.environment, AgentEnvironment)
-    }
-    found = [
-        (f"domains.{name}.env_args", domain.args)
-        for name, domain in agents.items()
-        if isinstance(domain.args, AgentArgs)
-    ]
-    return [finding for key, args in found if (finding := _program(key, args)) is not None]
+    findings = []
+    for name, domain in load_domains(config).items():
+        if issubclass(domain.environment, AgentEnvironment) and isinstance(domain.args, AgentArgs):
+            findings.append(_program(f"domains.{name}.env_args", domain.args))
+    return [finding for finding in findings if finding is not None]
 
 
 def references(config: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:
-    """By domain, where each reference answer of its data stands, and the answer.
-
-    Args:
-        config: validated.
-    """
+    """Return each domain's reference answers with their places in its data; ``config`` is validated."""
     return {name: domain.environment.references(domain.args) for name, domain in load_domains(config).items()}
 
 
 def _program(key: str, args: AgentArgs) -> PreflightFinding | None:
-    """None for what is no Python file that we know of."""
+    """Check one program; None if it is not a Python file that can be found."""
     interpreter, file = _file(args)
     if file is None or not file.is_file():
         return None
@@ -55,17 +41,12 @@ def _program(key: str, args: AgentArgs) -> PreflightFinding | None:
     lacking = missing(interpreter, names, str(file.parent.absolute()), args.env, args.cwd)
     if not lacking:
         return PreflightFinding("agents", key, "ok", f"{file} finds what it imports")
-    return PreflightFinding(
-        "agents",
-        key,
-        "missing",
-        f"{file} imports {', '.join(lacking)}, not installed",
-        f"{interpreter} -m pip install {' '.join(lacking)}",
-    )
+    problem, fix = f"{file} imports {', '.join(lacking)}, not installed", f"-m pip install {' '.join(lacking)}"
+    return PreflightFinding("agents", key, "missing", problem, f"{interpreter} {fix}")
 
 
 def _file(args: AgentArgs) -> tuple[str, Path | None]:
-    """Who runs the program, and its file."""
+    """Return the program's interpreter and its file."""
     if args.function:
         where = args.function.rpartition(":")[0]
         return sys.executable, Path(where) if where.endswith(".py") else _source(where)
@@ -76,7 +57,7 @@ def _file(args: AgentArgs) -> tuple[str, Path | None]:
 
 
 def _source(module: str) -> Path | None:
-    """A module's file; only its outermost package is looked for, for finding more would import it."""
+    """Return a module's file, found through its top-level package: finding more would import it."""
     top, *inner = module.split(".")
     try:
         spec = find_spec(top)

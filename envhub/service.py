@@ -1,7 +1,7 @@
-"""The hub as a process: tickets in, groups or closings out.
+"""The environment hub process: takes tickets, plays their episodes, and publishes groups or closings.
 
-Delivery is at-least-once. A ticket is acknowledged only after its Group or Closed is stored, so a hub that dies in
-between makes the ticket come again, to it or to another hub; the learner counts the first record of a ticket.
+Delivery is at-least-once. A ticket is acknowledged only after its Group or Closed is stored, so the ticket of a hub
+that exits in between is delivered again, to any hub; the learner counts the first record of a ticket.
 """
 
 from __future__ import annotations
@@ -34,16 +34,7 @@ from envhub.domain import Domain, load_domains
 from envhub.episodes.rerun import TicketReruns
 from envhub.episodes.runners import EpisodeLimits, EpisodeRunners
 from envhub.episodes.trial import trial
-from envhub.scheduling.slots import (
-    OF_THE_HOST,
-    AbortEpisode,
-    Action,
-    CloseTicket,
-    EpisodeSlots,
-    FinishGroup,
-    HandBack,
-    StartEpisode,
-)
+from envhub.scheduling import slots
 from envhub.servers.generate import TurnGenerator
 from envhub.servers.servers import ServerRoster
 from envhub.tally import HubMetrics
@@ -59,7 +50,7 @@ from rlearner_text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 TICK_S: Final = 0.25
-PLAYED_ELSEWHERE_S: Final = 30.0  # before a ticket is looked at again that another hub plays alone
+PLAYED_ELSEWHERE_S: Final = 30.0  # before a ticket that another hub plays alone is delivered again
 FAREWELL_S: Final = 10.0  # for the last publishes and hand-backs
 
 
@@ -68,10 +59,10 @@ class TooManyHung(RlearnerError):
 
 
 async def serve(options: argparse.Namespace, stop: Stop) -> None:
-    """Join a run and work until asked to stop.
+    """Join a run and play its tickets until a stop is requested.
 
     Raises:
-        UserError: no such domain, an environment that cannot run here, a data file that differs from the run's.
+        UserError: if a domain is unknown, an environment cannot run here, or a data file differs from the run's.
     """
     async with join("envhub", options, stop) as member:
         await EnvironmentHub(member, n=options.n, names=options.domains).run()
@@ -88,14 +79,13 @@ class EnvironmentHub:
         self.domains = _serving(load_domains(config), self._names)
         for domain in self.domains.values():
             domain.check()
-        tokenizer = Tokenizer.load(
-            member.spec.model_path, trust_remote_code=(config.get("model") or {}).get("trust_remote_code", False)
-        )
+        trusted = (config.get("model") or {}).get("trust_remote_code", False)
+        tokenizer = Tokenizer.load(member.spec.model_path, trust_remote_code=trusted)
         self.client = carriers.connect(section(config, "broker", BrokerSection).channel, member.bus)
         self.servers = ServerRoster(member.bus, lambda: self.generator.in_use(), random.Random())
         self.generator = TurnGenerator(self.client, self.servers, name=member.id, max_retries=self.settings.max_retries)
         limits = EpisodeLimits(seconds(self.settings.episode_timeout_s), seconds(self.settings.generate_timeout_s))
-        self.slots = EpisodeSlots(n or self.settings.n, self.settings.max_retries)
+        self.slots = slots.EpisodeSlots(n or self.settings.n, self.settings.max_retries)
         calls, nurseries = EnvironmentCalls(self.settings.step_timeout_s), WorkerPools(self.settings.worker_memory_mib)
         self.players = EpisodeRunners(tokenizer, self.generator, calls, limits, nurseries, max_workers=self.slots.n)
         self.health = WorkHealth("domain", self.domains, self._broken_after, trial=self._trial, changed=member.poke)
@@ -111,7 +101,7 @@ class EnvironmentHub:
     # -- life
 
     async def run(self) -> None:
-        """Work until asked to stop, then drain."""
+        """Play tickets until a stop is requested, then drain."""
         self.member.announce(self.presence)
         self.member.report(self.metrics)
         self.member.spawn(self.servers.serve())
@@ -137,26 +127,21 @@ class EnvironmentHub:
             await self._drain()
 
     def _open_feeds(self, domain: str) -> None:
-        self._feeds[domain] = [
-            asyncio.create_task(self._feed(stream, domain).run()) for stream in (TICKETS, EVALTICKETS)
-        ]
+        feeds = [self._feed(stream, domain) for stream in (TICKETS, EVALTICKETS)]
+        self._feeds[domain] = [asyncio.create_task(feed.run()) for feed in feeds]
 
     def _broken_after(self, domain: str) -> int:
-        """Tickets that fail in a row before a domain counts as broken here: no more than are played at once, but never
-        a single one.
+        """Return after how many failed tickets in a row a domain counts as broken here.
 
-        Where each try ends by a timeout, a hub that waited for more of them would hold its tickets for minutes.
+        Never after one, nor after more than are played at once: where each attempt times out, that takes minutes.
         """
         at_once = self.slots.n // self.domains[domain].section.group_size
         return min(self.settings.broken_after, max(at_once, 2))
 
     def _feed(self, stream: Stream, domain: str) -> TicketFeed:
-        config = self.spec.config
-        group_size = (
-            (config.get("eval") or {}).get("group_size", 1)
-            if stream is EVALTICKETS
-            else self.domains[domain].section.group_size
-        )
+        group_size = self.domains[domain].section.group_size
+        if stream is EVALTICKETS:
+            group_size = (self.spec.config.get("eval") or {}).get("group_size", 1)
         of_hub = (self.accept, self._episodes_in_hand, partial(self._ready, domain), self.servers.changed)
         return TicketFeed(self.member, self.turnstile, stream, domain, group_size, *of_hub)
 
@@ -190,21 +175,17 @@ class EnvironmentHub:
             self.health.start_trials()
 
     def _count_hung(self) -> None:
-        """Threads cannot be stopped, so a hub that has lost too many ends in good order and leaves its work to a fresh
-        one.
+        """Exit in good order when too many threads hang: a thread cannot be stopped.
 
         Raises:
-            TooManyHung: it has.
+            TooManyHung: if ``envhub.max_hung_threads`` is reached.
         """
         hung = self.players.calls.hung
         if hung >= self.settings.max_hung_threads:
-            raise TooManyHung(
-                f"{hung} threads hang in environments (envhub.max_hung_threads); with isolation: process they could "
-                f"have been killed"
-            )
+            raise TooManyHung(f"{hung} threads hang in environments (envhub.max_hung_threads); set isolation: process")
 
     def _follow_spec(self) -> None:
-        """The learner resumed under a new epoch: versions may have gone back, settings and domains may have changed."""
+        """Adopt a new epoch: versions may have gone back, and settings and domains may have changed."""
         self.spec = self.member.spec
         self.slots.version = -1
         there = load_domains(self.spec.config)
@@ -224,7 +205,7 @@ class EnvironmentHub:
         self.member.poke()
 
     def _leave_domain(self, name: str) -> None:
-        """The run no longer has this domain. Its tickets have ended in the learner's ledger and leave their queue."""
+        """Drop a domain that the run no longer has; the learner's ledger has ended its tickets."""
         log.info("domain %s is no longer part of the run", name)
         del self.domains[name]
         for feed in self._feeds.pop(name):
@@ -238,9 +219,7 @@ class EnvironmentHub:
             self.players.calls.retire(environment)
 
     async def _watch_servers(self) -> None:
-        """Fail at once what a vanished server was asked, and close the connection to one that is not followed any
-        more.
-        """
+        """Close connections to servers that left or are no longer followed; their pending requests fail at once."""
         while True:
             await self.servers.changed(1.0)
             addresses = {presence.address for presence in self.servers.all()}
@@ -249,18 +228,18 @@ class EnvironmentHub:
             self._addresses = addresses
 
     def _serves_someone(self, stream: Stream) -> bool:
-        """Whether a queue's tickets can be worked on: a deadline should not run while no server is there."""
+        """Decide whether a queue's tickets can be played: a deadline should not run while no server is there."""
         policies = {one.policy for one in self.servers.all() if one.state == "serving"}
         return wire.ACTOR in policies if stream is TICKETS else bool(policies)
 
     def _ready(self, domain: str, stream: Stream) -> bool:
-        """Whether tickets of a queue can be worked on here at present."""
+        """Decide whether a queue's tickets can be played here at present."""
         return self.health.takes(domain) and self._serves_someone(stream)
 
     # -- tickets in
 
     def accept(self, stream: Stream, domain: str, delivery: Delivery) -> int:
-        """Take one delivery of a queue; the size of its group, 0 for a message that is no ticket of that queue."""
+        """Take one delivery of a queue. Return its group size, 0 if the message is not a ticket of that queue."""
         ticket = delivery.message
         if ticket is None or getattr(ticket, "domain", None) != domain:
             problem = delivery.error or f"a ticket of another domain in the queue of {domain}"
@@ -269,15 +248,14 @@ class EnvironmentHub:
         asked = assignment(ticket)
         held = self._in_hand.get(asked.key)
         if held is not None:
-            held.delivery = delivery  # the same ticket again: the newest delivery is the one to acknowledge
+            held.delivery = delivery  # a redelivery: acknowledge the newest
             return asked.group_size
-        if not self.health.takes(domain):  # it was on its way when the domain failed once too often
-            self.outbox.hand_back(
-                InHand(asked, delivery, self.domains[domain]), self.health.delay_s(domain), "its domain fails here"
-            )
+        held = InHand(asked, delivery, self.domains[domain])
+        if not self.health.takes(domain):  # fetched just before the domain counted as broken
+            self.outbox.hand_back(held, self.health.delay_s(domain), "its domain fails here")
             return asked.group_size
         drop_late = (self.spec.config.get("train") or {}).get("on_late") == "drop"
-        held = self._in_hand[asked.key] = InHand(asked, delivery, self.domains[domain])
+        self._in_hand[asked.key] = held
         job = asked.job(delivery.num_delivered, drop_late=drop_late)
         if delivery.num_delivered == 1:
             self._perform(self.slots.offer(job, time.monotonic()))
@@ -288,7 +266,7 @@ class EnvironmentHub:
         return asked.group_size
 
     async def _judge(self, held: InHand) -> None:
-        """Let a ticket that was delivered before begin, unless hubs died of it."""
+        """Begin a redelivered ticket, unless it has killed hubs."""
         key = held.asked.key
         judgement = await self.attempts.judge(held.asked, held.delivery.num_delivered)
         if self._in_hand.get(key) is not held:
@@ -298,9 +276,7 @@ class EnvironmentHub:
             return
         held.judgement = judgement
         if judgement.poisonous:
-            detail = (
-                f"{judgement.deaths} hubs died while they played this ticket, the last one while it played nothing else"
-            )
+            detail = f"{judgement.deaths} hubs died while playing this ticket, the last one while playing nothing else"
             self._perform(self.slots.condemn(key, detail))
             return
         if judgement.alone:
@@ -308,31 +284,31 @@ class EnvironmentHub:
         self._perform(self.slots.admit(key, time.monotonic(), alone=judgement.alone))
 
     async def _begin(self, held: InHand) -> None:
-        """Before the first episode of a ticket that was delivered before: note who plays it."""
+        """Note that this hub plays a redelivered ticket, before its first episode."""
         async with held.beginning:
             if held.judgement is not None and not held.begun:
                 await self.attempts.begin(held.asked, held.judgement)
                 held.begun = True
 
-    # -- decisions into deeds
+    # -- actions
 
-    def _perform(self, actions: list[Action]) -> None:
+    def _perform(self, actions: list[slots.Action]) -> None:
         for action in actions:
             held = self._in_hand[action.key]
             match action:
-                case StartEpisode(key, episode, attempt):
+                case slots.StartEpisode(key, episode, attempt):
                     held.tasks[episode] = asyncio.create_task(self._play(key, held, episode, attempt))
-                case AbortEpisode(_, episode):
+                case slots.AbortEpisode(_, episode):
                     held.tasks.pop(episode).cancel()
-                case FinishGroup(key, episodes):
+                case slots.FinishGroup(key, episodes):
                     del self._in_hand[key]
                     self.health.settled(held.domain.name, key)
                     self.outbox.finish(held, [held.played[episode] for episode in episodes])
-                case CloseTicket(key, reason, detail):
+                case slots.CloseTicket(key, reason, detail):
                     del self._in_hand[key]
                     self.health.settled(held.domain.name, key)
                     self.outbox.close(held, reason, detail)
-                case HandBack(key, delay_s, detail):
+                case slots.HandBack(key, delay_s, detail):
                     del self._in_hand[key]
                     self.outbox.hand_back(held, delay_s, detail)
         if actions:
@@ -352,7 +328,7 @@ class EnvironmentHub:
             self._failed(key, held, episode, error)
             return
         except Exception as error:
-            log.exception("%s episode %d", key, episode)  # a fault of our own: it must cost this episode only
+            log.exception("%s episode %d", key, episode)  # a bug of the hub may cost this episode only
             self._failed(key, held, episode, EpisodeFailed("env", f"{type(error).__name__}: {error}"))
             return
         self.health.succeeded(held.domain.name)
@@ -369,15 +345,14 @@ class EnvironmentHub:
         self.tally.failures += 1
         held.tasks.pop(episode, None)
         domain, delivery = held.domain.name, held.delivery.num_delivered
-        if error.kind in OF_THE_HOST:
+        if error.kind in slots.OF_THE_HOST:
             self.health.failed(domain, key, delivery, error.detail)
-        actions = self.slots.failed(
-            key, episode, error.kind, error.detail, own=self.health.blames(domain, key, delivery)
-        )
+        own = self.health.blames(domain, key, delivery)
+        actions = self.slots.failed(key, episode, error.kind, error.detail, own=own)
         what = f"domain {domain}, {key} episode {episode} failed: {error.detail}"
         self._traces.say(log, "; ".join(filter(None, (what, self.slots.what_next(key, episode, actions)))), error.trace)
         self._perform(actions)
-        # groups in which nothing has failed go on: if one ends well, the domain works after all
+        # groups without failures continue: if one ends well, the domain works after all
         if not self.health.takes(domain):
             mine = [key for key, other in self._in_hand.items() if other.domain.name == domain]
             keys = [key for key in mine if self.health.doubts(domain, key)]
@@ -389,7 +364,7 @@ class EnvironmentHub:
     # -- what others see
 
     def presence(self) -> wire.Presence:
-        """This hub, as presence tells it."""
+        """Return what this hub publishes about itself."""
         return wire.Presence(
             role="envhub",
             id=self.member.id,
@@ -405,7 +380,7 @@ class EnvironmentHub:
         )
 
     def metrics(self) -> dict[str, float]:
-        """This hub's numbers of the last second."""
+        """Return this hub's metrics of the last second."""
         return {
             **self.tally.report(),
             "process/cpu_s": time.process_time() + self.players.nurseries.cpu_s(),
@@ -421,7 +396,7 @@ class EnvironmentHub:
 
 
 def _serving(domains: dict[str, Domain], names: list[str]) -> dict[str, Domain]:
-    """The domains asked for, all when none is."""
+    """Return the named domains, all if no name is given."""
     for name in names:
         if name not in domains:
             raise ConfigError("--domains", name, f"the run has {', '.join(domains) or 'none'}")

@@ -1,4 +1,4 @@
-"""The numbers that a hub reports every second."""
+"""The metrics that a hub reports every second."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class HubMetrics:
         self._since = time.monotonic()
 
     def add(self, played: EpisodeResult) -> None:
-        """One more episode ended."""
+        """Add a finished episode."""
         trajectory, sums = played.trajectory, self._sums
         self._episodes += 1
         sums["reward/mean"] += trajectory.reward
@@ -29,7 +29,7 @@ class HubMetrics:
             sums[f"env/{name}"] += value
 
     def report(self) -> dict[str, float]:
-        """The numbers, and a new beginning for the means."""
+        """Return the metrics, and start the means again."""
         now = time.monotonic()
         values = {name: total / self._episodes for name, total in self._sums.items()}
         values["perf/episodes_per_s"] = self._episodes / max(now - self._since, 1e-6)

@@ -1,4 +1,4 @@
-"""What an episode is asked for, what it comes to, and how it fails."""
+"""The task of an episode, its result, and its failure."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from envhub.scheduling.slots import FailureKind
 
 
 class EpisodeFailed(RlearnerError):
-    """The episode came to nothing, through no fault of the policy; it is never scored. ``trace``: what was raised, for
-    the log.
-    """
+    """The episode failed through no fault of the policy; it is never scored. ``trace``: a traceback for the log."""
 
     def __init__(self, kind: FailureKind, detail: str, trace: str = "") -> None:
         super().__init__(detail)
@@ -23,12 +21,12 @@ class EpisodeFailed(RlearnerError):
 
 @dataclass(frozen=True)
 class EpisodeTask:
-    """What an episode is to play and how it samples.
+    """What an episode plays and how it samples.
 
     Attributes:
-        id: names the conversation to the servers; unique among running episodes.
+        id: name of the conversation at the servers; unique among running episodes.
         seed: of the environment; the episodes of a group share it.
-        episode: which of the group, from 0.
+        episode: number in the group, from 0.
         record: whether to keep text frames for a replay.
     """
 
@@ -47,9 +45,7 @@ class EpisodeTask:
 
 @dataclass
 class EpisodeResult:
-    """A finished episode: one trajectory, or one for each turn, the last of which has the metrics and the last
-    words.
-    """
+    """A finished episode: one trajectory, or one per turn; the last has the metrics and the last response."""
 
     trajectories: list[wire.Trajectory]
     prompt: str
@@ -61,5 +57,5 @@ class EpisodeResult:
 
     @property
     def trajectory(self) -> wire.Trajectory:
-        """The last one, which says how it all ended."""
+        """The last trajectory, which says how the episode ended."""
         return self.trajectories[-1]

@@ -1,4 +1,7 @@
-"""Refuses algorithm settings that do not work together, without importing torch or plug-ins."""
+"""Refuses algorithm settings that do not work together, by what estimators and losses declare.
+
+Losses import torch, so they are only asked for what they declare if a setting that few of them have is set.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ from typing import Any
 
 from broker.errors import ConfigError
 from broker.settings.config import takes_steps
-from learner.algorithm.advantages import COUNT_EPISODES, NEEDS_GROUPS, WHOLE_BATCH
+from broker.settings.registry import resolve
+from learner.algorithm.advantages import ADVANTAGES
 from learner.algorithm.assembly import waits_for_batch
-from learner.algorithm.losses import DUAL_CLIP
+from learner.algorithm.losses import LOSSES
+from learner.algorithm.traits import EstimatorTraits, estimator_traits, loss_traits
 from learner.config import AlgorithmSection, RewardNormalization
 
 
@@ -20,11 +25,12 @@ def check_algorithm(config: dict[str, Any]) -> None:
     """
     algorithm = AlgorithmSection.model_validate(config["algorithm"])
     _check_values(algorithm)
-    _check_critic(algorithm)
-    _check_streaming(config["train"]["streaming"], algorithm)
+    traits = estimator_traits(resolve("advantages", algorithm.adv_estimator, ADVANTAGES))
+    _check_critic(algorithm, traits)
+    _check_streaming(config["train"]["streaming"], algorithm, traits)
     _check_correction(algorithm)
     for name, domain in config["domains"].items():
-        _check_domain(name, domain, algorithm)
+        _check_domain(name, domain, algorithm, traits)
     if config["model"]["dtype"] == "float16":
         raise ConfigError("model.dtype", "float16", "float32 or bfloat16: gradients underflow in float16")
 
@@ -32,15 +38,14 @@ def check_algorithm(config: dict[str, Any]) -> None:
 def _check_values(algorithm: AlgorithmSection) -> None:
     if algorithm.dual_clip is not None and algorithm.dual_clip <= 1:
         raise ConfigError("algorithm.dual_clip", algorithm.dual_clip, "above 1; 3 is usual")
-    if algorithm.dual_clip is not None and algorithm.pg_variant not in DUAL_CLIP and ":" not in algorithm.pg_variant:
-        allowed = (
-            f"null with algorithm.pg_variant {algorithm.pg_variant}; it takes effect in {', '.join(sorted(DUAL_CLIP))}"
-        )
+    loss = algorithm.pg_variant
+    if algorithm.dual_clip is not None and not _loss_has("dual_clip", loss):
+        those = ", ".join(name for name in sorted(LOSSES) if _loss_has("dual_clip", name))
+        allowed = f"null with algorithm.pg_variant {loss}; it takes effect in {those}"
         raise ConfigError("algorithm.dual_clip", algorithm.dual_clip, allowed)
-    if algorithm.kl_coef and algorithm.pg_variant == "starpo_s":
-        raise ConfigError(
-            "algorithm.kl_coef", algorithm.kl_coef, "0 with algorithm.pg_variant starpo_s, which has no KL term"
-        )
+    if algorithm.kl_coef and not _loss_has("kl", loss):
+        allowed = f"0 with algorithm.pg_variant {loss}, which has no KL term"
+        raise ConfigError("algorithm.kl_coef", algorithm.kl_coef, allowed)
     if algorithm.mis_mask_level is not None and algorithm.correction != "mis":
         allowed = f"null with algorithm.correction {algorithm.correction}; only mis reads it"
         raise ConfigError("algorithm.mis_mask_level", algorithm.mis_mask_level, allowed)
@@ -59,28 +64,36 @@ def _check_values(algorithm: AlgorithmSection) -> None:
         raise ConfigError("algorithm.overlong_length", length, f"at least algorithm.overlong_buffer, which is {buffer}")
 
 
-def _check_critic(algorithm: AlgorithmSection) -> None:
-    estimator = algorithm.adv_estimator
-    if estimator == "gae" and not algorithm.critic.enabled:
-        raise ConfigError(
-            "algorithm.critic.enabled", False, "true with algorithm.adv_estimator gae, which needs a critic"
-        )
-    if algorithm.critic.enabled and estimator != "gae" and ":" not in estimator:
-        raise ConfigError(
-            "algorithm.critic.enabled", True, f"false with algorithm.adv_estimator {estimator}; only gae reads a critic"
-        )
+def _loss_has(trait: str, name: str) -> bool:
+    """Whether a loss declares a trait; True for one that declares nothing."""
+    return bool(getattr(loss_traits(resolve("losses", name, LOSSES)), trait, True))
 
 
-def _check_streaming(streaming: str, algorithm: AlgorithmSection) -> None:
-    whole = (
-        f"adv_estimator {algorithm.adv_estimator}"
-        if algorithm.adv_estimator in WHOLE_BATCH
-        else waits_for_batch(algorithm)
+def declaring(trait: str) -> list[str]:
+    """Return the sorted names of the shipped estimators that declare a trait."""
+    return sorted(
+        name for name in ADVANTAGES if getattr(estimator_traits(resolve("advantages", name, ADVANTAGES)), trait)
     )
+
+
+def _check_critic(algorithm: AlgorithmSection, traits: EstimatorTraits | None) -> None:
+    estimator, enabled = algorithm.adv_estimator, algorithm.critic.enabled
+    if traits is None or traits.needs_critic == enabled:
+        return
+    allowed = (
+        f"false with algorithm.adv_estimator {estimator}; only {', '.join(declaring('needs_critic'))} reads a critic"
+        if enabled
+        else f"true with algorithm.adv_estimator {estimator}, which needs a critic"
+    )
+    raise ConfigError("algorithm.critic.enabled", enabled, allowed)
+
+
+def _check_streaming(streaming: str, algorithm: AlgorithmSection, traits: EstimatorTraits | None) -> None:
+    over_rows = traits is not None and traits.whole_batch
+    whole = f"adv_estimator {algorithm.adv_estimator}" if over_rows else waits_for_batch(algorithm)
     if streaming == "always" and whole:
-        raise ConfigError(
-            "train.streaming", streaming, f"auto or never with algorithm.{whole}, which needs all groups of a step"
-        )
+        allowed = f"auto or never with algorithm.{whole}, which needs all groups of a step"
+        raise ConfigError("train.streaming", streaming, allowed)
 
 
 def _check_correction(algorithm: AlgorithmSection) -> None:
@@ -97,50 +110,42 @@ def _check_correction(algorithm: AlgorithmSection) -> None:
         )
 
 
-def _check_steps(key: str, algorithm: AlgorithmSection) -> None:
+def _check_steps(key: str, algorithm: AlgorithmSection, traits: EstimatorTraits | None) -> None:
     """Check settings for step samples: treating each sample as an episode would weight long episodes more."""
-    if algorithm.adv_estimator not in COUNT_EPISODES and ":" not in algorithm.adv_estimator:
+    estimator = algorithm.adv_estimator
+    if traits is not None and not traits.counts_episodes:
         allowed = (
-            f"full with algorithm.adv_estimator {algorithm.adv_estimator}; with steps: "
-            f"{', '.join(sorted(COUNT_EPISODES))}"
+            f"full with algorithm.adv_estimator {estimator}; with steps: {', '.join(declaring('counts_episodes'))}"
         )
         raise ConfigError(f"{key}.context", "steps", allowed)
     if algorithm.format_penalty or algorithm.overlong_buffer or algorithm.reward_normalization != RewardNormalization():
-        raise ConfigError(
-            f"{key}.context", "steps", "full with algorithm.format_penalty, overlong_buffer or reward_normalization"
-        )
+        allowed = "full with algorithm.format_penalty, overlong_buffer or reward_normalization"
+        raise ConfigError(f"{key}.context", "steps", allowed)
 
 
-def _check_domain(name: str, domain: dict[str, Any], algorithm: AlgorithmSection) -> None:
-    key, estimator = f"domains.{name}", algorithm.adv_estimator
+def _check_domain(
+    name: str, domain: dict[str, Any], algorithm: AlgorithmSection, declared: EstimatorTraits | None
+) -> None:
+    key, estimator, traits = f"domains.{name}", algorithm.adv_estimator, declared or EstimatorTraits()
     if domain["group_size"] == 1:  # a group of one has no variance: nothing to compare with, and always filtered
-        if estimator in NEEDS_GROUPS:
+        if traits.compares_group:
             raise ConfigError(f"{key}.group_size", 1, f"at least 2 with algorithm.adv_estimator {estimator}")
         if algorithm.filter_zero_variance:
             raise ConfigError(f"{key}.group_size", 1, "at least 2 with algorithm.filter_zero_variance")
         if algorithm.pg_variant == "starpo_s":
-            raise ConfigError(
-                f"{key}.group_size", 1, "at least 2 with algorithm.pg_variant starpo_s, which goes by their variance"
-            )
-    if domain["group_size_redundancy"] and estimator == "remax":  # the greedy episode is the baseline of all others
-        raise ConfigError(
-            f"{key}.group_size_redundancy", domain["group_size_redundancy"], "0 with algorithm.adv_estimator remax"
-        )
+            allowed = "at least 2 with algorithm.pg_variant starpo_s, which goes by their variance"
+            raise ConfigError(f"{key}.group_size", 1, allowed)
+    if domain["group_size_redundancy"] and traits.greedy_baseline:
+        allowed = f"0 with algorithm.adv_estimator {estimator}"
+        raise ConfigError(f"{key}.group_size_redundancy", domain["group_size_redundancy"], allowed)
     if takes_steps(domain["context"], estimator):
-        _check_steps(key, algorithm)
+        _check_steps(key, algorithm, declared)
     elif domain["thinking"] == "drop" and domain["max_turns"] > 1:
-        raise ConfigError(
-            f"{key}.thinking",
-            "drop",
-            "keep with whole conversations, trained as they were sampled; drop needs context: steps",
-        )
-    elif estimator == "gigpo":
-        raise ConfigError(
-            f"{key}.context",
-            domain["context"],
-            "auto or steps with algorithm.adv_estimator gigpo, which compares single steps",
-        )
-    if estimator == "gigpo" and domain["max_turns"] == 1:
-        raise ConfigError(
-            f"{key}.max_turns", 1, "above 1 with algorithm.adv_estimator gigpo, which compares the steps of episodes"
-        )
+        allowed = "keep with whole conversations, trained as they were sampled; drop needs context: steps"
+        raise ConfigError(f"{key}.thinking", "drop", allowed)
+    elif traits.compares_steps:
+        allowed = f"auto or steps with algorithm.adv_estimator {estimator}, which compares single steps"
+        raise ConfigError(f"{key}.context", domain["context"], allowed)
+    if traits.compares_steps and domain["max_turns"] == 1:
+        allowed = f"above 1 with algorithm.adv_estimator {estimator}, which compares the steps of episodes"
+        raise ConfigError(f"{key}.max_turns", 1, allowed)

@@ -52,6 +52,7 @@ def check(config: dict[str, Any]) -> None:
 
 
 def _check_names(config: dict[str, Any]) -> None:
+    from broker.channel.carriers import CHANNELS
     from learner.algorithm.advantages import ADVANTAGES
     from learner.algorithm.corrections import CORRECTIONS
     from learner.algorithm.filters import FILTERS
@@ -65,6 +66,7 @@ def _check_names(config: dict[str, Any]) -> None:
     check_name("algorithm.correction", "corrections", algorithm["correction"], CORRECTIONS)
     if algorithm["group_filter"]:
         check_name("algorithm.group_filter", "filters", algorithm["group_filter"], FILTERS)
+    check_name("broker.channel", "channels", config["broker"]["channel"], CHANNELS)
     check_name("train.backend", "backends", config["train"]["backend"], BACKENDS)
     for name in config["trackers"]["use"]:
         check_name("trackers.use", "trackers", name, TRACKERS)

@@ -63,7 +63,7 @@ class ModelPreparation:
             return path
         # Importing torch takes seconds: do it while another process generates the demonstrations.
         importing = threading.Thread(
-            target=import_module, args=("learner.offline.sft",), name="import-sft", daemon=True
+            target=import_module, args=("learner.backends.torch",), name="import-torch", daemon=True
         )
         importing.start()
         data = self._demonstrations()
@@ -120,30 +120,25 @@ class ModelPreparation:
         return child.returncode
 
     def _train(self, path: str, data: str, out: Path) -> None:
-        from learner.offline.sft import run_sft
+        from learner.offline.config import OfflineTrainSection
+        from learner.offline.supervised import fine_tune
 
-        train = section(self._config, "train", TrainSection)
+        warm, run = self._warm, section(self._config, "train", TrainSection)
+        train = OfflineTrainSection(
+            steps=warm.steps,
+            batch_size=warm.batch_size,
+            lr=warm.lr,
+            device=run.device,
+            micro_batch_tokens=run.micro_batch_tokens,
+            num_threads=run.num_threads,
+        )
         self._say("warm start")
 
         def on_step(step: int, values: dict[str, float]) -> None:
             if self._stopped.is_set():
                 raise PreparationInterrupted
-            if step % 10 == 0 or step == self._warm.steps:
-                self._say(f"warm start, step {step} of {self._warm.steps}, loss {values['loss']:.3f}")
+            if step % 10 == 0 or step == warm.steps:
+                self._say(f"warm start, step {step} of {warm.steps}, loss {values['train/loss']:.3f}")
 
-        result = run_sft(
-            path,
-            data,
-            str(out),
-            steps=self._warm.steps,
-            batch_size=self._warm.batch_size,
-            lr=self._warm.lr,
-            seed=self._run.seed,
-            num_threads=train.num_threads,
-            on_step=on_step,
-            micro_batch_tokens=train.micro_batch_tokens,
-            dtype=self._model.dtype,
-            device=train.device,
-            trust_remote_code=self._model.trust_remote_code,
-        )
-        log.info("warm start: %d steps in %.1f s, loss %.3f", result["steps"], result["seconds"], result["loss"])
+        result = fine_tune(path, data, out, model=self._model, train=train, seed=self._run.seed, on_step=on_step)
+        log.info("warm start: %d steps in %.1f s, loss %.3f", warm.steps, result["seconds"], result["loss"])

@@ -16,8 +16,7 @@ import weakref
 from collections.abc import Callable
 from typing import Final
 
-import psutil
-
+from broker.system.children import cpu_s
 from broker.system.workers import limits
 
 _HEADER: Final = struct.Struct("<I")
@@ -61,9 +60,8 @@ class BoundedFunction:
         if reply is None:
             status, self._child = self._child.status(), None
             if -status in _OWN_FAULT:
-                raise TooCostly(
-                    f"more than {self._cpu_s:g} s" if -status == signal.SIGPROF else limits.how_ended(status)
-                )
+                over = -status == signal.SIGPROF
+                raise TooCostly(f"more than {self._cpu_s:g} s" if over else limits.how_ended(status))
             raise RuntimeError(f"the process that computes {limits.how_ended(status)}")
         if reply[:1] == _COSTLY:
             self._child = None  # its memory may hold unfinished work
@@ -106,8 +104,7 @@ class _Child:
 
     def _used_s(self) -> float:
         """Return the CPU seconds used so far; the process has an entry until it is waited for."""
-        times = psutil.Process(self._pid).cpu_times()
-        return float(times.user + times.system)
+        return cpu_s(self._pid)
 
     def status(self) -> int:
         """Wait for the process and return its exit code, negative for a signal."""

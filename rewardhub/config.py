@@ -41,10 +41,7 @@ def check(config: dict[str, Any]) -> None:
             args = loading.check(reward.name, reward.args, key)
             cpu_s = getattr(args, "cpu_s", None) if reward.name == "math_answer" else None
             if cpu_s is not None and 2 * cpu_s > waits_s:
-                allowed = (
-                    f"at most half of rewardhub.timeout_s ({waits_s:g}), to stop a costly answer before the "
-                    f"hub's timeout"
-                )
+                allowed = f"at most half of rewardhub.timeout_s ({waits_s:g}), to stop a costly answer in time"
                 raise ConfigError(f"{key}.args.cpu_s", cpu_s, allowed)
             takes_s = getattr(args, "timeout_s", None)
             if takes_s is not None and loading.concurrency_of(reward) is None and takes_s >= waits_s:
@@ -105,15 +102,13 @@ def pools_of_kinds(domains: Mapping[str, DomainSection], kinds: Sequence[str]) -
     there = list(dict.fromkeys(kind for _, _, kind in found))
     for kind in kinds:
         if kind not in there:
-            raise UserError(
-                f"--rewards: {kind!r} is not allowed; the rewards of this run are {', '.join(there) or 'none'}"
-            )
+            why = f"--rewards: {kind!r} is not allowed; the rewards of this run are {', '.join(there) or 'none'}"
+            raise UserError(why)
     pools = list(dict.fromkeys(pool for _, pool, kind in found if kind in kinds))
     for key, pool, kind in found:
         if pool in pools and kind not in kinds:
-            raise UserError(
-                f"--rewards {','.join(kinds)}: pool {pool} also holds {kind} ({key}); give one of them a separate pool"
-            )
+            why = f"pool {pool} also holds {kind} ({key}); give one of them a separate pool"
+            raise UserError(f"--rewards {','.join(kinds)}: {why}")
     return pools
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 import msgspec
+from msgspec.msgpack import Decoder
 
 from rewardhub.rewards.base import Sample
 
@@ -64,18 +65,12 @@ class NumberedReply(msgspec.Struct, frozen=True):
     what: ScoreReply | ScoreFailureReply
 
 
-_CALLS: Final[msgspec.msgpack.Decoder[NumberedRequest | CancelScoreRequest]] = msgspec.msgpack.Decoder(
-    NumberedRequest | CancelScoreRequest
-)
+_CALLS: Final[Decoder[NumberedRequest | CancelScoreRequest]] = Decoder(NumberedRequest | CancelScoreRequest)
 _ANSWERED: Final[msgspec.msgpack.Decoder[NumberedReply]] = msgspec.msgpack.Decoder(NumberedReply)
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
-_REQUESTS: Final[msgspec.msgpack.Decoder[LoadRewardRequest | ScoreRequest]] = msgspec.msgpack.Decoder(
-    LoadRewardRequest | ScoreRequest
-)
-_ANSWERS: Final[msgspec.msgpack.Decoder[ScoreReply | ScoreFailureReply]] = msgspec.msgpack.Decoder(
-    ScoreReply | ScoreFailureReply
-)
+_REQUESTS: Final[Decoder[LoadRewardRequest | ScoreRequest]] = Decoder(LoadRewardRequest | ScoreRequest)
+_ANSWERS: Final[Decoder[ScoreReply | ScoreFailureReply]] = Decoder(ScoreReply | ScoreFailureReply)
 
 
 def encode_message(

@@ -66,17 +66,11 @@ def _findings(key: str, reward: RewardConfig, references: Sequence[tuple[str, st
         rows = [doubtful[number] for number, why in told.reasons.items() if why == reason]
         shown = "; ".join(f"{where}: {_short(text)}" for where, text in rows[:SHOWN])
         more = f"; and {len(rows) - SHOWN} more" if len(rows) > SHOWN else ""
-        found.append(
-            PreflightFinding(
-                "rewards", key, "warning", f"{len(rows)} of {len(references)} references: each {reason} ({shown}{more})"
-            )
-        )
+        text = f"{len(rows)} of {len(references)} references: each {reason} ({shown}{more})"
+        found.append(PreflightFinding("rewards", key, "warning", text))
     if left := len(doubtful) - told.looked_at:
-        found.append(
-            PreflightFinding(
-                "rewards", key, "ok", f"{left} of {len(references)} references were not checked within {LOOK_S:g} s"
-            )
-        )
+        text = f"{left} of {len(references)} references were not checked within {LOOK_S:g} s"
+        found.append(PreflightFinding("rewards", key, "ok", text))
     return found
 
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
-import psutil
 
 from broker.errors import UserError
 from broker.settings.config import RewardConfig
+from broker.system.children import cpu_s
 from broker.system.workers import limits, line
 from broker.system.workers.output import WorkerOutput
 from broker.system.workers.start import start
@@ -210,9 +210,8 @@ class RewardProcesses:
 
     def cpu_s(self) -> float:
         """Return the CPU seconds of all of them so far."""
-        return self._buried_cpu_s + sum(
-            _cpu_s(one.child.pid) for kind in self._kinds.values() for one in kind.processes if one
-        )
+        living = [one for kind in self._kinds.values() for one in kind.processes if one]
+        return self._buried_cpu_s + sum(cpu_s(one.child.pid) for one in living)
 
     def _kind(self, reward: RewardConfig) -> _Kind:
         key = json.dumps([reward.name, reward.args], sort_keys=True)
@@ -247,9 +246,8 @@ class RewardProcesses:
                     raise NoWorkerError(answer.detail)
             except (TimeoutError, _Gone) as error:
                 await process.close()
-                raise NoWorkerError(
-                    f"the process of {kind.reward.name} did not start: {error or f'no answer in {LOAD_S:g} s'}"
-                ) from None
+                why = f"the process of {kind.reward.name} did not start: {error or f'no answer in {LOAD_S:g} s'}"
+                raise NoWorkerError(why) from None
             except BaseException:
                 await process.close()
                 raise
@@ -259,11 +257,3 @@ class RewardProcesses:
 
 def _load(process: RewardProcess | None) -> int:
     return 0 if process is None else process.num_open
-
-
-def _cpu_s(pid: int) -> float:
-    try:
-        times = psutil.Process(pid).cpu_times()
-    except psutil.Error:
-        return 0.0
-    return float(times.user + times.system)

@@ -12,7 +12,8 @@ from typing import Final
 import msgspec
 
 from broker.contract import wire
-from broker.contract.streams import EPISODES, EVALS, MAX_DELIVERIES, SAMPLES, Stream
+from broker.contract.streams import EPISODES, MAX_DELIVERIES, Stream
+from broker.jetstream.ticket_results import result_log
 from broker.settings.config import DomainSection, RewardConfig
 from rewardhub.config import reward_labels
 from rewardhub.rewards.base import Sample, Scored, Value
@@ -54,23 +55,16 @@ class CloseAction:
 Action = ScoreAction | ForwardAction | CloseAction
 
 
-def result_log(eval_step: int) -> Stream:
-    """Return the log for a group's result."""
-    return EVALS if eval_step >= 0 else SAMPLES
-
-
 def find_refusal(
     group: wire.Group, pool: str, domains: Mapping[str, DomainSection], num_delivered: int
 ) -> CloseAction | None:
     """Return why a group from the queue of ``pool`` cannot be scored, or None."""
     if num_delivered >= MAX_DELIVERIES:
-        return CloseAction(
-            "too_many_deliveries", f"the group came to reward hubs of pool {pool} for the {num_delivered}th time"
-        )
+        detail = f"the group came to reward hubs of pool {pool} for the {num_delivered}th time"
+        return CloseAction("too_many_deliveries", detail)
     if group.domain not in domains:
-        return CloseAction(
-            "malformed", f"domain {group.domain!r} is not a domain of the run: {', '.join(domains) or 'none'}"
-        )
+        detail = f"domain {group.domain!r} is not a domain of the run: {', '.join(domains) or 'none'}"
+        return CloseAction("malformed", detail)
     if not group.pools or group.pools[0] != pool:
         return CloseAction("malformed", f"in the queue of pool {pool}, but its pools are {group.pools}")
     return None
@@ -125,15 +119,14 @@ class GroupScoring:
         self.failed_episode = self.group.trajectories[ask.trajectory].episode
         tries = f" (after {ask.attempt + 1} tries)" if ask.attempt else ""
         works_here = any(reward == ask.reward for _, reward in self._values)
-        return [
-            CloseAction("reward_error", f"episode {self.failed_episode}: {detail}{tries}", own=works_here or not retry)
-        ]
+        why = f"episode {self.failed_episode}: {detail}{tries}"
+        return [CloseAction("reward_error", why, own=works_here or not retry)]
 
     def _forward(self) -> list[Action]:
         self.ended = True
         trajectories = [self._add(self._last[trajectory.episode], trajectory) for trajectory in self.group.trajectories]
         group = msgspec.structs.replace(self.group, trajectories=trajectories, pools=self.group.pools[1:])
-        stream, key = (EPISODES, group.pools[0]) if group.pools else (result_log(group.eval_step), "")
+        stream, key = (EPISODES, group.pools[0]) if group.pools else (result_log(evaluation=group.eval_step >= 0), "")
         return [ForwardAction(group, stream, key)]
 
     def _add(self, index: int, trajectory: wire.Trajectory) -> wire.Trajectory:

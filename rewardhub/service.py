@@ -24,6 +24,7 @@ from broker.errors import TooLarge, UserError, WireError
 from broker.jetstream.bus import Delivery
 from broker.jetstream.core_messages import respond
 from broker.jetstream.pulling import fetch_unless
+from broker.jetstream.ticket_results import close_ticket, ticket_key
 from broker.nats.subscription import LinkSubscription
 from broker.runtime.process import Member, Stop, join
 from broker.runtime.work_health import WorkHealth
@@ -33,7 +34,7 @@ from broker.system import gpus
 from rewardhub.config import RewardhubSection, all_pools, pools_of_kinds
 from rewardhub.metrics import RewardhubMetrics
 from rewardhub.pool_trials import PoolTrials
-from rewardhub.routing import CloseAction, ForwardAction, GroupScoring, find_refusal, result_log
+from rewardhub.routing import CloseAction, ForwardAction, GroupScoring, find_refusal
 from rewardhub.score_dispatcher import ScoreDispatcher
 from rewardhub.scoring_job import rescore_group, score_group
 from rewardhub.worker_pool import NoWorkerError
@@ -62,9 +63,8 @@ async def serve(options: argparse.Namespace, stop: Stop) -> None:
     seen = gpus.select(options.gpus)  # before any process is started
     numbers = gpus.parse(options.gpus) if seen == "cuda" else []
     async with join("rewardhub", options, stop) as member:
-        await RewardhubService(
-            member, pools=options.pools, kinds=options.rewards, num_workers=options.workers, gpu_numbers=numbers
-        ).run()
+        pools, kinds, workers = options.pools, options.rewards, options.workers
+        await RewardhubService(member, pools=pools, kinds=kinds, num_workers=workers, gpu_numbers=numbers).run()
 
 
 class RewardhubService:
@@ -102,9 +102,8 @@ class RewardhubService:
             gpu_numbers=gpu_numbers,
         )
         self.trials = PoolTrials()
-        self.health = WorkHealth(
-            "pool", self.pools, lambda _: self.settings.broken_after, trial=self._trial, changed=member.poke
-        )
+        most = self.settings.broken_after
+        self.health = WorkHealth("pool", self.pools, lambda _: most, trial=self._trial, changed=member.poke)
         self.tally = RewardhubMetrics()
         self._jobs: dict[int, _Job] = {}  # by sequence in the stream
         self._tasks: set[asyncio.Task[None]] = set()
@@ -178,9 +177,8 @@ class RewardhubService:
             if not self.health.takes(pool):
                 await asyncio.sleep(TICK_S)
                 continue
-            free = max(1, self.settings.max_groups // max(len(self.pools), 1)) - sum(
-                1 for job in self._jobs.values() if job.pool == pool
-            )
+            most = max(1, self.settings.max_groups // max(len(self.pools), 1))
+            free = most - sum(job.pool == pool for job in self._jobs.values())
             if free <= 0:
                 self._room.clear()
                 await self._room.wait()
@@ -265,7 +263,7 @@ class RewardhubService:
             ending = CloseAction("aborted", str(error), own=False)
         self.tally.retries += scoring.num_retries
         self.tally.cost += scoring.cost
-        key = _message_id(group.ticket, group.eval_step)
+        key = ticket_key(group.ticket, evaluation=group.eval_step >= 0)
         if isinstance(ending, ForwardAction):
             self.health.succeeded(job.pool)
             self.trials.forget(job.pool)
@@ -303,7 +301,8 @@ class RewardhubService:
             reward_s=forward.group.reward_s + seconds,
             reward_hubs=[*forward.group.reward_hubs, self.member.id],
         )
-        message_id = _message_id(group.ticket, group.eval_step) + (f"-{forward.key}" if forward.key else "")
+        key = ticket_key(group.ticket, evaluation=group.eval_step >= 0)
+        message_id = f"{key}-{forward.key}" if forward.key else key
         try:
             await self.bus.publish(forward.stream, group, key=forward.key, ticket=group.ticket, message_id=message_id)
         except WireError as error:
@@ -314,21 +313,16 @@ class RewardhubService:
         await job.delivery.ack()
 
     async def _close(self, job: _Job, ticket: int, domain: str, eval_step: int, close: CloseAction) -> None:
-        """Store the bytes for the operator, publish the closing, then acknowledge."""
-        delivery, detail = job.delivery, " ".join(close.detail.split())[:1000]
-        log.warning("ticket %d closed: %s: %s", ticket, close.reason, detail)
-        await self.bus.dead_letter(
-            EPISODES, seq=delivery.seq, ticket=ticket, reason=f"{close.reason}: {detail}", data=delivery.data
+        closed = wire.Closed(
+            ticket=ticket,
+            domain=domain,
+            reason=close.reason,
+            detail=close.detail,
+            by=self.member.id,
+            eval_step=eval_step,
         )
-        if ticket > 0:  # without a number the learner's timeout closes the ticket
-            closed = wire.Closed(
-                ticket=ticket, domain=domain, reason=close.reason, detail=detail, by=self.member.id, eval_step=eval_step
-            )
-            await self.bus.publish(
-                result_log(eval_step), closed, ticket=ticket, message_id=_message_id(ticket, eval_step)
-            )
+        await close_ticket(self.bus, job.delivery, EPISODES, closed, evaluation=eval_step >= 0)
         self.tally.closed += 1
-        await delivery.ack()
 
     # -- reporting
 
@@ -359,11 +353,6 @@ class RewardhubService:
             "rewardhub/killed_workers": self.workers.num_killed,
             "process/cpu_s": time.process_time() + self.workers.cpu_s(),
         }
-
-
-def _message_id(ticket: int, eval_step: int) -> str:
-    """Return the id by which the broker drops a second result of a ticket; environment hubs use the same."""
-    return f"{'evaltickets' if eval_step >= 0 else 'tickets'}-{ticket}"
 
 
 def _serving(known: Sequence[str], wanted: Sequence[str]) -> list[str]:

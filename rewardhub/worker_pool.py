@@ -7,13 +7,13 @@ import logging
 import socket
 import subprocess
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
-import psutil
 
 from broker.errors import RlearnerError, UserError
 from broker.settings.config import RewardConfig
+from broker.system.children import cpu_s
 from broker.system.workers import limits, line
 from broker.system.workers.output import WorkerOutput
 from broker.system.workers.start import start
@@ -202,7 +202,7 @@ class RewardWorkerPool:
 
     def cpu_s(self) -> float:
         """Return the CPU seconds of all workers so far, including those that have exited."""
-        return self._buried_cpu_s + sum(_cpu_s(worker.child.pid) for worker in self._living)
+        return self._buried_cpu_s + sum(cpu_s(worker.child.pid) for worker in self._living)
 
     async def _watch(self, memory_mib: int) -> None:
         while True:
@@ -237,7 +237,7 @@ class RewardWorkerPool:
 
     async def _bury(self, worker: RewardWorkerProcess) -> None:
         self._living.discard(worker)
-        self._buried_cpu_s += _cpu_s(worker.child.pid)
+        self._buried_cpu_s += cpu_s(worker.child.pid)
         await worker.kill()
 
 
@@ -252,11 +252,3 @@ def score_of_reply(answer: protocol.ScoreReply | protocol.ScoreFailureReply) -> 
     if answer.value is None:
         raise ScoreError("the worker process sent an answer without a value", retry=True)
     return Scored(answer.value, answer.notes)
-
-
-def _cpu_s(pid: int) -> float:
-    try:
-        times: Any = psutil.Process(pid).cpu_times()
-    except psutil.Error:
-        return 0.0
-    return float(times.user + times.system)

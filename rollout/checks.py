@@ -23,59 +23,41 @@ def check(config: dict[str, Any]) -> None:
     check_engine(section)
     declared = declaration(section.engine)
     if declared is not None and not declared.follows_weights and section.policy == ACTOR:
-        raise ConfigError(
-            "rollout.policy",
-            ACTOR,
-            f"engine {section.engine} does not follow the learner's weights; name another, for example judge",
-        )
+        allowed = f"engine {section.engine} does not follow the learner's weights; name another, for example judge"
+        raise ConfigError("rollout.policy", ACTOR, allowed)
     if section.model_path is not None and section.policy == ACTOR:
-        raise ConfigError(
-            "rollout.model_path",
-            section.model_path,
-            "null with rollout.policy actor, whose weights come from the learner",
-        )
+        allowed = "null with rollout.policy actor, whose weights come from the learner"
+        raise ConfigError("rollout.model_path", section.model_path, allowed)
     if section.snapshot is not None and section.policy != ACTOR:
-        raise ConfigError(
-            "rollout.snapshot",
-            section.snapshot,
-            f"null with rollout.policy {section.policy}, whose weights never change",
-        )
+        allowed = f"null with rollout.policy {section.policy}, whose weights never change"
+        raise ConfigError("rollout.snapshot", section.snapshot, allowed)
     if section.snapshot_only and section.snapshot is None:
         raise ConfigError("rollout.snapshot_only", True, "false without rollout.snapshot")
     evaluation = config.get("eval") or {}
     if "random" in (evaluation.get("baseline"), *(evaluation.get("against") or ())):  # ``rlearner up`` serves it
-        parse(
-            "eval.baseline_args", evaluation.get("baseline_args") or {}, resolve("engine_args", "random", ENGINE_ARGS)
-        )
+        random_args = resolve("engine_args", "random", ENGINE_ARGS)
+        parse("eval.baseline_args", evaluation.get("baseline_args") or {}, random_args)
     for name, domain in (config.get("domains") or {}).items():
         if declared is not None and not declared.processed_logprobs:
             _refuse_filters(name, domain.get("sampling") or {}, section.engine)
         longest = domain.get("max_context_tokens", 0)
         if longest > section.max_context_tokens:
-            raise ConfigError(
-                f"domains.{name}.max_context_tokens",
-                longest,
-                f"at most rollout.max_context_tokens ({section.max_context_tokens})",
-            )
+            allowed = f"at most rollout.max_context_tokens ({section.max_context_tokens})"
+            raise ConfigError(f"domains.{name}.max_context_tokens", longest, allowed)
 
 
 def declaration(engine: str) -> type[EngineArgs] | None:
-    """Return what an engine of the registry declares about itself; None for one named by path, which is taken at its
-    word.
-    """
+    """Return what an engine of the registry declares about itself; None for one named by path, which is trusted."""
     return resolve("engine_args", engine, ENGINE_ARGS) if engine in ENGINE_ARGS else None
 
 
 def _refuse_filters(name: str, sampling: dict[str, Any], engine: str) -> None:
-    able = ", ".join(
-        sorted(other for other in ENGINE_ARGS if (found := declaration(other)) is not None and found.processed_logprobs)
-    )
+    declared = {other: declaration(other) for other in sorted(ENGINE_ARGS)}
+    able = ", ".join(other for other, found in declared.items() if found is not None and found.processed_logprobs)
     for option, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
         if (value := sampling.get(option, off)) != off:
-            allowed = (
-                f"{off:g} with rollout.engine {engine}, which does not return the logprobs of what is left; "
-                f"these do: {able}"
-            )
+            why = f"rollout.engine {engine}, which does not return the logprobs of what is left"
+            allowed = f"{off:g} with {why}; these do: {able}"
             raise ConfigError(f"domains.{name}.sampling.{option}", value, allowed)
 
 

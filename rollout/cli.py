@@ -31,46 +31,19 @@ def _port(value: str) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the argument parser of ``rollout-server``."""
-    result = ArgumentParser(
-        prog="rollout-server",
-        description="Serve a policy to the environment hubs of a run; any number of servers may join and leave.",
-    )
+    result = ArgumentParser(prog="rollout-server", description="Serve a policy to the environment hubs of a run.")
+    add = result.add_argument
     process.add_join_options(result)
-    result.add_argument(
-        "--gpus", default="auto", metavar="LIST", help="GPUs to use: 4-7, or 0,2, or cpu, or auto (%(default)s)"
-    )
-    result.add_argument(
-        "--engine",
-        default=None,
-        metavar="NAME",
-        help="engine, overrides the run's rollout.engine, for example hf or random",
-    )
-    result.add_argument(
-        "--policy", default=None, metavar="NAME", help="policy to serve, overrides the run's rollout.policy (actor)"
-    )
-    result.add_argument(
-        "--model", default=None, metavar="PATH", help="fixed weights to serve, for a policy other than actor"
-    )
-    result.add_argument(
-        "--snapshot",
-        default=None,
-        metavar="PLACE",
-        help="folder or HTTP address of the run's snapshots, to start from while the learner is unavailable "
-        "(runs/RUN/snapshots)",
-    )
-    result.add_argument(
-        "--http",
-        default=None,
-        nargs="?",
-        const=HTTP_PORT,
-        type=_port,
-        metavar="PORT",
-        help=f"serve an OpenAI-compatible HTTP API on this port ({HTTP_PORT}), 0 for any free one; write --http=PORT "
-        f"before settings",
-    )
-    result.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings of the section rollout, for example max_running=32"
-    )
+    add("--gpus", default="auto", metavar="LIST", help="GPUs to use: 4-7, or 0,2, or cpu, or auto (%(default)s)")
+    add("--engine", metavar="NAME", help="engine, overrides the run's rollout.engine, for example hf or random")
+    add("--policy", metavar="NAME", help="policy to serve, overrides the run's rollout.policy (actor)")
+    add("--model", metavar="PATH", help="fixed weights to serve, for a policy other than actor")
+    place = "folder or HTTP address of snapshots to start from while the learner is unavailable (runs/RUN/snapshots)"
+    add("--snapshot", metavar="PLACE", help=place)
+    http = f"serve an OpenAI-compatible API on this port ({HTTP_PORT}), 0 for any; write --http=PORT before settings"
+    add("--http", nargs="?", const=HTTP_PORT, type=_port, metavar="PORT", help=http)
+    setting = "settings of the section rollout, for example max_running=32"
+    add("overrides", nargs="*", metavar="key=value", help=setting)
     return complete(result, EXAMPLES)
 
 

@@ -60,12 +60,8 @@ class HttpApi:
         """
         with _port_refused(self.port):
             await self.server.listen()
-        log.info(
-            "OpenAI-compatible API at %s, model %s, API key in %s",
-            self.server.address,
-            self.served.model,
-            self.key_place,
-        )
+        model, place = self.served.model, self.key_place
+        log.info("OpenAI-compatible API at %s, model %s, API key in %s", self.server.address, model, place)
 
     async def close(self) -> None:
         await self.server.close()
@@ -96,6 +92,5 @@ def _port_refused(port: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(
-            "rollout.http_port", port, f"the port is not available ({error.strerror}); choose another, or 0 for any"
-        ) from None
+        allowed = f"the port is not available ({error.strerror}); choose another, or 0 for any"
+        raise ConfigError("rollout.http_port", port, allowed) from None

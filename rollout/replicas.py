@@ -50,11 +50,9 @@ def gpu_shares(spec: str, section: RolloutSection) -> list[list[int]]:
     size = kind.model_validate(section.engine_args).tensor_parallel
     numbers = gpus.parse(spec)
     if len(numbers) % size:
-        raise UserError(
-            f"--gpus {spec} names {len(numbers)} GPU{'s' if len(numbers) > 1 else ''}, which "
-            f"rollout.engine_args.tensor_parallel={size} "
-            "does not divide"
-        )
+        count = f"{len(numbers)} GPU{'s' if len(numbers) > 1 else ''}"
+        why = f"--gpus {spec} names {count}, which rollout.engine_args.tensor_parallel={size} does not divide"
+        raise UserError(why)
     return [numbers[start : start + size] for start in range(0, len(numbers), size)]
 
 
@@ -62,17 +60,8 @@ def replica_command(options: argparse.Namespace, run: str, section: RolloutSecti
     """Return how to start the server of one share: this process's options with other GPUs, id and HTTP port."""
 
     def command(index: int, numbers: Sequence[int]) -> list[str]:
-        line = [
-            sys.executable,
-            "-m",
-            "rollout.cli",
-            "--broker",
-            options.broker,
-            "--run",
-            run,
-            "--gpus",
-            ",".join(map(str, numbers)),
-        ]
+        line = [sys.executable, "-m", "rollout.cli", "--broker", options.broker, "--run", run]
+        line += ["--gpus", ",".join(map(str, numbers))]
         for name, value in (
             ("--engine", options.engine),
             ("--policy", options.policy),
@@ -114,9 +103,8 @@ async def run(parts: Sequence[Sequence[int]], command: Command, stop: Stop, *, d
         UserError: if one of them rejects its input; its own log line names the reason.
     """
     replicas = [_Replica.start(command(index, numbers)) for index, numbers in enumerate(parts)]
-    log.info(
-        "started %d servers, on GPUs %s", len(replicas), " and ".join(",".join(map(str, numbers)) for numbers in parts)
-    )
+    shares = " and ".join(",".join(map(str, numbers)) for numbers in parts)
+    log.info("started %d servers, on GPUs %s", len(replicas), shares)
     try:
         while not stop.asked.is_set() and not all(replica.process.poll() == 0 for replica in replicas):
             for replica, numbers in zip(replicas, parts, strict=True):

@@ -19,6 +19,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from broker.contract import wire
+
 Tokens = npt.NDArray[np.int32]
 
 WAITING: Final = -1  # Job.slot of a queued request
@@ -45,6 +47,13 @@ class GenerationJob:
     submitted: float
     deadline: float
     slot: int = WAITING
+
+    @classmethod
+    def of(cls, request: wire.GenerateRequest, now: float) -> GenerationJob:
+        """Return the job of a request that arrives now."""
+        identity, until = (request.request_id, request.conversation_id), now + request.deadline_s
+        expected = request.expected_tokens or request.sampling.max_tokens
+        return cls(*identity, request.token_ids.array(), expected, request.min_version, now, until)
 
     @property
     def urgent_at(self) -> float:

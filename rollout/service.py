@@ -66,9 +66,7 @@ async def run(options: argparse.Namespace, stop: process.Stop) -> None:
             await _serve(member, member.spec, section, device)
             if stop.asked.is_set():
                 return
-            log.info(
-                "epoch %d changes the settings of rollout servers: restarting with the new ones", member.spec.epoch
-            )
+            log.info("epoch %d changes the settings of rollout servers: restarting", member.spec.epoch)
         command = replicas.replica_command(options, member.bus.run, section)
     await replicas.run(parts, command, stop, drain_s=section.drain_timeout_s)
 
@@ -90,14 +88,8 @@ def _built_from(spec: wire.RunSpec) -> tuple[object, ...]:
     """Return the parts of a RunSpec that a server reads at startup; it must restart when they change."""
     broker, train = (spec.config.get(name) or {} for name in ("broker", "train"))
     weights = [train.get(name) for name in ("weights_bucket_mib", "weights_dtype")]
-    return (
-        spec.model_path,
-        spec.config.get("model"),
-        spec.config.get("rollout"),
-        broker.get("channel"),
-        broker.get("bind"),
-        weights,
-    )
+    sections = [spec.config.get(name) for name in ("model", "rollout")]
+    return spec.model_path, *sections, broker.get("channel"), broker.get("bind"), weights
 
 
 def _engine_config(spec: wire.RunSpec, section: RolloutSection) -> EngineConfig:
@@ -308,15 +300,10 @@ class RolloutService:
 
         if tensors:
             self._loaded = True
-            self._paused_s = await self._engine.update_weights(
-                tensors, offer.version, self._section.update_mode, offer.probe
-            )
-            log.info(
-                "serving version %d of epoch %d, generation paused for %.3f s",
-                offer.version,
-                offer.epoch,
-                self._paused_s,
-            )
+            mode = self._section.update_mode
+            self._paused_s = await self._engine.update_weights(tensors, offer.version, mode, offer.probe)
+            served = offer.version, offer.epoch
+            log.info("serving version %d of epoch %d, generation paused for %.3f s", *served, self._paused_s)
         else:
             check_probe(offer.probe, await self._engine.logprobs(offer.probe.token_ids.array().tolist()))
             await self._engine.adopt(offer.version)
@@ -331,8 +318,5 @@ class RolloutService:
             return "draining"
         if self._address and self._engine.policy_version >= 0:
             return "serving"
-        return (
-            "failed"
-            if self._receiver is not None and (self._receiver.refused or self._receiver.last_error)
-            else "starting"
-        )
+        stuck = self._receiver is not None and (self._receiver.refused or self._receiver.last_error)
+        return "failed" if stuck else "starting"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import os
 import random
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from broker.runtime.presence import Roster
 from broker.runtime.process import Member, Stop, join, raise_file_limit
 from broker.server.private_server import BrokerServer
 from broker.settings.runspec import publish_runspec
+from broker.system.children import cpu_s
 from envhub.scheduling.slots import EpisodeSlots
 from envhub.servers.servers import ServerRoster
 from envhub.tickets.feed import QueueTurns, TicketFeed
@@ -43,7 +43,6 @@ WINDOW_S: Final = 20.0
 JOIN_S: Final = 240.0
 RUN: Final = "scale"
 METRICS: Final = {f"envhub/measured_{number}": 0.5 for number in range(15)}
-TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 
 
 def measure() -> dict[str, Any]:
@@ -82,13 +81,6 @@ def _measure(size: int) -> dict[str, Any]:
                 child.kill()
                 child.wait()
     return {"processes": size, "broker_cores": round(cores, 4), "per_process_ms": round(1000 * cores / size, 4)}
-
-
-def cpu_s(pid: int) -> float:
-    """Seconds of processor time that a process has used, user and system."""
-    with open(f"/proc/{pid}/stat", encoding="ascii") as file:
-        fields = file.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
 async def _publish_spec(url: str) -> None:

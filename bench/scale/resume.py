@@ -104,9 +104,8 @@ def resume(folder: Path) -> dict[str, float]:
     records = LedgerRecorder(folder, ledger, SAMPLES, Stop())
     took_s, memory = time.monotonic() - began, _memory()
     if ahead.consumed <= ledger.state.position:
-        raise RuntimeError(
-            f"nothing was left to cut: {ahead.consumed} records consumed, {ledger.state.position} in the checkpoint"
-        )
+        why = f"nothing was left to cut: {ahead.consumed} records consumed, {ledger.state.position} in the checkpoint"
+        raise RuntimeError(why)
     metrics.close()
     records.close()
     return {"resume_s": took_s, **memory}

@@ -23,6 +23,7 @@ from bench.support import made_up_hub
 from broker.contract import codec, wire
 from broker.contract.streams import SAMPLES, TICKETS
 from broker.jetstream.bus import Bus, Delivery
+from broker.jetstream.ticket_results import ticket_key
 from broker.server.private_server import BrokerServer
 
 RUN: Final = "throughput"
@@ -128,7 +129,7 @@ async def _end(bus: Bus, delivery: Delivery, group: wire.Group) -> None:
         min_version=ticket.min_version,
         trajectories=[msgspec.structs.replace(one, version_runs=runs) for one in group.trajectories],
     )
-    await bus.publish(SAMPLES, mine, ticket=ticket.number, message_id=f"tickets-{ticket.number}")
+    await bus.publish(SAMPLES, mine, ticket=ticket.number, message_id=ticket_key(ticket.number, evaluation=False))
     await delivery.ack()
 
 

@@ -26,7 +26,7 @@ from broker.contract.streams import MEMBERS, SAMPLES, TICKETS
 from broker.jetstream.bus import Bus
 from broker.server.private_server import BrokerServer
 from broker.settings import runspec
-from broker.system.children import spawn
+from broker.system.children import cpu_s, spawn
 from envhub.envs.base import StepResult
 from envhub.envs.games.frozenlake import FrozenLake, FrozenLakeArgs
 from rlearner_text.config import TinyModel
@@ -101,8 +101,7 @@ class HubScene:
 
     def cpu_s(self) -> float:
         """Processor time of the hub's process."""
-        times = psutil.Process(self.hub.pid).cpu_times()
-        return float(times.user + times.system)
+        return cpu_s(self.hub.pid)
 
     def failed(self) -> int:
         """Episodes that failed, those that were tried again included, by the hub's log."""

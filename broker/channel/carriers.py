@@ -8,17 +8,18 @@ code common to the carriers is in ``endpoint`` (server) and ``client``.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from broker.contract import wire
+from broker.errors import ConfigError
 from broker.jetstream.bus import Bus
 from broker.settings.registry import resolve
 
 Handler = Callable[[wire.GenerateRequest], Awaitable[wire.GenerateReply]]
 AbortHandler = Callable[[str], None]
 
-SERVERS: Final = {"zmq": "broker.channel.over_zmq:ZmqServer", "nats": "broker.channel.over_nats:NatsServer"}
-CLIENTS: Final = {"zmq": "broker.channel.over_zmq:ZmqClient", "nats": "broker.channel.over_nats:NatsClient"}
+CHANNELS: Final = {"zmq": "broker.channel.over_zmq:CHANNEL", "nats": "broker.channel.over_nats:CHANNEL"}
 
 
 class ChannelServer(Protocol):
@@ -69,21 +70,41 @@ class ChannelClient(Protocol):
         ...
 
 
-def serve(kind: str, bus: Bus, server_id: str, *, bind: str = "127.0.0.1") -> ChannelServer:
-    """Create a server of the given kind (``zmq`` or ``nats``).
+@dataclass(frozen=True)
+class RequestChannel:
+    """One way for requests to travel: its server, made of (bus, server_id, bind), and its client, made of the bus."""
+
+    server: Callable[[Bus, str, str], ChannelServer]
+    client: Callable[[Bus], ChannelClient]
+
+
+def load_channel(kind: str) -> RequestChannel:
+    """Return a channel by name.
 
     Raises:
-        ConfigError: if the kind is unknown or the bind address is not loopback.
+        ConfigError: if there is no such channel, or it is not a ``RequestChannel``.
     """
-    server: ChannelServer = resolve("channels", kind, SERVERS)(bus, server_id, bind)
-    return server
+    found = resolve("channels", kind, CHANNELS)
+    if not isinstance(found, RequestChannel):
+        raise ConfigError(
+            "broker.channel", kind, f"a broker.channel.carriers.RequestChannel, not {type(found).__name__}"
+        )
+    return found
+
+
+def serve(kind: str, bus: Bus, server_id: str, *, bind: str = "127.0.0.1") -> ChannelServer:
+    """Return a server of a channel of the registry.
+
+    Raises:
+        ConfigError: if there is no such channel, or the bind address is not a loopback address.
+    """
+    return load_channel(kind).server(bus, server_id, bind)
 
 
 def connect(kind: str, bus: Bus) -> ChannelClient:
-    """Create a client of the given kind.
+    """Return a client of a channel of the registry.
 
     Raises:
-        ConfigError: if the kind is unknown.
+        ConfigError: if there is no such channel.
     """
-    client: ChannelClient = resolve("channels", kind, CLIENTS)(bus)
-    return client
+    return load_channel(kind).client(bus)

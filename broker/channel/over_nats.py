@@ -6,8 +6,9 @@ Delivery is at most once. Each client has one inbox for all replies; NATS report
 from __future__ import annotations
 
 import asyncio
+from typing import Final
 
-from broker.channel.carriers import AbortHandler, Handler
+from broker.channel.carriers import AbortHandler, Handler, RequestChannel
 from broker.channel.client import RequestClient
 from broker.channel.endpoint import RequestEndpoint
 from broker.contract.streams import GENERATE
@@ -116,3 +117,6 @@ class NatsClient:
 
     def _on_disconnect(self) -> None:
         self._asker.fail_all("lost the connection to the broker")
+
+
+CHANNEL: Final = RequestChannel(NatsServer, NatsClient)

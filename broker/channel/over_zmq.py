@@ -15,7 +15,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from broker.channel.bundle import MAX_BUNDLE_BYTES, unpack
-from broker.channel.carriers import AbortHandler, Handler
+from broker.channel.carriers import AbortHandler, Handler, RequestChannel
 from broker.channel.client import RequestClient
 from broker.channel.endpoint import Reply, RequestEndpoint
 from broker.channel.zmq_socket import Frames, LoopSocket
@@ -195,3 +195,6 @@ async def _terminate(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     """Wait in a thread until pending messages are sent or the linger time is over."""
     with contextlib.suppress(zmq.ZMQError):  # already terminated
         await asyncio.to_thread(context.term)
+
+
+CHANNEL: Final = RequestChannel(ZmqServer, ZmqClient)

@@ -378,7 +378,7 @@ class Presence(Message, frozen=True, tag="Presence"):
     pid: int  # process id on the host
     state: Literal["starting", "serving", "draining", "failed"]  # what the process is doing
     address: str = ""  # address of its request channel, for example tcp://127.0.0.1:41234
-    channel: str = ""  # zmq or nats
+    channel: str = ""  # name of the request channel: zmq, nats
     policy: str = ACTOR  # rollout: the policy it serves
     engine: str = ""  # rollout: engine name
     epoch: int = 0  # learner: its epoch; rollout: epoch of the served weights

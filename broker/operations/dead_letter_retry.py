@@ -1,7 +1,7 @@
-"""``broker dead retry``: has the processes of a run do again what ended as a dead letter, for the operator to look at.
+"""``broker dead retry``: asks the processes of a run to repeat what ended as a dead letter, for inspection.
 
-It is asked for and answered by request and reply. Nothing is stored and no ticket is touched, so nothing of it can be
-trained on; and it leaves the numbers of the evaluation tickets alone, which are their sequences.
+It uses request and reply. Nothing is stored, so the result cannot be trained on, and ticket numbers, which are
+sequences of their streams, do not change.
 """
 
 from __future__ import annotations
@@ -22,27 +22,25 @@ Outcome = wire.Group | wire.Closed
 
 
 def original(letter: wire.DeadLetter) -> wire.Ticket | wire.EvalTicket | wire.Group:
-    """What the letter holds, if it can be done again.
+    """Return the message in a dead letter.
 
     Raises:
-        UserError: it does not decode, or it is a message that asks for nothing.
+        UserError: if it does not decode, or is not a message that can be repeated.
     """
     try:
         message = codec.decode(letter.data, *wire.MESSAGES)
     except WireError as error:
-        raise UserError(
-            f"its {len(letter.data)} bytes are no message, so there is nothing to do again: {error}"
-        ) from None
+        raise UserError(f"its {len(letter.data)} bytes do not decode, so they cannot be retried: {error}") from None
     if not isinstance(message, (wire.Ticket, wire.EvalTicket, wire.Group)):
-        raise UserError(f"it holds a {type(message).__name__}; a Ticket, an EvalTicket or a Group can be done again")
+        raise UserError(f"expected a Ticket, an EvalTicket or a Group, found a {type(message).__name__}")
     return message
 
 
 async def retry(bus: Bus, letter: wire.DeadLetter, timeout_s: float) -> AsyncGenerator[Outcome, None]:
-    """The outcome at each process that it visits: an environment hub for a ticket, then a reward hub for each pool.
+    """Yield the outcome at each process: an environment hub for a ticket, then a reward hub for each pool.
 
     Raises:
-        UserError: nothing to do again, nobody there who could, or no answer.
+        UserError: if the letter cannot be retried, no process serves its domain or pool, or one does not answer.
     """
     message = original(letter)
     if isinstance(message, wire.Group):
@@ -57,14 +55,10 @@ async def retry(bus: Bus, letter: wire.DeadLetter, timeout_s: float) -> AsyncGen
 
 async def _ask(bus: Bus, role: str, serves: str, message: wire.Message, rather_not: str, timeout_s: float) -> Outcome:
     what = "domain" if role == "envhub" else "pool"
-    able = [
-        one
-        for one in await census(bus, bus.run)
-        if one.role == role and serves in one.serves and one.state == "serving"
-    ]
+    members = await census(bus, bus.run)
+    able = [one for one in members if one.role == role and serves in one.serves and one.state == "serving"]
     if not able:
-        raise UserError(f"run {bus.run} has no {role} at present that serves {what} {serves!r}")
-    # elsewhere, if there is an elsewhere
+        raise UserError(f"run {bus.run} has no {role} that serves {what} {serves!r} now")
     chosen = min(able, key=lambda one: (one.id == rather_not, one.running, one.id))
     try:
         answer = await request(bus, RERUNS, chosen.id, message, timeout_s=timeout_s, reply=(wire.Group, wire.Closed))
@@ -75,17 +69,12 @@ async def _ask(bus: Bus, role: str, serves: str, message: wire.Message, rather_n
 
 
 def described(outcome: Outcome) -> list[str]:
-    """An outcome in lines for the operator."""
+    """Return an outcome as lines for the operator."""
     if isinstance(outcome, wire.Closed):
-        return [f"{outcome.by} gave it up: {outcome.reason}: {outcome.detail}"]
-    if outcome.reward_hubs:
-        lines = [f"{outcome.reward_hubs[-1]} scored it:"]
-    else:
-        lines = [
-            f"{outcome.hub} played it, {outcome.generate_s:.2f} s of generation and {outcome.env_step_s:.3f} s of "
-            f"environment each:"
-        ]
-    return lines + [line for one in outcome.trajectories for line in _episode(one)]
+        return [f"{outcome.by} gave up: {outcome.reason}: {outcome.detail}"]
+    times = f"{outcome.generate_s:.2f} s of generation and {outcome.env_step_s:.3f} s of environment each"
+    title = f"{outcome.reward_hubs[-1]} scored it:" if outcome.reward_hubs else f"{outcome.hub} played it, {times}:"
+    return [title, *(line for one in outcome.trajectories for line in _episode(one))]
 
 
 def _episode(one: wire.Trajectory) -> list[str]:
@@ -94,8 +83,6 @@ def _episode(one: wire.Trajectory) -> list[str]:
     solved = "solved" if one.success else "not solved"
     text = " ".join(one.response.split())[:SHOWN_CHARS]
     policy = f"versions {min(versions)}-{max(versions)}" if versions else "no tokens"
-    return [
-        f"  episode {one.episode}: {solved}, reward {one.reward:g}{parts}; {one.end} after {len(one.turns)} turns, "
-        f"{policy}",
-        f"    last response: {text}",
-    ]
+    end = f"{one.end} after {len(one.turns)} turns, {policy}"
+    line = f"  episode {one.episode}: {solved}, reward {one.reward:g}{parts}; {end}"
+    return [line, f"    last response: {text}"]

@@ -1,4 +1,4 @@
-"""Dead letters for the operator: what nobody could use or finish, listed, shown, done again, purged."""
+"""``broker dead``: lists, shows, retries and purges dead letters, messages that no process could use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHOWN_BYTES: Final = 512
 
 
 async def _letters(bus: Bus) -> AsyncIterator[LogRecord]:
-    """Every dead letter kept now."""
+    """Yield every dead letter that exists now."""
     last = await bus.last_seq(DEAD)
     if await bus.first_seq(DEAD) > last:
         return
@@ -33,7 +33,7 @@ async def _letters(bus: Bus) -> AsyncIterator[LogRecord]:
 
 
 async def list_letters(bus: Bus, options: argparse.Namespace) -> None:
-    """``broker dead list``: one line each, the count on standard error."""
+    """``broker dead list``: print a line for each, and the count to standard error."""
     await choose_run(bus, options)
     count = 0
     async for record in _letters(bus):
@@ -44,15 +44,15 @@ async def list_letters(bus: Bus, options: argparse.Namespace) -> None:
             ticket = f", ticket {letter.ticket}" if letter.ticket else ""
             print(f"{record.seq}  {where}{ticket}, {len(letter.data)} bytes, by {letter.by}: {letter.reason}")
         else:
-            print(f"{record.seq}  no dead letter itself: {record.error}")
+            print(f"{record.seq}  does not decode: {record.error}")
     print(f"{count} dead letter{'' if count == 1 else 's'} in run {bus.run}", file=sys.stderr)
 
 
 async def _letter(bus: Bus, number: int) -> LogRecord:
-    """One of them.
+    """Return one dead letter.
 
     Raises:
-        UserError: there is no such letter.
+        UserError: if it does not exist.
     """
     async for record in _letters(bus):
         if record.seq == number:
@@ -61,26 +61,26 @@ async def _letter(bus: Bus, number: int) -> LogRecord:
 
 
 async def show_letter(bus: Bus, options: argparse.Namespace) -> None:
-    """``broker dead show N``: one of them whole."""
+    """``broker dead show N``: print one completely."""
     await choose_run(bus, options)
     _show(await _letter(bus, options.number), raw=options.raw)
 
 
 async def retry_letter(bus: Bus, options: argparse.Namespace) -> None:
-    """``broker dead retry N``: each outcome as it comes.
+    """``broker dead retry N``: print each outcome as it arrives.
 
     Raises:
-        UserError: no such letter, or nothing in it that can be done again.
+        UserError: if there is no such letter, or it cannot be retried.
     """
     await choose_run(bus, options)
     letter = (await _letter(bus, options.number)).message
     if not isinstance(letter, wire.DeadLetter):
-        raise UserError(f"dead letter {options.number} does not decode itself, so there is nothing to do again")
+        raise UserError(f"dead letter {options.number} does not decode, so it cannot be retried")
     print(f"ticket {letter.ticket}, given up by {letter.by}: {letter.reason}", flush=True)
     async with aclosing(dead_letter_retry.retry(bus, letter, options.timeout)) as outcomes:
         async for outcome in outcomes:
             print("\n".join(dead_letter_retry.described(outcome)), flush=True)
-    print("for inspection only: nothing of it is stored or trained on", file=sys.stderr)
+    print("for inspection only: the result is neither stored nor trained on", file=sys.stderr)
 
 
 def _show(record: LogRecord, *, raw: bool) -> None:
@@ -104,7 +104,7 @@ def _show(record: LogRecord, *, raw: bool) -> None:
 
 
 async def purge_letters(bus: Bus, options: argparse.Namespace) -> None:
-    """``broker dead purge``: all of them, or those up to a number."""
+    """``broker dead purge``: delete all, or those up to a number."""
     await choose_run(bus, options)
     before = (await bus.depth(DEAD))[""]
     last = await bus.last_seq(DEAD)

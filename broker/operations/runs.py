@@ -1,4 +1,4 @@
-"""What the command ``broker`` asks and tells of a run: which one, its processes and streams, what it is to do."""
+"""``broker status`` and ``broker control``: show runs, and set the desired state of one."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from broker.settings.runspec import find_runs
 
 
 async def choose_run(bus: Bus, options: argparse.Namespace) -> None:
-    """Point the bus at the run asked for, else at the only one.
+    """Set the bus to the run that the options name, or to the only one.
 
     Raises:
-        UserError: no such run, none at all, or several (names them).
+        UserError: if there is no such run, no run at all, or several (names them).
     """
     runs = await find_runs(bus)
     active = [run for run, state in runs.items() if state != "stopped"]
@@ -35,7 +35,7 @@ async def choose_run(bus: Bus, options: argparse.Namespace) -> None:
 
 
 async def status(bus: Bus, options: argparse.Namespace) -> None:
-    """``broker status``: every run, or the one asked for."""
+    """``broker status``: print every run, or the one that the options name."""
     runs = await find_runs(bus)
     if options.run:
         await choose_run(bus, options)
@@ -45,9 +45,8 @@ async def status(bus: Bus, options: argparse.Namespace) -> None:
     for (run, state), alive in zip(sorted(runs.items()), heard, strict=True):
         bus.run = run
         roles = Counter(one.role for one in alive)
-        print(
-            f"{run}: {state}; {', '.join(f'{count} {role}' for role, count in sorted(roles.items())) or 'no processes'}"
-        )
+        processes = ", ".join(f"{count} {role}" for role, count in sorted(roles.items()))
+        print(f"{run}: {state}; {processes or 'no processes'}")
         for stream in STREAMS:
             if stream.kind in (StreamKind.WORK_QUEUE, StreamKind.LOG):
                 print(f"  {stream.name:12}{await _depth(bus, stream)}")
@@ -59,24 +58,22 @@ async def _depth(bus: Bus, stream: Any) -> str:
         if stream.kind is StreamKind.LOG:
             return f"{depth.get('', 0)} kept, {await bus.last_seq(stream)} written"
     except ApiError as error:
-        return f"not there: {error.description}"
+        return f"missing: {error.description}"
     return ", ".join(f"{key} {count}" for key, count in sorted(depth.items())) or "0"
 
 
 async def control(bus: Bus, options: argparse.Namespace) -> None:
-    """``broker control``: put the desired state where every process sees it.
+    """``broker control``: store the desired state, which every process follows.
 
     Raises:
-        UserError: the run is stopped, so its processes are gone.
+        UserError: if the run is stopped, so that its processes have ended.
     """
     await choose_run(bus, options)
     states = await bus.key_value(CONTROL)
     found = await states.get(bus.run)
     if found is not None and isinstance(found[0], wire.DesiredState) and found[0].state == "stopped" != options.state:
         why = f" ({found[0].reason})" if found[0].reason else ""
-        raise UserError(
-            f"run {bus.run} is stopped{why}, so it cannot be {options.state}; start its learner again: rlearner start "
-            f"… run.name={bus.run}"
-        )
+        again = f"start its learner again: rlearner start … run.name={bus.run}"
+        raise UserError(f"run {bus.run} is stopped{why}, so it cannot be {options.state}; {again}")
     await states.put(bus.run, wire.DesiredState(state=options.state, reason=options.reason))
     print(f"{bus.run}: {options.state}")

@@ -1,1 +1,1 @@
-"""What every process does the same way: start, join a run, tell that it is there, log, drain, end."""
+"""What every process does in the same way: start, join a run, announce itself, log, drain, end."""

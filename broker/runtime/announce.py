@@ -1,6 +1,4 @@
-"""Tells others that a process is there: a beat every second or two for those who listen, an entry among the members for
-all.
-"""
+"""Announces a process: a beat every second or two, and an entry in the members bucket."""
 
 from __future__ import annotations
 
@@ -24,22 +22,21 @@ FAREWELL_WITHIN_S: Final = 2.0
 
 
 def member_key(run: str, role: str, process_id: str) -> str:
-    """The key of one process in the members bucket."""
+    """Return the key of a process in the members bucket."""
     return f"{run}.{role}.{process_id}"
 
 
 def decides(presence: wire.Presence) -> tuple[object, ...]:
-    """What others decide on for longer than a second; a change of it is put among the members at once."""
+    """Return what others base decisions on for longer than a second; a change of it updates the entry at once."""
     one = presence
     return one.state, one.address, one.policy, tuple(one.serves), one.problem
 
 
 class Announcer:
-    """Publishes ``describe()`` every second (at once on ``poke``) and keeps the process's entry among the members.
+    """Publishes ``describe()`` every second, at once after ``poke``, and keeps the process's entry among the members.
 
-    While nothing changes, every other beat is left out. A beat costs the broker one message, and nothing more when
-    nobody listens. The entry is put when something that others decide on has changed, and again every 20 seconds or so;
-    ``close`` deletes it.
+    Every other beat is omitted while nothing changes. A beat costs the broker one message. The entry is put when a
+    value that others decide on changes, and about every 20 seconds; ``close`` deletes it.
     """
 
     def __init__(
@@ -48,29 +45,29 @@ class Announcer:
         self._bus, self._describe, self._every_s, self._refresh_s = bus, describe, every_s, refresh_s
         self._poked, self._due = asyncio.Event(), asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._beaten: wire.Presence | None = None  # by the last beat; None: it was left out, or did not leave
-        self._put: tuple[object, ...] | None = None  # what the entry says
+        self._beaten: wire.Presence | None = None  # the last beat; None: omitted or not sent
+        self._put: tuple[object, ...] | None = None  # content of the entry
         self._key = ""
-        self._is_made = True  # the bucket, as far as known
+        self._is_made = True  # whether the bucket exists, as far as known
 
     async def start(self) -> None:
-        """Begin; the entry is put before this returns, once the broker is there."""
+        """Begin; put the entry before returning, once the broker is available."""
         self._bus.link.on_disconnect.add(self._lost)
         await self._enter()
         await self._beat()
         self._tasks = [asyncio.create_task(self._keep_beating()), asyncio.create_task(self._keep_entered())]
 
     async def serve(self) -> None:
-        """Start, and go on until cancelled; fails when ``describe`` does."""
+        """Start and run until cancelled; fails when ``describe`` does."""
         await self.start()
         await asyncio.gather(*self._tasks)
 
     def poke(self) -> None:
-        """Tell it now; something has changed."""
+        """Publish now, because something has changed."""
         self._poked.set()
 
     async def close(self) -> None:
-        """Say farewell, if the broker is there to hear it."""
+        """Stop, and delete the entry if the broker is available."""
         self._bus.link.on_disconnect.discard(self._lost)
         for task in self._tasks:
             task.cancel()
@@ -81,10 +78,10 @@ class Announcer:
             async with asyncio.timeout(FAREWELL_WITHIN_S):
                 await (await self._bus.key_value(MEMBERS)).delete(self._key)
         except (TimeoutError, Disconnected, LostState):
-            log.debug("no farewell; the entry expires by itself")
+            log.debug("the entry was not deleted; it expires by itself")
 
     def _lost(self) -> None:
-        """The broker may come back without what it held in memory."""
+        """Note that the broker may come back without its memory."""
         self._is_made = False
         self._due.set()
 
@@ -101,9 +98,8 @@ class Announcer:
         if decides(presence) != self._put:
             self._due.set()
         try:
-            await self._bus.link.send(
-                PRESENCE.subject(self._bus.run, f"{presence.role}.{presence.id}"), codec.encode(presence)
-            )
+            subject = PRESENCE.subject(self._bus.run, f"{presence.role}.{presence.id}")
+            await self._bus.link.send(subject, codec.encode(presence))
         except Disconnected:
             log.debug("no beat without a connection")
         else:
@@ -131,7 +127,7 @@ class Announcer:
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    """Until it is set, which is cleared, or the time is over."""
+    """Wait until the event is set, and clear it, or until the time is over."""
     try:
         async with asyncio.timeout(timeout_s):
             await event.wait()

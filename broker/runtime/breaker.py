@@ -1,6 +1,4 @@
-"""A circuit breaker: when a hub stops taking one kind of work because all of it fails here, and when it tries again.
-Pure.
-"""
+"""A circuit breaker: decides when a hub stops taking a kind of work that fails here, and when it tries again. Pure."""
 
 from __future__ import annotations
 
@@ -11,22 +9,22 @@ from typing import Final, Literal
 FIRST_PAUSE_S: Final = 2.0
 LONGEST_PAUSE_S: Final = 300.0
 MAX_CHARS: Final = 1000  # of a problem
-TRIES_ALONE: Final = 3  # deliveries of a ticket that fails while nothing else does, before it is to blame
-MAX_REMEMBERED: Final = 10_000  # tickets that failed here and may come again
+TRIES_ALONE: Final = 3  # deliveries after which a ticket that fails alone is to blame
+MAX_REMEMBERED: Final = 10_000  # failed tickets that may return
 
 State = Literal["closed", "open", "probing"]
 
 
 class CircuitBreaker:
-    """One kind of work in one hub: a domain of an environment hub, a pool of a reward hub.
+    """Breaker of one kind of work in one hub: a domain of an environment hub, a pool of a reward hub.
 
-    Closed, work is taken. It opens when ``threshold`` deliveries in a row have failed and nothing has succeeded. After
-    a pause the hub makes a trial of its own, which costs no ticket a delivery; a good one closes the breaker. Each
-    pause is twice as long as the one before, until real work succeeds. Times are seconds of any monotonic clock.
+    While it is closed, work is taken. It opens when ``threshold`` deliveries in a row have failed. After a pause the
+    hub makes a trial, which costs no ticket a delivery; a good one closes the breaker. Pauses double until real work
+    succeeds. Times are seconds of any monotonic clock.
 
-    It also tells whether a failure is the ticket's own: if other work or a trial succeeded here since the ticket first
-    failed here, or if it has been tried often enough and nothing else fails here. Such a failure says nothing about the
-    host. Any other may as well be the host's, and the ticket is for another hub.
+    It also decides whether a failure is the ticket's own: if other work or a trial has succeeded here since the ticket
+    first failed, or if it has been tried often enough and nothing else fails here. Any other failure may be the host's,
+    so the ticket goes to another hub.
 
     Args:
         threshold: deliveries that fail in a row before it opens.
@@ -55,26 +53,26 @@ class CircuitBreaker:
 
     @property
     def problem(self) -> str:
-        """Why no work is taken, one line; empty if it is."""
+        """Why no work is taken, one line; empty if work is taken."""
         if self.closed:
             return ""
         trials = f" and {_count(self._num_trials, 'trial')}" if self._num_trials else ""
         return f"{_count(self._num_failed, 'ticket')} in a row{trials} failed here, the last: {self._why}"
 
     def succeeded(self) -> bool:
-        """Real work ended as it should. Return whether this closed the breaker."""
+        """Note that real work succeeded. Return whether this closed the breaker."""
         self._successes += 1
         self._pauses = 0
         return self._close()
 
     def failed(self, ticket: str, delivery: int, why: str, now: float) -> bool:
-        """Work on one delivery of a ticket failed. Return whether this opened the breaker."""
+        """Note that work on a delivery failed. Return whether this opened the breaker."""
         if ticket not in self._failed_at:
             self._failed_at[ticket] = self._successes
             if len(self._failed_at) > MAX_REMEMBERED:
                 del self._failed_at[next(iter(self._failed_at))]
         if not self.closed or self._successes > self._failed_at[ticket]:
-            return False  # of what was under way when it opened, or the ticket's own
+            return False  # it began before the breaker opened, or is the ticket's own
         self._failing.add((ticket, delivery))
         if len(self._failing) < self._threshold:
             return False
@@ -83,41 +81,41 @@ class CircuitBreaker:
         return True
 
     def blames(self, ticket: str, delivery: int) -> bool:
-        """Whether the failure of this delivery of a ticket is its own."""
+        """Decide whether the failure of this delivery is the ticket's own."""
         if self._successes > self._failed_at.get(ticket, self._successes):
             return True
         return delivery >= TRIES_ALONE and {failing for failing, _ in self._failing} == {ticket}
 
     def doubts(self, ticket: str) -> bool:
-        """Whether a ticket has failed here and has not ended."""
+        """Return whether a ticket has failed here and has not ended."""
         return ticket in self._failed_at
 
     def settled(self, ticket: str) -> None:
-        """A ticket has ended."""
+        """Note that a ticket has ended."""
         self._failed_at.pop(ticket, None)
 
     # -- trials
 
     def due(self, now: float) -> bool:
-        """Whether the pause is over and a trial may start."""
+        """Return whether the pause is over and a trial may start."""
         return self.state == "open" and now >= self.until
 
     def probe(self) -> None:
-        """A trial starts."""
+        """Note that a trial starts."""
         assert self.state == "open", f"a trial starts while the breaker is {self.state}"
         self.state = "probing"
 
     def probed(self, good: bool | None, why: str, now: float) -> bool:
-        """A trial ended. Return whether it closed the breaker.
+        """Note that a trial ended. Return whether it closed the breaker.
 
         Args:
-            good: whether it went well; None: it does not tell, for example because no server answered.
+            good: whether it succeeded; None if that is unknown, for example because no server answered.
             why: what failed.
         """
         if self.state != "probing":
             return False  # real work has closed it
         if good:
-            self._successes += 1  # a ticket that fails again now fails by itself
+            self._successes += 1  # from now on a ticket that fails again is to blame
             return self._close()
         if good is None:
             self._pauses -= 1  # the same pause again
@@ -145,11 +143,11 @@ def _count(number: int, noun: str) -> str:
 
 
 class CircuitBreakers:
-    """The breakers of one hub, each made when it is first asked for.
+    """The breakers of one hub, made on first use.
 
     Args:
-        noun: what the keys are, for the texts: ``domain`` or ``pool``.
-        threshold: of the breaker of a key, see ``CircuitBreaker``.
+        noun: what the keys are, for messages: ``domain`` or ``pool``.
+        threshold: returns the threshold of a key, see ``CircuitBreaker``.
     """
 
     def __init__(self, noun: str, threshold: Callable[[str], int]) -> None:
@@ -162,13 +160,13 @@ class CircuitBreakers:
         return self._all[key]
 
     def forget(self, key: str) -> None:
-        """Begin with a new breaker."""
+        """Replace the breaker of a key by a new one."""
         self._all.pop(key, None)
 
     def closed(self, keys: Iterable[str]) -> list[str]:
-        """Those of the keys whose work is taken."""
+        """Return those of the keys whose work is taken."""
         return [key for key in keys if self[key].closed]
 
     def problem(self, keys: Iterable[str]) -> str:
-        """Why work of some of the keys is not taken, one line for ``Presence.problem``; empty if all of it is."""
+        """Return why work of some keys is not taken, one line for ``Presence.problem``; empty if all is taken."""
         return "; ".join(f"{self._noun} {key}: {self[key].problem}" for key in keys if not self[key].closed)[:MAX_CHARS]

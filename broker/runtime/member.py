@@ -1,4 +1,4 @@
-"""A process that joined a run, and the way it is asked to end."""
+"""A process that joined a run, and how it is asked to end."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ REPORT_EVERY_S: Final = 1.0
 
 
 class Stop:
-    """Asked to end: by SIGTERM or SIGINT, by the operator's desired state, or by the process itself.
+    """A request to end, made by SIGTERM or SIGINT, by the operator's desired state, or by the process itself.
 
-    The first asks for a drain; a second signal exits at once with 130.
+    The first one asks for a drain; a second signal exits at once with 130.
 
     Attributes:
         at_once: called in the signal handler before that exit.
@@ -37,7 +37,7 @@ class Stop:
         self.at_once: list[Callable[[], None]] = []
 
     def request(self, reason: str) -> None:
-        """Ask for a drain; only the first reason counts."""
+        """Request a drain; only the first reason counts."""
         if not self.asked.is_set():
             self.reason = reason
             self.asked.set()
@@ -50,9 +50,9 @@ class Member:
 
     Attributes:
         spec: the newest RunSpec; replaced when the learner resumes under a new epoch.
-        renewed: set when it was replaced; cleared by the code that waits for that.
-        running: set while the operator does not want a pause; ``await member.running.wait()`` before taking new work.
-        pausing: set while the operator wants one.
+        renewed: set when it was replaced; cleared by the code that waits for it.
+        running: cleared while the operator wants a pause; ``await member.running.wait()`` before taking new work.
+        pausing: set while the operator wants a pause.
         desired: what the operator wants: running, paused, draining or stopped.
     """
 
@@ -81,9 +81,7 @@ class Member:
         return not self.running.is_set()
 
     def announce(self, describe: Callable[[], wire.Presence]) -> None:
-        """Start telling others that this process is there, and what it logged last; called again, describe it like this
-        instead.
-        """
+        """Start announcing this process and its newest warning; called again, replace the description."""
         self._describe = describe
         if self._announcer is None:
             logging.getLogger().addHandler(self._said)
@@ -95,32 +93,32 @@ class Member:
             self._announcer.poke()
 
     def poke(self) -> None:
-        """Tell others now; something has changed."""
+        """Announce now, because something has changed."""
         if self._announcer is not None:
             self._announcer.poke()
 
     def report(self, values: Callable[[], dict[str, float]], text: Callable[[], dict[str, str]] | None = None) -> None:
-        """Publish metrics every second from now on; called again, publish these instead."""
+        """Publish metrics every second; called again, replace their source."""
         if self._reporting is not None:
             self._reporting.cancel()
         self._reporting = self.spawn(self._keep_reporting(values, text))
 
     def renew(self, spec: wire.RunSpec) -> None:
-        """The learner resumed under a new epoch."""
+        """Note that the learner resumed under a new epoch."""
         self.spec = spec
         self.renewed.set()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run alongside the process until it leaves; a failure requests a stop and is raised when the process stops."""
+        """Run a coroutine until the process leaves; if it fails, request a stop, and raise its error on leaving."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
         return task
 
     def follow(self, desired: str, reason: str) -> None:
-        """Take over what the operator wants.
+        """Follow the operator's desired state.
 
-        ``draining`` stops who starts new work, the environment hubs; those who serve them stay until ``stopped``.
+        ``draining`` stops environment hubs, which start new work; the processes that serve them stay until ``stopped``.
         """
         self.desired = desired
         if desired == "paused":
@@ -133,10 +131,10 @@ class Member:
             self.stop.request(f"the run is {desired}" + (f": {reason}" if reason else ""))
 
     async def leave(self) -> None:
-        """Undo all of it.
+        """Stop the tasks and the announcements.
 
         Raises:
-            Exception: what a task that ran alongside the process failed with.
+            Exception: the error of a task that failed.
         """
         tasks = list(self._tasks)
         for task in tasks:
@@ -158,8 +156,7 @@ class Member:
         self, values: Callable[[], dict[str, float]], text: Callable[[], dict[str, str]] | None
     ) -> None:
         while True:
-            numbers = wire.Metrics(
-                role=self.role, id=self.id, time=time.time(), values=values(), text=text() if text else {}
-            )
+            texts = text() if text else {}
+            numbers = wire.Metrics(role=self.role, id=self.id, time=time.time(), values=values(), text=texts)
             await publish_metrics(self.bus, numbers)
             await asyncio.sleep(REPORT_EVERY_S)

@@ -1,4 +1,4 @@
-"""Who is there, as far as this process asks: servers by their beats, hubs by their entries among the members."""
+"""Keeps track of other processes: servers by their beats, hubs by their entries in the members bucket."""
 
 from __future__ import annotations
 
@@ -31,17 +31,16 @@ class _Seen:
 
 
 class Roster:
-    """Keeps the living processes of this run, by role; nothing is watched that was not asked for.
+    """Living processes of this run, by role; watches only the roles that it is told to.
 
-    A process is alive while it was heard of within a time on this process's own clock: 5 s for a role that is followed
-    by its beats, 60 s for one that is followed by the members bucket, which costs a message each 20 s and process
-    instead of one a second. The clock stands still while this process's event loop does, and while the broker is away:
-    then nobody was listening here, which says nothing about the others.
+    A process is alive if it was heard within a time on this process's clock: 5 s for roles followed by beats, 60 s for
+    roles followed by the members bucket, which costs a message per process each 20 s instead of each second. The clock
+    stops while this process's event loop or the broker does, because silence then says nothing about the others.
 
     Args:
         beats: roles to follow by their beats.
         members: roles to follow by their entries among the members.
-        told: called with each process that is heard, and False when it is gone.
+        told: called with each process that is heard, and with False when it is gone.
 
     Attributes:
         clock: seconds in which this process was listening.
@@ -66,18 +65,17 @@ class Roster:
         self._followed: dict[str, LinkSubscription] = {}  # single processes, by role.id
 
     async def start(self) -> None:
-        """Begin to listen; who is there already is known a moment later."""
+        """Begin to listen; existing processes are known a moment later."""
         for role in self._beats:
-            self._subscribed.append(
-                await self._bus.link.subscribe(PRESENCE.all_subjects(self._bus.run, role), self._on_beat)
-            )
+            subject = PRESENCE.all_subjects(self._bus.run, role)
+            self._subscribed.append(await self._bus.link.subscribe(subject, self._on_beat))
         for role in (*self._beats, *self._members):
             told = self.hear if role in self._beats else self._hear_member
             self._subscribed.append(await listen(self._bus, role, told, read=role in self._members))
         self._tasks = [asyncio.create_task(self._tick())]
 
     async def serve(self) -> None:
-        """Start, and go on until cancelled."""
+        """Start and run until cancelled."""
         await self.start()
         await asyncio.gather(*self._tasks)
 
@@ -92,7 +90,7 @@ class Roster:
         self._followed.clear()
 
     async def follow(self, role: str, ids: Collection[str]) -> None:
-        """Listen to the beats of exactly these processes of a role; who is followed no more is forgotten."""
+        """Follow the beats of exactly these processes of a role; forget those that are no longer followed."""
         wanted = {f"{role}.{process_id}" for process_id in ids}
         for key in [key for key in self._followed if key.startswith(f"{role}.") and key not in wanted]:
             await self._followed.pop(key).close()
@@ -101,7 +99,7 @@ class Roster:
             self._followed[key] = await self._bus.link.subscribe(PRESENCE.subject(self._bus.run, key), self._on_beat)
 
     def alive(self, role: str) -> list[wire.Presence]:
-        """The living, newest presence each, in order of id."""
+        """Return the newest presence of each living process of a role, ordered by id."""
         living = self._living.get(role)
         if living is None:
             found = [seen.presence for seen in self._seen.values() if seen.presence.role == role and self._lives(seen)]
@@ -109,14 +107,14 @@ class Roster:
         return list(living)
 
     def get(self, process_id: str) -> wire.Presence | None:
-        """The presence of one living process, or None."""
+        """Return the presence of a living process, or None."""
         for seen in self._seen.values():
             if seen.presence.id == process_id and self._lives(seen):
                 return seen.presence
         return None
 
     async def changed(self, timeout_s: float) -> None:
-        """Returns when anyone came, went or changed, or after the timeout."""
+        """Wait until a process joins, leaves or changes, or until the timeout."""
         event = self._changed
         try:
             async with asyncio.timeout(timeout_s):
@@ -125,7 +123,7 @@ class Roster:
             return
 
     def hear(self, key: str, presence: wire.Presence | None) -> None:
-        """The process ``role.id`` says this of itself now; None: it left."""
+        """Take the presence of process ``role.id``; None: it left."""
         self._hear(key, presence, self._ttl_s)
 
     def _hear_member(self, key: str, presence: wire.Presence | None) -> None:
@@ -179,10 +177,10 @@ class Roster:
 async def listen(
     bus: Bus, role: str, told: Callable[[str, wire.Presence | None], None], *, read: bool
 ) -> LinkSubscription:
-    """Call back with (role.id, presence or None when it left) for each entry of a role among the members, from now on.
+    """Call back with (role.id, presence or None if it left) for each new entry of a role among the members.
 
     Args:
-        read: call back with the entries that are there already, too; each is at most 60 s old.
+        read: also call back with the existing entries; each is at most 60 s old.
     """
     bucket = await bus.key_value(MEMBERS)
     tapped: set[str] = set()
@@ -197,16 +195,14 @@ async def listen(
     subscribed = await bucket.tap(f"{bus.run}.{role}", tap)
     if read:
         for key, message in (await bucket.values(f"{bus.run}.{role}")).items():
-            if key not in tapped and isinstance(message, wire.Presence):  # what was tapped is newer
+            if key not in tapped and isinstance(message, wire.Presence):  # a tapped one is newer
                 told(key.removeprefix(f"{bus.run}."), message)
     is_reading = False
     return subscribed
 
 
 async def census(bus: Bus, run: str, within_s: float = CENSUS_S) -> list[wire.Presence]:
-    """Everyone of a run who is heard within a time, in order of role and id; returns at once when all members were
-    heard.
-    """
+    """Return all processes of a run that are heard within a time, ordered by role and id; stop once all members are."""
     heard: dict[str, wire.Presence] = {}
     news = asyncio.Event()
 
@@ -231,7 +227,5 @@ async def census(bus: Bus, run: str, within_s: float = CENSUS_S) -> list[wire.Pr
 
 
 def display_name(role: str, process_id: str) -> str:
-    """What people read: the id, with its role in front unless it begins with it, as those do that a process gives
-    itself.
-    """
+    """Return the id for display, after its role unless it starts with it, as generated ids do."""
     return process_id if process_id.startswith(role) else f"{role} {process_id}"

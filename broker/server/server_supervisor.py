@@ -1,9 +1,7 @@
-"""Looks after a private nats-server: starts it again when it has died, and when a full disk has stopped it and there is
-space again.
+"""Restarts the private nats-server when it dies, and after a full disk has space again.
 
-A nats-server whose store is full neither confirms nor refuses what is published to it (2.15.1), or stops answering
-altogether (2.9.10), and stays so until it is started again, however much space there is by then. Nothing that was
-confirmed is lost, and who publishes waits.
+A nats-server with a full store neither confirms nor refuses messages (2.15.1) or stops answering (2.9.10), and stays so
+until it is restarted. Nothing that was confirmed is lost; publishers wait.
 """
 
 from __future__ import annotations
@@ -14,19 +12,19 @@ from typing import Final
 from broker.server.private_server import BrokerServer
 
 FULL_BELOW_BYTES: Final = 1 << 20
-# or a tenth of a smaller file system: that much must be free before it is worth starting again
+# of free space before a restart is worth it, or a tenth of a smaller file system
 ROOM_BYTES: Final = 64 << 20
 
 
 class ServerSupervisor:
-    """To be asked every now and then.
+    """Supervisor that is polled.
 
     Args:
-        server: has been started.
-        revive: whether to start it again when it has died; a full disk is looked after in any case.
+        server: a started server.
+        revive: whether to restart it after it died; a full disk is handled in any case.
 
     Attributes:
-        full: the store had no space since the server was last started.
+        full: whether the store was full since the last start.
     """
 
     def __init__(self, server: BrokerServer, *, revive: bool = True) -> None:
@@ -34,28 +32,25 @@ class ServerSupervisor:
         self.full = False
 
     def look(self) -> list[str]:
-        """One line for each thing that has happened; blocks while the server starts.
+        """Return a line for each event; block while the server starts.
 
         Raises:
-            UserError: it cannot be started again.
+            UserError: if it cannot be restarted.
         """
         died = self._server.pid
         if not self._server.running:
             if not self._revive:
                 return []
             self._start()
-            return [f"broker (pid {died}) died; started again as pid {self._server.pid}"]
+            return [f"broker (pid {died}) died; restarted as pid {self._server.pid}"]
         space = os.statvfs(self._server.store)
         free, size = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
         if not self.full and free < FULL_BELOW_BYTES:
             self.full = True
-            return [f"{self._server.store}: no space left for the broker; everyone waits until there is"]
+            return [f"{self._server.store}: no space left for the broker; all processes wait"]
         if self.full and free >= min(ROOM_BYTES, size // 10):
             self._start()
-            return [
-                f"{self._server.store}: there is space again; broker (pid {died}) started again as pid "
-                f"{self._server.pid}"
-            ]
+            return [f"{self._server.store}: space again; broker (pid {died}) restarted as pid {self._server.pid}"]
         return []
 
     def _start(self) -> None:

@@ -27,13 +27,20 @@ def _token(value: str) -> str:
         raise ValueError(error.allowed) from None
 
 
-def _loopback(value: str) -> str:
+def loopback(value: str) -> str:
+    """Return a loopback address.
+
+    Raises:
+        ValueError: if it is another one, because traffic is neither encrypted nor authenticated yet.
+    """
     try:
-        loopback = value == "localhost" or ipaddress.ip_address(value).is_loopback
+        is_loopback = value == "localhost" or ipaddress.ip_address(value).is_loopback
     except ValueError:
-        loopback = False
-    if not loopback:
-        raise ValueError("only a loopback address such as 127.0.0.1, because traffic is not encrypted or authenticated")
+        is_loopback = False
+    if not is_loopback:
+        raise ValueError(
+            "only a loopback address such as 127.0.0.1, because traffic is neither encrypted nor authenticated yet"
+        )
     return value
 
 
@@ -70,8 +77,8 @@ PRIVATE_STORE_GIB: Final = 8.0  # default of broker.store_max_gib for a private 
 class BrokerSection(Section):
     """How processes communicate."""
 
-    channel: Literal["zmq", "nats"] = "zmq"
-    bind: Annotated[str, AfterValidator(_loopback)] = "127.0.0.1"
+    channel: str = "zmq"  # how generation requests travel: a name of the registry in broker/channel/carriers.py
+    bind: Annotated[str, AfterValidator(loopback)] = "127.0.0.1"
     sync_always: bool = False  # fsync every message before it is confirmed
     store_max_gib: PositiveFloat | None = None  # null: 8 if `rlearner up` starts the broker, else the broker's limit
     replicas: Literal[1, 3] | None = None  # servers that hold each message; None: three in a cluster, else one

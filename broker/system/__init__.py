@@ -1,1 +1,1 @@
-"""What a process uses of its host: child processes, locks, logs, GPUs, identity. Knows neither brokers nor settings."""
+"""What a process uses of its host: child processes, locks, logs, GPUs, identity; without brokers and settings."""

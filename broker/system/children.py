@@ -1,4 +1,4 @@
-"""Child processes that the kernel stops when their parent dies, by whatever signal."""
+"""Child processes that the kernel stops when their parent dies."""
 
 from __future__ import annotations
 
@@ -9,18 +9,29 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from typing import IO, Final
+from typing import IO, Any, Final
+
+import psutil
 
 _PR_SET_PDEATHSIG: Final = 1
 _PRCTL: Final = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None) if sys.platform == "linux" else None
 
 
 def die_with(parent: int, death_signal: signal.Signals) -> None:
-    """In a child between fork and exec, or right after a fork: nothing but system calls."""
+    """Make the kernel send ``death_signal`` when the parent dies; only system calls, for use between fork and exec."""
     if _PRCTL is not None:
         _PRCTL(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def cpu_s(pid: int) -> float:
+    """Return the seconds of processor time, user and system, that a process has used; 0 once it is reaped."""
+    try:
+        times: Any = psutil.Process(pid).cpu_times()
+    except psutil.Error:
+        return 0.0
+    return float(times.user + times.system)
 
 
 def spawn(
@@ -34,16 +45,14 @@ def spawn(
     cwd: str | None = None,
     death_signal: signal.Signals = signal.SIGTERM,
 ) -> subprocess.Popen[bytes]:
-    """Start a child with both outputs going to ``output``, or stderr to ``errors``.
+    """Start a child whose stdout and stderr go to ``output``, or stderr to ``errors``.
 
-    It gets ``death_signal`` when this process dies (Linux).
-
-    The kernel sends that signal when the *thread* that forked ends, so a thread that lives as long as the child forks
-    it. The child gets a session of its own: Ctrl-C in the terminal reaches the parent alone, which stops its children
-    in order.
+    It receives ``death_signal`` when this process dies (Linux). The kernel sends it when the *thread* that forked ends,
+    so a thread that lives as long as the child forks it. The child gets its own session: Ctrl-C in the terminal reaches
+    only the parent, which stops its children in order.
 
     Raises:
-        OSError: the command cannot be started.
+        OSError: if the command cannot be started.
     """
     parent = os.getpid()
 

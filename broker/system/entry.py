@@ -1,6 +1,4 @@
-"""The outermost layer of every command: one line for bad input, and silence where the reader of the output has left
-(``| head``).
-"""
+"""The outermost layer of every command: one line for bad input, no traceback for a closed pipe (``| head``)."""
 
 from __future__ import annotations
 
@@ -20,12 +18,12 @@ EXIT_OUTPUT_CLOSED: Final = 141  # what a shell reports of other tools there: 12
 
 
 def enter(command: Callable[[], int]) -> int:
-    """Return the exit code of a command; docs/operations.md has the table.
+    """Run a command and return its exit code; docs/operations.md has the table.
 
-    SIGPIPE stays ignored: with its default action a connection to the broker that breaks would kill the process.
+    SIGPIPE stays ignored: its default action would kill the process when a connection to the broker breaks.
 
     Raises:
-        BrokenPipeError: of another pipe or socket than stdout or stderr.
+        BrokenPipeError: if it comes from anything but stdout and stderr.
     """
     try:
         try:
@@ -36,25 +34,25 @@ def enter(command: Callable[[], int]) -> int:
             return EXIT_STOPPED
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  # else the interpreter does it at the end, and complains
+                sys.stdout.flush()  # the interpreter would do it at exit, and print a traceback
     except BrokenPipeError:
         if not output_is_closed():
             raise
         devnull = os.open(os.devnull, os.O_WRONLY)
         for descriptor in filter(_has_no_reader, (1, 2)):
-            os.dup2(devnull, descriptor)  # what is still buffered goes there
+            os.dup2(devnull, descriptor)  # for what is still buffered
         os.close(devnull)
         return EXIT_OUTPUT_CLOSED
 
 
 def refuse(error: UserError) -> int:
-    """Print a user's error as one line; the exit code."""
+    """Print a user's error as one line and return the exit code."""
     logs.say_error(" ".join(str(error).split()))
     return EXIT_USER_ERROR
 
 
 def output_is_closed() -> bool:
-    """Whether stdout or stderr is a pipe that nobody reads."""
+    """Return whether stdout or stderr is a pipe without a reader."""
     return any(map(_has_no_reader, (1, 2)))
 
 

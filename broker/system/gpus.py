@@ -1,4 +1,4 @@
-"""Which GPUs a process may see: ``4-7``, ``0,2``, ``cpu`` or ``auto``, checked and set before torch loads."""
+"""Selects the GPUs that a process sees (``4-7``, ``0,2``, ``cpu``, ``auto``) before torch loads."""
 
 from __future__ import annotations
 
@@ -18,18 +18,16 @@ Device = Literal["cpu", "cuda", "auto"]
 
 
 def parse(spec: str) -> list[int]:
-    """The GPU numbers in a list of numbers and ranges: ``0,2`` gives [0, 2], ``4-7`` gives [4, 5, 6, 7].
+    """Return the GPU numbers of a list of numbers and ranges: ``0,2`` gives [0, 2], ``4-7`` gives [4, 5, 6, 7].
 
     Raises:
-        UserError: anything else, a range that runs backwards, a number named twice.
+        UserError: if it is anything else, a range runs backwards, or a number occurs twice.
     """
     numbers: list[int] = []
     for part in spec.split(","):
         match = re.fullmatch(r"\s*(\d{1,4})(?:\s*-\s*(\d{1,4}))?\s*", part)
         if match is None:
-            raise UserError(
-                f"--gpus {spec!r} is not allowed; write a list such as 0,2 or a range such as 4-7, or cpu, or auto"
-            )
+            raise UserError(f"--gpus: expected cpu, auto, a list such as 0,2 or a range such as 4-7, got {spec!r}")
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise UserError(f"--gpus {spec!r}: the range {first}-{last} runs backwards")
@@ -41,19 +39,14 @@ def parse(spec: str) -> list[int]:
 
 
 def existing() -> list[int]:
-    """The numbers of this machine's NVIDIA GPUs as nvidia-smi counts them; asks the driver, never torch."""
+    """Return the numbers of this machine's NVIDIA GPUs in nvidia-smi's order, without importing torch."""
     smi = shutil.which("nvidia-smi")
     if smi is not None:
         try:
-            answer = subprocess.run(
-                [smi, "--query-gpu=index", "--format=csv,noheader"],
-                capture_output=True,
-                text=True,
-                timeout=SMI_TIMEOUT_S,
-                check=False,
-            )
+            command = [smi, "--query-gpu=index", "--format=csv,noheader"]
+            answer = subprocess.run(command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False)
         except (OSError, subprocess.TimeoutExpired):
-            pass  # a broken tool says nothing about the hardware: ask the driver's own folder
+            pass  # a broken tool does not describe the hardware: read the driver's folder
         else:
             if answer.returncode == 0:
                 return sorted(int(line) for line in answer.stdout.split() if line.isdigit())
@@ -63,16 +56,16 @@ def existing() -> list[int]:
 def select(
     spec: str, environ: MutableMapping[str, str] = os.environ, found: Callable[[], list[int]] = existing
 ) -> Device:
-    """Restrict this process to the GPUs asked for; call it before torch is imported.
+    """Restrict this process to some GPUs; call it before torch is imported.
 
-    ``auto`` takes what the environment already allows. Numbers are the machine's own, in PCI order, whatever
-    CUDA_VISIBLE_DEVICES held before.
+    ``auto`` takes what the environment allows. Numbers are the machine's, in PCI order, whatever CUDA_VISIBLE_DEVICES
+    was before.
 
     Returns:
-        ``cpu``, ``cuda`` (GPUs were asked for by number: their absence is an error), or ``auto``.
+        ``cpu``, ``cuda`` (numbers were given), or ``auto``.
 
     Raises:
-        UserError: a spec that does not parse, or a GPU that does not exist (names it and those that do).
+        UserError: if the spec does not parse, or a GPU does not exist (names it and those that do).
     """
     if spec == "auto":
         return "auto"
@@ -85,6 +78,6 @@ def select(
         names = f"GPU{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         have = f"it has {', '.join(map(str, there))}" if there else "it has no NVIDIA GPU"
         raise UserError(f"--gpus {spec}: {names} not on this machine; {have}")
-    environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # CUDA's own order is by speed; nvidia-smi's is this one
+    environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # nvidia-smi's order; CUDA's default is by speed
     environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, asked))
     return "cuda"

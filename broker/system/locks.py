@@ -1,4 +1,4 @@
-"""A file that one process at a time may hold; the kernel lets go of it when that process ends, however it ends."""
+"""A file lock that one process can hold; the kernel releases it when the process ends."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from broker.errors import UserError
 
 
 def lock(file: Path, problem: str, wait_s: float = 0.0) -> IO[bytes]:
-    """The file, locked until it is closed; a child that inherits it holds it too.
+    """Lock a file until it is closed, and return it; a child that inherits it holds it too.
 
     Args:
-        problem: what to say where another process holds it.
-        wait_s: for another one that is ending.
+        problem: the error message if another process holds it.
+        wait_s: how long to wait for another process that is ending.
 
     Raises:
-        UserError: it is held.
+        UserError: if it is held.
     """
     opened = file.open("ab")
     deadline = time.monotonic() + wait_s

@@ -1,7 +1,4 @@
-"""Logging: one line to stderr, and to a file if asked for.
-
-A line is date, time, level, run, role, id, the message, and ``extra`` as key=value.
-"""
+"""Logging to stderr, and to a file on request: date, time, level, run, role, id, message, ``extra`` as key=value."""
 
 from __future__ import annotations
 
@@ -19,10 +16,7 @@ _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asc
 
 
 class LineFormatter(logging.Formatter):
-    """``2026-11-22 12:00:01.042 INFO run role id message key=value``.
-
-    A traceback follows on lines of its own, one from elsewhere as ``extra``.
-    """
+    """``2026-11-22 12:00:01.042 INFO run role id message key=value``, with a traceback on the lines below."""
 
     default_msec_format = "%s.%03d"
 
@@ -40,19 +34,19 @@ class LineFormatter(logging.Formatter):
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to what is stderr at the time: a library's last words may come when the one of the beginning is closed."""
+    """Writes to the stderr of the moment: a library may log after the first one was closed."""
 
     def __init__(self) -> None:
-        logging.Handler.__init__(self)  # the stream is not kept
+        logging.Handler.__init__(self)  # StreamHandler's would keep the stream
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
-        """Where a line goes."""
+        """The present stderr."""
         return sys.stderr
 
 
 def configure(level: str = "INFO") -> None:
-    """Send everything of this process to stderr, in one format."""
+    """Send all logging of this process to stderr, in one format."""
     handler = StderrHandler()
     handler.setFormatter(LineFormatter())
     logging.basicConfig(level=level, handlers=[handler], force=True)
@@ -60,22 +54,17 @@ def configure(level: str = "INFO") -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """--log-level and --log-file."""
+    """Add --log-level and --log-file."""
     levels = ["DEBUG", "INFO", "WARNING", "ERROR"]
-    parser.add_argument("--log-level", default="INFO", choices=levels, help="least level logged (%(default)s)")
-    parser.add_argument(
-        "--log-file",
-        metavar="PATH",
-        default=None,
-        help="append the log to this file, too; its folder must exist (none)",
-    )
+    parser.add_argument("--log-level", default="INFO", choices=levels, help="lowest level logged (%(default)s)")
+    parser.add_argument("--log-file", metavar="PATH", help="also append the log to this file in an existing folder")
 
 
 def apply(options: argparse.Namespace) -> None:
-    """Do what these options say.
+    """Apply the options.
 
     Raises:
-        UserError: the file cannot be written.
+        UserError: if the file cannot be written.
     """
     root = logging.getLogger()
     root.setLevel(options.log_level)
@@ -84,15 +73,14 @@ def apply(options: argparse.Namespace) -> None:
     try:
         handler = logging.FileHandler(options.log_file, encoding="utf-8")
     except OSError as error:
-        raise UserError(
-            f"--log-file: cannot write {options.log_file}: {error.strerror}; name a file in a folder that exists"
-        ) from None
+        why = f"{error.strerror}; name a file in a folder that exists"
+        raise UserError(f"--log-file: cannot write {options.log_file}: {why}") from None
     handler.setFormatter(LineFormatter())
     root.addHandler(handler)
 
 
 def say_error(text: str) -> None:
-    """Print ``error: …`` to stderr, for people, and log it where a file is written."""
+    """Print ``error: …`` to stderr, and log it to the log file if there is one."""
     print(f"error: {text}", file=sys.stderr)
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.FileHandler):
@@ -100,6 +88,6 @@ def say_error(text: str) -> None:
 
 
 def identify(*, run: str | None = None, role: str | None = None, process_id: str | None = None) -> None:
-    """What stands on every line from now on; None leaves a field as it is."""
+    """Set the fields that every line starts with; None keeps a field."""
     given = {"run": run, "role": role, "id": process_id}
     _identity.update({key: value for key, value in given.items() if value})

@@ -1,7 +1,6 @@
-"""Identify a process across restarts, and tell whether one of this machine has ended.
+"""Identifies a process across restarts, and decides whether one of this machine has ended.
 
-An identity is ``<boot id>/<PID namespace>/<pid>/<start time>``: a process id is used again sooner or later, the four
-together are not.
+An identity is ``<boot id>/<PID namespace>/<pid>/<start time>``: process ids are reused, the combination is not.
 """
 
 from __future__ import annotations
@@ -15,9 +14,7 @@ PROC = Path("/proc")
 
 @cache
 def _machine() -> str:
-    """This boot of this machine, and the namespace in which process ids mean something; empty where the system does not
-    tell.
-    """
+    """Return the boot id and the PID namespace; empty if the system does not provide them."""
     try:
         boot = (PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{os.readlink(PROC / 'self/ns/pid')}"
@@ -26,12 +23,9 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When a living process started, in clock ticks since the boot; None if there is no such process or it is a
-    zombie.
-    """
+    """Return a living process's start in clock ticks since boot; None if there is no such process or it is a zombie."""
     try:
-        # The command stands in parentheses and may hold anything; the state is the first field after it, the start time
-        # the 20th.
+        # The command in parentheses may contain anything; the state is the first field after it, the start the 20th.
         fields = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
@@ -39,15 +33,13 @@ def _started(pid: int) -> str | None:
 
 
 def this_process() -> str:
-    """Return the identity of this process, empty where the system does not tell."""
+    """Return the identity of this process; empty if the system does not provide it."""
     machine, pid = _machine(), os.getpid()
     return f"{machine}/{pid}/{_started(pid)}" if machine else ""
 
 
 def has_ended(identity: str) -> bool:
-    """Return whether the process is known to have ended; False for one of another machine, boot or container, which
-    cannot be seen.
-    """
+    """Return whether a process is known to have ended; False for another machine, boot or container."""
     parts = identity.rsplit("/", 2)
     if len(parts) != 3 or not parts[1].isdecimal():
         return False

@@ -11,7 +11,7 @@ FOR_S: Final = 600.0
 
 
 class RecentWarning(logging.Handler):
-    """Hears every WARNING and ERROR of this process while it is attached to the root logger."""
+    """A handler of the root logger that keeps the newest WARNING or ERROR."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -24,11 +24,11 @@ class RecentWarning(logging.Handler):
             text = f"{at} {record.levelname} {' '.join(record.getMessage().split())}"
             # a lone surrogate has no encoding
             self._newest = record.created, text.encode("utf-8", "replace").decode()[:MAX_CHARS]
-        except Exception:  # noqa: BLE001 - arguments that do not fit their format, as every handler of logging treats them
+        except Exception:  # noqa: BLE001 - arguments that do not fit their format: what every logging handler does
             self.handleError(record)
 
     def line(self, now: float) -> str:
-        """The newest one with its time, at most 300 characters; empty if there is none or it is older than 10 minutes.
+        """Return the newest with its time, at most 300 characters; empty without one of the last 10 minutes.
 
         Args:
             now: unix seconds.

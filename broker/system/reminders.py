@@ -1,4 +1,4 @@
-"""When to say again that something is still being waited for. Pure."""
+"""Decides when to report again that something is still awaited. Pure."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ LONGEST_S: Final = 300.0
 
 
 class Reminders:
-    """Due at once, then after 5, 10, 20, … seconds, at most every 5 minutes, until it is over.
+    """Due at once, then after 5, 10, 20, … seconds, at most every 5 minutes.
 
     Attributes:
-        said: whether it was due since it last was over.
+        said: whether it was due since the wait began.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class Reminders:
         self._next = self._wait_s = 0.0
 
     def due(self, now: float) -> bool:
-        """Whether to say it now; if so, the next time is later than this one was.
+        """Decide whether to report now; if so, the next time is later than this one was.
 
         Args:
             now: seconds of any monotonic clock.
@@ -32,5 +32,5 @@ class Reminders:
         return True
 
     def over(self) -> None:
-        """What was waited for has come: the next wait is said at once again."""
+        """End the wait: the next one is reported at once."""
         self.said = False

@@ -1,8 +1,7 @@
-"""Adapters on the weight channel: small factors A and B travel, and the receiver merges them into its base model: W + B
-A * scale.
+"""Adapters on the weight channel: factors A and B travel, and the receiver merges them into its base, W + B A * scale.
 
-Both ends name the factors as peft does, plan them from the model's own weights, and merge by the same function, so a
-receiver comes to the numbers that the sender would have sent. The model below is compared once, by its digest.
+Both ends name the factors as peft does, plan them from the model's weights and merge them by the same function, so the
+receiver gets exactly the numbers that the sender would have sent. The base is compared once, by its digest.
 """
 
 from __future__ import annotations
@@ -24,25 +23,25 @@ from broker.weights.plan import LayoutPlan
 log = logging.getLogger(__name__)
 
 PREFIX: Final = "base_model.model."  # of all names in peft's format
-PIECE_ELEMENTS: Final = 1 << 17  # merged at once
+PIECE_ELEMENTS: Final = 1 << 17  # merged at a time
 _WEIGHT: Final = ".weight"
 
 
 def factor_names(weight: str) -> tuple[str, str]:
-    """What peft calls the factors A and B of a weight, ``layers.0.q_proj.weight`` for example."""
+    """Return peft's names of the factors A and B of a weight, for example of ``layers.0.q_proj.weight``."""
     layer = PREFIX + weight.removesuffix(_WEIGHT)
     return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
 
 
 def adapted(shapes: Mapping[str, Tensor], targets: Sequence[str]) -> list[str]:
-    """The weights that have factors: matrices of the layers with these last names."""
+    """Return the weights that have factors: matrices of the layers with these last names."""
     wanted = set(targets)
     layers = {name: name.removesuffix(_WEIGHT).rpartition(".")[2] for name in shapes if name.endswith(_WEIGHT)}
     return [name for name, last in layers.items() if last in wanted and shapes[name].ndim == 2]
 
 
 def factor_shapes(shapes: Mapping[str, Tensor], targets: Sequence[str], rank: int) -> dict[str, Tensor]:
-    """The factors of a model's weights on the meta device, float32: A (rank, inputs) and B (outputs, rank)."""
+    """Return the factors of a model's weights on the meta device, float32: A (rank, inputs) and B (outputs, rank)."""
     found: dict[str, Tensor] = {}
     for name in adapted(shapes, targets):
         (outputs, inputs), (a, b) = shapes[name].shape, factor_names(name)
@@ -51,9 +50,7 @@ def factor_shapes(shapes: Mapping[str, Tensor], targets: Sequence[str], rank: in
 
 
 def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """W + B A * scale in float32, then cast to W's dtype, some rows at a time: what is in between stays in the
-    cache.
-    """
+    """Return W + B A * scale, computed in float32 and cast to W's dtype, a few rows at a time for the cache."""
     merged, a, b = torch.empty_like(weight), a.float(), b.float()
     rows = max(1, PIECE_ELEMENTS // max(1, weight.shape[1]))
     for start in range(0, len(weight), rows):
@@ -63,9 +60,7 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def digest_of(plan: LayoutPlan, tensors: Mapping[str, Tensor]) -> str:
-    """As ``Flat.fill`` and ``Flat.digest``, with one bucket in memory; each tensor is asked for once, in the plan's
-    order.
-    """
+    """Return what ``FlatBuffer.digest`` would, with one bucket in memory; each tensor is read once, in plan order."""
     digests: list[bytes] = []
     buffer: Tensor | None = None
     for slot in plan.slots:
@@ -87,7 +82,7 @@ def digest_of(plan: LayoutPlan, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _finish(plan: LayoutPlan, digests: list[bytes], buffer: Tensor, upto: int) -> None:
-    """Digest the bucket in the buffer, and those of gaps behind it, below this index."""
+    """Digest the bucket in the buffer, and those of gaps after it, below this index."""
     while len(digests) < upto:
         start, stop = plan.buckets[len(digests)]
         digests.append(digest_bucket(buffer[: stop - start]))
@@ -95,10 +90,10 @@ def _finish(plan: LayoutPlan, digests: list[bytes], buffer: Tensor, upto: int) -
 
 
 class MergedModel(OnDemand):
-    """A whole model: weights that have factors are merged each time they are read; the others are the base's.
+    """A whole model whose weights with factors are merged each time they are read; the others are the base's.
 
     Attributes:
-        base: the model below, the same names and shapes.
+        base: the base model, with the same names and shapes.
         changed: names of the weights that have factors.
     """
 
@@ -121,15 +116,14 @@ First = Callable[[], tuple[Mapping[str, Tensor], bool]]
 
 
 class AdapterBase:
-    """What adapters are put on, at a receiver: the model that the run began with.
+    """The base model of adapters at a receiver: the weights that the run started from.
 
     Args:
         plan: of the whole model.
         bucket_mib: the sender's.
-        held: the engine's weights by name; only names, shapes and dtypes are looked at.
-        first: the weights that the run began with, and whether nobody else will change them; else those that have
-        factors are copied into
-            host memory. None: they cannot be had.
+        held: the engine's weights by name; only names, shapes and dtypes are used.
+        first: the weights that the run started from, and whether no other code changes them; otherwise those with
+            factors are copied to host memory. None: they are not available.
     """
 
     def __init__(
@@ -142,8 +136,10 @@ class AdapterBase:
         self._base: dict[str, Tensor] = {}
 
     def plan(self, adapter: wire.Adapter | None) -> LayoutPlan:
-        """What travels to this model: an adapter's factors, or with None the whole of it. A model that has none of the
-        adapter's layers is sent whole, which no learner with adapters agrees to."""
+        """Return the plan of what travels: an adapter's factors, or the whole model for None.
+
+        A model without any of the adapter's layers is sent whole, which no learner with adapters agrees to.
+        """
         if adapter is None:
             return self._plan
         if self._plans is None or self._plans[0] != adapter:
@@ -152,23 +148,20 @@ class AdapterBase:
         return self._plans[1]
 
     def lay(self, adapter: wire.Adapter) -> str:
-        """Have the model that the adapter belongs to; why it cannot be had, empty when it can. Takes a digest and a
-        copy, once.
-        """
+        """Load the adapter's base, which takes a digest and a copy once; return why it failed, empty on success."""
         if self._laid == adapter:
             return ""
         try:
             source, own = self._find()
         except (UserError, TransferFailed) as error:
             return (
-                f"the learner sends adapters, and the model below them cannot be read here ({error}); "
-                f"train.lora.send=merged sends it whole"
+                f"the learner sends adapters, but their base cannot be read here ({error}); "
+                f"train.lora.send=merged sends the whole model"
             )
         if (digest := digest_of(self._plan, source)) != adapter.base:
             return (
-                f"the learner's adapters belong to another model than the one here: digest {adapter.base}, here "
-                f"{digest}; start this "
-                "server from the weights that the run began with"
+                f"the learner's adapters need another base: expected digest {adapter.base}, found {digest}; start this "
+                "server from the weights that the run started from"
             )
         copied = () if own else adapted(source, adapter.targets)
         self._base = dict(source) | {name: source[name].detach().to("cpu", copy=True).contiguous() for name in copied}
@@ -176,18 +169,18 @@ class AdapterBase:
         return ""
 
     def merged(self, factors: Mapping[str, Tensor]) -> MergedModel:
-        """The whole model as it is with these factors; call ``lay`` before."""
+        """Return the whole model with these factors; call ``lay`` before."""
         assert self._laid is not None, "nothing was laid"
         return MergedModel(self._base, factors, self._laid.targets, self._laid.scale)
 
     def _find(self) -> tuple[Mapping[str, Tensor], bool]:
-        """The model below the adapters.
+        """Return the base model, and whether no other code changes it.
 
         Raises:
-            UserError, TransferFailed: it cannot be had.
+            UserError, TransferFailed: if it is not available.
         """
         if self._first is None:
-            raise TransferFailed("the engine does not show its weights")
+            raise TransferFailed("the engine does not expose its weights")
         source, own = self._first()
         if (
             missing := next((slot.spec.name for slot in self._plan.slots if slot.spec.name not in source), None)

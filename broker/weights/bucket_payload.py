@@ -1,6 +1,4 @@
-"""What a transfer carries, bucket by bucket: all of them, or what has changed in each since the version that the
-receivers hold.
-"""
+"""The bytes of a transfer, bucket by bucket: the whole bucket, or what changed since the receivers' version."""
 
 from __future__ import annotations
 
@@ -17,16 +15,15 @@ from broker.weights.memory.staging import FlatBuffer, StagedVersion
 from broker.weights.plan import LayoutPlan
 from broker.weights.store_messages import StoreMessages
 
-WHOLE: Final = "whole"  # instead of a size: the bucket itself follows, because its difference is not smaller
+WHOLE: Final = "whole"  # sent instead of a size: the bucket itself follows, because its difference is not smaller
 MAX_DIGITS: Final = 18
 
 
 class ReferenceBytes:
-    """The sender's copy of the bytes that the receivers of its last transfer hold. It takes as much memory as the
-    model.
+    """The sender's copy of the bytes that the receivers of its last transfer hold; as large as the model.
 
     Args:
-        full_every: of this many transfers in a row, at least one sends everything.
+        full_every: at least one of this many consecutive transfers sends everything.
     """
 
     def __init__(self, plan: LayoutPlan, full_every: int, device: str | torch.device = "cpu") -> None:
@@ -37,7 +34,7 @@ class ReferenceBytes:
         self._since_full = 0
 
     def fits(self, held: Sequence[str]) -> bool:
-        """Whether a difference from it is of use to all who hold these digests, and everything is not due."""
+        """Decide whether all holders of these digests can use a difference from it, and a full transfer is not due."""
         return (
             bool(self._digest)
             and all(digest == self._digest for digest in held)
@@ -45,19 +42,19 @@ class ReferenceBytes:
         )
 
     def begin(self) -> None:
-        """Until ``end`` nobody knows what anybody holds."""
+        """Note that until ``end`` the receivers' bytes are unknown."""
         self._digest = ""
 
     def end(self, digest: str, *, whole: bool) -> None:
-        """All receivers have confirmed these bytes."""
+        """Note that all receivers have confirmed these bytes."""
         self._digest, self._since_full = digest, 0 if whole else self._since_full + 1
 
 
 class OutgoingBuckets:
-    """The sender's buckets, each there once it is packed.
+    """The sender's buckets, each available once it is packed.
 
     Attributes:
-        size_bytes: handed out so far.
+        size_bytes: sent so far.
     """
 
     def __init__(
@@ -82,16 +79,16 @@ class OutgoingBuckets:
         return bucket
 
     def sent(self, index: int) -> None:
-        """The receivers will hold this bucket."""
+        """Note that the receivers will hold this bucket."""
         if self._base is not None:
             copy_into(self._base.flat.bucket(index), self._staged.flat.bucket(index))
 
 
 class IncomingBuckets:
-    """The receiver's buckets, on their way into ``flat``.
+    """The receiver's buckets, being written into ``flat``.
 
     Args:
-        base: what a difference is one from; None: what lies in ``flat``.
+        base: the bytes that a difference refers to; None: those in ``flat``.
     """
 
     def __init__(self, flat: FlatBuffer, lines: StoreMessages, *, whole: bool, base: FlatBuffer | None = None) -> None:
@@ -109,14 +106,13 @@ class IncomingBuckets:
         if size is None:
             return None
         if not (size.isascii() and size.isdigit() and len(size) <= MAX_DIGITS and 0 < int(size) < len(bucket)):
-            raise TransferFailed(
-                f"bucket {index} of {len(bucket)} bytes was announced with a difference of {size[:80]!r} bytes"
-            )
+            why = f"bucket {index} of {len(bucket)} bytes was announced with a difference of {size[:80]!r} bytes"
+            raise TransferFailed(why)
         self._changes[index] = torch.empty(int(size), dtype=torch.uint8, device=bucket.device)
         return self._changes[index]
 
     def arrived(self, index: int) -> Tensor:
-        """The bucket as it is now."""
+        """Return the complete bucket."""
         bucket = self._flat.bucket(index)
         if (changes := self._changes.pop(index, None)) is not None:
             if self._base is not self._flat:

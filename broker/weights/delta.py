@@ -1,5 +1,4 @@
-"""Only what has changed: a bucket's difference from the bytes that the receivers hold, exactly, whatever the numbers
-mean.
+"""Exact differences between a bucket and the bytes that the receivers hold.
 
 A bucket is read as words of the size of the model's elements. Its difference is
 
@@ -7,8 +6,8 @@ A bucket is read as words of the size of the model's elements. Its difference is
     positions  uint16, of each changed word within its block, blocks and words in order
     values     the changed words; they begin on a multiple of 8 bytes
 
-so an element costs its own bytes and two more. Words are compared as integers: -0.0 is not 0.0, and every NaN is
-itself.
+so a changed element costs its own bytes and two more. Words are compared as integers: -0.0 differs from 0.0, and a NaN
+equals itself.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def word_bytes(plan: LayoutPlan) -> int:
-    """The element size that most of the model's bytes have."""
+    """Return the element size of most of the model's bytes."""
     totals = dict.fromkeys(WORDS, 0)
     for slot in plan.slots:
         totals[ITEM_BYTES[slot.spec.dtype]] += slot.spec.size_bytes
@@ -36,7 +35,7 @@ def word_bytes(plan: LayoutPlan) -> int:
 
 
 def difference(new: Tensor, base: Tensor, word: int) -> Tensor | None:
-    """What makes ``base`` into ``new``; None when sending the bucket whole takes no more.
+    """Return the difference that turns ``base`` into ``new``; None if the whole bucket is not larger.
 
     Args:
         new, base: uint8, shape (n,), n a multiple of 8, on one device.
@@ -52,17 +51,17 @@ def difference(new: Tensor, base: Tensor, word: int) -> Tensor | None:
         return None
     made = torch.zeros(stop, dtype=torch.uint8, device=new.device)
     made[:start].view(torch.int32).copy_(torch.bincount(changed >> BLOCK_BITS, minlength=start // 4))
-    # wraps: the bits are those of uint16
+    # wraps: these are the bits of uint16
     made[start : start + 2 * len(changed)].view(torch.int16).copy_(changed & (BLOCK_WORDS - 1))
     torch.index_select(words, 0, changed, out=made[middle:].view(WORDS[word]))
     return made
 
 
 def apply(data: Tensor, bucket: Tensor, word: int) -> None:
-    """Make ``bucket`` what it was taken from.
+    """Apply a difference to ``bucket`` in place.
 
     Raises:
-        TransferFailed: it is no difference of a bucket of this size; the bucket is unchanged.
+        TransferFailed: if it does not fit a bucket of this size; the bucket is unchanged.
     """
     words = bucket.view(WORDS[word])
     num_blocks = -(-len(words) // BLOCK_WORDS)
@@ -72,7 +71,7 @@ def apply(data: Tensor, bucket: Tensor, word: int) -> None:
     total = int(counts.sum())
     start, middle, stop = _layout(len(words), total, word)
     if int(counts.min()) < 0 or stop != len(data):
-        raise TransferFailed(f"a difference of {len(data)} bytes speaks of {total} words of {word} bytes")
+        raise TransferFailed(f"a difference of {len(data)} bytes announces {total} words of {word} bytes")
     positions = data[start : start + 2 * total].view(torch.int16).long() & (BLOCK_WORDS - 1)
     index = positions + torch.repeat_interleave(
         torch.arange(num_blocks, device=data.device) * BLOCK_WORDS, counts, output_size=total
@@ -83,14 +82,14 @@ def apply(data: Tensor, bucket: Tensor, word: int) -> None:
 
 
 def _changed(words: Tensor, before: Tensor) -> Tensor:
-    """Indices of the words that differ, int64, rising."""
-    if words.is_cpu:  # several times as fast as torch's own, on one core
+    """Return the indices of the words that differ, int64, ascending."""
+    if words.is_cpu:  # several times as fast as torch on one core
         return torch.from_numpy(np.flatnonzero(words.numpy() != before.numpy()))
     return torch.ne(words, before).nonzero().view(-1)
 
 
 def _layout(num_words: int, num_changed: int, word: int) -> tuple[int, int, int]:
-    """Where positions and values begin, and the size of it all, in bytes."""
+    """Return where positions and values begin, and the total size, in bytes."""
     start = 4 * -(-num_words // BLOCK_WORDS)
     middle = -(-(start + 2 * num_changed) // 8) * 8
     return start, middle, middle + num_changed * word

@@ -1,11 +1,10 @@
-"""A digest of the weights that is cheap enough to take of every version: sums on the bucket's own device, hashed small.
+"""A digest of weights that is cheap enough for every version: sums on the bucket's device, of which a hash is taken.
 
-A bucket's bytes are read as 64-bit integers laid out in tiles of rows and columns. The sum of each row and of each
-column, modulo 2**64, says how much stands where: changing one element changes its row's sum; exchanging two elements
-changes two rows' sums, or, within one row, two columns' sums (within one word, that row's). These sums, a few
-thousandths of the data, and the rest that fills no tile row are then hashed together with the lengths. It finds faults,
-not forgeries: four elements changed by cancelling amounts at the corners of a rectangle go unseen, which no lost,
-repeated, moved or flipped data looks like.
+A bucket's bytes are read as 64-bit integers in tiles of rows and columns. The sums of each row and each column, modulo
+2**64, depend on the positions: changing an element changes its row's sum; exchanging two elements changes two rows'
+sums or, within a row, two columns' sums. The sums (a few thousandths of the data), the rest that fills no row of a tile
+and the lengths are hashed. It finds faults, not forgeries: four changes that cancel out at the corners of a rectangle
+are missed, which lost, repeated, moved or flipped data never produces.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from torch import Tensor
 
 ROW_WORDS: Final = 256  # 64-bit words of a row
 ROW_BYTES: Final = 8 * ROW_WORDS
-TILE_ROWS: Final = 1024  # rows whose columns are summed together: 2 MiB, which a core's cache holds for the second pass
+TILE_ROWS: Final = 1024  # rows whose columns are summed together: 2 MiB stay in a core's cache for the second pass
 
 
 class BucketDigest:
-    """Digest of one bucket, taken in as many parts as its bytes come in.
+    """Digest of one bucket, computed incrementally as its bytes arrive.
 
     Args:
-        bucket: uint8, shape (n,), contiguous, on any device, starting on a multiple of 8 bytes.
+        bucket: uint8, shape (n,), contiguous, on any device, aligned to 8 bytes.
     """
 
     def __init__(self, bucket: Tensor) -> None:
@@ -39,7 +38,7 @@ class BucketDigest:
         self._done = 0  # tiles
 
     def add(self, upto: int) -> None:
-        """Take in all tiles that end at this byte or below."""
+        """Add all tiles that end at or below this byte."""
         if not self._bucket.is_cpu:
             self._add_together(upto)
         while (first := self._done * TILE_ROWS) < self._num_rows and (
@@ -51,9 +50,7 @@ class BucketDigest:
             self._done += 1
 
     def _add_together(self, upto: int) -> None:
-        """All but a shorter last one in two sums, for each is a call of its own on a GPU; on a CPU one by one stays in
-        the caches.
-        """
+        """Add all but a shorter last tile by two sums: few kernels on a GPU. On a CPU, tile by tile uses the caches."""
         last = min(upto // (TILE_ROWS * ROW_BYTES), self._num_rows // TILE_ROWS)
         if last > self._done:
             rows = slice(self._done * TILE_ROWS, last * TILE_ROWS)
@@ -62,7 +59,7 @@ class BucketDigest:
             self._done = last
 
     def finish(self) -> bytes:
-        """All bytes are there: the digest, 16 bytes."""
+        """Return the digest, 16 bytes, once all bytes are there."""
         self.add(self._bucket.numel())
         rest = self._bucket[self._num_rows * ROW_BYTES :]
         hasher = hashlib.blake2b(self._bucket.numel().to_bytes(8, "little"), digest_size=16)
@@ -72,12 +69,12 @@ class BucketDigest:
 
 
 def digest_bucket(bucket: Tensor) -> bytes:
-    """Digest of one bucket that is whole, 16 bytes; see ``BucketDigest``."""
+    """Return the digest of a complete bucket, 16 bytes; see ``BucketDigest``."""
     return BucketDigest(bucket).finish()
 
 
 def combine(bucket_digests: Sequence[bytes]) -> str:
-    """Hex digest over all buckets in order, 32 characters."""
+    """Return the hex digest over all buckets in order, 32 characters."""
     hasher = hashlib.blake2b(len(bucket_digests).to_bytes(8, "little"), digest_size=16)
     for digest in bucket_digests:
         hasher.update(digest)

@@ -1,14 +1,14 @@
-"""Matrices of linear layers as FP8 on the way: the sender quantises, the receiver makes whole weights of it again.
+"""FP8 on the weight channel: the sender quantizes matrices of linear layers, the receiver dequantizes them.
 
-A matrix ``X`` travels as ``X`` (float8_e4m3fn) and ``X_scale_inv`` (float32), one scale for each block of 128 x 128
-elements, those at the right and lower edges being smaller: weight = q * scale. That is the layout of DeepSeek-V3's
-checkpoints (DeepSeek-AI, 2024, arXiv 2412.19437, section 3.3) and of those that Qwen publishes as FP8.
+A matrix ``X`` travels as ``X`` (float8_e4m3fn) and ``X_scale_inv`` (float32), one scale per block of 128 x 128
+elements, smaller at the right and lower edges: weight = q * scale. This is the layout of DeepSeek-V3's checkpoints
+(DeepSeek-AI, 2024, arXiv 2412.19437, section 3.3) and of Qwen's FP8 checkpoints.
 
-Scales are powers of two, the smallest by which the block's largest element, rounded to four significant bits, is at
-most 448 (as in the UE8M0 scales of OCP's Microscaling specification). So multiplying and dividing are exact, and three
-things hold that would not with largest / 448: an element is off by at most 1/16 of itself, or 2^-10 scales where that
-is more; quantising what was dequantised gives the same bits; and a block whose largest element moves a little keeps its
-scale, so that few bytes change from version to version.
+A scale is the smallest power of two by which the block's largest element, rounded to four significant bits, is at most
+448 (like the UE8M0 scales of OCP's Microscaling specification). Multiplying and dividing are thus exact, which gives
+three properties that largest / 448 lacks: an element is off by at most 1/16 of itself, or 2^-10 scales if that is more;
+quantizing a dequantized matrix gives the same bits; and a block whose largest element moves a little keeps its scale,
+so few bytes change between versions.
 
 A block with an element that is not finite, or above 448 * 2^119 (3e38), gets the scale NaN: a server that loads it
 computes NaN, which the probe finds.
@@ -26,14 +26,14 @@ from torch import Tensor
 from broker.weights.memory.on_demand import OnDemand
 from broker.weights.plan import ITEM_BYTES, TensorSpec
 
-NAME: Final = "fp8"  # of this in ``train.weights_dtype``
+NAME: Final = "fp8"  # the value of ``train.weights_dtype``
 BLOCK: Final = 128
-SCALE: Final = "_scale_inv"  # behind the name of a matrix
+SCALE: Final = "_scale_inv"  # suffix of a matrix's name
 FLOAT8: Final = torch.float8_e4m3fn
-PIECE_ELEMENTS: Final = 1 << 19  # a thread works on at once: short ends of rows would cost more than a cache saves
+PIECE_ELEMENTS: Final = 1 << 19  # per thread: shorter pieces would cost more than the cache saves
 GPU_PIECE_ELEMENTS: Final = 1 << 24
 _WIDE: Final = ("float64", "float32", "bfloat16", "float16")
-_ALL_LESS: Final = ("embed", "norm", "router")  # in any part of the name: no linear layer, or one that decides too much
+_ALL_LESS: Final = ("embed", "norm", "router")  # in any part of the name: not a linear layer, or too sensitive
 _LAST_LESS: Final = ("gate", "head", "lm_head")
 _LARGEST: Final = 448.0 * 2.0**119  # of an element: 256 * scale must be finite
 _FRACTION: Final = 0x7FFFFF  # bits of a float32
@@ -41,11 +41,10 @@ _ROUNDS_TO_448: Final = 0x680000  # 1.8125, the largest fraction that four signi
 
 
 def is_linear(name: str, shape: Sequence[int]) -> bool:
-    """Whether it is quantised: the weight of a linear layer inside a numbered block, or the stacked ones (3-D) of its
-    experts.
+    """Decide whether a tensor is quantized: the weight of a linear layer in a numbered block, or of stacked experts.
 
-    Not embeddings, output heads, norms, routers, gates of one shared expert, biases. Decided by name and shape alone,
-    for both ends.
+    Embeddings, output heads, norms, routers, gates of a shared expert and biases are not. Name and shape alone decide,
+    so both ends agree.
     """
     layer, _, last = name.rpartition(".")
     parts = layer.split(".")
@@ -57,7 +56,7 @@ def is_linear(name: str, shape: Sequence[int]) -> bool:
 
 
 def specs_of(own: TensorSpec) -> list[TensorSpec]:
-    """How one tensor of a model travels. Matrices that are not quantised do in 16 bits, all else as it is."""
+    """Return how a tensor of a model travels: matrices that are not quantized in 16 bits, all else unchanged."""
     if own.dtype not in _WIDE or len(own.shape) < 2 or own.name.endswith(SCALE):
         return [own]
     if is_linear(own.name, own.shape):
@@ -66,19 +65,18 @@ def specs_of(own: TensorSpec) -> list[TensorSpec]:
 
 
 def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of the scales of a matrix, or of stacked ones."""
+    """Return the shape of the scales of a matrix or of stacked matrices."""
     return (*shape[:-2], -(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK))
 
 
 def quantise(weight: Tensor, into: Tensor, scales: Tensor, most: int = GPU_PIECE_ELEMENTS) -> Iterator[int]:
-    """Quantise piece by piece, on the weight's device; yields how many elements of ``into`` are in place, counted in
-    its order.
+    """Quantize piece by piece on the weight's device; yield how many elements of ``into`` are complete, in its order.
 
     Args:
         weight: (rows, columns) or (n, rows, columns), floating point.
         into: float8_e4m3fn of that shape, on any device.
-        scales: float32, ``scale_shape`` of it, next to ``into``.
-        most: elements at once, where a block of rows is not more.
+        scales: float32, of shape ``scale_shape``, on the device of ``into``.
+        most: elements at a time, or one row of blocks if that is more.
     """
     rows, columns = weight.shape[-2:]
     room = _Room(weight.device)
@@ -91,7 +89,7 @@ def quantise(weight: Tensor, into: Tensor, scales: Tensor, most: int = GPU_PIECE
 
 
 def dequantise(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weights that ``quantise`` stands for: q * scale in float32, then cast; on the device of ``weight``."""
+    """Return the dequantized weights, q * scale in float32, then cast; on the device of ``weight``."""
     made, room = torch.empty(weight.shape, dtype=dtype, device=weight.device), _Room(weight.device)
     stacks = (one.unsqueeze(0) if one.ndim == 2 else one for one in (weight, scales, made))
     for source, factors, target in zip(*stacks, strict=True):
@@ -101,9 +99,7 @@ def dequantise(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def as_sent(name: str, weight: Tensor) -> Tensor:
-    """Return what a server computes with instead of this tensor, in its dtype; the tensor itself where that is the
-    same.
-    """
+    """Return what a server computes with instead of this tensor, in its dtype; the tensor itself if it is unchanged."""
     specs = specs_of(TensorSpec(name, tuple(weight.shape), str(weight.dtype).removeprefix("torch.")))
     if len(specs) == 1:
         return weight.to(getattr(torch, specs[0].dtype)).to(weight.dtype)
@@ -115,18 +111,18 @@ def as_sent(name: str, weight: Tensor) -> Tensor:
 
 
 class DequantizedModel(OnDemand):
-    """A model as an engine takes it, of tensors as they travelled.
+    """A model as an engine takes it, made of tensors as they travelled.
 
     Args:
-        sent: by the names of the plan.
-        dtypes: the engine's own, by name; those of matrices are made, others are as they came.
+        sent: tensors by the names of the plan.
+        dtypes: the engine's, by name; matrices are dequantized, all else is passed on.
     """
 
     def __init__(self, sent: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
         self._scales = {
             name: sent[name + SCALE]
             for name, tensor in sent.items()
-            if tensor.dtype == FLOAT8 and name + SCALE in sent and dtypes[name] != FLOAT8  # else the model's own
+            if tensor.dtype == FLOAT8 and name + SCALE in sent and dtypes[name] != FLOAT8  # otherwise the model's own
         }
         scales = {name + SCALE for name in self._scales}
         self.base = {name: tensor for name, tensor in sent.items() if name not in scales}
@@ -137,15 +133,13 @@ class DequantizedModel(OnDemand):
         return tensor if name not in self._scales else dequantise(tensor, self._scales[name], self._dtypes[name])
 
     def made(self) -> dict[str, Tensor]:
-        """All of them in memory of their own, so that the next version may arrive where this one did."""
+        """Return all tensors in memory of their own, so that the next version can arrive in the same buffer."""
         return {name: self[name] if name in self._scales else tensor.clone() for name, tensor in self.base.items()}
 
 
 def _pieces(rows: int, columns: int, gpu: bool, most: int) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
-    """Parts of a matrix from left to right and down, and their blocks. Each has whole blocks of rows, or is the lower
-    edge.
-    """
-    # torch shares it out
+    """Yield parts of a matrix, left to right and downwards, and their blocks: rows of blocks, or the lower edge."""
+    # torch parallelizes it
     most = max(BLOCK * BLOCK, min(most, GPU_PIECE_ELEMENTS if gpu else PIECE_ELEMENTS * torch.get_num_threads()))
     high = max(1, most // (BLOCK * columns)) * BLOCK
     wide = columns if BLOCK * columns <= most else most // (BLOCK * BLOCK) * BLOCK
@@ -162,14 +156,14 @@ def _pieces(rows: int, columns: int, gpu: bool, most: int) -> Iterator[tuple[tup
 
 
 class _Room:
-    """Memory for what lies between, used again for each piece: fresh pages would cost more than the arithmetic."""
+    """Scratch memory reused for each piece; fresh pages would cost more than the arithmetic."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._held: dict[tuple[torch.dtype, int], Tensor] = {}
 
     def of(self, dtype: torch.dtype, like: Tensor, which: int = 0) -> Tensor:
-        """A tensor of this dtype, with the shape of another; the first piece is the largest."""
+        """Return a tensor of this dtype in the shape of another; the first piece is the largest."""
         if (dtype, which) not in self._held:
             self._held[dtype, which] = torch.empty(like.numel(), dtype=dtype, device=self._device)
         return self._held[dtype, which][: like.numel()].view(like.shape)

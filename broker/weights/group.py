@@ -1,10 +1,9 @@
-"""Communicators made by hand, independent of the default process group, and the store that their members meet in.
+"""Communicators independent of the default process group, and the store in which their members meet.
 
 Nothing here calls ``init_process_group``: the learner keeps its own default group. Every wait polls, so that it can be
-left at any time; gloo's own timeout only ends the threads left behind. Facts that shaped this file, tried on torch
-2.13: a gloo operation whose peer is stopped ends only at its timeout and ``abort`` does not wake it; with two
-operations in flight the error of a dead peer may reach only one of them; a TCPStore client waits for a stopped server
-without any timeout.
+cancelled at any time; gloo's own timeout only ends threads left behind. Facts about torch 2.13 behind this design: a
+gloo operation whose peer is stopped ends only at its timeout, and ``abort`` does not wake it; with two operations in
+flight the error of a dead peer may reach only one of them; a TCPStore client waits for a stopped server without limit.
 """
 
 from __future__ import annotations
@@ -27,32 +26,32 @@ from broker.errors import TransferFailed
 
 Backend = Literal["gloo", "nccl"]
 
-IN_FLIGHT: Final = 3  # buckets on the wire at once
+IN_FLIGHT: Final = 3  # buckets on the wire at a time
 POLL_S: Final = 0.0005
 SLICE_S: Final = 0.05
 PEEK_EVERY_S: Final = 0.1
-KEEP_S: Final = 3600.0  # store operations never end by the store's own timeout, which would write a page to stderr
+KEEP_S: Final = 3600.0  # the store's own timeout, which would write a page to stderr, is never reached
 
 
-WATCHES: Final[WeakSet[WaitMonitor]] = WeakSet()  # whatever is waiting, so that the end of the process can end it
+WATCHES: Final[WeakSet[WaitMonitor]] = WeakSet()  # all waits, so that the end of the process can cancel them
 
 
 class PeerLost(TransferFailed):
-    """Something failed between this end and another one; which one is to blame cannot be seen from here."""
+    """The connection to a peer failed; which side is to blame is unknown here."""
 
 
 class BucketSequence(Protocol):
-    """What is broadcast, in order; a list of tensors will do."""
+    """What is broadcast, in order, for example a list of tensors."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Tensor | None:
-        """One bucket; None: not there yet, to be asked for again. Not asked for again once it was there."""
+        """Return a bucket; None: not available yet, ask again. It is not read again after that."""
         ...
 
 
 class WaitMonitor:
-    """Lets another thread end a wait, and see that it makes progress."""
+    """Lets another thread cancel a wait and see its progress."""
 
     def __init__(self) -> None:
         self.reason = ""
@@ -65,17 +64,17 @@ class WaitMonitor:
         self.reason = self.reason or reason
 
     def beat(self) -> None:
-        """Called in every turn of a wait.
+        """Note progress; called in each turn of a wait.
 
         Raises:
-            TransferFailed: it was cancelled.
+            TransferFailed: if the wait was cancelled.
         """
         self.beat_at = time.monotonic()
         if self.reason:
             raise TransferFailed(self.reason)
 
     def due(self) -> bool:
-        """Whether it is time to look at what costs more than a poll."""
+        """Return whether it is time for a check that costs more than a poll."""
         due = self.beat_at - self._peeked >= PEEK_EVERY_S
         if due:
             self._peeked = self.beat_at
@@ -83,9 +82,7 @@ class WaitMonitor:
 
 
 def serve_store(host: str) -> tuple[TCPStore, int]:
-    """The sender's store and its port. TCPStore by itself would listen on every interface; this one on ``host``
-    only.
-    """
+    """Return the sender's store and its port; it listens only on ``host``, unlike TCPStore's own listener."""
     listener = socket.create_server((host, 0), backlog=256)
     port = int(listener.getsockname()[1])
     store = TCPStore(
@@ -100,13 +97,13 @@ def serve_store(host: str) -> tuple[TCPStore, int]:
 
 
 def connect_store(host: str, port: int, timeout_s: float) -> TCPStore:
-    """A receiver's end.
+    """Return a receiver's connection to the store.
 
     Raises:
-        TransferFailed: nobody answers there.
+        TransferFailed: if the store does not answer.
     """
     if not reachable(host, port, timeout_s):
-        raise TransferFailed(f"nobody answers at the rendezvous store {host}:{port}")
+        raise TransferFailed(f"no answer from the rendezvous store {host}:{port}")
     try:
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
@@ -116,9 +113,7 @@ def connect_store(host: str, port: int, timeout_s: float) -> TCPStore:
 
 
 def reachable(host: str, port: int, timeout_s: float) -> bool:
-    """Whether the store's process is there; asked first, because torch writes a stack trace to stderr when it is
-    not.
-    """
+    """Return whether the store's process answers; without it torch would write a stack trace to stderr."""
     try:
         socket.create_connection((host, port), timeout_s).close()
     except OSError:
@@ -127,10 +122,10 @@ def reachable(host: str, port: int, timeout_s: float) -> bool:
 
 
 class WeightGroup:
-    """One process group of the sender (rank 0) and its receivers.
+    """A process group of the sender (rank 0) and its receivers.
 
     Raises:
-        PeerLost: not everybody came within ``connect_timeout_s``.
+        PeerLost: if not all members connect within ``connect_timeout_s``.
     """
 
     def __init__(
@@ -146,7 +141,7 @@ class WeightGroup:
         connect_timeout_s: float,
     ) -> None:
         self.name, self.rank, self.size, self.timeout_s = name, rank, size, timeout_s
-        self._polls = backend == "nccl"  # its wait with a timeout would abort the communicator
+        self._polls = backend == "nccl"  # a wait with a timeout would abort the communicator
         make = _make_nccl if backend == "nccl" else _make_gloo
         try:
             self._group: Any = make(PrefixStore(f"{name}/group", store), rank, size, host, connect_timeout_s)
@@ -156,15 +151,15 @@ class WeightGroup:
     def broadcast(
         self, buckets: BucketSequence, watch: WaitMonitor, *, done: Callable[[int], None], peek: Callable[[], None]
     ) -> None:
-        """Send (rank 0) or receive the buckets, several at a time, each as soon as it is there.
+        """Send (rank 0) or receive the buckets, several at a time, each as soon as it is available.
 
         Args:
             done: called with a bucket's index when it is complete, while others are on the wire.
-            peek: called now and then; raises TransferFailed to end it.
+            peek: called now and then; raises TransferFailed to end the broadcast.
 
         Raises:
-            PeerLost: a peer is gone, or a bucket was longer than ``timeout_s`` on the wire.
-            TransferFailed: a bucket was not there within that time, or the watch was cancelled.
+            PeerLost: if a peer is gone, or a bucket was on the wire for longer than ``timeout_s``.
+            TransferFailed: if a bucket was not available within that time, or the wait was cancelled.
         """
         flying: list[tuple[int, Any]] = []
         following, progress_at = 0, time.monotonic()
@@ -191,24 +186,20 @@ class WeightGroup:
     def _issue(self, bucket: Tensor) -> Any:
         options = BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
-        options.timeout = timedelta(seconds=self.timeout_s * IN_FLIGHT)  # those before it on the wire count, too
-        # gloo sends what lies on a device, too
+        options.timeout = timedelta(seconds=self.timeout_s * IN_FLIGHT)  # includes those before it on the wire
+        # gloo also sends from device memory
         return self._group.broadcast([bucket if self._polls else bucket.cpu()], options)
 
     def _rest(self, work: Any | None) -> None:
-        """A moment until ``work`` may be complete; not longer, for it may be another one that fails, or that is there
-        by then.
-        """
+        """Sleep until ``work`` may be complete, but only briefly: another one may fail or complete first."""
         if self._polls or work is None:
             time.sleep(POLL_S)
             return
-        with suppress(RuntimeError):  # not done yet, or failed: the caller looks
+        with suppress(RuntimeError):  # unfinished or failed: the caller checks
             work.wait(timedelta(seconds=SLICE_S))
 
     def close(self) -> threading.Thread:
-        """Let go of it; gloo's destructor waits for operations that may still hang, so it runs in a thread of its
-        own.
-        """
+        """Release the group in a thread: gloo's destructor waits for operations that may hang."""
         group, self._group = [self._group], None
         group[0].abort()
         thread = threading.Thread(target=group.clear, name="weights-close", daemon=True)
@@ -227,7 +218,7 @@ def _make_gloo(store: Store, rank: int, size: int, host: str, connect_timeout_s:
     from torch.distributed import ProcessGroupGloo
 
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [ProcessGroupGloo.create_device(hostname=host)]  # else the host's name decides the interface
+    options._devices = [ProcessGroupGloo.create_device(hostname=host)]  # the default follows the host's name
     options._timeout = timedelta(seconds=connect_timeout_s)
     options._threads = IN_FLIGHT
     return ProcessGroupGloo(store, rank, size, options)
@@ -238,7 +229,7 @@ def _make_nccl(store: Store, rank: int, size: int, host: str, connect_timeout_s:
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=connect_timeout_s)
-    with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):  # else its watchdog ends this process when a peer hangs
+    with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):  # its watchdog would end this process when a peer hangs
         group = ProcessGroupNCCL(store, rank, size, options)
     group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
     return group
@@ -258,6 +249,6 @@ def _environment(key: str, value: str) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what torch says, without the source file it was built from and without its advice."""
+    """Return the first line of a torch error, without the source file and the advice."""
     first = str(error).partition("\n")[0].partition(" This is typically caused")[0]
     return first.partition("] ")[2] if first.startswith("[/") else first

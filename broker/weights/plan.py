@@ -1,9 +1,8 @@
-"""Which bytes of a model travel in which bucket. Planned once per model; sender and receivers must come to the same
-plan.
+"""Plans which bytes of a model travel in which bucket; sender and receivers must compute the same plan.
 
-All tensors lie in one flat buffer, in order of name, each on an aligned offset; a bucket is a fixed-size slice of that
-buffer. So buckets are equally large however uneven the tensors are, and a tensor may span several of them. The order is
-the names' own, not the model's: trainers and engines list the same tensors differently.
+All tensors lie in one flat buffer, ordered by name, at aligned offsets; a bucket is a fixed-size slice of it, so that
+buckets are equally large however uneven the tensors are. The order is by name because trainers and engines list the
+same tensors differently.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """Where a tensor lies in the flat buffer."""
+    """Position of a tensor in the flat buffer."""
 
     spec: TensorSpec
     offset: int
@@ -66,12 +65,12 @@ class TensorSlot:
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """The layout of one model.
+    """Layout of a model.
 
     Attributes:
-        slots: tensors in order of name, tied ones once.
+        slots: tensors ordered by name, tied ones once.
         bucket_bytes: size of every bucket but the last.
-        size_bytes: size of the flat buffer, gaps between tensors included.
+        size_bytes: size of the flat buffer, including gaps between tensors.
     """
 
     slots: tuple[TensorSlot, ...]
@@ -86,23 +85,23 @@ class LayoutPlan:
 
     @cached_property
     def text(self) -> str:
-        """The whole plan as one line of JSON; ``from_text`` reads it back."""
+        """The plan as one line of JSON; ``from_text`` reads it."""
         tensors = [[slot.spec.name, list(slot.spec.shape), slot.spec.dtype] for slot in self.slots]
         return json.dumps({"bucket_bytes": self.bucket_bytes, "tensors": tensors}, separators=(",", ":"))
 
     @cached_property
     def digest(self) -> str:
-        """Hex digest of ``text``, equal exactly where the plans are."""
+        """Hex digest of ``text``, equal for equal plans only."""
         return hashlib.blake2b(self.text.encode(), digest_size=16).hexdigest()
 
     def difference(self, other: LayoutPlan) -> str:
-        """The first thing that differs from the ``other`` plan in one line, empty where none does."""
+        """Return the first difference from another plan in one line, empty for equal plans."""
         mine, theirs = ({slot.spec.name: slot.spec for slot in plan.slots} for plan in (self, other))
         for name in sorted(mine.keys() | theirs.keys()):
             if name not in mine:
-                return f"{theirs[name]} is in the offer and not here"
+                return f"{theirs[name]} is in the offer but not here"
             if name not in theirs:
-                return f"{mine[name]} is here and not in the offer"
+                return f"{mine[name]} is here but not in the offer"
             if mine[name] != theirs[name]:
                 return f"{mine[name]} here is {theirs[name]} in the offer"
         if self.bucket_bytes != other.bucket_bytes:
@@ -111,10 +110,10 @@ class LayoutPlan:
 
 
 def make_plan(specs: Iterable[TensorSpec], bucket_mib: float) -> LayoutPlan:
-    """Lay out the tensors, whatever order they come in.
+    """Lay out tensors given in any order.
 
     Raises:
-        UserError: no tensors, a name twice, a dtype that cannot travel, or a bucket size that is not positive.
+        UserError: for no tensors, a repeated name, a dtype that cannot travel, or a bucket size that is not positive.
     """
     ordered = sorted(specs, key=lambda spec: spec.name)
     if not ordered:
@@ -135,10 +134,10 @@ def make_plan(specs: Iterable[TensorSpec], bucket_mib: float) -> LayoutPlan:
 
 
 def decoded(data: bytes) -> str:
-    """The text that another process wrote.
+    """Return a text that another process wrote.
 
     Raises:
-        WireError: it is no text.
+        WireError: if it is not text.
     """
     try:
         return data.decode()
@@ -147,10 +146,10 @@ def decoded(data: bytes) -> str:
 
 
 def from_text(text: str) -> LayoutPlan:
-    """A plan that another process wrote.
+    """Return a plan that another process wrote.
 
     Raises:
-        WireError: it is no plan.
+        WireError: if it is not a plan.
     """
     try:
         fields = json.loads(text)

@@ -1,4 +1,4 @@
-"""The last check of new weights: the logprobs of a few fixed tokens. Bytes may arrive right and be loaded wrong."""
+"""The last check of new weights, by logprobs of fixed tokens: correct bytes may still be loaded incorrectly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from broker.errors import TransferFailed
 
 
 def make_probe(token_ids: Sequence[int], logprobs: npt.ArrayLike, *, tolerance: float) -> wire.Probe:
-    """The probe of an offer.
+    """Return the probe for an offer.
 
     Args:
         token_ids: n fixed tokens, n >= 2.
@@ -26,13 +26,13 @@ def make_probe(token_ids: Sequence[int], logprobs: npt.ArrayLike, *, tolerance: 
 
 
 def check_probe(probe: wire.Probe, logprobs: npt.ArrayLike) -> float:
-    """Compare what the loaded weights give with what the offer says; the largest absolute difference.
+    """Compare the loaded weights' logprobs with the offer's; return the largest absolute difference.
 
     Args:
         logprobs: shape (n - 1,), computed by the server after loading, at temperature 1.
 
     Raises:
-        TransferFailed: a difference above the tolerance, a NaN, or another number of values.
+        TransferFailed: if a difference is above the tolerance or NaN, or the number of values differs.
     """
     expected = probe.logprobs.array()
     actual = np.asarray(logprobs, dtype=np.float32).reshape(-1)
@@ -45,6 +45,6 @@ def check_probe(probe: wire.Probe, logprobs: npt.ArrayLike) -> float:
         raise TransferFailed(
             f"probe: after loading, token {worst + 1} has logprob {actual[worst]:.6f}, the learner's is "
             f"{expected[worst]:.6f}, "
-            f"tolerance {probe.tolerance:g}; the bytes arrived right and were loaded wrong"
+            f"tolerance {probe.tolerance:g}; the bytes are correct but were loaded incorrectly"
         )
     return largest

@@ -1,4 +1,4 @@
-"""What the two ends of a transfer say to each other: short texts in the rendezvous store."""
+"""Short messages between the two ends of a transfer, in the rendezvous store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STORE_POLL_S: Final = 0.0005
 
 
 class StoreMessages:
-    """The keys of one transfer."""
+    """Keys of one transfer."""
 
     def __init__(self, store: Store, session: str, watch: WaitMonitor) -> None:
         self._store, self._session, self._watch = store, session, watch
@@ -26,18 +26,18 @@ class StoreMessages:
             raise TransferFailed(f"the learner's rendezvous store is gone: {first_line(error)}") from None
 
     def heard(self, word: str) -> str | None:
-        """None: not said yet; else the reason, empty for yes."""
+        """Return a message: None if it was not sent, else the reason, empty for yes."""
         key = f"{self._session}/{word}"
         try:
             if not self._store.check([key]):
                 return None
-            text: str = self._store.get(key).decode(errors="replace")  # whatever it is, it is a reason
+            text: str = self._store.get(key).decode(errors="replace")  # any text is a reason
         except RuntimeError as error:
             raise TransferFailed(f"the learner's rendezvous store is gone: {first_line(error)}") from None
         return "" if text == "ok" else text
 
     def wait(self, word: str, timeout_s: float) -> str | None:
-        """As ``heard``, but waits; None after the timeout."""
+        """Wait for a message and return it as ``heard`` does; None after the timeout."""
         deadline = time.monotonic() + timeout_s
         while (answer := self.heard(word)) is None and time.monotonic() < deadline:
             self._watch.beat()
@@ -45,7 +45,7 @@ class StoreMessages:
         return answer
 
     def forget(self, num_receivers: int, num_sizes: int) -> None:
-        """Once all is said."""
+        """Delete the keys after the transfer."""
         words = [f"{word}/{rank}" for word in ("held", "ready", "done", "at") for rank in range(1, num_receivers + 1)]
         for word in [*words, *(f"size/{index}" for index in range(num_sizes)), "mode", "go", "digest"]:
             self._store.delete_key(f"{self._session}/{word}")

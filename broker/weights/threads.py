@@ -1,6 +1,6 @@
 """Tasks and threads of the weight channel.
 
-A blocking call gets a daemon thread of its own: one that hangs in torch is left behind, not waited for.
+Each blocking call gets a daemon thread: one that hangs in torch is left behind instead of awaited.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from weakref import WeakSet
 from broker.errors import RlearnerError, TransferFailed
 from broker.weights.group import WATCHES, WaitMonitor
 
-STUCK_AFTER_S: Final = 10.0  # beyond the longest wait a thread has agreed to
-LEAVE_WITHIN_S: Final = 1.0  # a thread that was told to leave and does not hangs in a call that knows no timeout
+STUCK_AFTER_S: Final = 10.0  # beyond the longest wait that a thread has agreed to
+LEAVE_WITHIN_S: Final = 1.0  # a cancelled thread that takes longer hangs in a call without a timeout
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -26,7 +26,7 @@ _threads: WeakSet[threading.Thread] = WeakSet()
 
 
 def spawn(body: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """A task whose unexpected end is seen in the log at once."""
+    """Start a task whose failure is logged at once."""
     task = asyncio.create_task(body)
     task.add_done_callback(_report)
     return task
@@ -35,31 +35,31 @@ def spawn(body: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
 def _report(task: asyncio.Task[None]) -> None:
     if task.cancelled() or (error := task.exception()) is None:
         return
-    if isinstance(error, RlearnerError):  # the broker's store is lost, for example: its text says all
+    if isinstance(error, RlearnerError):  # its text is sufficient, for example about a lost store
         log.error("weights: the channel stopped working here: %s", error)
     else:
         log.critical("weights: the channel stopped working here: %r", error, exc_info=error)
 
 
 class ChannelTasks:
-    """The tasks of one end of the channel."""
+    """Tasks of one end of the channel."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[None]] = set()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def spawn(self, body: Coroutine[Any, Any, None]) -> None:
-        """One more."""
+        """Add a task."""
         task = spawn(body)
         self._running.add(task)
         task.add_done_callback(self._ended)
 
     async def join(self) -> None:
-        """Never returns; raises what ended the first that failed."""
+        """Wait forever; raise the error of the first task that fails."""
         await asyncio.shield(self._broken)
 
     async def cancel(self) -> None:
-        """End them all."""
+        """Cancel all tasks."""
         running = list(self._running)
         for task in running:
             task.cancel()
@@ -69,11 +69,11 @@ class ChannelTasks:
         self._running.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None and not self._broken.done():
             self._broken.set_exception(error)
-            self._broken.exception()  # the log has it, should nobody wait
+            self._broken.exception()  # it is logged; mark it as retrieved
 
 
 def in_thread(call: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """Start the call; the future has its result or exception. Cancelling the future does not stop the thread."""
+    """Run the call in a thread; the future has its result or exception. Cancelling the future does not stop it."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -101,12 +101,12 @@ def in_thread(call: Callable[[], T], name: str) -> asyncio.Future[T]:
 
 
 async def patiently(future: asyncio.Future[T], watch: WaitMonitor, timeout_s: float) -> T:
-    """Wait for a thread as long as it shows progress.
+    """Wait for a thread while it shows progress.
 
     Raises:
-        TransferFailed: its own, or it is stuck in a call that knows no timeout.
+        TransferFailed: the thread's own error, or if it is stuck in a call without a timeout.
     """
-    # a caller that left does not retrieve it
+    # a caller that left does not retrieve the result
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
     while not future.done():
         await asyncio.wait({future}, timeout=0.5)
@@ -120,7 +120,7 @@ async def patiently(future: asyncio.Future[T], watch: WaitMonitor, timeout_s: fl
 
 @atexit.register
 def leave(within_s: float = 1.0) -> None:
-    """End all waits: Python kills a daemon thread inside torch in a way that aborts the process."""
+    """Cancel all waits: Python would end a daemon thread inside torch by aborting the process."""
     for watch in list(WATCHES):
         watch.cancel("the process ends")
     deadline = time.monotonic() + within_s

@@ -1,4 +1,4 @@
-"""Agents of the user's own: programs that ask the policy over OpenAI's protocol, whatever they are written in.
+"""Runs agents: programs in any language that call the policy over OpenAI's protocol.
 
-``env: agent`` starts one for each episode, with an endpoint and a key of its own; ``envhub.envs.agent`` says how.
+``env: agent`` starts one per episode, with its own endpoint and key; see ``envhub.envs.agent``.
 """

@@ -1,8 +1,6 @@
-"""Calls a function of the user's as an agent: the task comes as JSON on stdin, what it returns leaves as the last line
-on stdout.
+"""Calls a user's function as an agent: the task is JSON on stdin, the result stdout's last line.
 
-What the function prints goes to stderr, so that it cannot be taken for the result. Started by ``envhub.envs.agent``,
-not by hand.
+What the function prints goes to stderr, so that it cannot be taken for the result. Started by ``envhub.envs.agent``.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ async def _wait(value: Awaitable[object]) -> object:
 
 
 def main() -> None:
-    """Call it."""
+    """Call the function that ``sys.argv[1]`` names."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     task = json.load(sys.stdin)

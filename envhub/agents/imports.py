@@ -1,4 +1,4 @@
-"""What a Python program needs: the packages that it imports when it starts, and whether its interpreter has them."""
+"""Finds the packages that a Python program imports at its start and those that its interpreter lacks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ print(*[name for name in sys.argv[2:] if importlib.util.find_spec(name) is None]
 
 
 def imported(source: str) -> list[str]:
-    """Top-level packages that a file imports as soon as it is run, each once; not those that it only tries to.
+    """Return the top-level packages that a file imports when it starts, each once; not those within ``try``.
 
     Raises:
-        SyntaxError: it is no Python.
+        SyntaxError: if the source is not Python.
     """
     names = (name.partition(".")[0] for node in _statements(ast.parse(source).body) for name in _names(node))
     return list(dict.fromkeys(names))
@@ -39,7 +39,7 @@ def _names(node: ast.stmt) -> list[str]:
 
 
 def missing(interpreter: str, names: Sequence[str], folder: str, env: Mapping[str, str], cwd: str | None) -> list[str]:
-    """Those that an interpreter does not find; none where it cannot be asked, for then its start will say why.
+    """Return the names that an interpreter does not find; none if it does not run, as its start will report why.
 
     Args:
         folder: of the program, where imports look first.
@@ -47,11 +47,9 @@ def missing(interpreter: str, names: Sequence[str], folder: str, env: Mapping[st
     """
     if not names:
         return []
-    command = [interpreter, "-c", PROBE, folder, *names]
+    command, env = [interpreter, "-c", PROBE, folder, *names], {**os.environ, **env}
     try:
-        asked = subprocess.run(
-            command, capture_output=True, text=True, timeout=WITHIN_S, check=False, env={**os.environ, **env}, cwd=cwd
-        )
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S, check=False, env=env, cwd=cwd)
     except (OSError, subprocess.TimeoutExpired):
         return []
     return asked.stdout.split() if asked.returncode == 0 else []

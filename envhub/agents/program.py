@@ -1,6 +1,4 @@
-"""Runs a program to its end: a text on its stdin, the end of what it prints kept, everything that it started killed
-afterwards.
-"""
+"""Runs a program with a text on stdin, keeps the end of its output, and kills all that it started."""
 
 from __future__ import annotations
 
@@ -10,21 +8,22 @@ import signal
 import subprocess
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from broker.system.children import spawn
 from broker.system.workers import limits
 
 KEPT_BYTES: Final = 1 << 16  # of each of the two outputs, from the end
-FLUSH_S: Final = 1.0  # for what it wrote to come out of the pipes once it has ended
+FLUSH_S: Final = 1.0  # for the pipes to drain once the program has ended
 
 
 @dataclass(frozen=True)
 class ProgramExit:
-    """How it ended.
+    """How a program ended.
 
     Attributes:
-        status: as ``subprocess`` has it.
+        status: as in ``subprocess``.
         stdout, stderr: the end of each.
         is_cut: whether it printed more than ``stdout``.
     """
@@ -36,35 +35,22 @@ class ProgramExit:
 
 
 async def run(command: Sequence[str], given: str, env: Mapping[str, str], cwd: str | None) -> ProgramExit:
-    """Run it in a session of its own. Cancelled, it kills the whole session and what descends from it.
+    """Run a program in its own session; when cancelled, kill the session and all its descendants.
 
-    The kernel kills the program itself when this process dies; what it started then finds its endpoint gone.
+    If this process dies, the kernel kills the program, and what it started finds the endpoint gone.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: if it cannot be started.
     """
     outputs = [os.pipe(), os.pipe()]
     stdin = os.memfd_create("task")
     try:
         os.write(stdin, given.encode())
         os.lseek(stdin, 0, os.SEEK_SET)
-        files = [os.fdopen(end, "wb", buffering=0) for _, end in outputs]
-        try:
-            child = await _started(
-                asyncio.to_thread(
-                    spawn,
-                    command,
-                    files[0],
-                    stdin=stdin,
-                    errors=files[1],
-                    env=env,
-                    cwd=cwd,
-                    death_signal=signal.SIGKILL,
-                )
-            )
-        finally:
-            for file in files:
-                file.close()
+        out, errors = (os.fdopen(end, "wb", buffering=0) for _, end in outputs)
+        with out, errors:
+            start = partial(spawn, command, out, stdin=stdin, errors=errors, env=env, cwd=cwd)
+            child = await _started(asyncio.to_thread(start, death_signal=signal.SIGKILL))
     except BaseException:
         for end, _ in outputs:
             os.close(end)
@@ -74,7 +60,7 @@ async def run(command: Sequence[str], given: str, env: Mapping[str, str], cwd: s
     reading = [asyncio.create_task(_tail(end)) for end, _ in outputs]
     try:
         status = await _status(child)
-        limits.kill_tree(child.pid)  # what it left behind in its session, which also holds the pipes open
+        limits.kill_tree(child.pid)  # what is left of its session, which also holds the pipes open
         await asyncio.wait(reading, timeout=FLUSH_S)
     finally:
         limits.kill_tree(child.pid)
@@ -86,7 +72,7 @@ async def run(command: Sequence[str], given: str, env: Mapping[str, str], cwd: s
 
 
 async def _started(work: Coroutine[Any, Any, subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
-    """A thread cannot be cancelled: what it starts for nobody is killed at once."""
+    """Wait for a start in a thread, which cannot be cancelled: kill the program at once if it comes too late."""
     starting = asyncio.create_task(work)
     try:
         return await asyncio.shield(starting)
@@ -96,7 +82,7 @@ async def _started(work: Coroutine[Any, Any, subprocess.Popen[bytes]]) -> subpro
 
 
 async def _status(child: subprocess.Popen[bytes]) -> int:
-    """Wait without a thread: hundreds may run at once."""
+    """Wait for the exit without a thread: hundreds may run at once."""
     try:
         handle = os.pidfd_open(child.pid)
     except ProcessLookupError:
@@ -112,12 +98,11 @@ async def _status(child: subprocess.Popen[bytes]) -> int:
 
 
 async def _tail(end: int) -> tuple[bytes, bool]:
-    """The last bytes of a pipe, those so far when cancelled; and whether there were more."""
+    """Return the last bytes of a pipe, those so far when cancelled; and whether there were more."""
     kept, is_cut = bytearray(), False
-    reader = asyncio.StreamReader()
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(end, "rb", buffering=0)
-    )
+    reader, pipe = asyncio.StreamReader(), os.fdopen(end, "rb", buffering=0)
+    connect = asyncio.get_running_loop().connect_read_pipe
+    transport, _ = await connect(lambda: asyncio.StreamReaderProtocol(reader), pipe)
     try:
         while piece := await reader.read(KEPT_BYTES):
             kept += piece

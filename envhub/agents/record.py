@@ -1,10 +1,10 @@
-"""What an agent's calls become: samples of exact tokens, stitched wherever one call goes on from another. No I/O.
+"""Records an agent's calls as samples of exact tokens, joined if one call continues another. No I/O.
 
-A call whose prompt begins with the exact tokens of an earlier one, its answer included, goes on with that sample; any
-other begins a new one. Agents send texts, and tokenising a text again need not give the tokens that were sampled. So
-where the text of a prompt begins with the text of a sample, the sample's own tokens stand for it, and only the rest is
-tokenised. Where it does not, because the agent dropped a message, changed an answer, or the template shows an old
-answer otherwise than it was said, nothing is stitched.
+A call whose prompt begins with the exact tokens of an earlier one, including its answer, continues that sample; any
+other begins a new one. Agents send texts, and tokenising a text again need not give the sampled tokens. So if the text
+of a prompt begins with the text of a sample, the sample's tokens are used for it, and only the rest is tokenised. If it
+does not, because the agent dropped a message, changed an answer, or the template shows an old answer differently,
+nothing is joined.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ class RecordedSample:
 
     Attributes:
         number: from 0, in the order in which they began.
-        text: what the tokens say, without the token that closes the last answer; None where nobody knows how to render
-        it. token_ids, loss_mask, logprobs: n values each; the mask is 1 where the policy sampled the token from its own
-        distribution, logprobs
-            are 0 elsewhere.
+        text: of the tokens, without the token that closes the last answer; None if it is not known.
+        token_ids, loss_mask, logprobs: n values each; the mask is 1 where the policy sampled the token from its own
+            distribution, logprobs are 0 elsewhere.
         version_runs: flat pairs (policy_version, number of tokens with mask 1).
         turns: spans of sampled tokens.
     """
@@ -41,17 +40,17 @@ class RecordedSample:
     turns: list[wire.Turn] = field(default_factory=list)
 
     def begins(self, prompt: array[int]) -> bool:
-        """Whether a prompt begins with all of it."""
+        """Return whether a prompt begins with the whole sample."""
         return prompt[: len(self.token_ids)] == self.token_ids
 
     def ask(self, token_ids: Sequence[int]) -> None:
-        """Append what the policy did not say."""
+        """Append tokens that the policy did not sample."""
         self.token_ids.extend(token_ids)
         self.loss_mask += bytes(len(token_ids))
         self.logprobs.extend([0.0] * len(token_ids))
 
     def answer(self, sampled: SampledTurn) -> None:
-        """Append what it did."""
+        """Append a sampled turn."""
         start = len(self.token_ids)
         self.token_ids.extend(sampled.token_ids)
         own = bytes(1 - flag for flag in sampled.reshaped) or b"\1" * len(sampled.token_ids)
@@ -64,16 +63,9 @@ class RecordedSample:
                 self.version_runs[-1] += count
             elif count:
                 self.version_runs += [version, count]
-        self.turns.append(
-            wire.Turn(
-                start=start,
-                end=len(self.token_ids),
-                reward=0.0,
-                valid=True,
-                finish_reason=sampled.finish_reason,
-                server=sampled.server,
-            )
-        )
+        end, reason, server = len(self.token_ids), sampled.finish_reason, sampled.server
+        turn = wire.Turn(start=start, end=end, reward=0.0, valid=True, finish_reason=reason, server=server)
+        self.turns.append(turn)
 
 
 class EpisodeRecord:
@@ -81,9 +73,8 @@ class EpisodeRecord:
 
     Args:
         tokenizer: of the policy.
-        closing: the tokens with which its chat template closes an answer, the last one special; empty where that is
-        plain text.
-        ends: tokens at which an answer ends; they are no part of its text.
+        closing: the tokens with which its chat template closes an answer, the last one special; empty for plain text.
+        ends: tokens at which an answer ends; they are not part of its text.
 
     Attributes:
         samples: in the order in which they were last extended: the last one ends with the last answer.
@@ -96,17 +87,17 @@ class EpisodeRecord:
         self._texts: dict[bytes, str] = {}  # of prompts that were given as text, by their tokens
         self.samples: list[RecordedSample] = []
         self.num_calls = 0
-        self.last_response = ""  # text of the last answer
+        self.last_response = ""
 
     def prompt(self, text: str) -> list[int]:
-        """The tokens of a prompt that is given as text: those of the sample that it goes on from, then the rest."""
+        """Return the tokens of a prompt that is given as text: those of the sample that it continues, then the rest."""
         for sample in sorted(self.samples, key=lambda one: -len(one.token_ids)):
             if sample.text is None or not text.startswith(sample.text):
                 continue
             rest = self._tokenizer.encode(text[len(sample.text) :])
             if self._closing and sample.token_ids[-1] == self._closing[-1]:
                 if rest[: len(self._closing)] != self._closing:
-                    continue  # the answer was closed, here it goes on
+                    continue  # the answer was closed, but the prompt continues it
                 del rest[: len(self._closing)]
             return self._known([*sample.token_ids, *rest], text)
         return self._known(self._tokenizer.encode(text), text)
@@ -116,16 +107,12 @@ class EpisodeRecord:
         return token_ids
 
     def goes_on(self, prompt: array[int]) -> RecordedSample | None:
-        """The longest sample that the prompt begins with."""
-        return max(
-            (one for one in self.samples if one.begins(prompt)), key=lambda one: len(one.token_ids), default=None
-        )
+        """Return the longest sample that the prompt begins with."""
+        begun = (one for one in self.samples if one.begins(prompt))
+        return max(begun, key=lambda one: len(one.token_ids), default=None)
 
     def sampled(self, prompt: array[int], sampled: SampledTurn) -> RecordedSample:
-        """One call is answered; the sample that it is part of.
-
-        Whether it goes on from another is seen now: of two calls from the same place only the first does.
-        """
+        """Record an answered call and return its sample; of two calls from the same place only the first continues."""
         self.num_calls += 1
         sample = self.goes_on(prompt)
         if sample is None:

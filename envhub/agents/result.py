@@ -1,4 +1,4 @@
-"""What a program's end says about its episode: its last line on stdout, its exit status, or nothing. No I/O."""
+"""Reads an episode's result from its program's last line on stdout, its exit status, or neither."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ MAX_RESPONSE_CHARS: Final = 1 << 20
 
 
 class BadResult(ValueError):
-    """The program ended without a result that can be used; says why. ``trace``: its traceback, where it is in
-    Python.
-    """
+    """The program ended without a usable result; says why. ``trace``: its traceback, if it is in Python."""
 
     def __init__(self, detail: str, trace: str = "") -> None:
         super().__init__(detail)
@@ -30,10 +28,10 @@ class BadResult(ValueError):
 
 @dataclass(frozen=True)
 class AgentResult:
-    """What an agent came to.
+    """The result of an agent.
 
     Attributes:
-        reward: None where reward hubs give it.
+        reward: None if reward hubs give it.
         response: what rewards read; None: the last answer of the policy.
     """
 
@@ -44,23 +42,23 @@ class AgentResult:
 
 
 def read(source: Source, status: int, stdout: str, stderr: str, *, is_cut: bool = False) -> AgentResult:
-    """The result of a program.
+    """Return the result of a program.
 
     Args:
-        source: where the reward is: in the last line of stdout, a JSON number or object with ``reward``; in the exit
-        status, 0 for 1 and
-            1 for 0; or nowhere.
+        source: of the reward: the last line of stdout, a JSON number or object with ``reward``; the exit status, 0 for
+            reward 1 and 1 for reward 0; or none.
         status: exit status, negative for a signal.
-        stdout: the end of what it printed.
-        stderr: the end of what it complained about.
+        stdout: the end of its output.
+        stderr: the end of its error output.
         is_cut: whether it printed more than ``stdout``.
 
     Raises:
-        BadResult: it crashed, or what it printed is no result.
+        BadResult: if it crashed, or its output is not a result.
     """
     if status and not (source == "exit" and status == 1):
-        raise BadResult(f"the agent {_how(status)}{_last(stderr)}", _trace(stderr))
-    # JSON may hold other line separators
+        how = f"by signal {-status}" if status < 0 else f"with exit code {status}"
+        raise BadResult(f"the agent ended {how}{_last(stderr)}", _trace(stderr))
+    # not splitlines: JSON may hold other line separators
     line = next((line for line in reversed(stdout.split("\n")) if line.strip()), "").strip()
     if source == "result":
         if is_cut and line == stdout.strip():
@@ -73,17 +71,13 @@ def read(source: Source, status: int, stdout: str, stderr: str, *, is_cut: bool 
     return AgentResult(float(status == 0), status == 0, extra.response, extra.metrics)
 
 
-def _how(status: int) -> str:
-    return f"ended by signal {-status}" if status < 0 else f"ended with exit code {status}"
-
-
 def _last(stderr: str) -> str:
     line = next((line for line in reversed(stderr.splitlines()) if line.strip()), "")
     return f": {' '.join(line.split())[:300]}" if line else ""
 
 
 def _trace(stderr: str) -> str:
-    """The last traceback of a program in Python, for the log; empty for any other."""
+    """Return the last traceback of a Python program for the log; empty if there is none."""
     start = stderr.rfind("Traceback (most recent call last)")
     return stderr[start:].rstrip()[-MAX_TRACE_CHARS:] if start >= 0 else ""
 
@@ -100,9 +94,8 @@ def _result(line: str) -> AgentResult:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
-        raise BadResult(
-            f"the last line that the agent printed is no JSON number or object with a reward: {_shown(line)}"
-        ) from None
+        problem = f"is not a JSON number or object with a reward: {_shown(line)}"
+        raise BadResult(f"the last line that the agent printed {problem}") from None
     if isinstance(found, dict):
         if "reward" not in found:
             raise BadResult(f"the last line that the agent printed has no reward: {_shown(line)}")
@@ -120,7 +113,7 @@ def _checked(found: dict[str, Any]) -> AgentResult:
         raise BadResult(f"the agent's result has success {_shown(success)}, not true or false")
     response = found.get("response")
     if response is not None and not (isinstance(response, str) and len(response) <= MAX_RESPONSE_CHARS):
-        raise BadResult(f"the agent's result has a response that is no text of at most {MAX_RESPONSE_CHARS} characters")
+        raise BadResult(f"the agent's response is not a text of at most {MAX_RESPONSE_CHARS} characters")
     if response is not None and (problem := text_problem(response)):
         raise BadResult(f"the agent's result has a response that is {problem}")
     metrics = found.get("metrics", {})
@@ -128,12 +121,10 @@ def _checked(found: dict[str, Any]) -> AgentResult:
         raise BadResult(f"the agent's result has metrics {_shown(metrics)}, not at most {MAX_METRICS} numbers by name")
     for name in metrics:
         if not 0 < len(name) <= NAME_CHARS or not name.isprintable():
-            raise BadResult(
-                f"the agent's result has a metric named {_shown(name)}; a name has 1-{NAME_CHARS} printable characters"
-            )
-    return AgentResult(
-        reward, success, response, {name: _number(f"metric {name!r}", value) for name, value in metrics.items()}
-    )
+            allowed = f"a name has 1-{NAME_CHARS} printable characters"
+            raise BadResult(f"the agent's result has a metric named {_shown(name)}; {allowed}")
+    numbers = {name: _number(f"metric {name!r}", value) for name, value in metrics.items()}
+    return AgentResult(reward, success, response, numbers)
 
 
 def _number(what: str, value: object) -> float:

@@ -1,6 +1,4 @@
-"""Plays episodes of agents: one endpoint in the hub, on loopback, and for each episode a key, a program and its
-result.
-"""
+"""Plays episodes of agents: one endpoint per hub, on loopback, a key and a program per episode."""
 
 from __future__ import annotations
 
@@ -30,11 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class AgentRunner:
-    """The endpoint of one hub, and the episodes behind it.
-
-    Args:
-        tokenizer: of the policy.
-    """
+    """The endpoint of one hub and its episodes; ``tokenizer`` is that of the policy."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._server = HttpServer(tokenizer, self._desk, lambda: ("serving", -1))
@@ -42,7 +36,7 @@ class AgentRunner:
         self._starting = asyncio.Lock()
 
     async def close(self) -> None:
-        """Answer nothing more."""
+        """Close the endpoint."""
         await self._server.close()
 
     def _desk(self, header: str | None) -> ApiBackend | None:
@@ -50,27 +44,23 @@ class AgentRunner:
         return self._sessions.get(key.strip()) if scheme.lower() == "bearer" else None
 
     async def play(self, task: EpisodeTask, means: SessionContext, on_tokens: Callable[[int], None]) -> EpisodeResult:
-        """Play one episode; cancelled, it kills the program.
+        """Play one episode; when cancelled, kill the program.
 
         Raises:
-            EpisodeFailed: the program could not be started, crashed, gave no result, or never asked.
+            EpisodeFailed: if the program does not start, crashes, gives no result, or never calls the policy.
         """
         args = task.domain.args
         assert isinstance(args, AgentArgs)
         async with self._starting:
             if not self._server.address:
                 await self._server.start("127.0.0.1", 0)
-        session, key, started = (
-            AgentSession(task, means, on_tokens),
-            f"rl-{secrets.token_urlsafe(24)}",
-            time.perf_counter(),
-        )
+        session, key = AgentSession(task, means, on_tokens), f"rl-{secrets.token_urlsafe(24)}"
+        started = time.perf_counter()
         self._sessions[key] = session
         row = agent_env.row(args, task.task_index, task.split)
         try:
-            ended = await program.run(
-                agent_env.command(args), self._given(task, row), self._environment(args, task, key), args.cwd
-            )
+            given, env = self._given(task, row), self._environment(args, task, key)
+            ended = await program.run(agent_env.command(args), given, env, args.cwd)
         except OSError as error:
             raise EpisodeFailed("env", f"the agent cannot be started: {error}") from None
         finally:
@@ -78,35 +68,23 @@ class AgentRunner:
             del self._sessions[key]
         result = _result(args, session, ended)
         spent_s = max(0.0, time.perf_counter() - started - session.generate_s)
-        return _played(
-            task,
-            session,
-            result,
-            agent_env.text_of(args, row, args.prompt),
-            agent_env.text_of(args, row, args.answer),
-            spent_s,
-        )
+        prompt, reference = (agent_env.text_of(args, row, column) for column in (args.prompt, args.answer))
+        return _played(task, session, result, prompt, reference, spent_s)
 
     def _given(self, task: EpisodeTask, row: object) -> str:
         given = {"task_index": task.task_index, "split": task.split, "seed": task.seed, "episode": task.episode}
         return json.dumps(given if row is None else given | {"row": row}, ensure_ascii=False) + "\n"
 
     def _environment(self, args: AgentArgs, task: EpisodeTask, key: str) -> dict[str, str]:
-        own = {
-            "OPENAI_BASE_URL": self._server.address,
-            "OPENAI_API_KEY": key,
-            "OPENAI_MODEL": task.policy,
-            "OMP_NUM_THREADS": "1",
-        }
-        return {**os.environ, **args.env, **own}
+        own = {"OPENAI_BASE_URL": self._server.address, "OPENAI_API_KEY": key, "OPENAI_MODEL": task.policy}
+        return {**os.environ, **args.env, **own, "OMP_NUM_THREADS": "1"}
 
 
 def _result(args: AgentArgs, session: AgentSession, ended: program.ProgramExit) -> AgentResult:
-    """What the program came to. One that gives up because the policy used up its calls, its context or an answer's
-    length has not crashed.
+    """Return the program's result; giving up for lack of calls, context or answer length is not a crash.
 
     Raises:
-        EpisodeFailed: it has.
+        EpisodeFailed: if the program crashed or never called the policy.
     """
     try:
         result = read(args.reward, ended.status, ended.stdout, ended.stderr, is_cut=ended.is_cut)
@@ -123,10 +101,8 @@ def _result(args: AgentArgs, session: AgentSession, ended: program.ProgramExit) 
             raise EpisodeFailed("generate", session.failed)
         if session.refused == "length":
             limit = session.served.max_context_tokens
-            raise EpisodeFailed(
-                "fatal", f"the agent's first prompt does not fit into max_context_tokens, which is {limit}"
-            )
-        raise EpisodeFailed("env", "the agent ended without asking the policy anything")
+            raise EpisodeFailed("fatal", f"the agent's first prompt exceeds max_context_tokens, which is {limit}")
+        raise EpisodeFailed("env", "the agent ended without a call to the policy")
     return result
 
 

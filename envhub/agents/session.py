@@ -1,4 +1,4 @@
-"""One episode's side of the endpoint: what its agent asks becomes turns of the policy, and is recorded."""
+"""Serves one agent's episode: turns its requests into turns of the policy and records them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from broker.contract import wire
 from broker.errors import ConfigError
@@ -25,16 +25,16 @@ from rlearner_text.openai.request_bodies import ChatBody, ChatMessage, Completio
 from rlearner_text.openai.token_events import TokenEvent, TokenListener
 from rlearner_text.tokenizer import Tokenizer
 
-AGAIN_AT_ONCE = 503  # the openai client tries again after that
+AGAIN_AT_ONCE = 503  # the openai client retries after this status
 
 
 @dataclass(frozen=True)
 class SessionContext:
-    """What a session asks the policy with.
+    """What a session samples turns with.
 
     Attributes:
         turn: samples one turn; see ``envhub.servers.generate.TurnGenerator``.
-        expected: tokens a turn of the domain takes.
+        expected: tokens of a turn of the domain.
     """
 
     tokenizer: Tokenizer
@@ -44,14 +44,14 @@ class SessionContext:
 
 
 class AgentSession:
-    """See ``rlearner_text.openai.backends.ApiBackend``.
+    """The ``rlearner_text.openai.backends.ApiBackend`` of one episode.
 
     Attributes:
         record: what was sampled.
-        refused: why a call was refused that the policy is to blame for: ``truncated``, ``length``, or nothing.
-        cut: whether the last answer ended for its length.
-        failed: why the last call failed that nobody here is to blame for.
-        generate_s: seconds that calls took, together.
+        refused: why a call was refused, if the policy is to blame: ``truncated`` or ``length``.
+        cut: whether the last answer ended because of its length.
+        failed: why the last call failed, if no server answered it.
+        generate_s: seconds that all calls took.
     """
 
     def __init__(self, task: EpisodeTask, means: SessionContext, on_tokens: Callable[[int], None]) -> None:
@@ -60,31 +60,24 @@ class AgentSession:
         closing, stops = _ends(means.tokenizer)
         self._stop_token_ids = stops
         self.record = EpisodeRecord(means.tokenizer, closing, stops)
-        self.served = ServedModel(
-            task.policy,
-            means.tokenizer.name,
-            self._section.max_context_tokens,
-            self._state,
-            self._version,
-            any_model=True,
-            top_logprobs=True,
-        )
+        names, limit = (task.policy, means.tokenizer.name), self._section.max_context_tokens
+        self.served = ServedModel(*names, limit, self._state, self._version, any_model=True, top_logprobs=True)
         self.kept = AnswerStore()
         self.refused: wire.EpisodeEnd | None = None
         self.cut = False
         self.failed = ""
         self.generate_s = 0.0
-        self._said: dict[str, str] = {}  # texts of answers, by the beginning of their calls' ids
+        self._said: dict[str, str] = {}  # texts of answers, by the prefix of their calls' ids
         self._begun = 0
         self._newest = -1
         self._over = False
 
     def close(self) -> None:
-        """Answer nothing more: what comes now comes from a process that should not be there."""
+        """Refuse further requests: they come from a process that should have ended."""
         self._over = True
 
     async def prompts(self, body: GenerationBody) -> list[Sequence[int]]:
-        """The prompts, with the exact tokens of whatever sample they go on from."""
+        """Return the prompts' tokens, beginning with the exact tokens of the samples that they continue."""
         if self._over:
             raise HttpError(403, "the episode is over")
         given: list[str] | list[list[int]]
@@ -102,11 +95,11 @@ class AgentSession:
         return list(found)
 
     def _rendered(self, body: ChatBody) -> str:
-        """The prompt's text, in which turns with tool calls that came back unchanged stand as they were said."""
+        """Return the prompt's text; turns with unchanged tool calls appear as they were sampled."""
         messages = [self._as_said(message, body.most_calls) for message in body.messages]
         try:
             return self._means.tokenizer.render_chat(messages, tools=body.offered)
-        except ConfigError:  # some templates want to see the calls that a tool answers
+        except ConfigError:  # some templates need the calls that a tool answers
             return self._means.tokenizer.render_chat([message.plain() for message in body.messages], tools=body.offered)
 
     def _as_said(self, message: ChatMessage, most_calls: int | None) -> dict[str, Any]:
@@ -114,23 +107,21 @@ class AgentSession:
         if message.role == "assistant" and message.tool_calls:
             prefix = message.tool_calls[0].id[: len(tool_calls.prefix_of("x" * REPLY_ID_CHARS, 0))]
             if (text := self._said.get(prefix)) is not None:
-                words, calls = tool_calls.split_calls(
-                    text, tool_calls.tool_syntax(self._means.tokenizer), prefix, most_calls
-                )
+                syntax = tool_calls.tool_syntax(self._means.tokenizer)
+                words, calls = tool_calls.split_calls(text, syntax, prefix, most_calls)
                 if words == message.text and [one.model_dump() for one in message.tool_calls] == calls:
                     return {"role": "assistant", "content": text}
         return plain
 
     async def handle(self, ask: wire.GenerateRequest, tap: TokenListener | None = None, /) -> wire.GenerateReply:
-        """One turn of the policy, which a server gives whole."""
+        """Sample one turn of the policy, which a server returns whole."""
         if self._begun >= self._section.max_turns:
             self.refused = self.refused or "truncated"
             raise HttpError(400, f"the episode's {self._section.max_turns} calls are used up", code="max_turns")
         self._begun += 1
         if tap is not None and tap.top_logprobs:
-            ask = msgspec.structs.replace(
-                ask, sampling=msgspec.structs.replace(ask.sampling, top_logprobs=tap.top_logprobs)
-            )
+            sampling = replace(ask.sampling, top_logprobs=tap.top_logprobs)
+            ask = replace(ask, sampling=sampling)
         else:
             tap = None
         prompt = array("i", ask.token_ids.array().tolist())
@@ -148,18 +139,14 @@ class AgentSession:
             self.generate_s += time.perf_counter() - started
         self.failed = ""
         if ask.sampling.top_logprobs and not sampled.top:
-            raise HttpError(
-                400,
-                "top_logprobs is not supported: the run's engine does not tell the likeliest tokens",
-                param="top_logprobs",
-            )
+            problem = "top_logprobs is not supported: the run's engine does not return the likeliest tokens"
+            raise HttpError(400, problem, param="top_logprobs")
         self._means.expected.add(len(sampled.token_ids))
         self.record.sampled(prompt, sampled)
         self.cut = sampled.finish_reason == "length"
         reply_id, _, index = ask.request_id.removeprefix("http.").partition(".")
-        self._said[tool_calls.prefix_of(reply_id, int(index))] = tool_calls.text_with_markers(
-            self._means.tokenizer, sampled.token_ids
-        )
+        text = tool_calls.text_with_markers(self._means.tokenizer, sampled.token_ids)
+        self._said[tool_calls.prefix_of(reply_id, int(index))] = text
         if versions := sampled.version_runs[::2]:
             self._newest = max(self._newest, *versions)
             self._on_tokens(min(versions))
@@ -178,13 +165,12 @@ class AgentSession:
     def _ask(self, asked: wire.GenerateRequest, prompt: array[int]) -> TurnRequest:
         task, section, sampling = self._task, self._section, self._section.sampling
         base = self.record.goes_on(prompt)
+        room = section.max_context_tokens - len(prompt)
         return TurnRequest(
             conversation_id=f"{task.id}.{len(self.record.samples) if base is None else base.number}",
             token_ids=prompt,
             sampling=wire.SamplingParams(
-                max_tokens=min(
-                    asked.sampling.max_tokens, sampling.max_tokens, section.max_context_tokens - len(prompt)
-                ),
+                max_tokens=min(asked.sampling.max_tokens, sampling.max_tokens, room),
                 temperature=sampling.temperature if task.temperature is None else task.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
@@ -213,11 +199,9 @@ class AgentSession:
 
 
 def _ends(tokenizer: Tokenizer) -> tuple[Sequence[int], Sequence[int]]:
-    """The tokens that close an answer, and those at which one should stop."""
+    """Return the tokens that close an answer, and those at which one should stop."""
     try:
         rules = Conversation(tokenizer).rules
-    except (
-        ConfigError
-    ):  # a template that shows old turns otherwise than new ones: then nothing is stitched, and nothing is lost
+    except ConfigError:  # the template shows old turns differently from new ones, so nothing is joined
         return (), tokenizer.eos_token_ids
     return rules.closing, rules.stop_token_ids

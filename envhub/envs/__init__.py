@@ -24,5 +24,5 @@ ENVS: Final[dict[str, str]] = {
     "webshop": "envhub.envs.tools.webshop:WebShop",
 }
 
-# Programs of the user's that act by themselves; see ``envhub.agents``.
+# The user's programs that act by themselves; see ``envhub.agents``.
 AGENTS: Final[dict[str, str]] = {"agent": "envhub.envs.agent:AgentEnvironment"}

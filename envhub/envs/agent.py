@@ -1,4 +1,4 @@
-"""``env: agent``: a program of the user's own plays the episode and asks the policy over OpenAI's protocol.
+"""``env: agent``: the user's program plays the episode and calls the policy over OpenAI's protocol.
 
     domains:
       sums:
@@ -9,10 +9,10 @@
 
 The program, or ``function: my_agent.py:play``, is started for each episode with OPENAI_BASE_URL, OPENAI_API_KEY and
 OPENAI_MODEL in its environment, and gets its task as a line of JSON on stdin: ``{"task_index": 3, "split": "train",
-"seed": 7, "row": {...}}``. Whatever it asks of that endpoint is sampled as the run says, and recorded. Its last line on
-stdout is the reward, or an object with ``reward`` and perhaps ``success``, ``response`` and ``metrics``; or its exit
-status is (``reward: exit``), or reward hubs give it (``reward: none``). A program that crashes is an episode that
-failed, which is tried again; it never is a reward of zero.
+"seed": 7, "row": {...}}``. Its requests are sampled with the run's settings and recorded. Its last line on stdout is
+the reward, or an object with ``reward`` and optionally ``success``, ``response`` and ``metrics``; or its exit status is
+(``reward: exit``), or reward hubs give it (``reward: none``). A crash fails the episode, which is tried again; it never
+counts as a reward of zero.
 """
 
 from __future__ import annotations
@@ -39,23 +39,21 @@ from envhub.envs.base import Environment, Split
 LAUNCHER: Final = "envhub.agents.call"
 Source = Literal["result", "exit", "none"]
 
-PYTHON: Final = "python"  # as a command, the one that runs the hub, whether it is on PATH or not
+PYTHON: Final = "python"  # as a command, the hub's interpreter, whether it is on PATH or not
 
 
 class AgentArgs(Section):
     """``env_args`` of ``agent``."""
 
     command: list[str] = Field(default_factory=list)  # program and arguments, `python` being the hub's own; or:
-    # package.module:name or file.py:name, called with the task in a process of its own; may be a coroutine function
-    function: str = ""
-    # of the last line on stdout; exit: 1 for exit status 0, 0 for 1; none: reward hubs give it
-    reward: Source = "result"
+    function: str = ""  # package.module:name or file.py:name, called with the task in its own process; may be async
+    reward: Source = "result"  # the last line on stdout; exit: 1 for exit status 0, 0 for 1; none: reward hubs give it
     path: str | None = None  # JSONL; each row is a task
     prompt: str | None = None  # column that reward hubs see as the question
     answer: str | None = None  # column that they see as the reference
     eval_path: str | None = None  # a file for evaluation; None: the share below
     eval_share: Annotated[float, Field(ge=0, lt=1)] = 0.05  # of the rows of ``path``, taken from its end
-    num_tasks: PositiveInt | None = None  # where there is no file; None: without end
+    num_tasks: PositiveInt | None = None  # if there is no file; None: endless
     shuffle_seed: NonNegativeInt = 0
     env: dict[str, str] = Field(default_factory=dict)  # added to the program's environment
     cwd: str | None = None  # folder to run in; None: the hub's
@@ -70,7 +68,7 @@ class AgentArgs(Section):
 
 
 class AgentEnvironment(Environment):
-    """The class behind ``env: agent``. Nobody steps it: ``envhub.agents.run_episode`` runs its program instead."""
+    """The class of ``env: agent``. It has no steps: ``envhub.agents.run_episode`` runs its program."""
 
     Args = AgentArgs
     isolation = "none"
@@ -79,12 +77,9 @@ class AgentEnvironment(Environment):
 
     @classmethod
     def check(cls, args: AgentArgs) -> None:
-        if (
-            args.command
-            and args.command[0] != PYTHON
-            and shutil.which(args.command[0], path=args.env.get("PATH")) is None
-        ):
-            raise ConfigError("command", args.command, f"a program that is there; {args.command[0]!r} is not")
+        program = args.command[0] if args.command else PYTHON
+        if program != PYTHON and shutil.which(program, path=args.env.get("PATH")) is None:
+            raise ConfigError("command", args.command, f"a program that is there; {program!r} is not")
         script = args.command[1] if args.command[:1] == [PYTHON] and len(args.command) > 1 else ""
         if script.endswith(".py") and not Path(args.cwd or "", script).is_file():
             raise ConfigError("command", args.command, f"there is no file {script}")
@@ -111,26 +106,21 @@ class AgentEnvironment(Environment):
 
 
 def check_section(name: str, section: DomainSection, args: Section) -> None:
-    """What an agent needs of its domain.
+    """Check what an agent needs of its domain.
 
     Raises:
         ConfigError: names the key.
     """
     if section.context != "steps":
-        allowed = (
-            "steps with env agent: where a call does not go on from an earlier one, an episode becomes several samples"
-        )
+        allowed = "steps with env agent: a call that does not continue an earlier one begins another sample"
         raise ConfigError(f"domains.{name}.context", section.context, allowed)
     if isinstance(args, AgentArgs) and args.reward == "none" and not section.rewards:
-        raise ConfigError(
-            f"domains.{name}.rewards",
-            [],
-            "at least one with env_args.reward none: the agent gives no reward of its own",
-        )
+        allowed = "at least one with env_args.reward none: the agent gives no reward"
+        raise ConfigError(f"domains.{name}.rewards", [], allowed)
 
 
 def command(args: AgentArgs) -> list[str]:
-    """The program and its arguments."""
+    """Return the program and its arguments."""
     if args.command:
         return [sys.executable if args.command[0] == PYTHON else args.command[0], *args.command[1:]]
     path = "\n".join(folder or os.getcwd() for folder in sys.path)
@@ -138,9 +128,7 @@ def command(args: AgentArgs) -> list[str]:
 
 
 def row(args: AgentArgs, task_index: int, split: Split) -> Mapping[str, Any] | None:
-    """The row of a task, None where there is no file. Training meets every row once an epoch, in an order of its own
-    for each.
-    """
+    """Return the row of a task, None if there is no file. Training shuffles the rows in every epoch."""
     if args.path is None:
         return None
     found = rows(args, split)
@@ -149,17 +137,17 @@ def row(args: AgentArgs, task_index: int, split: Split) -> Mapping[str, Any] | N
 
 
 def text_of(args: AgentArgs, of: Mapping[str, Any] | None, column: str | None) -> str:
-    """A column as text; empty where none is named."""
+    """Return a column as text; empty if no column is named."""
     value = "" if of is None or column is None else of[column]
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def rows(args: AgentArgs, split: Split) -> tuple[dict[str, Any], ...]:
-    """The rows of a split.
+    """Return the rows of a split.
 
     Raises:
-        ConfigError: there is no such file, or it is empty.
-        DataError: a malformed row.
+        ConfigError: if the file does not exist or is empty.
+        DataError: if a row is malformed.
     """
     columns = tuple(column for column in (args.prompt, args.answer) if column is not None)
     if split == "eval" and args.eval_path is not None:

@@ -1,14 +1,14 @@
-"""What an environment is to the hub: text in, text out.
+"""The base class of environments: text in, text out.
 
-A class of your own derives from ``Environment``, names its arguments in a pydantic ``Section`` and implements ``reset``
-and ``step``; the config then names it by dotted path or file path. Methods may be plain or ``async``, and each call has
-a timeout. Where they run is ``domains.<name>.isolation``, or else what the class says:
+Your own class derives from ``Environment``, declares its arguments in a pydantic ``Section`` and implements ``reset``
+and ``step``; the config names it by dotted path or file path. Methods may be plain or ``async``, and each call has a
+timeout. They run where ``domains.<name>.isolation``, or else the class, says:
 
-- ``process``: in a worker process of its own, which is killed when it hangs, crashes or takes too much memory. What is
-  not known to be harmless belongs there, which makes it the default.
-- ``thread``: plain methods in a thread of the hub. For code that waits and shares much: one that hangs is left behind,
-  but one that crashes, leaks or holds the interpreter's lock hurts its hub.
-- ``none``: on the hub's event loop, for code of ours whose calls take microseconds.
+- ``process``: in their own worker process, which is killed if it hangs, crashes or takes too much memory. The default,
+  for all code that is not known to be harmless.
+- ``thread``: plain methods in a thread of the hub. For code that waits and shares much: a hanging thread is abandoned,
+  but code that crashes, leaks or holds the interpreter's lock harms its hub.
+- ``none``: on the hub's event loop, for trusted code whose calls take microseconds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Frame = npt.NDArray[np.uint8]  # (height, width, 3)
 
 
 class NotSupported(UserError):
-    """The environment has no such thing: no picture, no solver."""
+    """The environment does not have a picture or a solver."""
 
 
 class Observation(msgspec.Struct, frozen=True):
@@ -39,7 +39,7 @@ class Observation(msgspec.Struct, frozen=True):
 
     Attributes:
         text: the user message of the conversation.
-        anchor: identical for identical states of one task, empty when states cannot be compared.
+        anchor: identical for identical states of one task, empty if states cannot be compared.
     """
 
     text: str
@@ -47,15 +47,15 @@ class Observation(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """What one action did.
+    """The result of an action.
 
     Attributes:
-        observation: what the policy sees next; not shown when ``done``.
+        observation: what the policy sees next; not shown if ``done``.
         reward: of this action alone.
         done: the episode is over.
         valid: whether the text parsed to an action.
         success: whether the task is solved.
-        truncated: with ``done``, ended by a limit of the environment's own rather than by an outcome.
+        truncated: with ``done``, ended by a limit of the environment rather than by an outcome.
         metrics: numbers about the whole episode so far; those of the last step are reported as ``env/<name>``.
     """
 
@@ -69,12 +69,12 @@ class StepResult(msgspec.Struct, frozen=True):
 
 
 class Environment:
-    """One running instance; it serves one episode after another.
+    """One running instance; it plays one episode after another.
 
     Attributes:
         Args: pydantic model of ``domains.<name>.env_args``.
-        isolation: where its methods run, see above; on an instance, what its domain's config says.
-        has_reward: whether steps give a reward; without, the domain must name reward functions.
+        isolation: where its methods run, see above; on an instance, as its domain's config says.
+        has_reward: whether steps give a reward; if not, the domain must name reward functions.
         prompt: after ``reset``, the question for rewards that read text.
         reference: after ``reset``, the reference answer for rewards that compare with one.
     """
@@ -86,52 +86,45 @@ class Environment:
     reference: str = ""
 
     def __init__(self, args: Any) -> None:
-        """``args`` is an instance of ``Args``."""
+        """Keep ``args``, an instance of ``Args``."""
         self.args = args
 
     @classmethod
     def check(cls, args: Any) -> None:
-        """Refuse arguments that cannot work together or name what is not there.
+        """Refuse arguments that contradict each other or name something missing.
 
         Raises:
-            ConfigError: with the argument's name as key; the caller puts ``domains.<name>.env_args`` before it.
-            DataError: a malformed row of a data file.
+            ConfigError: with the argument's name as key; the caller prepends ``domains.<name>.env_args``.
+            DataError: if a row of a data file is malformed.
         """
 
     @classmethod
     def data_files(cls, args: Any) -> list[str]:
-        """Files whose content every hub of a run must share."""
+        """Return the files whose content must be the same for every hub of a run."""
         return []
 
     @classmethod
     def references(cls, args: Any) -> list[tuple[str, str]]:
-        """Where each reference answer of the data stands, and the answer; for rewards that look at them before anything
-        starts.
-        """
+        """Return the place and text of each reference answer, for rewards that check them before anything starts."""
         return []
 
     @classmethod
     def num_tasks(cls, args: Any, split: Split) -> int | None:
-        """How many different tasks there are, None when there is no end; a larger index wraps around."""
+        """Return how many different tasks there are, None if endless; a larger index wraps around."""
         return None
 
     @classmethod
     def tools(cls, args: Any) -> list[dict[str, Any]]:
-        """Functions that the policy may call, as JSON schemas in OpenAI's form: ``{"type": "function", "function":
-        {...}}``.
+        """Return the functions that the policy may call, in OpenAI's form: ``{"type": "function", "function": {...}}``.
 
-        The model's chat template shows them to it and spells its calls, which go to ``use``; words without a call go to
+        The chat template shows them to the model and defines how calls are written; calls go to ``use``, other text to
         ``step``.
         """
         return []
 
     @classmethod
     def example(cls, folder: Path) -> dict[str, Any]:
-        """``env_args`` of a small instance for the contract tests, which run over every registered environment.
-
-        Args:
-            folder: an empty one, for data files that it needs.
-        """
+        """Return ``env_args`` of a small instance for the contract tests; its data files go to the empty ``folder``."""
         return {}
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation | Awaitable[Observation]:
@@ -139,49 +132,49 @@ class Environment:
         raise NotImplementedError
 
     def step(self, text: str) -> StepResult | Awaitable[StepResult]:
-        """Act. Text that is no action is answered by ``valid=False``, never by an exception."""
+        """Act. Text that is not an action gives ``valid=False``, never an exception."""
         raise NotImplementedError
 
     def use(self, calls: Sequence[ToolCall]) -> StepResult | Awaitable[StepResult]:
-        """Act by calling tools, all of one turn; the observation is what they answer. Only with ``tools``.
+        """Act by calling tools, all of one turn; the observation is their answer. Only with ``tools``.
 
-        A call that is no JSON never gets here: the policy is told so, and its action counts as not valid.
+        A call that is not JSON does not get here: the policy gets an error, and its action counts as invalid.
         """
         raise NotImplementedError
 
     def text_frame(self) -> str:
-        """The present state in characters, for replays; empty when there is none."""
+        """Return the present state in characters for replays, empty if there is none."""
         return ""
 
     def render_frame(self) -> Frame:
-        """The present state as a picture.
+        """Return the present state as a picture.
 
         Raises:
-            NotSupported: it has none.
+            NotSupported: if there are no pictures.
         """
         raise NotSupported(f"environment {type(self).__name__} draws no pictures")
 
     def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
-        """The text that an imperfect solver would send now.
+        """Return the text that an imperfect solver would send now.
 
         Args:
-            rng: the only source of chance.
+            rng: the only source of randomness.
             noise: share of actions that are random instead of right.
 
         Raises:
-            NotSupported: it has no solver.
+            NotSupported: if there is no solver.
         """
         raise NotSupported(f"environment {type(self).__name__} has no solver for demonstrations")
 
     def close(self) -> None:
-        """Let go of whatever it holds."""
+        """Release all resources."""
 
 
 def can_demonstrate(environment: type[Environment]) -> bool:
-    """Whether the class brings a solver."""
+    """Return whether the class has a solver."""
     return environment.demonstrate is not Environment.demonstrate
 
 
 def can_render(environment: type[Environment]) -> bool:
-    """Whether the class draws its states."""
+    """Return whether the class draws its states."""
     return environment.render_frame is not Environment.render_frame

@@ -1,1 +1,1 @@
-"""Plays episodes: observe, sample, act, until the environment or a limit ends one."""
+"""Plays episodes: observes, samples and acts until the environment or a limit ends the episode."""

@@ -1,4 +1,4 @@
-"""One episode: observe, sample, act, until the environment ends it or a limit does. Token in, token out."""
+"""Plays one episode, token in, token out: observes, samples and acts until it ends."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from rlearner_text.thinking import without_thinking
 from rlearner_text.tokenizer import Tokenizer
 from rlearner_text.tool_calls import ToolCallError
 
-# no text has more on average; what is longer does not fit, whatever the tokenizer makes of it
-CHARS_PER_TOKEN: Final = 128
+CHARS_PER_TOKEN: Final = 128  # no text has more on average: a longer one does not fit, with any tokenizer
 
 
 class TurnSampler(Protocol):
@@ -37,7 +36,7 @@ class EpisodeContext:
     """What an episode is played with.
 
     Attributes:
-        expected: tokens a turn of the domain takes.
+        expected: tokens of a turn of the domain.
         generate_timeout_s: longest wait for a turn.
     """
 
@@ -49,9 +48,7 @@ class EpisodeContext:
 
 
 class Episode:
-    """One, from its reset on; see ``envhub.episodes.runners.EpisodeRunners.play`` for ``on_tokens`` and for what else
-    may be raised.
-    """
+    """One episode from its reset on; see ``envhub.episodes.runners.EpisodeRunners.play`` for ``on_tokens``."""
 
     def __init__(
         self, task: EpisodeTask, environment: Environment, means: EpisodeContext, on_tokens: Callable[[int], None]
@@ -69,23 +66,19 @@ class Episode:
         self._role: Role = "user"  # whose words come next
 
     async def run(self) -> EpisodeResult:
-        """Play it.
+        """Play the episode.
 
         Raises:
-            EpisodeFailed: its prompt does not fit, its memory fails, or its texts are too many.
+            EpisodeFailed: if its prompt does not fit, its memory fails, or its texts are too large.
         """
         seen = await self._reset()
         limit = self._section.max_context_tokens
-        if len(seen.text) > limit * CHARS_PER_TOKEN:
-            raise EpisodeFailed(
-                "fatal", f"the prompt has {len(seen.text)} characters and max_context_tokens is {limit}"
-            )
+        if (size := len(seen.text)) > limit * CHARS_PER_TOKEN:
+            raise EpisodeFailed("fatal", f"the prompt has {size} characters and max_context_tokens is {limit}")
         prompt = seen.text if self._steps is None else self._remembered(self._steps.open, seen.text)
         self._show(prompt)
-        if len(self._conversation) >= limit:
-            raise EpisodeFailed(
-                "fatal", f"the prompt has {len(self._conversation)} tokens and max_context_tokens is {limit}"
-            )
+        if (size := len(self._conversation)) >= limit:
+            raise EpisodeFailed("fatal", f"the prompt has {size} tokens and max_context_tokens is {limit}")
         while True:
             sampled = await self._sample()
             self._response = self._means.tokenizer.decode(sampled.token_ids)
@@ -116,7 +109,7 @@ class Episode:
         return self._conversations[-1]
 
     def _remembered(self, ask: Callable[..., str], *texts: str) -> str:
-        """The prompt that the domain's memory makes, which may be someone else's code."""
+        """Return the prompt that the domain's memory makes, which may be the user's code."""
         try:
             return ask(*texts)
         except Exception as error:
@@ -124,15 +117,14 @@ class Episode:
 
     def _show(self, prompt: str) -> None:
         if self._steps is not None or not self._conversations:
-            self._conversations.append(
-                Conversation(self._means.tokenizer, self._section.system_prompt, self._task.domain.tools)
-            )
+            tokenizer, section = self._means.tokenizer, self._section
+            self._conversations.append(Conversation(tokenizer, section.system_prompt, self._task.domain.tools))
             self._conversation.observe(prompt)
         else:
             self._conversation.observe(prompt, self._role)
 
     def _fits(self, prompt: str) -> bool:
-        """Whether the next prompt leaves room for an answer."""
+        """Return whether the next prompt leaves room for an answer."""
         limit = self._section.max_context_tokens
         if self._steps is not None:
             return len(prompt) <= limit * CHARS_PER_TOKEN and len(self._conversation.rules.start(prompt)) < limit
@@ -191,7 +183,7 @@ class Episode:
         return seen
 
     async def _act(self, action: str, sampled: SampledTurn) -> StepResult:
-        """Hand the policy's words to the environment, or its tool calls; one that cannot be read is answered here."""
+        """Pass the policy's words or tool calls to the environment; answer an unreadable call here."""
         if not self._task.domain.tools:
             return await self._step("step", action, action)
         # some spell calls with special tokens
@@ -219,13 +211,11 @@ class Episode:
         self._frames.append(shown)
 
     def _carry(self, *texts: str) -> None:
-        """Bound what one episode holds: a group that large could not be sent anyway."""
+        """Bound the texts of an episode: a larger group could not be sent."""
         self._carried += sum(map(len, texts))
-        if self._carried > wire.MAX_PAYLOAD_BYTES:
-            limit = wire.MAX_PAYLOAD_BYTES
-            raise EpisodeFailed(
-                "large", f"its observations and anchors have {self._carried} characters, the limit is {limit}"
-            )
+        if self._carried > (limit := wire.MAX_PAYLOAD_BYTES):
+            detail = f"its observations and anchors have {self._carried} characters, the limit is {limit}"
+            raise EpisodeFailed("large", detail)
 
     async def _call(self, method: str, *args: Any) -> Any:
         started = time.perf_counter()
@@ -237,11 +227,8 @@ class Episode:
     def _played(self, step: StepResult, end: wire.EpisodeEnd) -> EpisodeResult:
         turns = self._turns
         reward = math.fsum(turn.reward for turn in turns)
-        metrics = {
-            **step.metrics,
-            "valid_action_rate": sum(turn.valid for turn in turns) / len(turns),
-            "num_turns": float(len(turns)),
-        }
+        valid_rate = sum(turn.valid for turn in turns) / len(turns)
+        metrics = {**step.metrics, "valid_action_rate": valid_rate, "num_turns": float(len(turns))}
         parts = [turns] if self._steps is None else [[turn] for turn in turns]
         last = len(parts) - 1
         trajectories = [
@@ -263,12 +250,5 @@ class Episode:
             for index, (conversation, own) in enumerate(zip(self._conversations, parts, strict=True))
         ]
         versions = [version for conversation in self._conversations for version in conversation.version_runs[::2]]
-        return EpisodeResult(
-            trajectories,
-            self._env.prompt,
-            self._env.reference,
-            self._generate_s,
-            self._env_step_s,
-            self._frames,
-            min(versions, default=-1),
-        )
+        env, times, oldest = self._env, (self._generate_s, self._env_step_s), min(versions, default=-1)
+        return EpisodeResult(trajectories, env.prompt, env.reference, *times, self._frames, oldest)

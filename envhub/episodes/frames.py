@@ -1,6 +1,6 @@
-"""What an evaluated episode leaves behind for a replay: one JSON object a frame, in ``Group.frames``.
+"""Records an evaluated episode for a replay: one JSON object per frame, in ``Group.frames``.
 
-The first holds where the episode started, each further one the text sent and what it led to::
+The first frame holds the start of the episode, each further one the text sent and the state after it::
 
     {"task_index": 3, "split": "eval", "seed": 77, "text": "PFFF\\nFHFH\\nFFFH\\nHFFG"}
     {"action": "R", "text": "SPFF\\nFHFH\\nFFFH\\nHFFG"}
@@ -14,10 +14,10 @@ from envhub.envs.base import Split
 
 
 def first_frame(task_index: int, split: Split, seed: int, text: str) -> str:
-    """The frame before the first action."""
+    """Return the frame before the first action."""
     return json.dumps({"task_index": task_index, "split": split, "seed": seed, "text": text}, ensure_ascii=False)
 
 
 def frame(action: str, text: str) -> str:
-    """The frame after an action."""
+    """Return the frame after an action."""
     return json.dumps({"action": action, "text": text}, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Plays recorded actions through an environment's own renderer into a GIF."""
+"""Replays recorded actions with an environment's renderer into a GIF."""
 
 from __future__ import annotations
 
@@ -32,20 +32,18 @@ def write_gif(
     split: Split = "eval",
     title: str = "",
 ) -> int:
-    """Replay the actions and write one frame for each state; the number of frames.
+    """Replay the actions, write one frame per state, and return the number of frames.
 
     Args:
         config: a validated config.
         domain: None: the only one.
-        task_index: the recorded episode's task.
-        seed: the recorded episode's seed.
+        task_index, seed, split: of the recorded episode.
         actions: the texts the policy sent, in order; those after the end of the episode are not played.
         out: path of the GIF.
-        split: the recorded episode's split.
-        title: first line above the picture; the turn's action and what came of it are the others.
+        title: first line above the picture; below it stand the turn's action and its outcome.
 
     Raises:
-        UserError: unknown domain, an environment without pictures, or a file that cannot be written.
+        UserError: if the domain is unknown, its environment draws no pictures, or the file cannot be written.
     """
     chosen = pick_domain(config, domain)
     if not can_render(chosen.environment):
@@ -65,18 +63,14 @@ def write_gif(
 
 
 def outcome(step: StepResult, *, is_last: bool) -> str:
-    """What came of an action, in a few words.
-
-    Args:
-        is_last: nothing more was played, which does not say that the episode was over.
-    """
+    """Return the outcome of an action in a few words; after the last one the episode need not be over."""
     how = "" if step.valid else ", not a valid action"
     end = ", solved" if step.success else ", failed" if step.done else ", out of turns" if is_last else ""
     return f"reward {step.reward:+.3g}{how}{end}"
 
 
 def _picture(frame: Frame, caption: Sequence[str]) -> Image:
-    """The picture below its caption, whose lines are cut to its width."""
+    """Return the picture below its caption, whose lines are cut to the picture's width."""
     from PIL import Image, ImageDraw
 
     picture = Image.fromarray(frame)

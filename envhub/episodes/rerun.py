@@ -1,9 +1,11 @@
-"""Runs dead tickets again for the operator to inspect: one at a time, outside the slots, without storing anything."""
+"""Runs dead tickets again for the operator: one at a time, outside the slots, storing nothing."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from asyncio import Semaphore
+from functools import partial
 from typing import Final
 
 from broker.contract import codec, wire
@@ -23,11 +25,7 @@ AT_ONCE: Final = 8  # episodes
 
 
 class TicketReruns:
-    """Answers the operator.
-
-    Args:
-        domains: of the hub, as they are at present.
-    """
+    """Answers the operator's requests; ``domains`` are those of the hub and may change."""
 
     def __init__(self, member: Member, players: EpisodeRunners, domains: dict[str, Domain]) -> None:
         self._member, self._players, self._domains = member, players, domains
@@ -35,7 +33,7 @@ class TicketReruns:
         self._count = 0
 
     async def serve(self) -> None:
-        """Until cancelled."""
+        """Answer requests until cancelled."""
         subscribed = await respond(self._member.bus, RERUNS, self._member.id, self.answer)
         try:
             await asyncio.Event().wait()
@@ -43,46 +41,40 @@ class TicketReruns:
             await subscribed.close()
 
     async def answer(self, ticket: wire.Message) -> wire.Message | None:
-        """The group that the ticket becomes now, or why there is none; every episode is tried once."""
+        """Return the ticket's group, or why there is none; every episode is tried once."""
         if not isinstance(ticket, (wire.Ticket, wire.EvalTicket)):
             return None
         asked = assignment(ticket)
         if asked.domain not in self._domains:
-            return self._closed(
-                asked, "malformed", f"this hub has no domain {asked.domain}; it has {', '.join(self._domains)}"
-            )
+            detail = f"this hub has no domain {asked.domain}; it has {', '.join(self._domains)}"
+            return self._closed(asked, "malformed", detail)
         if self._busy or self._member.stop.asked.is_set():
-            return self._closed(
-                asked, "aborted", "this hub plays another ticket again at present, or is about to end; try again"
-            )
+            return self._closed(asked, "aborted", "this hub is running another ticket again, or is stopping; try again")
         self._busy = True
         try:
-            log.info("playing ticket %d of domain %s again for the operator", asked.number, asked.domain)
+            log.info("running ticket %d of domain %s again for the operator", asked.number, asked.domain)
             return await self._play(asked, self._domains[asked.domain])
         finally:
             self._busy = False
 
     async def _play(self, asked: TicketAssignment, domain: Domain) -> wire.Message:
         self._count += 1
-        few = asyncio.Semaphore(AT_ONCE)
+        few = Semaphore(AT_ONCE)
         work = [asyncio.create_task(self._episode(asked, domain, episode, few)) for episode in range(asked.group_size)]
         try:
             async with asyncio.timeout(asked.deadline_s):
                 await asyncio.wait(work)
         except TimeoutError:
             done = sum(one.done() for one in work)
-            return self._closed(
-                asked, "deadline", f"{done} of {asked.group_size} episodes after {asked.deadline_s:g} s"
-            )
+            short = f"{done} of {asked.group_size} episodes after {asked.deadline_s:g} s"
+            return self._closed(asked, "deadline", short)
         finally:
             for one in work:
                 one.cancel()
             results = await asyncio.gather(*work, return_exceptions=True)
         return self._outcome(asked, domain, results)
 
-    async def _episode(
-        self, asked: TicketAssignment, domain: Domain, episode: int, few: asyncio.Semaphore
-    ) -> EpisodeResult:
+    async def _episode(self, asked: TicketAssignment, domain: Domain, episode: int, few: Semaphore) -> EpisodeResult:
         name = f"{self._member.id}.rerun{self._count}.{asked.key}.{episode}"
         async with few:
             return await self._players.play(task(asked, domain, episode, name), lambda _: None)
@@ -90,34 +82,24 @@ class TicketReruns:
     def _outcome(
         self, asked: TicketAssignment, domain: Domain, results: list[EpisodeResult | BaseException]
     ) -> wire.Message:
+        closed = partial(self._closed, asked)
         played = [one for one in results if isinstance(one, EpisodeResult)]
         failed = [(episode, one) for episode, one in enumerate(results) if isinstance(one, BaseException)]
         if failed:
             episode, error = failed[0]
             detail = error.detail if isinstance(error, EpisodeFailed) else f"{type(error).__name__}: {error}"
             reason = CLOSED_FOR.get(error.kind, "aborted") if isinstance(error, EpisodeFailed) else "env_error"
-            return self._closed(
-                asked, reason, f"{len(failed)} of {len(results)} episodes failed; episode {episode}: {detail}"
-            )
+            return closed(reason, f"{len(failed)} of {len(results)} episodes failed; episode {episode}: {detail}")
         pools, temperature = reward_pools(domain.section), domain.section.sampling.temperature
         found = group(asked, played, pools=pools, hub=self._member.id, deliveries=1, temperature=temperature)
         try:
             size = len(codec.encode(found))
         except WireError as error:
-            return self._closed(asked, "too_large" if isinstance(error, TooLarge) else "malformed", str(error))
+            return closed("too_large" if isinstance(error, TooLarge) else "malformed", str(error))
         if size > wire.MAX_PAYLOAD_BYTES:
-            return self._closed(
-                asked, "too_large", f"the group is {size} bytes, an answer has room for {wire.MAX_PAYLOAD_BYTES}"
-            )
+            return closed("too_large", f"the group is {size} bytes, an answer has room for {wire.MAX_PAYLOAD_BYTES}")
         return found
 
     def _closed(self, asked: TicketAssignment, reason: wire.ClosedReason, detail: str) -> wire.Closed:
-        line = " ".join(detail.split())[:1000]
-        return wire.Closed(
-            ticket=asked.number,
-            domain=asked.domain,
-            reason=reason,
-            detail=line,
-            by=self._member.id,
-            eval_step=asked.eval_step,
-        )
+        line, by, number, step = " ".join(detail.split())[:1000], self._member.id, asked.number, asked.eval_step
+        return wire.Closed(ticket=number, domain=asked.domain, reason=reason, detail=line, by=by, eval_step=step)

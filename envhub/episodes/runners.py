@@ -1,4 +1,4 @@
-"""Plays episodes, several at a time, on environments that are used again: what all episodes of a hub share."""
+"""Plays a hub's episodes, several at a time, and reuses their environments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """Seconds, from the section ``envhub``."""
+    """Timeouts in seconds, from the section ``envhub``."""
 
     episode_timeout_s: float
     generate_timeout_s: float
@@ -32,11 +32,11 @@ class EpisodeLimits:
 
 @dataclass
 class EpisodeRunners:
-    """All that episodes share in one hub.
+    """What all episodes of a hub share.
 
     Attributes:
         nurseries: for environments in worker processes.
-        max_workers: worker processes, idle ones included, beyond which an idle one makes way for another domain's.
+        max_workers: worker processes, including idle ones, beyond which an idle one makes way for another domain's.
         idle: environments of finished episodes, by domain, for the next ones.
     """
 
@@ -48,17 +48,13 @@ class EpisodeRunners:
     max_workers: int = 64
     idle: dict[str, list[Environment]] = field(default_factory=dict)
     expected: dict[str, ExpectedTokens] = field(default_factory=dict)
-    agents: AgentRunner | None = None  # made for the first episode that an agent plays
+    agents: AgentRunner | None = None  # made for the first episode of an agent
 
     async def play(self, task: EpisodeTask, on_tokens: Callable[[int], None]) -> EpisodeResult:
-        """Play one episode.
-
-        Args:
-            task: what to play.
-            on_tokens: told the oldest policy version of each turn as soon as it is sampled.
+        """Play one episode; ``on_tokens`` gets the oldest policy version of each turn as soon as it is sampled.
 
         Raises:
-            EpisodeFailed: environment or generation failed, or it took longer than ``episode_timeout_s``.
+            EpisodeFailed: if environment or generation fail, or it takes longer than ``episode_timeout_s``.
         """
         environment: Environment | None = None
         try:
@@ -80,9 +76,8 @@ class EpisodeRunners:
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise EpisodeFailed(
-                "timeout", f"the episode took longer than {self.limits.episode_timeout_s:g} s"
-            ) from None
+            detail = f"the episode took longer than {self.limits.episode_timeout_s:g} s"
+            raise EpisodeFailed("timeout", detail) from None
         else:
             if not (isinstance(environment, RemoteEnvironment) and environment.spent):
                 self.idle.setdefault(task.domain.name, []).append(environment)  # only a healthy one is used again
@@ -93,7 +88,7 @@ class EpisodeRunners:
                 self.calls.retire(environment)
 
     async def close(self) -> None:
-        """Close the idle environments, and end all worker processes."""
+        """Close the idle environments and end all worker processes."""
         idle = [environment for environments in self.idle.values() for environment in environments]
         self.idle.clear()
         await asyncio.gather(*(self.calls.call(environment, "close") for environment in idle), return_exceptions=True)
@@ -106,12 +101,11 @@ class EpisodeRunners:
         self, task: EpisodeTask, expected: ExpectedTokens, on_tokens: Callable[[int], None]
     ) -> EpisodeResult:
         from envhub.agents.run_episode import AgentRunner  # a web server, which other hubs need not load
-        from envhub.agents.session import SessionContext as Asking
+        from envhub.agents.session import SessionContext
 
         self.agents = self.agents or AgentRunner(self.tokenizer)
-        return await self.agents.play(
-            task, Asking(self.tokenizer, self.turns.turn, expected, self.limits.generate_timeout_s), on_tokens
-        )
+        means = SessionContext(self.tokenizer, self.turns.turn, expected, self.limits.generate_timeout_s)
+        return await self.agents.play(task, means, on_tokens)
 
     async def _environment(self, domain: Domain) -> Environment:
         idle = self.idle.get(domain.name)
@@ -131,10 +125,7 @@ class EpisodeRunners:
 
     def _make_way(self) -> None:
         """End the process of an idle environment, of the domain that has most of them."""
-        idle = max(
-            self.idle.values(), key=lambda found: sum(isinstance(one, RemoteEnvironment) for one in found), default=[]
-        )
-        spare = next((one for one in idle if isinstance(one, RemoteEnvironment)), None)
-        if spare is not None:
-            idle.remove(spare)
-            self.calls.retire(spare)
+        spare = [[one for one in idle if isinstance(one, RemoteEnvironment)] for idle in self.idle.values()]
+        if most := max(spare, key=len, default=[]):
+            next(idle for idle in self.idle.values() if most[0] in idle).remove(most[0])
+            self.calls.retire(most[0])

@@ -1,8 +1,6 @@
-"""One trial episode of each domain with code of the user's own, in the worker process that a hub would use; for
-``rlearner check``.
+"""Plays a trial episode of each domain with the user's code, as a hub would, for ``rlearner check``.
 
-No model is needed: every turn says the same words, which an environment must be able to answer (``valid=False`` at
-worst).
+It needs no model: every turn sends the same words, which an environment must answer (``valid=False`` at worst).
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ SEED: Final = 0
 
 
 async def try_domains(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Play training task 0 of every domain that has an environment or a reward of the user's own, except for agents,
-    which need a model.
+    """Play training task 0 of every domain with the user's environment or reward; agents are left out.
 
     Args:
         config: validated.
@@ -35,7 +32,7 @@ async def try_domains(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
         By domain the fields of the ``rewardhub.rewards.base.Sample`` that the episode makes.
 
     Raises:
-        UserError: an environment failed; says how, with the user's file and line.
+        UserError: if an environment fails; says how, with the user's file and line.
     """
     settings = section(config, "envhub", EnvhubSection)
     calls, nurseries = EnvironmentCalls(settings.step_timeout_s), WorkerPools(settings.worker_memory_mib)

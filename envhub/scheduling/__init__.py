@@ -1,1 +1,1 @@
-"""Which episodes run when, and how a group ends: pure state machines."""
+"""Pure state machines that decide which episodes run when, and how a group ends."""

@@ -1,4 +1,4 @@
-"""The order in which groups begin in a hub: suspect ones only while the hub does nothing else. Pure."""
+"""Decides in which order groups begin in a hub: suspect ones only while the hub is idle. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GroupJob:
-    """What a ticket asks of the hub.
+    """What a ticket requires of the hub.
 
     Attributes:
         key: unique among the jobs in hand.
@@ -34,8 +34,8 @@ class _Waiting:
 class GroupQueue:
     """Groups that were taken and have not begun, first come, first served.
 
-    A suspect group begins when no other is in hand, and none begins while it is in hand. One that is not judged yet
-    holds up those behind it, so that no group can overtake a suspect for ever.
+    A suspect group begins when no other is in hand, and none begins while it is in hand. A group that is not judged yet
+    holds up those behind it, so that they cannot overtake a suspect for ever.
     """
 
     def __init__(self) -> None:
@@ -43,14 +43,14 @@ class GroupQueue:
         self._alone = ""  # key of the suspect group in hand
 
     def __bool__(self) -> bool:
-        """Whether the hub must take no more tickets."""
+        """Return whether the hub must take no more tickets."""
         return bool(self._waiting or self._alone)
 
     def __contains__(self, key: str) -> bool:
         return key in self._waiting
 
     def jobs(self) -> Iterator[GroupJob]:
-        """Those that have not begun, in order."""
+        """Return the groups that have not begun, in order."""
         return (one.job for one in self._waiting.values())
 
     def put(self, job: GroupJob, *, alone: bool | None) -> None:
@@ -58,22 +58,18 @@ class GroupQueue:
         self._waiting[job.key] = _Waiting(job, alone)
 
     def judge(self, key: str, *, alone: bool) -> None:
-        """Say whether a group is suspect; does nothing for one that has left."""
+        """Set whether a group is suspect; does nothing if it has left."""
         if key in self._waiting:
             self._waiting[key].alone = alone
 
     def leave(self, key: str) -> None:
-        """The group has ended, whether it had begun or not."""
+        """Remove a group that has ended, whether it had begun or not."""
         self._waiting.pop(key, None)
         if key == self._alone:
             self._alone = ""
 
     def next(self, *, idle: bool) -> GroupJob | None:
-        """Take out the group that begins now, None if none does.
-
-        Args:
-            idle: the hub has no group in hand and has stored the last ones.
-        """
+        """Remove and return the group that begins now, if any; ``idle``: the hub has ended and stored all others."""
         first = next(iter(self._waiting.values()), None)
         if first is None or self._alone or first.alone is None or (first.alone and not idle):
             return None

@@ -1,10 +1,9 @@
-"""Which episodes run when, and how a group ends: the hub's decisions as a pure state machine.
+"""Decides which episodes run when, and how a group ends: a pure state machine.
 
-Events are method calls, actions are returned; time is passed in (seconds of any monotonic clock) and nothing here waits
-or sends. A job is one ticket's group. Its episodes start as slots get free, in the order in which jobs came; a job
-larger than the hub runs in waves. Every accepted job ends in exactly one of ``FinishGroup``, ``CloseTicket`` and
-``HandBack``. A job that may have ended other processes is held until it is judged, and then begins only while the hub
-plays nothing else.
+Events are method calls that return actions; time is passed in (seconds of any monotonic clock) and nothing here waits
+or sends. A job is one ticket's group. Its episodes start as slots become free, in the order of the jobs; a job larger
+than the hub runs in waves. Every accepted job ends in exactly one of ``FinishGroup``, ``CloseTicket`` and ``HandBack``.
+A job that may have killed other hubs is held until it is judged, and then begins only while the hub is idle.
 """
 
 from __future__ import annotations
@@ -20,17 +19,16 @@ from envhub.scheduling.line import GroupJob, GroupQueue
 
 FailureKind = Literal["env", "timeout", "generate", "machine", "fatal", "large"]
 
-# What a group that cannot reach its size is closed for. After a generation failure, on a machine where no process can
-# be started, and where nothing shows that the ticket is to blame, it is handed back for another hub to try.
+# Why a group that cannot reach its size is closed. If generation failed, no process can be started, or nothing shows
+# that the ticket is to blame, it is handed back instead, so that another hub can try.
 CLOSED_FOR: dict[FailureKind, ClosedReason] = {
     "env": "env_error",
     "timeout": "timeout",
     "fatal": "env_error",
     "large": "too_large",
 }
-HOPELESS: frozenset[FailureKind] = frozenset(("fatal", "large"))  # another try would end the same way
-# may be: a hub where all fail takes no more
-OF_THE_HOST: frozenset[FailureKind] = frozenset(("env", "machine", "fatal", "timeout"))
+HOPELESS: frozenset[FailureKind] = frozenset(("fatal", "large"))  # another attempt would end the same way
+OF_THE_HOST: frozenset[FailureKind] = frozenset(("env", "machine", "fatal", "timeout"))  # the machine may be to blame
 HAND_BACK_DELAY_S = 1.0
 
 
@@ -53,7 +51,7 @@ class AbortEpisode:
 
 @dataclass(frozen=True)
 class FinishGroup:
-    """The group is these episodes."""
+    """The group is complete and consists of these episodes."""
 
     key: str
     episodes: tuple[int, ...]
@@ -70,7 +68,7 @@ class CloseTicket:
 
 @dataclass(frozen=True)
 class HandBack:
-    """The ticket is for someone else."""
+    """The ticket is left to another hub."""
 
     key: str
     delay_s: float
@@ -96,7 +94,7 @@ class EpisodeSlots:
 
     Args:
         n: episodes that may run at once.
-        max_retries: how often one episode is started again after a failure.
+        max_retries: how often one episode starts again after a failure.
     """
 
     def __init__(self, n: int, max_retries: int) -> None:
@@ -106,13 +104,8 @@ class EpisodeSlots:
         self._line = GroupQueue()
         self._groups: dict[str, _Group] = {}
         self._queue: deque[tuple[str, int, int]] = deque()  # episodes that wait for a slot: key, episode, attempt
-        self._running = 0
+        self.running = 0  # episodes in a slot
         self._reserved = 0
-
-    @property
-    def running(self) -> int:
-        """Episodes in a slot."""
-        return self._running
 
     @property
     def waiting(self) -> int:
@@ -121,14 +114,9 @@ class EpisodeSlots:
 
     @property
     def free(self) -> int:
-        """Slots that nobody runs in, waits for or has reserved; negative when more wait than there is room for."""
-        return (
-            self.n
-            - self._running
-            - len(self._queue)
-            - self._reserved
-            - sum(self._need(job.group_size) for job in self._line.jobs())
-        )
+        """Slots not running, waited for or reserved; negative if more episodes wait than there is room for."""
+        held = sum(self._need(job.group_size) for job in self._line.jobs())
+        return self.n - self.running - len(self._queue) - self._reserved - held
 
     @property
     def jobs(self) -> list[str]:
@@ -136,21 +124,16 @@ class EpisodeSlots:
         return [*self._groups, *(job.key for job in self._line.jobs())]
 
     def what_next(self, key: str, episode: int, actions: list[Action]) -> str:
-        """For the log, what ``failed`` led to where it cost nothing but time; what ends a ticket has a line of its
-        own.
-        """
+        """Return what ``failed`` led to if it cost only time, for the log; the end of a ticket has its own line."""
         if any(isinstance(action, HandBack) and action.key == key for action in actions):
             return "its ticket goes back to the queue and will be played again"
-        group = self._groups.get(key)
-        again = group is not None and (
-            episode in group.running or any(entry[:2] == (key, episode) for entry in self._queue)
-        )
+        if (group := self._groups.get(key)) is None:
+            return ""
+        again = episode in group.running or any(entry[:2] == (key, episode) for entry in self._queue)
         return "the episode starts again" if again else ""
 
-    # -- room for more
-
     def reserve(self, group_size: int, limit: int) -> int:
-        """Keep room for up to ``limit`` more groups; how many there is room for. Each is later offered or released."""
+        """Reserve room for up to ``limit`` groups and return for how many; each is later offered or released."""
         if self.draining or self._line:
             return 0
         need = self._need(group_size)
@@ -159,38 +142,35 @@ class EpisodeSlots:
         return count
 
     def release(self, group_size: int, count: int) -> None:
-        """Give back room that ``reserve`` kept."""
+        """Release room that ``reserve`` kept."""
         self._reserved -= count * self._need(group_size)
 
     def _need(self, group_size: int) -> int:
         return min(group_size, self.n)  # a group larger than the hub needs all of it
 
-    # -- events
-
     def offer(self, job: GroupJob, now: float) -> list[Action]:
-        """A ticket came. Its room, if any was kept, must have been released just before."""
+        """Take a ticket. Its reserved room, if any, must have been released just before."""
         return self._accept(job, alone=False) or self._enter(now)
 
     def hold(self, job: GroupJob) -> list[Action]:
-        """A ticket came that must be judged by ``admit`` or ``condemn`` before it begins."""
+        """Take a ticket that must be judged by ``admit`` or ``condemn`` before it begins."""
         return self._accept(job, alone=None)
 
     def admit(self, key: str, now: float, *, alone: bool) -> list[Action]:
-        """A job that was held may begin; with ``alone`` only while the hub does nothing else."""
+        """Let a held job begin; with ``alone`` only while the hub is idle."""
         self._line.judge(key, alone=alone)
         return self._enter(now)
 
     def condemn(self, key: str, detail: str) -> list[Action]:
-        """A job that was held must not begin."""
+        """Close a held job as poisonous."""
         return self._stop(key, CloseTicket(key, "poisonous", detail)) if key in self._line else []
 
     def _accept(self, job: GroupJob, *, alone: bool | None) -> list[Action]:
         if job.key in self._groups or job.key in self._line:
-            return []  # delivered again while still in work here: the one run goes on
+            return []  # redelivered while it still runs here
         if job.num_delivered >= MAX_DELIVERIES:
-            return [
-                CloseTicket(job.key, "too_many_deliveries", f"delivered {job.num_delivered} times and never finished")
-            ]
+            detail = f"delivered {job.num_delivered} times and never finished"
+            return [CloseTicket(job.key, "too_many_deliveries", detail)]
         if self.draining:
             return [HandBack(job.key, 0.0, "draining")]
         self._line.put(job, alone=alone)
@@ -204,27 +184,19 @@ class EpisodeSlots:
         return self._fill()
 
     def finished(self, key: str, episode: int) -> list[Action]:
-        """An episode ended as it should."""
-        group = self._leave(key, episode)
-        if group is None:
+        """Note that an episode finished."""
+        if (group := self._leave(key, episode)) is None:
             return self._fill()
         group.done.add(episode)
         return self._settle(group) or self._fill()
 
     def failed(self, key: str, episode: int, kind: FailureKind, detail: str, *, own: bool = True) -> list[Action]:
-        """An episode broke: it starts again, or is lost after ``max_retries``, at once if ``kind`` is hopeless.
+        """Start a failed episode again, or lose it after ``max_retries``, at once if ``kind`` is hopeless.
 
-        Args:
-            key: of its group.
-            episode: number in the group.
-            kind: of failure.
-            detail: what happened.
-            own: whether the ticket is to blame; else the host may be, and another hub is to try. What is hopeless is
-            always its own.
+        ``own``: whether the ticket is to blame, as it always is for hopeless kinds; if not, another hub should try.
         """
         attempt = self._groups[key].running.get(episode, 0) if key in self._groups else 0
-        group = self._leave(key, episode)
-        if group is None:
+        if (group := self._leave(key, episode)) is None:
             return self._fill()
         if kind not in HOPELESS and attempt < self.max_retries:
             self._queue.appendleft((key, episode, attempt + 1))
@@ -234,45 +206,37 @@ class EpisodeSlots:
         if group.job.group_size - len(group.lost) < group.job.min_group_size:
             detail = f"episode {episode}, attempt {attempt + 1}: {detail}"
             reason = CLOSED_FOR.get(kind) if own or kind in HOPELESS else None
-            return self._end(
-                group, HandBack(key, HAND_BACK_DELAY_S, detail) if reason is None else CloseTicket(key, reason, detail)
-            )
+            back = HandBack(key, HAND_BACK_DELAY_S, detail)
+            return self._end(group, back if reason is None else CloseTicket(key, reason, detail))
         return self._settle(group) or self._fill()
 
     def sampled(self, key: str, oldest_version: int) -> list[Action]:
-        """Tokens were sampled for a group; ``oldest_version`` is the oldest policy version among them."""
-        group = self._groups.get(key)
-        if group is None:
+        """Note that tokens were sampled for a group; ``oldest_version`` is the oldest policy version among them."""
+        if (group := self._groups.get(key)) is None:
             return []
         if group.oldest_version is None or oldest_version < group.oldest_version:
             group.oldest_version = oldest_version
         return self._close_if_late(group)
 
     def advanced(self, version: int) -> list[Action]:
-        """The learner has made a version; groups whose oldest token is now too old are given up."""
+        """Note a new version of the learner: close groups whose oldest token is now too old."""
         if version <= self.version:
             return []
         self.version = version
-        actions: list[Action] = []
-        for group in list(self._groups.values()):
-            actions += self._close_if_late(group)
-        return actions
+        return [action for group in list(self._groups.values()) for action in self._close_if_late(group)]
 
     def tick(self, now: float, *, idle: bool = True) -> list[Action]:
-        """Time passed: groups beyond their deadline close with what they have, or without a group.
+        """End groups beyond their deadline with what they have, or without a group; begin the next ones.
 
-        Args:
-            now: the time.
-            idle: nothing that this hub ended is still being stored, so that a suspect group may begin.
+        ``idle``: nothing that this hub ended is still being stored, so that a suspect group may begin.
         """
         actions: list[Action] = []
         for group in [group for group in self._groups.values() if now >= group.until]:
             done, job = tuple(sorted(group.done)), group.job
             short = f"{len(done)} of at least {job.min_group_size} episodes after {job.deadline_s:g} s"
-            enough = len(done) >= job.min_group_size
-            actions += self._end(
-                group, FinishGroup(job.key, done) if enough else CloseTicket(job.key, "deadline", short)
-            )
+            is_enough = len(done) >= job.min_group_size
+            ending = FinishGroup(job.key, done) if is_enough else CloseTicket(job.key, "deadline", short)
+            actions += self._end(group, ending)
         return actions + self._enter(now, idle=idle)
 
     def drain(self) -> None:
@@ -280,7 +244,7 @@ class EpisodeSlots:
         self.draining = True
 
     def expire(self) -> list[Action]:
-        """The drain took too long: hand back every ticket in hand."""
+        """Hand back every ticket in hand, because the drain took too long."""
         self.draining = True
         return self.hand_back(self.jobs, 0.0, "draining")
 
@@ -289,53 +253,47 @@ class EpisodeSlots:
         ends = [action for key in keys for action in self._stop(key, HandBack(key, delay_s, detail))]
         return ends + self._fill()
 
-    # -- inside
-
     def _fill(self) -> list[Action]:
         actions: list[Action] = []
-        while self._queue and self._running < self.n:
+        while self._queue and self.running < self.n:
             key, episode, attempt = self._queue.popleft()
             group = self._groups[key]
             group.waiting -= 1
             group.running[episode] = attempt
-            self._running += 1
+            self.running += 1
             actions.append(StartEpisode(key, episode, attempt))
         return actions
 
     def _leave(self, key: str, episode: int) -> _Group | None:
         group = self._groups.get(key)
         if group is None or group.running.pop(episode, None) is None:
-            return None  # its group has ended, or it was never started
-        self._running -= 1
+            return None  # its group has ended, or it never started
+        self.running -= 1
         return group
 
     def _settle(self, group: _Group) -> list[Action]:
-        """Finish the group if it is complete, or nothing more will come."""
-        if len(group.done) < group.job.group_size - group.job.num_redundant and (
-            group.running or group.waiting or len(group.done) < group.job.min_group_size
-        ):
+        """Finish the group if it is complete, or has enough episodes and none is left."""
+        job, count = group.job, len(group.done)
+        is_open = group.running or group.waiting or count < job.min_group_size
+        if count < job.group_size - job.num_redundant and is_open:
             return []
-        return self._end(group, FinishGroup(group.job.key, tuple(sorted(group.done))))
+        return self._end(group, FinishGroup(job.key, tuple(sorted(group.done))))
 
     def _close_if_late(self, group: _Group) -> list[Action]:
-        job, oldest = group.job, group.oldest_version
-        if job.max_staleness is None or oldest is None or self.version - oldest <= job.max_staleness:
+        most, oldest = group.job.max_staleness, group.oldest_version
+        if most is None or oldest is None or self.version - oldest <= most:
             return []
-        detail = (
-            f"oldest token of version {oldest}, version {self.version} is being trained, max_staleness "
-            f"{job.max_staleness}"
-        )
-        return self._end(group, CloseTicket(job.key, "late", detail))
+        detail = f"oldest token of version {oldest}, learner at version {self.version}, max_staleness {most}"
+        return self._end(group, CloseTicket(group.job.key, "late", detail))
 
     def _end(self, group: _Group, ending: Action) -> list[Action]:
         return self._stop(group.job.key, ending) + self._fill()
 
     def _stop(self, key: str, ending: Action) -> list[Action]:
         self._line.leave(key)
-        group = self._groups.pop(key, None)
-        if group is None:
+        if (group := self._groups.pop(key, None)) is None:
             return [ending]  # it had not begun
         if group.waiting:
             self._queue = deque(entry for entry in self._queue if entry[0] != key)
-        self._running -= len(group.running)
+        self.running -= len(group.running)
         return [*(AbortEpisode(key, episode) for episode in group.running), ending]

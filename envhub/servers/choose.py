@@ -1,4 +1,4 @@
-"""Which rollout server gets a request: pure, from what presence and the hub's own outstanding requests tell."""
+"""Chooses the rollout server of a request from presence and the hub's own requests in flight. Pure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ SLACK = 0.25  # a conversation leaves a full server only for one that is emptier
 
 
 class ServerLoad(msgspec.Struct, frozen=True):
-    """A server that answers the wanted policy.
+    """A server of the requested policy.
 
     Attributes:
         load: requests in it, waiting or running, as far as known here.
         slots: requests it decodes at once.
         speed: tokens per second when busy; only ratios between servers count.
-        weight: how often it is one of the two that are compared; only ratios count. 0: it takes new conversations only
-        where there is
-            no other server.
+        weight: how often it is one of the two that are compared; only ratios count. 0: only if there is no other.
     """
 
     id: str
@@ -37,7 +35,7 @@ class ServerLoad(msgspec.Struct, frozen=True):
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """Orders servers for one more request: a free slot first, then the least load for their speed."""
+        """Sort key of servers for one more request: a free slot first, then the least load for their speed."""
         return self.load >= self.slots, (self.load + 1) / self.speed
 
 
@@ -49,12 +47,12 @@ def choose(
     sticky: str = "",
     avoid: frozenset[str] = frozenset(),
 ) -> ServerLoad | None:
-    """The server to ask, or None when there is none at all.
+    """Return the server to send a request to, None if there is none.
 
-    Servers in ``avoid`` (they just failed) and servers older than ``min_version`` (they would let the request wait) are
-    asked only when there are no others. A conversation stays with ``sticky``, which holds its prefix, until that one is
-    full and another is clearly emptier. All others go to the better of two random servers: loads are a second old, so
-    if every hub took the least loaded of all, they would all take the same one.
+    Servers in ``avoid`` (they just failed) and servers older than ``min_version`` (the request would wait there) get it
+    only if there are no others. A conversation stays with ``sticky``, which holds its prefix, until that one is full
+    and another is clearly emptier. All others go to the better of two random servers: loads are a second old, so if
+    every hub took the least loaded of all, they would all take the same one.
     """
     if len(servers) == 1:
         return servers[0]
@@ -70,7 +68,7 @@ def choose(
 
 
 def _two(servers: Sequence[ServerLoad], rng: random.Random) -> list[ServerLoad]:
-    """Two different servers where there are two, drawn by weight."""
+    """Draw two different servers by weight, or the only one."""
     first = _draw(servers, rng)
     others = [server for server in servers if server is not first and server.weight > 0]
     return [first, _draw(others, rng)] if others else [first]

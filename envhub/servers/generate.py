@@ -1,4 +1,4 @@
-"""Asks rollout servers for tokens until a turn is complete: elsewhere after a failure, on from a partial output."""
+"""Requests tokens until a turn is complete: changes servers after failures, continues partial outputs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import asyncio
 import itertools
 import random
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -18,10 +18,9 @@ from broker.errors import RequestFailed, RlearnerError, WireError
 from envhub.servers.choose import ServerLoad, choose
 
 GRACE_S: Final = 2.0  # for a reply that the server sends at its deadline
-NOTHING_PAUSE_S: Final = 0.02  # after a reply without tokens, before asking again
-KEPT_S: Final = 30.0  # a server stays followed for this long after it was asked: the conversation's prefix is there
+NOTHING_PAUSE_S: Final = 0.02  # after a reply without tokens, before the next request
+KEPT_S: Final = 30.0  # a server stays followed for this long after a request: it holds the conversation's prefix
 EXPECTED_DECAY: Final = 0.05
-_NOBODY: Final[frozenset[str]] = frozenset()
 
 
 class TurnFailed(RlearnerError):
@@ -29,7 +28,7 @@ class TurnFailed(RlearnerError):
 
 
 class ServerDirectory(Protocol):
-    """What is used of ``envhub.servers.servers.ServerRoster``."""
+    """The part of ``envhub.servers.servers.ServerRoster`` that is used here."""
 
     def alive(self, policy: str) -> list[wire.Presence]: ...
     def weights(self, policy: str) -> Mapping[str, float]: ...
@@ -37,7 +36,7 @@ class ServerDirectory(Protocol):
 
 
 class TurnRequest(msgspec.Struct, frozen=True):
-    """One turn to be sampled.
+    """One turn to sample.
 
     Attributes:
         token_ids: the whole context; an array of 4-byte integers is the cheapest to send.
@@ -61,8 +60,7 @@ class SampledTurn:
 
     Attributes:
         reshaped: k bytes, 1 where a token was drawn from a reshaped distribution; empty: none was.
-        top: for each token the likeliest ones and their logprobs; empty where none were asked for or the engine tells
-        none.
+        top: the likeliest tokens at each position with their logprobs; empty if not requested or not supported.
     """
 
     token_ids: array[int] = field(default_factory=lambda: array("i"))
@@ -75,85 +73,61 @@ class SampledTurn:
 
     @classmethod
     def of(
-        cls,
-        token_ids: Sequence[int],
-        logprobs: Sequence[float],
-        version_runs: Sequence[int],
-        finish_reason: wire.FinishReason,
-        server: str,
+        cls, ids: Iterable[int], logprobs: Iterable[float], runs: Iterable[int], reason: wire.FinishReason, server: str
     ) -> SampledTurn:
-        """One from any sequences."""
-        return cls(array("i", token_ids), array("f", logprobs), array("i", version_runs), finish_reason, server)
+        """Return a turn made from any sequences."""
+        return cls(array("i", ids), array("f", logprobs), array("i", runs), reason, server)
 
 
 class TurnGenerator:
-    """The hub's side of generation; any number of turns at once. A turn that is cancelled is aborted at its server.
+    """Samples any number of turns at once; the request of a cancelled turn is aborted at its server.
 
     Attributes:
-        retries: turns asked again after a failure, so far.
+        retries: turns requested again after a failure, so far.
         tokens: tokens sampled so far.
     """
 
-    def __init__(
-        self,
-        client: ChannelClient,
-        followed: ServerDirectory,
-        *,
-        name: str,
-        max_retries: int,
-        rng: random.Random | None = None,
-    ) -> None:
+    def __init__(self, client: ChannelClient, followed: ServerDirectory, *, name: str, max_retries: int) -> None:
         self._client, self._followed, self._name, self._max_retries = client, followed, name, max_retries
-        self._rng = rng or random.Random()
+        self._rng = random.Random()
         self._numbers = itertools.count(1)
         self._outstanding: dict[str, int] = {}
-        self._asked: dict[str, float] = {}  # server -> when it was asked last, on the loop's clock
-        # newest presence and our outstanding requests when it came
-        self._seen: dict[str, tuple[wire.Presence, int]] = {}
+        self._asked: dict[str, float] = {}  # server -> time of its last request, on the loop's clock
+        self._seen: dict[str, tuple[wire.Presence, int]] = {}  # newest presence, and our requests in flight at its time
         self.retries = self.tokens = 0
 
     def servers(self, policy: str) -> list[ServerLoad]:
-        """The followed servers that serve a policy."""
+        """Return the followed servers that serve a policy."""
         weights = self._followed.weights(policy)
         serving = [one for one in self._followed.alive(policy) if one.state == "serving" and one.address]
-        known = [one for one in serving if one.speed > 0 and one.slots]
-        # for a server that has not worked yet
-        per_slot = sum(one.speed / one.slots for one in known) / len(known) if known else 1.0
-        return [
-            ServerLoad(
-                one.id,
-                one.address,
-                one.policy_version,
-                one.slots,
-                self._load(one),
-                one.speed or per_slot * max(one.slots, 1),
-                weights.get(one.id, 0.0),
-            )
-            for one in serving
-        ]
+        known = [one.speed / one.slots for one in serving if one.speed > 0 and one.slots]
+        per_slot = sum(known) / len(known) if known else 1.0  # for a server that has not worked yet
+        loads = []
+        for one in serving:
+            speed, weight = one.speed or per_slot * max(one.slots, 1), weights.get(one.id, 0.0)
+            version, load = one.policy_version, self._load(one)
+            loads.append(ServerLoad(one.id, one.address, version, one.slots, load, speed, weight))
+        return loads
 
     def in_use(self) -> set[str]:
-        """Servers with outstanding requests, or asked so recently that their conversations are likely to come back."""
-        recently = asyncio.get_running_loop().time() - KEPT_S
-        self._asked = {
-            server: at for server, at in self._asked.items() if at > recently or self._outstanding.get(server)
-        }
+        """Return the servers with requests in flight, or used so recently that their conversations may return."""
+        since, busy = asyncio.get_running_loop().time() - KEPT_S, self._outstanding
+        self._asked = {server: at for server, at in self._asked.items() if at > since or busy.get(server)}
         return set(self._asked)
 
     async def turn(self, ask: TurnRequest) -> SampledTurn:
         """Sample one turn.
 
         Raises:
-            TurnFailed: no server completed it within ``ask.timeout_s`` or ``max_retries``.
+            TurnFailed: if no server completes it within ``ask.timeout_s`` and ``max_retries``.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + ask.timeout_s
         attempt_s = ask.timeout_s / (self._max_retries + 1)
-        done, problem, failures, avoid, sticky = None, "there is no rollout server", 0, _NOBODY, ask.sticky
+        avoid: frozenset[str] = frozenset()
+        done, problem, failures, sticky, oldest = None, "there is no rollout server", 0, ask.sticky, ask.min_version
         while (left_s := until - loop.time()) > 0:
-            server = choose(
-                self.servers(ask.policy), self._rng, min_version=ask.min_version, sticky=sticky, avoid=avoid
-            )
+            server = choose(self.servers(ask.policy), self._rng, min_version=oldest, sticky=sticky, avoid=avoid)
             if server is None:
                 await self._followed.changed(min(left_s, 1.0))
                 continue
@@ -167,7 +141,7 @@ class TurnGenerator:
                 continue
             whole = reply.finish_reason in ("stop", "length")
             if _reshaped(ask.sampling) and not whole:
-                # a guide and penalties count from the first token on: start over
+                # guides and penalties count from the first token on: start over
                 reply, done = _without_tokens(reply), None
             done = _with(done, reply)
             self.tokens += len(reply.token_ids.data) // 4
@@ -180,18 +154,15 @@ class TurnGenerator:
                 return done
             if not reply.token_ids.data:
                 await asyncio.sleep(NOTHING_PAUSE_S)
-        raise TurnFailed(
-            f"no complete turn after {failures} failures: {problem} (policy {ask.policy}, within {ask.timeout_s:g} s)"
-        )
+        bounds = f"policy {ask.policy}, within {ask.timeout_s:g} s"
+        raise TurnFailed(f"no complete turn after {failures} failures: {problem} ({bounds})")
 
     def _request(self, ask: TurnRequest, done: SampledTurn | None, deadline_s: float) -> wire.GenerateRequest:
         context, sampling = ask.token_ids, ask.sampling
-        if done is not None and done.token_ids:
+        if done is not None and (count := len(done.token_ids)):
             context = array("i", context) + done.token_ids
-            seed = None if sampling.seed is None else mix(sampling.seed, len(done.token_ids))
-            sampling = msgspec.structs.replace(
-                sampling, max_tokens=sampling.max_tokens - len(done.token_ids), seed=seed
-            )
+            seed = None if sampling.seed is None else mix(sampling.seed, count)
+            sampling = msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens - count, seed=seed)
         return wire.GenerateRequest(
             request_id=f"{self._name}.{next(self._numbers)}",
             conversation_id=ask.conversation_id,
@@ -208,19 +179,18 @@ class TurnGenerator:
         try:
             reply = await self._client.generate(server.address, request, timeout_s=request.deadline_s + GRACE_S)
         except WireError as error:
-            raise TurnFailed(f"the request breaks its own rules: {error}") from error
+            raise TurnFailed(f"the request is malformed: {error}") from error
         finally:
             self._outstanding[server.id] -= 1
         if reply.finish_reason == "error":
             raise RequestFailed(reply.error)
-        if len(reply.token_ids.data) // 4 > request.sampling.max_tokens:
-            raise RequestFailed(
-                f"answered {len(reply.token_ids.data) // 4} tokens, asked for at most {request.sampling.max_tokens}"
-            )
+        count, most = len(reply.token_ids.data) // 4, request.sampling.max_tokens
+        if count > most:
+            raise RequestFailed(f"the server returned {count} tokens, at most {most} were requested")
         return reply
 
     def _load(self, presence: wire.Presence) -> int:
-        """Requests in a server: what it said, and what we have sent it since."""
+        """Return the requests in a server: those it reported, and those sent from here since."""
         ours = self._outstanding.get(presence.id, 0)
         seen = self._seen.get(presence.id)
         if seen is None or seen[0] is not presence:
@@ -229,31 +199,27 @@ class TurnGenerator:
 
 
 class ExpectedTokens:
-    """Running mean of the tokens in a turn, for servers that start with the longest."""
+    """Running mean of the tokens in a turn, for servers that start the longest first."""
 
     def __init__(self) -> None:
         self._mean = 0.0
 
     def add(self, tokens: int) -> None:
-        """One more turn was complete."""
+        """Add a complete turn."""
         self._mean += (tokens - self._mean) * EXPECTED_DECAY if self._mean else tokens
 
     def tokens(self) -> int:
-        """What to expect; 0 when nothing is known yet."""
+        """Return the tokens to expect, 0 before the first turn."""
         return round(self._mean)
 
 
 def mix(*values: int) -> int:
-    """A seed of 48 bits from other seeds and counters, without structure between neighbours (splitmix64's
-    finaliser).
-    """
+    """Return a 48-bit seed made of other seeds and counters, without structure between neighbours (splitmix64)."""
     return stirred(0, *values) >> 16
 
 
 def stirred(mixed: int, *values: int) -> int:
-    """All 64 bits of what ``mix`` makes a seed of; further values go on from them: ``mix(a, b) == stirred(stirred(0,
-    a), b) >> 16``.
-    """
+    """Return all 64 bits of ``mix``, which can be extended: ``mix(a, b) == stirred(stirred(0, a), b) >> 16``."""
     for value in values:
         mixed = (mixed + value + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
         mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
@@ -263,47 +229,27 @@ def stirred(mixed: int, *values: int) -> int:
 
 
 def _with(done: SampledTurn | None, reply: wire.GenerateReply) -> SampledTurn:
-    """What was sampled before, if anything, and this."""
-    token_ids, logprobs, version_runs = (
-        wire.growing(reply.token_ids),
-        wire.growing(reply.logprobs),
-        wire.growing(reply.version_runs),
-    )
+    """Return what was sampled before, if anything, followed by a reply."""
+    ids, logprobs, runs = (wire.growing(one) for one in (reply.token_ids, reply.logprobs, reply.version_runs))
     if done is not None:
-        token_ids, logprobs, version_runs = (
-            done.token_ids + token_ids,
-            done.logprobs + logprobs,
-            done.version_runs + version_runs,
-        )
+        ids, logprobs, runs = done.token_ids + ids, done.logprobs + logprobs, done.version_runs + runs
     reshaped = reply.reshaped.data if reply.reshaped is not None else b""
-    return SampledTurn(token_ids, logprobs, version_runs, reply.finish_reason, reply.server, reshaped, _top(reply))
+    return SampledTurn(ids, logprobs, runs, reply.finish_reason, reply.server, reshaped, _top(reply))
 
 
 def _reshaped(sampling: wire.SamplingParams) -> bool:
-    return bool(
-        sampling.guides
-        or sampling.logit_bias
-        or sampling.frequency_penalty
-        or sampling.presence_penalty
-        or sampling.top_logprobs
-    )
+    has_penalty = sampling.frequency_penalty or sampling.presence_penalty
+    return bool(sampling.guides or sampling.logit_bias or has_penalty or sampling.top_logprobs)
 
 
 def _without_tokens(reply: wire.GenerateReply) -> wire.GenerateReply:
-    empty = wire.column((), "<i4")
-    return msgspec.structs.replace(
-        reply,
-        token_ids=empty,
-        logprobs=wire.column((), "<f4"),
-        version_runs=empty,
-        top_ids=None,
-        top_logprobs=None,
-        reshaped=None,
-    )
+    ids, logprobs = wire.column((), "<i4"), wire.column((), "<f4")
+    columns: dict[str, Any] = {"token_ids": ids, "logprobs": logprobs, "version_runs": ids, "reshaped": None}
+    return msgspec.structs.replace(reply, top_ids=None, top_logprobs=None, **columns)
 
 
 def _top(reply: wire.GenerateReply) -> list[list[tuple[int, float]]]:
-    """The likeliest tokens at each sampled one. One that is repeated stands for none."""
+    """Return the likeliest tokens at each position; in a reply, a repeated one fills an empty place."""
     count = len(reply.token_ids.data) // 4
     if reply.top_ids is None or reply.top_logprobs is None or not count:
         return []

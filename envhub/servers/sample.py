@@ -1,4 +1,4 @@
-"""Which servers a hub follows: a rotating sample of those that exist, drawn in proportion to their speed. Pure."""
+"""Decides which servers a hub follows: a rotating sample, drawn in proportion to speed. Pure."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 SIZE: Final = 8  # servers that new conversations choose from
-MOST: Final = 16  # followed at once, those included that conversations are still with
-# between two exchanges of one server; each costs the conversations that come back later their prefix cache
-ROTATE_S: Final = 20.0
+MOST: Final = 16  # followed at once, including those that conversations still use
+ROTATE_S: Final = 20.0  # between two exchanges; each costs the conversations that return later their prefix cache
 
 
 class ServerSample:
     """The followed servers of one policy.
 
-    New requests go to ``drawn``. A server that is exchanged while conversations are with it stays followed until it is
-    not used any more; while there are as many as can be followed, none is exchanged.
+    New requests go to ``drawn``. A server that is exchanged while conversations use it stays followed until they end;
+    once ``most`` are followed, none is exchanged.
 
     Args:
         rng: makes every draw.
 
     Attributes:
         drawn: followed, oldest first.
-        kept: followed as long as they are in use.
+        kept: followed while they are in use.
     """
 
     def __init__(self, rng: random.Random, *, size: int = SIZE, most: int = MOST, rotate_s: float = ROTATE_S) -> None:
@@ -38,11 +37,11 @@ class ServerSample:
 
     @property
     def followed(self) -> set[str]:
-        """Ids of all that are followed."""
+        """Ids of all followed servers."""
         return self.kept.union(self.drawn)
 
     def exists(self, server: str, speed: float) -> None:
-        """A server has joined, or says this of its speed (tokens/s, 0 unknown) now."""
+        """Add a server, or update its speed (tokens/s, 0 unknown)."""
         if server not in self._speeds or server in self._silent:
             self._new.add(server)
         elif self._speeds[server] == speed:
@@ -52,27 +51,26 @@ class ServerSample:
         self._weights = None
 
     def gone(self, server: str) -> None:
-        """A server has left."""
+        """Remove a server."""
         self._speeds.pop(server, None)
         self._silent.discard(server)
         self._new.discard(server)
         self._leave(server)
 
     def silent(self, server: str) -> None:
-        """A followed server gives no sign of life; it is not drawn until ``exists`` is told of it again."""
+        """Note that a followed server sends nothing; it is not drawn until the next ``exists``."""
         if server in self._speeds:
             self._silent.add(server)
             self._leave(server)
 
     def tick(self, now: float, in_use: Collection[str]) -> None:
-        """Fill the sample, let go of what is used no more, and exchange a server if it is time.
+        """Fill the sample, release unused servers, and exchange a server if it is time.
 
-        A server that has just joined enters a full sample as often as if the sample were drawn now, so that it gets its
-        share at once.
+        A new server enters a full sample as often as if the sample were drawn now, so it gets its share at once.
 
         Args:
             now: seconds on a monotonic clock.
-            in_use: servers with outstanding requests, or with conversations that may come back soon.
+            in_use: servers with requests in flight, or with conversations that may return soon.
         """
         self.kept.intersection_update(in_use)
         is_full = len(self.drawn) >= self._size
@@ -89,17 +87,16 @@ class ServerSample:
             self._rotate_at = now + self._rotate_s * self._rng.uniform(0.5, 1.5)
 
     def speeds(self) -> dict[str, float]:
-        """Tokens/s of each server that can be asked; one whose speed is unknown counts as the mean of the others."""
+        """Return tokens/s of each server that is not silent; an unknown speed counts as the mean of the others."""
         living = {server: speed for server, speed in self._speeds.items() if server not in self._silent}
         known = [speed for speed in living.values() if speed > 0]
         mean = sum(known) / len(known) if known else 1.0
         return {server: speed if speed > 0 else mean for server, speed in living.items()}
 
     def weights(self) -> Mapping[str, float]:
-        """How often to choose each drawn server, so that over all hubs the choices are in proportion to speed.
+        """Return how often to choose each drawn server, so that over all hubs choices are in proportion to speed.
 
-        A server that is in few samples must be chosen more often there: speed divided by the share of samples that it
-        is in.
+        A server in few samples must be chosen more often there: speed divided by the share of samples it is in.
         """
         if self._weights is None:
             shares, speeds = self._shares(), self.speeds()
@@ -107,7 +104,7 @@ class ServerSample:
         return self._weights
 
     def _shares(self) -> dict[str, float]:
-        """The probability of each server to be in a sample."""
+        """Return each server's probability of being in a sample."""
         speeds = self.speeds()
         return dict(zip(speeds, inclusion(list(speeds.values()), self._size), strict=True))
 
@@ -139,12 +136,7 @@ class ServerSample:
 
 
 def inclusion(speeds: Sequence[float], size: int) -> list[float]:
-    """The probability of each to be among ``size`` drawn, in proportion to speed, and 1 for those that this makes
-    certain.
-
-    Args:
-        speeds: all above 0.
-    """
+    """Return each server's probability of being among ``size`` drawn, in proportion to speed (above 0), at most 1."""
     if len(speeds) <= size:
         return [1.0] * len(speeds)
     left, room = sum(speeds), float(size)

@@ -1,4 +1,4 @@
-"""The servers that a hub asks: it hears of all that join and leave, and follows the load of a few."""
+"""Tracks the rollout servers of a hub: notices all that join and leave, follows the load of a few."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ TICK_S: Final = 1.0
 
 
 class ServerRoster:
-    """Follows a sample of the servers of each policy that is served, and the learner.
+    """Follows a sample of the servers of each policy, and the learner.
 
     Args:
-        in_use: ids of servers that must stay followed if they can be.
+        in_use: returns the ids of servers that should stay followed.
         rng: makes the draws.
     """
 
@@ -48,34 +48,31 @@ class ServerRoster:
             await self._joined.close()
 
     def alive(self, policy: str) -> list[wire.Presence]:
-        """The followed servers of a policy that are heard, newest presence each, in order of id."""
+        """Return the newest presence of each live followed server of a policy, in order of id."""
         return [one for one in self.all() if one.policy == policy]
 
     def all(self) -> list[wire.Presence]:
-        """The followed servers of every policy that are heard."""
+        """Return the live followed servers of every policy."""
         return self._heard.alive("rollout")
 
     def weights(self, policy: str) -> Mapping[str, float]:
-        """See ``ServerSample.weights``; a followed server that is absent takes no new conversations."""
+        """Return ``ServerSample.weights``; a followed server that is not in it takes no new conversations."""
         return self._samples[policy].weights() if policy in self._samples else {}
 
     def learners(self) -> list[wire.Presence]:
-        """The living learner, if there is one."""
+        """Return the live learner, if there is one."""
         return self._joined.alive("learner")
 
     async def changed(self, timeout_s: float) -> None:
-        """Returns when a followed server came, went or changed, or after the timeout."""
+        """Wait until a followed server joins, leaves or changes, or until the timeout."""
         await self._heard.changed(timeout_s)
 
     async def _update(self) -> None:
-        """What does not depend on how many servers there are, but only on how many are followed."""
+        """Update the samples; the cost depends on the followed servers only, not on how many there are."""
         now, in_use = asyncio.get_running_loop().time(), self._in_use()
         for server, since in self._since.items():
-            if (
-                server in self._policies
-                and self._heard.get(server) is None
-                and self._heard.clock - since > SILENT_AFTER_S
-            ):
+            is_silent = self._heard.get(server) is None and self._heard.clock - since > SILENT_AFTER_S
+            if is_silent and server in self._policies:
                 self._samples[self._policies[server]].silent(server)
         for sample in self._samples.values():
             sample.tick(now, in_use)
@@ -84,7 +81,7 @@ class ServerRoster:
         self._since = {server: self._since.get(server, self._heard.clock) for server in followed}
 
     def _hear_member(self, presence: wire.Presence, is_there: bool) -> None:
-        """Tell the samples of one server that put its entry, or is gone."""
+        """Update the samples when a server has put its entry or is gone."""
         if presence.role != "rollout":
             return
         before = self._policies.pop(presence.id, None)

@@ -1,12 +1,15 @@
-"""What a ticket of either kind asks for, and the messages that end it."""
+"""Turns tickets of either kind into assignments, and played episodes into the ticket's group."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import asdict
+
 from broker.contract import wire
-from broker.contract.streams import EPISODES, EVALS, EVALTICKETS, SAMPLES, TICKETS, Stream
+from broker.contract.streams import EPISODES, EVALTICKETS, TICKETS, Stream
+from broker.jetstream.ticket_results import result_log, ticket_key
 from broker.settings.config import DomainSection
 from envhub.domain import Domain
 from envhub.envs.base import Split
@@ -38,91 +41,52 @@ class TicketAssignment:
     @property
     def key(self) -> str:
         """Unique among all tickets of the run."""
-        return f"{self.stream.name}-{self.number}"
+        return ticket_key(self.number, evaluation=self.stream is EVALTICKETS)
 
     def is_greedy(self, episode: int) -> bool:
-        """Whether an episode is one of the baseline's, sampled at temperature 0: the group's last ones are."""
+        """Return whether an episode is one of the group's last, which are sampled at temperature 0 as a baseline."""
         return episode >= self.group_size - self.num_greedy
 
     def job(self, num_delivered: int, *, drop_late: bool) -> GroupJob:
-        """The ticket as the slots see it; with ``drop_late`` it is given up when it cannot be in time any more."""
-        staleness = self.max_staleness if drop_late else None
-        return GroupJob(
-            self.key,
-            self.group_size,
-            self.min_group_size,
-            self.deadline_s,
-            staleness,
-            num_delivered,
-            self.num_redundant,
-        )
+        """Return the ticket as the slots see it; with ``drop_late`` it is given up once it cannot be in time."""
+        staleness, sizes = self.max_staleness if drop_late else None, (self.group_size, self.min_group_size)
+        return GroupJob(self.key, *sizes, self.deadline_s, staleness, num_delivered, self.num_redundant)
 
 
 def task(asked: TicketAssignment, domain: Domain, episode: int, name: str) -> EpisodeTask:
-    """What one episode of an assignment is to play; ``name`` tells it from all others that the servers see."""
+    """Return the task of one episode of an assignment; ``name`` must be unique at the servers."""
+    is_greedy = asked.is_greedy(episode)
     return EpisodeTask(
-        id=name,
-        domain=domain,
-        task_index=asked.task_index,
-        split=asked.split,
-        seed=asked.seed,
-        episode=episode,
+        name,
+        domain,
+        asked.task_index,
+        asked.split,
+        asked.seed,
+        episode,
         policy=asked.policy,
         min_version=asked.min_version,
-        temperature=0.0 if asked.is_greedy(episode) else asked.temperature,
-        greedy=asked.is_greedy(episode),
+        temperature=0.0 if is_greedy else asked.temperature,
+        greedy=is_greedy,
         record=asked.split == "eval" and episode == 0,
     )
 
 
 def assignment(ticket: wire.Message) -> TicketAssignment:
-    """A ticket of either kind."""
+    """Return the assignment of a ticket of either kind."""
     if isinstance(ticket, wire.Ticket):
-        return TicketAssignment(
-            TICKETS,
-            ticket.number,
-            ticket.domain,
-            ticket.task_index,
-            ticket.seed,
-            ticket.min_version,
-            ticket.group_size,
-            ticket.min_group_size,
-            ticket.deadline_s,
-            max_staleness=ticket.max_staleness,
-            num_greedy=ticket.num_greedy,
-            num_redundant=ticket.num_redundant,
-        )
-    assert isinstance(ticket, wire.EvalTicket), f"{type(ticket).__name__} is no ticket"
-    return TicketAssignment(
-        EVALTICKETS,
-        ticket.number,
-        ticket.domain,
-        ticket.task_index,
-        ticket.seed,
-        ticket.min_version,
-        ticket.group_size,
-        min_group_size=ticket.group_size,
-        deadline_s=ticket.deadline_s,
-        split="eval",
-        policy=ticket.policy,
-        temperature=ticket.temperature,
-        eval_step=ticket.eval_step,
-    )
-
-
-def results(tickets: Stream) -> Stream:
-    """The log in which a queue's tickets end."""
-    return EVALS if tickets is EVALTICKETS else SAMPLES
+        return TicketAssignment(TICKETS, **asdict(ticket))
+    assert isinstance(ticket, wire.EvalTicket), f"{type(ticket).__name__} is not a ticket"
+    return TicketAssignment(EVALTICKETS, min_group_size=ticket.group_size, split="eval", **asdict(ticket))
 
 
 def reward_pools(section: DomainSection) -> list[str]:
-    """The pools a domain's groups visit, each once, in the order of the rewards."""
+    """Return the pools that a domain's groups visit, each once, in the order of the rewards."""
     return list(dict.fromkeys(reward.pool for reward in section.rewards))
 
 
 def destination(asked: TicketAssignment, pools: Sequence[str]) -> tuple[Stream, str]:
-    """Stream and key to publish a group to: its first reward pool, or its log."""
-    return (EPISODES, pools[0]) if pools else (results(asked.stream), "")
+    """Return the stream and key to publish a group to: its first reward pool, or its log."""
+    return (EPISODES, pools[0]) if pools else (result_log(evaluation=asked.stream is EVALTICKETS), "")
 
 
 def group(
@@ -134,7 +98,7 @@ def group(
     deliveries: int,
     temperature: float,
 ) -> wire.Group:
-    """The group of an assignment's episodes.
+    """Return the group of an assignment's episodes.
 
     Args:
         asked: the ticket.
@@ -142,7 +106,7 @@ def group(
         pools: reward pools to visit.
         hub: id of this process.
         deliveries: of the ticket.
-        temperature: of the domain's sampling, where the assignment names none.
+        temperature: of the domain's sampling, used if the assignment has none.
     """
     return wire.Group(
         ticket=asked.number,

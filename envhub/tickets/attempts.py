@@ -1,4 +1,4 @@
-"""Keeps the notes from which hubs detect that a ticket kills the hubs that run it; see ``envhub.tickets.suspicion``."""
+"""Keeps the notes that reveal tickets which kill their hubs; see ``envhub.tickets.suspicion``."""
 
 from __future__ import annotations
 
@@ -18,24 +18,19 @@ from envhub.tickets.suspicion import TicketJudgement, judge
 
 log = logging.getLogger(__name__)
 
-LISTEN_S: Final = 1.0  # at a time, for the beats of a hub
+LISTEN_S: Final = 1.0  # between two looks for the beats of a hub
 
 T = TypeVar("T")
 
 
 class AttemptNotes:
-    """The notes of one run as one hub reads and writes them. A ticket that is delivered once costs nothing.
-
-    Args:
-        bus: of the run.
-        hub: id of this hub.
-    """
+    """Reads and writes one run's notes for the hub with id ``hub``. A ticket that is delivered once costs nothing."""
 
     def __init__(self, bus: Bus, hub: str) -> None:
         self._bus, self._hub, self._process = bus, hub, this_process()
 
     async def judge(self, asked: TicketAssignment, num_delivered: int) -> TicketJudgement | None:
-        """Judge a delivery; None while another living hub plays the ticket alone."""
+        """Judge a delivery; None while another live hub plays the ticket alone."""
         past = await self._read(asked)
         if past is None or not past.hub:
             return judge(num_delivered, past, died=False)
@@ -43,17 +38,16 @@ class AttemptNotes:
         return None if alive and past.alone else judge(num_delivered, past, died=not alive)
 
     async def begin(self, asked: TicketAssignment, judgement: TicketJudgement) -> None:
-        """Note that this hub plays the ticket from now on; if it dies, others know."""
-        await self._note(
-            asked, wire.Attempt(deaths=judgement.deaths, hub=self._hub, process=self._process, alone=judgement.alone)
-        )
+        """Note that this hub plays the ticket from now on, for the other hubs if it dies."""
+        deaths, alone = judgement.deaths, judgement.alone
+        await self._note(asked, wire.Attempt(deaths=deaths, hub=self._hub, process=self._process, alone=alone))
 
     async def hand_back(self, asked: TicketAssignment, deaths: int) -> None:
         """Note that this hub no longer plays the ticket and is alive."""
         await self._note(asked, wire.Attempt(deaths=deaths))
 
     async def end(self, asked: TicketAssignment) -> None:
-        """The ticket has ended: forget it."""
+        """Delete the note of a ticket that has ended."""
         await self._call(lambda bucket: bucket.delete(self._key(asked)))
 
     def _key(self, asked: TicketAssignment) -> str:
@@ -71,9 +65,7 @@ class AttemptNotes:
         return found[0] if found is not None and isinstance(found[0], wire.Attempt) else None
 
     async def _call(self, work: Callable[[KeyValue], Awaitable[T]]) -> T:
-        """Work with the bucket, which is gone after a restart of the broker: it is kept in memory, so that a full disk
-        stops no hub.
-        """
+        """Call with the bucket, created again if the broker restarted: it is in memory, so a full disk stops no hub."""
         bucket = await self._bus.key_value(ATTEMPTS)
         try:
             return await work(bucket)
@@ -82,9 +74,7 @@ class AttemptNotes:
             return await work(bucket)
 
     async def _lives(self, attempt: wire.Attempt) -> bool:
-        """Whether the process that an attempt names still runs: asked of this machine if it ran here, else of its
-        beats.
-        """
+        """Return whether an attempt's process is alive, according to this machine or else to its beats."""
         if has_ended(attempt.process):
             return False
         roster = Roster(self._bus, beats=())

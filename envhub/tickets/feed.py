@@ -13,13 +13,13 @@ from broker.jetstream.pulling import fetch_unless
 from broker.runtime.process import Member
 from envhub.scheduling.slots import EpisodeSlots
 
-LOOK_S: Final = 1.0  # at whether tickets can be worked on
-CROWDED_PAUSE_S: Final = 0.5  # before asking an empty queue again that had to make way
+LOOK_S: Final = 1.0  # between two checks whether tickets can be played
+CROWDED_PAUSE_S: Final = 0.5  # before the next fetch from an empty queue that had to make way
 EVAL_SHARE: Final = 2  # evaluations take at most one slot in this many
 
 
 class QueueTurns:
-    """Gives out room to one queue after the other, in the order in which they asked."""
+    """Gives room to one queue after the other, in the order of their requests."""
 
     def __init__(self, slots: EpisodeSlots) -> None:
         self.slots = slots
@@ -29,7 +29,7 @@ class QueueTurns:
         self._freed = asyncio.Event()
 
     def poke(self) -> None:
-        """Slots may have been freed."""
+        """Note that slots may have been freed."""
         freed, self._freed = self._freed, asyncio.Event()
         freed.set()
 
@@ -42,7 +42,7 @@ class QueueTurns:
         await self._wanted.wait()
 
     async def reserve(self, group_size: int, limit: int) -> int:
-        """Wait in line until there is room for at least one group; how many are reserved, at most ``limit``."""
+        """Wait in line until there is room for a group. Return how many are reserved, at most ``limit``."""
         if not self._line.locked() and (count := self.slots.reserve(group_size, limit)):
             return count
         self._waiting += 1
@@ -58,7 +58,7 @@ class QueueTurns:
                 self._wanted.clear()
 
     def release(self, group_size: int, count: int) -> None:
-        """Give back what ``reserve`` gave."""
+        """Release what ``reserve`` reserved."""
         self.slots.release(group_size, count)
         self.poke()
 
@@ -73,15 +73,15 @@ class TicketFeed:
     """One queue of tickets.
 
     Attributes:
-        member: for the broker and the operator's wishes.
+        member: for the broker and the operator's commands.
         turnstile: shared by all queues of the hub.
         stream: tickets or evaltickets.
         domain: key of the queue.
-        group_size: of the tickets to expect; the tickets themselves correct it.
-        accept: takes one delivery and tells the size of its group, 0 if it was none.
+        group_size: expected of the next tickets; each ticket corrects it.
+        accept: takes one delivery and returns the size of its group, 0 if it is not a ticket.
         in_hand: episodes of this stream's tickets that the hub has taken.
-        ready: whether tickets of this stream can be worked on at present.
-        changed: returns when that may have changed, or after as many seconds.
+        ready: whether tickets of this stream can be played at present.
+        changed: returns when that may have changed, or after the given seconds.
     """
 
     member: Member
@@ -98,7 +98,7 @@ class TicketFeed:
         self._found = False
 
     async def run(self) -> None:
-        """Fetch until cancelled; what had arrived by then is handed back."""
+        """Fetch until cancelled; what has arrived is then handed back."""
         queue = await self.member.bus.work_queue(self.stream, self.domain)
         while True:
             await self.member.running.wait()
@@ -110,7 +110,7 @@ class TicketFeed:
                 await self._fetch(queue, most)
 
     def _most(self) -> int:
-        """Groups that this queue may have more."""
+        """Return how many more groups this queue may have."""
         slots = self.turnstile.slots.n
         if self.stream is not EVALTICKETS:
             return max(1, slots // self.group_size)
@@ -123,15 +123,14 @@ class TicketFeed:
 
     async def _fetch(self, queue: WorkQueue, most: int) -> None:
         size = self.group_size
-        # A queue that was empty gets room for one group only, and for no time at all where others want it.
+        # A queue that was empty gets room for one group only, and does not wait if others want the room.
         count = await self.turnstile.reserve(size, most if self._found else 1)
         try:
             if self.turnstile.crowded:
                 deliveries = await queue.fetch(count, 0.0)
             else:
-                deliveries = await fetch_unless(
-                    queue, count, self.turnstile.wanted(), self.member.pausing.wait(), self._unready()
-                )
+                ends = (self.turnstile.wanted(), self.member.pausing.wait(), self._unready())
+                deliveries = await fetch_unless(queue, count, *ends)
         finally:
             self.turnstile.release(size, count)
         self._found = bool(deliveries)

@@ -1,4 +1,4 @@
-"""What ends a ticket: its Group or Closed is stored first, then the ticket is acknowledged."""
+"""Ends tickets: stores the Group or Closed first, then acknowledges the ticket."""
 
 from __future__ import annotations
 
@@ -6,33 +6,31 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from broker.contract import wire
-from broker.contract.streams import TICKETS, Stream
+from broker.contract.streams import EVALTICKETS, TICKETS, Stream
 from broker.errors import TooLarge, WireError
 from broker.jetstream.bus import Delivery
+from broker.jetstream.ticket_results import close_ticket
 from broker.runtime.process import Member
-from broker.system.workers.line import clean
 from envhub.domain import Domain
 from envhub.tally import HubMetrics
 from envhub.task import EpisodeResult
-from envhub.tickets.assignment import TicketAssignment, destination, group, results, reward_pools
+from envhub.tickets.assignment import TicketAssignment, destination, group, reward_pools
 from envhub.tickets.attempts import AttemptNotes
 from envhub.tickets.suspicion import TicketJudgement
 
 log = logging.getLogger(__name__)
 
-DETAIL_CHARS: Final = 1000
-
 
 @dataclass
 class InHand:
-    """A ticket in work.
+    """A ticket that this hub has taken.
 
     Attributes:
-        judgement: of a ticket that was delivered before, None until it is known.
-        beginning: held while the note is written that this hub plays such a ticket.
+        judgement: of a redelivered ticket, None until it is known.
+        beginning: held while the note is written that this hub plays a redelivered ticket.
         begun: that note is written.
     """
 
@@ -50,9 +48,8 @@ class TicketOutbox:
     """Ends tickets in the background.
 
     Attributes:
-        failure: why a ticket could not be ended, None while all goes well. The hub stops then: what was not
-        acknowledged
-            goes to another hub.
+        failure: why a ticket could not be ended, if so. The hub then stops, and other hubs get what it did not
+            acknowledge.
     """
 
     def __init__(self, member: Member, tally: HubMetrics, attempts: AttemptNotes) -> None:
@@ -61,19 +58,19 @@ class TicketOutbox:
         self._ending: set[asyncio.Task[None]] = set()
 
     def finish(self, held: InHand, played: Sequence[EpisodeResult]) -> None:
-        """The ticket's group is these episodes."""
+        """End a ticket with the group of these episodes."""
         self._background(self._finish(held, played))
 
     def close(self, held: InHand, reason: wire.ClosedReason, detail: str) -> None:
-        """The ticket ends without a group."""
+        """End a ticket without a group."""
         self._background(self._close(held, reason, detail))
 
     def hand_back(self, held: InHand, delay_s: float, detail: str) -> None:
-        """The ticket is for someone else."""
+        """Return a ticket to the queue for another hub."""
         self._background(self._hand_back(held, delay_s, detail))
 
     def refuse(self, stream: Stream, domain: str, delivery: Delivery, problem: str) -> None:
-        """The message is no ticket of its queue; whatever ticket it stands for is closed."""
+        """Refuse a message that is not a ticket of its queue; a ticket with its number is closed."""
         self._background(self._refuse(stream, domain, delivery, problem))
 
     @property
@@ -88,14 +85,9 @@ class TicketOutbox:
 
     async def _finish(self, held: InHand, played: Sequence[EpisodeResult]) -> None:
         asked, pools = held.asked, reward_pools(held.domain.section)
-        message = group(
-            asked,
-            played,
-            pools=pools,
-            hub=self._member.id,
-            deliveries=held.delivery.num_delivered,
-            temperature=held.domain.section.sampling.temperature,
-        )
+        deliveries, temperature = held.delivery.num_delivered, held.domain.section.sampling.temperature
+        hub = self._member.id
+        message = group(asked, played, pools=pools, hub=hub, deliveries=deliveries, temperature=temperature)
         stream, key = destination(asked, pools)
         try:
             await self._bus.publish(stream, message, key=key, ticket=asked.number, message_id=asked.key)
@@ -103,50 +95,37 @@ class TicketOutbox:
             await self._close(held, "too_large" if isinstance(error, TooLarge) else "malformed", str(error))
             return
         self._tally.groups += 1
-        await self._ack(held)
+        await held.delivery.ack()
+        if held.delivery.num_delivered > 1:
+            await self._attempts.end(asked)
 
     async def _close(self, held: InHand, reason: wire.ClosedReason, detail: str) -> None:
-        """The ticket to the operator unless it was only late, the closing to the log, then the acknowledgement."""
-        asked, delivery = held.asked, held.delivery
-        log.warning("domain %s, %s closed: %s: %s", asked.domain, asked.key, reason, detail)
-        if reason != "late":
-            why = clean(f"{reason}: {detail}", DETAIL_CHARS)
-            await self._bus.dead_letter(
-                asked.stream, seq=delivery.seq, ticket=asked.number, reason=why, data=delivery.data
-            )
-        await self._publish_closed(asked.stream, asked.number, asked.domain, reason, detail, eval_step=asked.eval_step)
-        await self._ack(held)
+        asked, by = held.asked, self._member.id
+        closed = wire.Closed(
+            ticket=asked.number, domain=asked.domain, reason=reason, detail=detail, by=by, eval_step=asked.eval_step
+        )
+        await self._end(asked.stream, held.delivery, closed)
+        if held.delivery.num_delivered > 1:
+            await self._attempts.end(asked)
 
     async def _hand_back(self, held: InHand, delay_s: float, detail: str) -> None:
         log.info("%s handed back: %s", held.asked.key, detail)
         self._tally.handed_back += 1
-        # else the note of the hub before still holds
+        # else the previous hub's note is still valid
         if held.judgement is not None or held.delivery.num_delivered == 1:
             await self._attempts.hand_back(held.asked, held.judgement.deaths if held.judgement is not None else 0)
         await held.delivery.nak(delay_s)
 
-    async def _ack(self, held: InHand) -> None:
-        await held.delivery.ack()
-        if held.delivery.num_delivered > 1:
-            await self._attempts.end(held.asked)
-
     async def _refuse(self, stream: Stream, domain: str, delivery: Delivery, problem: str) -> None:
         number = delivery.ticket or (delivery.seq if stream is TICKETS else 0)  # a ticket's number is its sequence
-        log.warning("%s: message %d is no ticket: %s", stream.name, delivery.seq, problem)
-        await self._bus.dead_letter(stream, seq=delivery.seq, ticket=number, reason=problem, data=delivery.data)
-        if number:
-            await self._publish_closed(stream, number, domain, "malformed", problem, eval_step=-1)
-        await delivery.ack()
+        by = self._member.id
+        closed = wire.Closed(ticket=number, domain=domain, reason="malformed", detail=problem, by=by, eval_step=-1)
+        await self._end(stream, delivery, closed)
 
-    async def _publish_closed(
-        self, stream: Stream, number: int, domain: str, reason: wire.ClosedReason, detail: str, *, eval_step: int
-    ) -> None:
-        line = clean(detail, DETAIL_CHARS)
-        closed = wire.Closed(
-            ticket=number, domain=domain, reason=reason, detail=line, by=self._member.id, eval_step=eval_step
-        )
-        self._tally.closed += 1
-        await self._bus.publish(results(stream), closed, ticket=number, message_id=f"{stream.name}-{number}")
+    async def _end(self, stream: Stream, delivery: Delivery, closed: wire.Closed) -> None:
+        self._tally.closed += closed.ticket > 0
+        evaluation, keep = stream is EVALTICKETS, closed.reason != "late"
+        await close_ticket(self._bus, delivery, stream, closed, evaluation=evaluation, keep=keep)
 
     def _background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -1,8 +1,7 @@
-"""Whether a ticket may have killed the hubs that played it: decided from its deliveries and from who died. Pure.
+"""Decides whether a ticket may have killed its hubs, from its deliveries and their exits. Pure.
 
 A ticket that may have killed two processes is played once more, by a hub that plays nothing else. If that hub dies too,
-the ticket is poisonous. The tickets that shared a hub with it become suspect as well; each of them is played alone,
-ends well and is kept.
+the ticket is poisonous. Tickets that shared a hub with it become suspect as well, are played alone, and end well.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class TicketJudgement:
 
     Attributes:
         deaths: processes that may have died of the ticket.
-        poisonous: it must not be played; else play it.
+        poisonous: whether it must not be played.
     """
 
     deaths: int
@@ -29,7 +28,7 @@ class TicketJudgement:
 
     @property
     def alone(self) -> bool:
-        """Whether it must be played while the hub does nothing else."""
+        """Whether it must be played while the hub plays nothing else."""
         return self.deaths >= SUSPECT_AFTER
 
 
@@ -37,13 +36,13 @@ def judge(num_delivered: int, past: Attempt | None, *, died: bool) -> TicketJudg
     """Judge a delivery.
 
     A first delivery leaves no note, because nearly all tickets have only one. So the first of several counts as a death
-    unless the hub that had it noted that it handed it back. At worst a harmless ticket is played alone; only a death
+    unless its hub noted that it handed the ticket back. At worst a harmless ticket is played alone; only a death
     that was noted makes it poisonous.
 
     Args:
-        num_delivered: how often the ticket has been delivered, this time included.
-        past: what the hubs before have noted.
-        died: the process that ``past`` names has ended.
+        num_delivered: how often the ticket has been delivered, including this time.
+        past: the note of the previous hubs.
+        died: whether the process that ``past`` names has ended.
     """
     if past is None:
         return TicketJudgement(min(num_delivered - 1, 1))

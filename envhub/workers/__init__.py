@@ -1,1 +1,1 @@
-"""Environments in processes of their own, which may hang, crash or grow without harm to the hub."""
+"""Runs environments in worker processes, which may hang, crash or grow without harm to the hub."""

@@ -1,8 +1,7 @@
-"""Calls into environments under a timeout: on the loop, awaited where they are async, or in a thread.
+"""Calls environments under a timeout: on the event loop, awaited if they are async, or in a thread.
 
-A thread cannot be stopped. One that hangs is left behind, counted, and replaced by another, so that a hanging
-environment costs its own episode and no other turn; a hub that has lost too many threads exits, so that another can
-start.
+A thread cannot be stopped. One that hangs is abandoned, counted and replaced, so that a hanging environment costs only
+its own episode; a hub that has lost too many threads exits, so that another can start.
 """
 
 from __future__ import annotations
@@ -23,11 +22,12 @@ log = logging.getLogger(__name__)
 
 IDLE_THREADS: Final = 64  # threads kept for later
 
+Method = Callable[..., Any]
+Args = tuple[Any, ...]
+
 
 class CallFailed(RlearnerError):
-    """The environment raised, or did not come back in time. ``trace``: what it raised, for the log, empty if
-    nothing.
-    """
+    """The environment raised, or did not return in time. ``trace``: its traceback for the log, if it raised."""
 
     def __init__(self, detail: str, trace: str = "") -> None:
         super().__init__(detail)
@@ -38,41 +38,41 @@ class EnvironmentCalls:
     """Runs environment methods for one event loop.
 
     Attributes:
-        hung: threads that are in a call nobody waits for any more.
+        hung: threads in an abandoned call.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._idle: deque[_Worker] = deque()
-        self._busy: dict[Environment, asyncio.Future[Any]] = {}  # calls that nobody waits for any more
+        self._busy: dict[Environment, asyncio.Future[Any]] = {}  # abandoned calls
         self._retiring: set[asyncio.Task[None]] = set()
         self.hung = 0
 
     async def make(self, create: Callable[[], Environment], *, in_thread: bool) -> Environment:
-        """A new environment.
+        """Return a new environment.
 
         Raises:
-            CallFailed: see ``call``.
+            CallFailed: as ``call``.
         """
         made: Environment = await self._run(None, "constructor", create, (), in_thread)
         return made
 
     async def call(self, environment: Environment, method: str, *args: Any) -> Any:
-        """What the method returns.
+        """Return what the method returns.
 
         Raises:
-            CallFailed: it raised, or took longer than the timeout; the environment must not be used again.
+            CallFailed: if it raises or exceeds the timeout; the environment must not be used again.
         """
         if environment.isolation == "thread":
             return await self._run(environment, method, getattr(environment, method), args, in_thread=True)
         try:
             result = getattr(environment, method)(*args)
-        except BaseException as error:  # the environment is someone else's code; no cancellation gets in here
+        except BaseException as error:  # it may be the user's code; a cancellation cannot arrive here
             raise _failed(method, error) from error
         return await self._awaited(method, result) if hasattr(result, "__await__") else result
 
     def retire(self, environment: Environment) -> None:
-        """Close an environment that will not be used again, once the call it may still be in comes back."""
+        """Close an environment that will not be used again, once its abandoned call, if any, returns."""
         task = asyncio.create_task(self._retire(environment))
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)
@@ -86,27 +86,20 @@ class EnvironmentCalls:
             log.warning("%s: %s", type(environment).__name__, error)
 
     def close(self) -> None:
-        """End the idle threads; those that hang end with the process."""
+        """End the idle threads; hanging ones end with the process."""
         for task in self._retiring:
             task.cancel()
         while self._idle:
             self._idle.popleft().stop()
 
-    async def _run(
-        self,
-        environment: Environment | None,
-        name: str,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        in_thread: bool,
-    ) -> Any:
+    async def _run(self, env: Environment | None, name: str, function: Method, args: Args, in_thread: bool) -> Any:
         try:
             if in_thread and not inspect.iscoroutinefunction(function):
-                return await self._in_thread(environment, name, function, args)
+                return await self._in_thread(env, name, function, args)
             result = function(*args)
         except CallFailed:
             raise
-        except BaseException as error:  # the environment is someone else's code
+        except BaseException as error:  # it may be the user's code
             if _from_outside(error):
                 raise
             raise _failed(name, error) from error
@@ -131,9 +124,7 @@ class EnvironmentCalls:
                 raise CallFailed(f"{name} did not return within {self._timeout_s:g} s") from None
             raise  # its own
 
-    async def _in_thread(
-        self, environment: Environment | None, name: str, function: Callable[..., Any], args: tuple[Any, ...]
-    ) -> Any:
+    async def _in_thread(self, env: Environment | None, name: str, function: Method, args: Args) -> Any:
         worker = self._idle.pop() if self._idle else _Worker(asyncio.get_running_loop())
         future = worker.submit(function, args)
         try:
@@ -143,16 +134,16 @@ class EnvironmentCalls:
                 self._keep(worker)
             else:
                 self.hung += 1
-                if environment is not None:
-                    self._busy[environment] = future
-                future.add_done_callback(lambda ended: self._came_back(environment, worker, ended))
+                if env is not None:
+                    self._busy[env] = future
+                future.add_done_callback(lambda ended: self._came_back(env, worker, ended))
 
     def _came_back(self, environment: Environment | None, worker: _Worker, ended: asyncio.Future[Any]) -> None:
         self.hung -= 1
         if environment is not None:
             self._busy.pop(environment, None)
         if not ended.cancelled():
-            ended.exception()  # nobody waits for it any more
+            ended.exception()  # retrieved, so that asyncio does not log it
         self._keep(worker)
 
     def _keep(self, worker: _Worker) -> None:
@@ -163,14 +154,14 @@ class EnvironmentCalls:
 
 
 def _from_outside(error: BaseException) -> bool:
-    """Whether it is no error of the environment's: this task is being cancelled."""
+    """Return whether an error is a cancellation of this task, not the environment's own."""
     task = asyncio.current_task()
     cancelled = isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
     return cancelled or isinstance(error, GeneratorExit)
 
 
 def raised(name: str, error: BaseException) -> str:
-    """What a method raised and where, in one line."""
+    """Return in one line what a method raised and where."""
     return f"{name} raised {told(error)}"
 
 
@@ -184,10 +175,10 @@ class _Worker:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._wake = threading.Semaphore(0)
-        self._job: tuple[Callable[..., Any], tuple[Any, ...], asyncio.Future[Any]] | None = None
+        self._job: tuple[Method, Args, asyncio.Future[Any]] | None = None
         threading.Thread(target=self._work, name="environment", daemon=True).start()
 
-    def submit(self, function: Callable[..., Any], args: tuple[Any, ...]) -> asyncio.Future[Any]:
+    def submit(self, function: Method, args: Args) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = self._loop.create_future()
         self._job = (function, args, future)
         self._wake.release()

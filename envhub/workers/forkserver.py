@@ -1,9 +1,8 @@
-"""The process that forks one domain's workers, watches their memory, and buries them. Started by
-``envhub.workers.worker_pool``, not by hand.
+"""Forks one domain's worker processes, limits their memory, and reaps them.
 
-It imports the environment once and then forks it: a worker is there after milliseconds and shares what was loaded, so
-that hundreds of environments can have a process each. It is the parent of its workers and the only one to reap them, so
-no process id can come to mean another process before its worker is buried.
+``envhub.workers.worker_pool`` starts it. It imports the environment once and then forks: a worker starts within
+milliseconds and shares what was loaded, so hundreds of environments can have a process each. It is the parent of its
+workers and alone reaps them, so no process id can be reused before its worker is reaped.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ class DomainForkserver:
         self._domain: Domain | None = self._load() if setup.preload else None
         self._base_mib = limits.resident_mib([os.getpid()])
         self._living: set[int] = set()
-        self._killed: dict[int, str] = {}  # those that took too much, until they are buried
+        self._killed: dict[int, str] = {}  # over their memory limit, until they are reaped
         self._watched = time.monotonic()
 
     def _load(self) -> Domain:
-        """The domain with its class imported, its arguments and data files checked and read."""
+        """Return the domain, its class imported, its arguments and data files checked and read."""
         domain = load_domain(self._setup.name, DomainSection.model_validate(self._setup.section))
         domain.check()
         return domain
 
     def serve(self) -> None:
-        """Until the hub hangs up."""
+        """Serve requests until the hub hangs up."""
         while True:
             wait_s = None if not self._living or self._setup.memory_mib is None else self._watch()
             if not select.select([self._control], [], [], wait_s)[0]:
@@ -59,7 +58,7 @@ class DomainForkserver:
             send(self._control, self._obey(order, connection))
 
     def end(self) -> None:
-        """Kill every worker with all that it started."""
+        """Kill every worker and its descendants."""
         for pid in self._living:
             limits.kill_tree(pid)
 
@@ -92,12 +91,12 @@ class DomainForkserver:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             self._control.close()
             if (numpy := sys.modules.get("numpy")) is not None:
-                numpy.random.seed()  # else all workers would draw the same from the global generator
+                numpy.random.seed()  # else the global generator would draw the same in all workers
             limits.be_expendable()
             allowance = limits.ResourceLimits(self._setup.memory_mib)
             worker.serve(self._domain or self._load(), connection, allowance)
             code = 0
-        except BaseException:  # noqa: BLE001 - it must never return into the loop above
+        except BaseException:  # noqa: BLE001 - must never return into the forkserver's loop
             sys.excepthook(*sys.exc_info())
         finally:
             with contextlib.suppress(OSError, ValueError):
@@ -114,7 +113,7 @@ class DomainForkserver:
         return protocol.WorkerReaped(how, usage.ru_utime + usage.ru_stime)
 
     def _watch(self) -> float:
-        """Kill who takes too much; seconds until the next look."""
+        """Kill workers over their memory limit. Return the seconds until the next check."""
         if (left_s := self._watched + WATCH_EVERY_S - time.monotonic()) > 0:
             return left_s
         most = self._setup.memory_mib
@@ -129,7 +128,7 @@ class DomainForkserver:
 
 
 def _own_end(pid: int) -> str:
-    """How a worker ended that has closed its socket; it is not reaped."""
+    """Return how a worker ended that has closed its socket, without reaping it."""
     until = time.monotonic() + LAST_BREATH_S
     while (ended := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is None:
         if time.monotonic() > until:
@@ -139,7 +138,7 @@ def _own_end(pid: int) -> str:
 
 
 def receive(control: socket.socket) -> tuple[Any, socket.socket | None]:
-    """One order, and the socket that came along; (None, None) once the hub has hung up."""
+    """Receive a request and the socket sent with it; (None, None) once the hub has hung up."""
     header, fds, _, _ = socket.recv_fds(control, line.HEADER.size, 1)
     if len(header) < line.HEADER.size:
         return None, None
@@ -154,7 +153,7 @@ def receive(control: socket.socket) -> tuple[Any, socket.socket | None]:
 
 
 def send(control: socket.socket, report: Any) -> None:
-    """One report."""
+    """Send a reply."""
     control.sendall(line.frame(protocol.ENCODER.encode(report)))
 
 
@@ -163,7 +162,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def main(control: socket.socket) -> None:
-    """Serve the hub at the other end."""
+    """Serve the hub at the other end of ``control``."""
     setup, _ = receive(control)
     if not isinstance(setup, protocol.SetupDomain):
         return
@@ -172,9 +171,9 @@ def main(control: socket.socket) -> None:
     except UserError as error:
         send(control, protocol.RequestRefused(str(error)))
         return
-    signal.signal(signal.SIGTERM, _leave)  # the hub died; set after the environment's module had its say
+    signal.signal(signal.SIGTERM, _leave)  # the hub exited; set last, as the environment's module may set it too
     gc.collect()
-    gc.freeze()  # so that collections in the workers do not touch, and so copy, what they share
+    gc.freeze()  # so that collections in the workers do not write to, and so copy, shared memory
     try:
         send(control, protocol.ForkserverReady(len(os.listdir("/proc/self/task"))))
         zygote.serve()

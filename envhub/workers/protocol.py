@@ -1,59 +1,58 @@
-"""What a hub, the process that forks its environments' workers, and these workers say to each other: MessagePack, never
-a pickle.
-"""
+"""The MessagePack messages between a hub, its domains' forkservers, and their workers."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
 import msgspec
+from msgspec.msgpack import Decoder, Encoder
 
 from envhub.envs.base import Split
 
-# ------------------------------------------------------------------------------------------ hub and nursery process
+# ------------------------------------------------------------------------------------------ hub and forkserver
 
 
 class SetupDomain(msgspec.Struct, frozen=True, tag=True):
-    """Which domain's environment to run; answered by Ready or Refused."""
+    """The domain whose environment to run; answered by ForkserverReady or RequestRefused."""
 
     name: str
     section: dict[str, Any]
     memory_mib: int | None
-    preload: bool  # import it once and fork it, else each worker imports it
+    preload: bool  # import it once before forking, else each worker imports it
 
 
 class ForkserverReady(msgspec.Struct, frozen=True, tag=True):
-    """Workers can be forked. A process of several threads should not be."""
+    """Workers can be forked. A process with several threads should not be."""
 
     num_threads: int
 
 
 class ForkWorker(msgspec.Struct, frozen=True, tag=True):
-    """A new worker on the socket that comes along; answered by Forked or Refused."""
+    """Start a worker on the socket sent with this; answered by WorkerForked or RequestRefused."""
 
 
 class WorkerForked(msgspec.Struct, frozen=True, tag=True):
-    """It is there."""
+    """The worker has started."""
 
     pid: int
 
 
 class ReapWorker(msgspec.Struct, frozen=True, tag=True):
-    """Kill a worker with all that it started; answered by Buried."""
+    """Kill a worker and its descendants; answered by WorkerReaped."""
 
     pid: int
     hung_up: bool  # it closed its socket, which means that it is about to exit
 
 
 class WorkerReaped(msgspec.Struct, frozen=True, tag=True):
-    """It is gone."""
+    """The worker has ended."""
 
-    how: str  # how it ended by itself or why it was killed before; empty: by this request
+    how: str  # how it exited by itself, or why it was killed before; empty: killed by this request
     cpu_s: float  # user and system seconds, its children's included
 
 
 class RequestRefused(msgspec.Struct, frozen=True, tag=True):
-    """It cannot be done."""
+    """The request failed."""
 
     detail: str
 
@@ -62,11 +61,11 @@ class RequestRefused(msgspec.Struct, frozen=True, tag=True):
 
 
 class MakeEnvironment(msgspec.Struct, frozen=True, tag=True):
-    """Make the environment; answered by Made."""
+    """Make the environment; answered by EnvironmentMade."""
 
 
 class ResetEnvironment(msgspec.Struct, frozen=True, tag=True):
-    """Start a task; answered by Observed."""
+    """Start a task; answered by FirstObservation."""
 
     task_index: int
     split: Split
@@ -74,27 +73,27 @@ class ResetEnvironment(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepEnvironment(msgspec.Struct, frozen=True, tag=True):
-    """Act; answered by Stepped."""
+    """Act; answered by StepOutcome."""
 
     text: str
 
 
 class UseTools(msgspec.Struct, frozen=True, tag=True):
-    """Call tools; answered by Stepped."""
+    """Call tools; answered by StepOutcome."""
 
     calls: list[tuple[str, dict[str, Any]]]  # name and arguments
 
 
 class RenderState(msgspec.Struct, frozen=True, tag=True):
-    """The present state in characters; answered by Seen."""
+    """Show the present state in characters; answered by RenderedState."""
 
 
 class CloseEnvironment(msgspec.Struct, frozen=True, tag=True):
-    """Close the environment; answered by Made."""
+    """Close the environment; answered by EnvironmentMade."""
 
 
 class EnvironmentMade(msgspec.Struct, frozen=True, tag=True):
-    """It is done."""
+    """The environment was made or closed."""
 
 
 class FirstObservation(msgspec.Struct, frozen=True, tag=True):
@@ -107,7 +106,7 @@ class FirstObservation(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepOutcome(msgspec.Struct, frozen=True, tag=True):
-    """What one action did; see ``envhub.envs.base.StepResult``."""
+    """The result of an action; see ``envhub.envs.base.StepResult``."""
 
     text: str
     anchor: str
@@ -117,36 +116,29 @@ class StepOutcome(msgspec.Struct, frozen=True, tag=True):
     success: bool
     truncated: bool
     metrics: dict[str, float]
-    spent: bool  # the worker has used much of its memory: not for another episode
+    spent: bool  # the worker has used much of its memory and should not play another episode
 
 
 class RenderedState(msgspec.Struct, frozen=True, tag=True):
-    """Characters; empty when there are none."""
+    """The present state in characters, empty if there is none."""
 
     text: str
 
 
 class EnvironmentFailed(msgspec.Struct, frozen=True, tag=True):
-    """The environment raised, or returned what it must not; it is not used again."""
+    """The environment raised, or returned something invalid; it is not used again."""
 
     detail: str
-    trace: str = ""  # of what it raised, for the hub's log
+    trace: str = ""  # of the exception, for the hub's log
 
 
-ENCODER: Final = msgspec.msgpack.Encoder()
-ORDERS: Final[msgspec.msgpack.Decoder[SetupDomain | ForkWorker | ReapWorker]] = msgspec.msgpack.Decoder(
-    SetupDomain | ForkWorker | ReapWorker
-)
-REPORTS: Final[msgspec.msgpack.Decoder[ForkserverReady | WorkerForked | WorkerReaped | RequestRefused]] = (
-    msgspec.msgpack.Decoder(ForkserverReady | WorkerForked | WorkerReaped | RequestRefused)
-)
-QUESTIONS: Final[
-    msgspec.msgpack.Decoder[
-        MakeEnvironment | ResetEnvironment | StepEnvironment | UseTools | RenderState | CloseEnvironment
-    ]
-] = msgspec.msgpack.Decoder(
-    MakeEnvironment | ResetEnvironment | StepEnvironment | UseTools | RenderState | CloseEnvironment
-)
-ANSWERS: Final[
-    msgspec.msgpack.Decoder[EnvironmentMade | FirstObservation | StepOutcome | RenderedState | EnvironmentFailed]
-] = msgspec.msgpack.Decoder(EnvironmentMade | FirstObservation | StepOutcome | RenderedState | EnvironmentFailed)
+Order = SetupDomain | ForkWorker | ReapWorker
+Report = ForkserverReady | WorkerForked | WorkerReaped | RequestRefused
+Question = MakeEnvironment | ResetEnvironment | StepEnvironment | UseTools | RenderState | CloseEnvironment
+Answer = EnvironmentMade | FirstObservation | StepOutcome | RenderedState | EnvironmentFailed
+
+ENCODER: Final = Encoder()
+ORDERS: Final[Decoder[Order]] = Decoder(Order)
+REPORTS: Final[Decoder[Report]] = Decoder(Report)
+QUESTIONS: Final[Decoder[Question]] = Decoder(Question)
+ANSWERS: Final[Decoder[Answer]] = Decoder(Answer)

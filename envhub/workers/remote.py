@@ -1,4 +1,4 @@
-"""An environment in a worker process, as the hub uses it: the same methods, all asynchronous."""
+"""The hub's side of an environment in a worker process: the same methods, all asynchronous."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ A = TypeVar("A")
 
 
 class WorkerReaper(Protocol):
-    """What is used of ``envhub.workers.worker_pool.WorkerPool``."""
+    """The part of ``envhub.workers.worker_pool.WorkerPool`` that is used here."""
 
     async def bury(self, environment: RemoteEnvironment, *, hung_up: bool) -> str: ...
 
@@ -33,7 +33,7 @@ class RemoteEnvironment(Environment):
 
     Attributes:
         pid: of its process.
-        spent: it has used much of its memory, so it should not be used for another episode.
+        spent: whether it has used much of its memory and should not play another episode.
     """
 
     isolation = "process"
@@ -42,10 +42,10 @@ class RemoteEnvironment(Environment):
         super().__init__(args)
         self.pid, self.spent = pid, False
         self._nursery, self._line = nursery, speech
-        self._sound = True  # it has answered whatever it was asked
+        self._sound = True  # it has answered every request
 
     async def constructor(self) -> None:
-        """Make the environment there."""
+        """Make the environment in the worker process."""
         await self._ask("constructor", protocol.MakeEnvironment(), protocol.EnvironmentMade)
 
     async def reset(self, task_index: int, split: Split, seed: int) -> Observation:
@@ -69,7 +69,7 @@ class RemoteEnvironment(Environment):
         return (await self._ask("text_frame", protocol.RenderState(), protocol.RenderedState)).text
 
     async def close(self) -> None:  # type: ignore[override]
-        """Close it if it is well, and end its process."""
+        """Close the environment if it is healthy, and end its process."""
         try:
             if self._sound:
                 async with asyncio.timeout(FAREWELL_S):
@@ -88,7 +88,7 @@ class RemoteEnvironment(Environment):
             how = await self._nursery.bury(self, hung_up=True)
             raise CallFailed(f"{method}: the worker process {how}") from None
         except (line.ProtocolError, msgspec.DecodeError) as error:
-            raise CallFailed(f"{method}: the worker process answered something unintelligible: {error}") from None
+            raise CallFailed(f"{method}: the worker process sent an invalid answer: {error}") from None
         if isinstance(found, protocol.EnvironmentFailed):
             raise CallFailed(found.detail, found.trace)
         if not isinstance(found, answer):

@@ -1,6 +1,6 @@
-"""What an environment returned, checked before anything is made of it: types, finite numbers, sizes.
+"""Checks what an environment returned before it is used: types, finite numbers, sizes.
 
-The error names the method and what came back. Numbers of numpy and the like become plain ones.
+Errors name the method and what it returned. Numbers of numpy and the like become plain ones.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from envhub.envs.base import Observation, StepResult
 
 MAX_TEXT_BYTES: Final = 1 << 20  # of one observation, anchor or frame: about 250,000 tokens
 MAX_METRICS: Final = 256
+FLAGS: Final = ("done", "valid", "success", "truncated")
 NAME_CHARS: Final = 100
 
 
 class ReturnedValueError(RlearnerError):
-    """It is not what the method should return."""
+    """A method returned something invalid."""
 
 
 def observation(method: str, value: object) -> Observation:
-    """The value, if it is an observation.
+    """Return the value if it is an observation.
 
     Raises:
-        ReturnedValueError: says what is wrong with it.
+        ReturnedValueError: if it is not; says why.
     """
     if not isinstance(value, Observation):
         raise ReturnedValueError(f"{method} returned {type(value).__name__}, not an Observation")
@@ -36,37 +37,29 @@ def observation(method: str, value: object) -> Observation:
 
 
 def step_result(value: object, method: str = "step") -> StepResult:
-    """The value, if it is the result of a step (or of another method), with plain numbers.
+    """Return the value with plain numbers if it is the result of a step (or of another method).
 
     Raises:
-        ReturnedValueError: says what is wrong with it.
+        ReturnedValueError: if it is not; says why.
     """
     if not isinstance(value, StepResult):
         raise ReturnedValueError(f"{method} returned {type(value).__name__}, not a StepResult")
     observation(method, value.observation)
-    plain = (
-        type(value.done) is bool
-        and type(value.valid) is bool
-        and type(value.success) is bool
-        and type(value.truncated) is bool
-    )
+    flags = (value.done, value.valid, value.success, value.truncated)
+    plain = type(flags[0]) is type(flags[1]) is type(flags[2]) is type(flags[3]) is bool
     if plain and type(value.reward) is float and not value.metrics and type(value.metrics) is dict:
         _finite("reward", value.reward)
         return value
-    flags = (value.done, value.valid, value.success, value.truncated)
-    done, valid, success, truncated = (
-        _flag(name, flag) for name, flag in zip(("done", "valid", "success", "truncated"), flags, strict=True)
-    )
-    return StepResult(
-        value.observation, _number("reward", value.reward), done, valid, success, truncated, _metrics(value.metrics)
-    )
+    done, valid, success, truncated = (_flag(name, flag) for name, flag in zip(FLAGS, flags, strict=True))
+    reward, metrics = _number("reward", value.reward), _metrics(value.metrics)
+    return StepResult(value.observation, reward, done, valid, success, truncated, metrics)
 
 
 def text(what: str, value: object, *, limit: int = MAX_TEXT_BYTES) -> str:
-    """The value, if it is a text that can be sent.
+    """Return the value if it is a text that can be sent.
 
     Raises:
-        ReturnedValueError: ``what`` is no text, has lone surrogates, or is larger than ``limit`` bytes.
+        ReturnedValueError: if ``what`` is not a text, has lone surrogates, or is larger than ``limit`` bytes.
     """
     if not isinstance(value, str):
         raise ReturnedValueError(f"{what} is {_shown(value)}, not a text")
@@ -85,9 +78,8 @@ def _metrics(value: object) -> dict[str, float]:
         raise ReturnedValueError(f"step returned {len(value)} metrics, the limit is {MAX_METRICS}")
     for name in value:
         if not isinstance(name, str) or not 0 < len(name) <= NAME_CHARS or not name.isprintable():
-            raise ReturnedValueError(
-                f"step returned a metric named {_shown(name)}; a name is a text of 1-{NAME_CHARS} printable characters"
-            )
+            allowed = f"a name is a text of 1-{NAME_CHARS} printable characters"
+            raise ReturnedValueError(f"step returned a metric named {_shown(name)}; {allowed}")
     return {str(name): _number(f"metric {name!r}", number) for name, number in value.items()}
 
 
@@ -96,7 +88,7 @@ def _number(what: str, value: Any) -> float:
         raise ReturnedValueError(f"step returned {what} {_shown(value)}, not a number")
     try:
         number = float(value)
-    except Exception:  # noqa: BLE001 - whatever an object of the user's does when asked for its value
+    except Exception:  # noqa: BLE001 - a user's object may raise anything
         raise ReturnedValueError(f"step returned {what} {_shown(value)}, not a number") from None
     _finite(what, number)
     return number
@@ -108,7 +100,7 @@ def _finite(what: str, number: float) -> None:
 
 
 def _flag(name: str, value: Any) -> bool:
-    if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):  # numpy's, which need not be imported here
+    if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):  # numpy's, without an import
         return bool(value)
     raise ReturnedValueError(f"step returned {name} {_shown(value)}, not True or False")
 

@@ -1,6 +1,4 @@
-"""One environment in a process of its own: answers its hub until that hangs up. Forked by
-``envhub.workers.forkserver``.
-"""
+"""Runs one environment in a worker process, forked by the forkserver, until the hub hangs up."""
 
 from __future__ import annotations
 
@@ -34,10 +32,10 @@ class EnvironmentWorker:
     def __init__(self, domain: Domain, allowance: ResourceLimits) -> None:
         self._domain, self._allowance = domain, allowance
         self._environment: Environment | None = None
-        self._loop = asyncio.Runner()  # one loop for its whole life; made when first needed
+        self._loop = asyncio.Runner()  # one loop for all episodes, made when first needed
 
     def answer(self, question: Any) -> Any:
-        """Do what the hub asks; whatever the environment does becomes an answer."""
+        """Answer a request of the hub; errors of the environment are answers too."""
         method = _METHODS[type(question)]
         try:
             match question:
@@ -57,7 +55,7 @@ class EnvironmentWorker:
                     return protocol.EnvironmentMade()
         except returned.ReturnedValueError as error:
             return protocol.EnvironmentFailed(line.clean(str(error)))
-        except BaseException as error:  # noqa: BLE001 - someone else's code, which may raise anything
+        except BaseException as error:  # noqa: BLE001 - the user's code may raise anything
             return protocol.EnvironmentFailed(raised(method, error), trace(error))
 
     def _call(self, method: str, *args: Any) -> Any:
@@ -73,18 +71,9 @@ class EnvironmentWorker:
 
     def _step(self, method: str, action: Any) -> protocol.StepOutcome:
         step = returned.step_result(self._call(method, action), method)
-        seen = step.observation
-        return protocol.StepOutcome(
-            seen.text,
-            seen.anchor,
-            step.reward,
-            step.done,
-            step.valid,
-            step.success,
-            step.truncated,
-            step.metrics,
-            spent=step.done and self._allowance.spent(),
-        )
+        seen, spent = step.observation, step.done and self._allowance.spent()
+        flags = (step.done, step.valid, step.success, step.truncated)
+        return protocol.StepOutcome(seen.text, seen.anchor, step.reward, *flags, step.metrics, spent)
 
 
 async def _wait(work: Awaitable[Any]) -> Any:
@@ -92,7 +81,7 @@ async def _wait(work: Awaitable[Any]) -> Any:
 
 
 def serve(domain: Domain, connection: socket.socket, allowance: ResourceLimits) -> None:
-    """Answer until the other end closes."""
+    """Answer requests until the hub closes the connection."""
     worker = EnvironmentWorker(domain, allowance)
     with connection, connection.makefile("rb") as stream:
         while (data := line.read(stream)) is not None:

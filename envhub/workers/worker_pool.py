@@ -1,8 +1,7 @@
-"""Environments in worker processes, as the hub uses them: leased for an episode, used again by the next, killed when
-they fail.
+"""Manages a hub's worker processes: leased for an episode, reused by the next, killed when they fail.
 
-Each has a process of its own, so that whatever one does costs nobody else's episode. A process forked from a prepared
-one takes milliseconds to start and shares its memory; see ``envhub.workers.forkserver``.
+Each environment has its own process, so that a failure costs only its own episode. A process forked from a prepared one
+takes milliseconds to start and shares its memory; see ``envhub.workers.forkserver``.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ import subprocess
 from typing import Any, Final
 
 import msgspec
-import psutil
 
 from broker.errors import RlearnerError
+from broker.system.children import cpu_s
 from broker.system.workers import line
 from broker.system.workers.output import WorkerOutput
 from broker.system.workers.start import start
@@ -36,15 +35,15 @@ ORDER_S: Final = 10.0
 
 
 class NoWorker(RlearnerError):
-    """No worker process can be had on this machine now; nobody's fault but the machine's."""
+    """No worker process can be started on this machine at present; the machine is to blame."""
 
 
 class WorkerPool:
     """The worker processes of one domain.
 
     Attributes:
-        living: those that are not buried.
-        num_died: those that ended by themselves or were killed for what they took.
+        living: those that are not reaped.
+        num_died: those that exited by themselves or were killed for their memory.
     """
 
     def __init__(self, domain: Domain, memory_mib: int | None) -> None:
@@ -59,11 +58,11 @@ class WorkerPool:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def environment(self) -> RemoteEnvironment:
-        """A new one, in a process of its own. It is yet to be made.
+        """Return a new environment in its own process; its constructor has not run yet.
 
         Raises:
-            NoWorker: no process can be started.
-            CallFailed: the environment cannot be loaded there.
+            NoWorker: if no process can be started.
+            CallFailed: if the environment cannot be loaded there.
         """
         leasing = asyncio.create_task(self._lease())
         self.num_leasing += 1
@@ -85,11 +84,11 @@ class WorkerPool:
                     zygote = self._zygote or await self._start()
                     forked = await asyncio.to_thread(_order, zygote[1], protocol.ForkWorker(), ORDER_S, theirs)
             if not isinstance(forked, protocol.WorkerForked):
-                raise NoWorker(getattr(forked, "detail", "the process that forks answered something else"))
+                raise NoWorker(getattr(forked, "detail", "the process that forks workers sent an unexpected answer"))
         except (OSError, msgspec.DecodeError) as error:
             ours.close()
             self._forget_zygote()
-            raise NoWorker(f"no worker process can be had: {error or type(error).__name__}") from None
+            raise NoWorker(f"no worker process can be started: {error or type(error).__name__}") from None
         except BaseException:
             ours.close()
             raise
@@ -97,14 +96,14 @@ class WorkerPool:
         return RemoteEnvironment(self, self.domain.args, forked.pid, await line.WorkerSocket.open(ours))
 
     def _unwanted(self, leasing: asyncio.Task[RemoteEnvironment]) -> None:
-        """The episode was given up before its worker was there."""
+        """Close an environment whose episode was given up before its worker started."""
         if not leasing.cancelled() and leasing.exception() is None:
             task = asyncio.create_task(leasing.result().close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
     async def bury(self, environment: RemoteEnvironment, *, hung_up: bool) -> str:
-        """Kill its process, once; how it ended, if it ended by itself."""
+        """Kill an environment's process, once. Return how it ended, if by itself."""
         pid = environment.pid
         if pid not in self._burials and pid in self.living:
             self._burials[pid] = asyncio.create_task(self._bury(pid, hung_up))
@@ -123,27 +122,23 @@ class WorkerPool:
                         self.num_died += bool(buried.how)
                         how = buried.how or how
         except (OSError, msgspec.DecodeError) as error:
-            log.warning(
-                "domain %s: the process that forks workers is gone (%s), and all of its workers with it",
-                self.domain.name,
-                error,
-            )
+            log.warning("domain %s: the forkserver and its workers are gone (%s)", self.domain.name, error)
             self._forget_zygote()
         self.living.discard(pid)
         self._burials.pop(pid, None)
         return how
 
     async def close(self) -> None:
-        """End all of them at once."""
+        """End all processes at once."""
         async with self._ordering:
             self._forget_zygote()
         if self._output is not None:
             self._output.close()
 
     def cpu_s(self) -> float:
-        """CPU seconds of all workers so far."""
+        """Return the CPU seconds of all workers so far."""
         pids = [*self.living, *([self._zygote[0].pid] if self._zygote else [])]
-        return self.buried_cpu_s + sum(_cpu_s(pid) for pid in pids)
+        return self.buried_cpu_s + sum(cpu_s(pid) for pid in pids)
 
     async def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         for preload in (True, False):
@@ -153,10 +148,8 @@ class WorkerPool:
                 raise CallFailed(ready.detail)
             if isinstance(ready, protocol.ForkserverReady) and (ready.num_threads == 1 or not preload):
                 break
-            log.warning(
-                "environment %s starts threads when it is imported, so each worker imports it for itself",
-                self.domain.section.env,
-            )
+            env = self.domain.section.env
+            log.warning("environment %s starts threads when it is imported, so each worker imports it for itself", env)
             self._forget_zygote()
         assert self._zygote is not None
         return self._zygote
@@ -166,20 +159,18 @@ class WorkerPool:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                child = await asyncio.to_thread(
-                    start, "envhub.workers.forkserver", theirs, self._output.file, (), signal.SIGTERM
-                )
+                given = (theirs, self._output.file, (), signal.SIGTERM)
+                child = await asyncio.to_thread(start, "envhub.workers.forkserver", *given)
             except BaseException:
                 ours.close()
                 raise
         self._zygote = (child, ours)
-        setup = protocol.SetupDomain(
-            self.domain.name, self.domain.section.model_dump(mode="json"), self._memory_mib, preload
-        )
+        section = self.domain.section.model_dump(mode="json")
+        setup = protocol.SetupDomain(self.domain.name, section, self._memory_mib, preload)
         return await asyncio.to_thread(_order, ours, setup, START_S)
 
     def _forget_zygote(self) -> None:
-        """Its workers die with it."""
+        """End the process that forks workers; they exit with it."""
         if self._zygote is None:
             return
         (child, ours), self._zygote = self._zygote, None
@@ -188,10 +179,10 @@ class WorkerPool:
 
 
 class WorkerPools:
-    """The nurseries of a hub's domains.
+    """The worker pools of a hub's domains.
 
     Args:
-        memory_mib: what each worker process may take beyond what it starts with, None: no limit.
+        memory_mib: limit of each worker process, beyond what it starts with; None: no limit.
     """
 
     def __init__(self, memory_mib: int | None) -> None:
@@ -207,15 +198,15 @@ class WorkerPools:
 
     @property
     def num_died(self) -> int:
-        """Worker processes that ended by themselves or were killed for what they took, so far."""
+        """Worker processes that exited by themselves or were killed for their memory, so far."""
         return self._gone_died + sum(nursery.num_died for nursery in self._nurseries.values())
 
     def cpu_s(self) -> float:
-        """CPU seconds of all worker processes so far."""
+        """Return the CPU seconds of all worker processes so far."""
         return self._gone_cpu_s + sum(nursery.cpu_s() for nursery in self._nurseries.values())
 
     async def environment(self, domain: Domain) -> RemoteEnvironment:
-        """A new one; see ``WorkerPool.environment``."""
+        """Return a new environment, as ``WorkerPool.environment``."""
         nursery = self._nurseries.get(domain.name)
         if nursery is None or nursery.domain != domain:
             if nursery is not None:
@@ -224,11 +215,11 @@ class WorkerPools:
         return await nursery.environment()
 
     async def close(self) -> None:
-        """End all of them."""
+        """End all worker processes."""
         await asyncio.gather(*(nursery.close() for nursery in self._nurseries.values()), *self._closing)
 
     def _replace(self, nursery: WorkerPool) -> None:
-        """The domain has new settings; episodes that still run under the old ones end first."""
+        """Close the pool of a domain with new settings once the episodes under the old ones have ended."""
         task = asyncio.create_task(self._outlive(nursery))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -244,11 +235,11 @@ class WorkerPools:
 
 
 def _order(control: socket.socket, order: Any, within_s: float, along: socket.socket | None = None) -> Any:
-    """One order and its report; blocks.
+    """Send a request and return its reply; blocks.
 
     Raises:
-        OSError: the other end is gone, or silent for too long.
-        msgspec.DecodeError: it answered something else.
+        OSError: if the other end is gone, or does not reply within ``within_s``.
+        msgspec.DecodeError: if the reply is malformed.
     """
     control.settimeout(within_s)
     data = line.frame(protocol.ENCODER.encode(order))
@@ -261,16 +252,7 @@ def _order(control: socket.socket, order: Any, within_s: float, along: socket.so
 def _exactly(control: socket.socket, size: int) -> bytes:
     data = bytearray()
     while len(data) < size:
-        more = control.recv(size - len(data))
-        if not more:
+        if not (more := control.recv(size - len(data))):
             raise ConnectionResetError("the process that forks workers ended")
         data += more
     return bytes(data)
-
-
-def _cpu_s(pid: int) -> float:
-    try:
-        times: Any = psutil.Process(pid).cpu_times()
-    except psutil.Error:
-        return 0.0
-    return float(times.user + times.system)

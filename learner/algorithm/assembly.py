@@ -24,6 +24,7 @@ from learner.algorithm.advantages.base import (
 from learner.algorithm.samples import Array, SampleScores, TrainSample, from_trajectory
 from learner.algorithm.selection import most_varied
 from learner.algorithm.shaping import is_truncated, minus_kl, needs_batch, shape
+from learner.algorithm.traits import EstimatorTraits, estimator_traits
 from learner.config import AlgorithmSection, kl_in_reward, num_updates
 
 Score = Callable[[Sequence[TrainSample]], list[SampleScores]]
@@ -44,7 +45,7 @@ class SampleAssembler:
 
     def __init__(self, estimator: Any, algorithm: AlgorithmSection, *, stream: bool = True) -> None:
         self._estimator, self._algorithm = estimator, algorithm
-        self._over_rows = bool(getattr(estimator, "needs_batch", False))
+        self._over_rows = (estimator_traits(estimator) or EstimatorTraits()).whole_batch
         self.needs_batch = self._over_rows or not stream or waits_for_batch(algorithm)
         self.needs_scores = scores_needed(algorithm)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from broker.errors import ConfigError
+from broker.errors import ConfigError, UserError
 from broker.settings.config import RunSection
 from broker.settings.registry import resolve
 from broker.settings.runspec import section
@@ -96,11 +97,7 @@ class OfflineJob:
         Raises:
             ConfigError: if the configured limit is above the model's.
         """
-        from rlearner_text.hub import read_json, tokenizer_folder
-
-        config = read_json(tokenizer_folder(self.first_path) / "config.json", self.first_path, "model.path")
-        config = config.get("text_config") or config
-        longest = int(config.get("max_position_embeddings") or _UNLIMITED)
+        longest = longest_row(self.first_path)
         wanted = self.data.max_tokens or longest
         if wanted > longest:
             raise ConfigError("data.max_tokens", wanted, f"at most {longest}, which the model takes")
@@ -137,3 +134,26 @@ class OfflineJob:
                 )
             rows, held_out = rows[: len(rows) - share], rows[len(rows) - share :]
         return rows, held_out[: self.held_out.rows]
+
+
+def longest_row(path: str) -> int:
+    """Return how many tokens a model takes, by its configuration."""
+    from rlearner_text.hub import read_json, tokenizer_folder
+
+    config = read_json(tokenizer_folder(path) / "config.json", path, "model.path")
+    config = config.get("text_config") or config
+    return int(config.get("max_position_embeddings") or _UNLIMITED)
+
+
+def check_finite(values: Mapping[str, float], step: int, key: str, lr: float) -> None:
+    """Check the metrics of a step.
+
+    Args:
+        key: of the learning rate, for the error message.
+
+    Raises:
+        UserError: if the loss or the gradient is not finite.
+    """
+    if not math.isfinite(loss := values["train/loss"]) or values.get("train/skipped"):
+        what = "the gradient is not finite" if math.isfinite(loss) else f"the loss is {loss}"
+        raise UserError(f"{what} at step {step}; lower {key} ({lr})")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 
 from broker.errors import DataError
 from learner.algorithm.samples import TrainSample
-from learner.offline.rows import Row, read_rows
+from rlearner_text.data_rows import Row, read_rows
 from rlearner_text.supervised_masks import check_messages, encode_supervised
 from rlearner_text.tokenizer import Tokenizer
 
@@ -121,14 +121,3 @@ def shuffled_batches(num_examples: int, batch_size: int, seed: int) -> Iterator[
             waiting += random.permutation(num_examples).tolist()
         yield waiting[:batch_size]
         waiting = waiting[batch_size:]
-
-
-def micro_batches(examples: Sequence[TokenizedExample], max_padded_tokens: int) -> list[list[TokenizedExample]]:
-    """Cut a batch into parts of similar lengths, of at most ``max_padded_tokens`` or a single example."""
-    parts: list[list[TokenizedExample]] = []
-    for example in sorted(examples, key=lambda e: len(e.token_ids), reverse=True):
-        # The first of a part is its longest, so it determines the width.
-        if not parts or (len(parts[-1]) + 1) * len(parts[-1][0].token_ids) > max_padded_tokens:
-            parts.append([])
-        parts[-1].append(example)
-    return parts

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from broker.errors import DataError
 from learner.offline.data import Messages, TokenizedExample, conversation
-from learner.offline.rows import Row, read_rows
+from rlearner_text.data_rows import Row, read_rows
 from rlearner_text.supervised_masks import encode_supervised
 from rlearner_text.tokenizer import Tokenizer
 

@@ -7,7 +7,6 @@ A step depends only on the seed, its number and the newest checkpoint, so a run 
 from __future__ import annotations
 
 import logging
-import math
 import shutil
 import time
 from collections.abc import Mapping
@@ -25,7 +24,7 @@ from broker.system.locks import lock
 from learner.checkpoints import checkpoint
 from learner.config import TrackersSection
 from learner.offline import PIPELINES
-from learner.offline.base import REFERENCE, OfflineJob, OfflinePipeline
+from learner.offline.base import REFERENCE, OfflineJob, OfflinePipeline, check_finite
 from learner.offline.config import first_changed_key
 from learner.offline.data import shuffled_batches
 from learner.offline.progress import Show, progress
@@ -160,9 +159,7 @@ class _Loop:
     def _step(self, step: int, rows: list[int], show: Show) -> None:
         began = time.monotonic()
         values = self._pipeline.step(rows)
-        if not math.isfinite(loss := values["train/loss"]) or values.get("train/skipped"):
-            what = "the gradient is not finite" if math.isfinite(loss) else f"the loss is {loss}"
-            raise UserError(f"{what} at step {step}; lower train.lr ({self._job.train.lr})")
+        check_finite(values, step, "train.lr", self._job.train.lr)
         seconds = time.monotonic() - began
         values |= {"time/step": seconds, "perf/tokens_per_s": values["train/tokens"] / max(seconds, 1e-9)}
         every, last = self._job.held_out.every_steps, step == self._job.train.steps

@@ -1,14 +1,26 @@
-"""Runs ``rlearner sft``: maximum likelihood of the assistant's turns, with their end."""
+"""Supervised fine-tuning: maximum likelihood of the assistant's turns, with their end.
+
+``rlearner sft`` runs the pipeline, the warm start of a run the function; both take the same steps.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from learner.algorithm.samples import TrainSample
+from learner.backends.base import Backend
 from learner.config import AlgorithmSection
-from learner.offline.base import OfflineJob
-from learner.offline.data import load_examples
+from learner.offline.base import OfflineJob, check_finite, longest_row
+from learner.offline.config import OfflineTrainSection, backend_train
+from learner.offline.data import load_examples, shuffled_batches
+from rlearner_text.atomic_folders import atomic_folder
+from rlearner_text.config import ModelSection, check_model_path
+from rlearner_text.tokenizer import Tokenizer
+
+OnStep = Callable[[int, dict[str, float]], None]
 
 SFT = AlgorithmSection(pg_variant="sft", loss_agg_mode="token-mean")
 
@@ -28,8 +40,7 @@ class SupervisedPipeline:
 
     def step(self, rows: Sequence[int]) -> dict[str, float]:
         """Take an update; ``train/loss`` is in nats per trained token."""
-        samples = [self._rows[row] for row in rows]
-        return optimizer_metrics(self.backend.update(samples), samples)
+        return supervised_step(self.backend, [self._rows[row] for row in rows])
 
     def evaluate(self) -> dict[str, float]:
         """Return ``eval/loss`` in nats per trained token, and its exponential, ``eval/perplexity``."""
@@ -42,6 +53,59 @@ class SupervisedPipeline:
 
     def close(self) -> None:
         """Do nothing."""
+
+
+def supervised_step(backend: Backend, samples: Sequence[TrainSample]) -> dict[str, float]:
+    """Take an update on some samples and return its metrics."""
+    return optimizer_metrics(backend.update(samples), samples)
+
+
+def fine_tune(
+    path: str,
+    data: str,
+    out: str | Path,
+    *,
+    model: ModelSection,
+    train: OfflineTrainSection,
+    seed: int,
+    on_step: OnStep | None = None,
+) -> dict[str, float]:
+    """Train a model on a file of conversations and write a Hugging Face folder, whole or not at all.
+
+    Args:
+        path: Hugging Face folder or hub name of the model.
+        data: JSONL or Parquet of rows ``{"messages": [{"role": …, "content": …}, …]}``.
+        out: folder to write; replaced if it exists.
+        on_step: called with the step, from 1, and its metrics.
+
+    Returns:
+        loss (mean of the last tenth of the steps), examples, epochs, trained_tokens, seconds.
+
+    Raises:
+        UserError: if there is no such model or file, a row is malformed, or the loss is not finite.
+    """
+    from learner.backends.torch import TorchBackend
+
+    check_model_path(path)
+    tokenizer = Tokenizer.load(path, trust_remote_code=model.trust_remote_code)
+    rows = [example.sample() for example in load_examples(data, tokenizer, longest_row(path))]
+    backend = TorchBackend(path, train=backend_train(train), algorithm=SFT, model=model, seed=seed, ref_path=path)
+    began, losses, trained = time.monotonic(), [], 0.0
+    steps, batches = range(1, train.steps + 1), shuffled_batches(len(rows), train.batch_size, seed)
+    for step, batch in zip(steps, batches, strict=False):
+        values = supervised_step(backend, [rows[row] for row in batch])
+        check_finite(values, step, "warm_start.lr", train.lr)
+        losses.append(values["train/loss"])
+        trained += values["train/trained_tokens"]
+        if on_step is not None:
+            on_step(step, values)
+    seconds = time.monotonic() - began
+    with atomic_folder(out) as folder:
+        backend.save(folder)
+    last = losses[-max(1, train.steps // 10) :]
+    epochs = train.steps * train.batch_size / len(rows)
+    figures = {"loss": sum(last) / len(last), "examples": len(rows), "epochs": epochs}
+    return figures | {"trained_tokens": trained, "seconds": seconds}
 
 
 def optimizer_metrics(values: dict[str, float], samples: Sequence[TrainSample]) -> dict[str, float]:

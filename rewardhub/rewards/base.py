@@ -123,9 +123,8 @@ def _numbers(value: Mapping[Any, object], what: str) -> dict[str, float]:
     if not value or not all(isinstance(name, str) and name for name in value):
         raise InvalidScoreError(f"a reward of {what}s needs a name for each {what}, got {_show(value)}")
     if len(value) > MAX_PARTS or any(len(name) > NAME_CHARS or not name.isprintable() for name in value):
-        raise InvalidScoreError(
-            f"a reward has at most {MAX_PARTS} {what}s with printable names of at most {NAME_CHARS} characters"
-        )
+        why = f"a reward has at most {MAX_PARTS} {what}s with printable names of at most {NAME_CHARS} characters"
+        raise InvalidScoreError(why)
     return {name: _number(part, f"{what} {name!r}") for name, part in value.items()}
 
 

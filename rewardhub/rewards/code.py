@@ -81,16 +81,14 @@ class CodeReward:
             try:
                 self._last = (sample.reference, parse(sample.reference))
             except InvalidTestsError as error:
-                raise InvalidScoreError(
-                    f"domain {sample.domain!r}, task {sample.task_index}, its tests: {error}"
-                ) from None
+                why = f"domain {sample.domain!r}, task {sample.task_index}, its tests: {error}"
+                raise InvalidScoreError(why) from None
         program = last_block(sample.response)
         if program is None:
             return self._scored(0.0, [])
         tests = self._last[1]
-        return self._scored(
-            *(self._pairs(program, tests) if isinstance(tests, StdioTests) else self._in_one(program, tests))
-        )
+        run = self._pairs(program, tests) if isinstance(tests, StdioTests) else self._in_one(program, tests)
+        return self._scored(*run)
 
     def _in_one(self, program: str, tests: FunctionCallTests | StatementTests) -> tuple[float, list[ProgramEnd]]:
         """Run all tests of functions with one process of the program."""
@@ -111,11 +109,8 @@ class CodeReward:
             if left <= 0 or (runs and not runs[-1].compiled) or (self._args.all_or_nothing and right < len(runs)):
                 break
             runs.append(self._sandbox.run(program, stdin=given.encode(), wall_s=left))
-            right += (
-                runs[-1].exit_code == 0
-                and not runs[-1].killed_for
-                and same_output(runs[-1].stdout.decode("utf-8", "replace"), expected)
-            )
+            last, output = runs[-1], runs[-1].stdout.decode("utf-8", "replace")
+            right += last.exit_code == 0 and not last.killed_for and same_output(output, expected)
         return right / len(tests.inputs), runs
 
     def _scored(self, share: float, runs: list[ProgramEnd]) -> Scored:
@@ -145,9 +140,8 @@ def last_block(response: str) -> str | None:
 
 def same_output(got: str, expected: str) -> bool:
     """Compare outputs by line, ignoring trailing blanks and trailing empty lines."""
-    return [line.rstrip() for line in got.rstrip().splitlines()] == [
-        line.rstrip() for line in expected.rstrip().splitlines()
-    ]
+    found, wanted = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (got, expected))
+    return found == wanted
 
 
 def _same_value(answer: str | None, expected: Any) -> bool:
@@ -163,9 +157,8 @@ def _same_value(answer: str | None, expected: Any) -> bool:
 
 def main() -> int:
     """Check the tests in a JSONL file; return 0 if all are well formed."""
-    options = argparse.ArgumentParser(
-        prog="python -m rewardhub.rewards.code", description="Check the tests in a JSONL file."
-    )
+    about = "Check the tests in a JSONL file."
+    options = argparse.ArgumentParser(prog="python -m rewardhub.rewards.code", description=about)
     options.add_argument("file", help="JSONL")
     options.add_argument("--tests", default="tests", metavar="COLUMN", help="the column with the tests (tests)")
     asked = options.parse_args()

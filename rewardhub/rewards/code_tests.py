@@ -72,13 +72,10 @@ def parse(reference: str) -> Tests:
     except (ValueError, RecursionError) as error:
         raise InvalidTestsError(f"not JSON: {error}") from None
     tests = _mapping(value) if isinstance(value, dict) else _list(value)
-    size = len(
-        tests.each
-        if isinstance(tests, StatementTests)
-        else tests.inputs
-        if isinstance(tests, StdioTests)
-        else tests.arguments
-    )
+    if isinstance(tests, StatementTests):
+        size = len(tests.each)
+    else:
+        size = len(tests.inputs if isinstance(tests, StdioTests) else tests.arguments)
     if not 1 <= size <= MAX_TESTS:
         raise InvalidTestsError(f"{size} tests; between 1 and {MAX_TESTS} are allowed")
     return _checked(tests)
@@ -95,9 +92,8 @@ def _checked(tests: Tests) -> Tests:
         if names.unsafe:
             raise InvalidTestsError(f"they use {names.unsafe[0]}, so a program's results would run inside its tests")
         if not names.program and not names.imports and MODULE not in tests.first + "".join(tests.each):
-            raise InvalidTestsError(
-                "they use no name of the program; builtins and modules of Python's library are never the program's"
-            )
+            why = "they use no name of the program; builtins and modules of Python's library are never the program's"
+            raise InvalidTestsError(why)
     return tests
 
 
@@ -114,9 +110,8 @@ def _list(value: list[Any]) -> StdioTests | StatementTests:
 def _mapping(value: dict[str, Any]) -> StdioTests | FunctionCallTests:
     inputs, outputs = value.get("inputs"), value.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list):
-        raise InvalidTestsError(
-            f"a mapping needs the lists inputs and outputs; it has {', '.join(sorted(value)) or 'nothing'}"
-        )
+        why = f"a mapping needs the lists inputs and outputs; it has {', '.join(sorted(value)) or 'nothing'}"
+        raise InvalidTestsError(why)
     if len(inputs) != len(outputs):
         raise InvalidTestsError(f"{len(inputs)} inputs, but {len(outputs)} outputs")
     name = value.get("fn_name")

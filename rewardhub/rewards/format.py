@@ -41,9 +41,8 @@ class FormatReward:
     def __init__(self, args: FormatArgs) -> None:
         self._args = args
         expression = re.compile(args.pattern, re.DOTALL)
-        self._match = {"all": expression.fullmatch, "start": expression.match, "anywhere": expression.search}[
-            args.where
-        ]
+        where = {"all": expression.fullmatch, "start": expression.match, "anywhere": expression.search}
+        self._match = where[args.where]
 
     def score(self, sample: Sample) -> float:
         """Return the reward of one response."""

@@ -154,9 +154,8 @@ class JudgeReward:
         if not self._model and len(names) != 1:
             raise UserError(f"{args.base_url} serves {', '.join(names) or 'no model that it lists'}; set args.model")
         self._model = self._model or names[0]
-        self._endpoint = EndpointClient(
-            args.base_url, key, timeout_s=args.try_timeout_s, retries=args.retries, base_s=args.backoff_s
-        )
+        url, tries = args.base_url, args.retries
+        self._endpoint = EndpointClient(url, key, timeout_s=args.try_timeout_s, retries=tries, base_s=args.backoff_s)
 
     async def score(self, sample: Sample) -> Scored:
         """Return the reward of one response.
@@ -241,10 +240,8 @@ class JudgeReward:
             again = SLOTS.sub(lambda slot: f"{getattr(args, slot[1]):g}", AGAIN)
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": again}]
         shown = " ".join(said.split())[-120:]
-        raise NoScore(
-            f"the judge gave no score from {args.low:g} to {args.high:g} in {args.asks_again + 1} answers; the last "
-            f"ends {shown!r}"
-        )
+        why = f"the judge gave no score from {args.low:g} to {args.high:g} in {args.asks_again + 1} answers"
+        raise NoScore(f"{why}; the last ends {shown!r}")
 
     def _body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
         args = self._args

@@ -92,9 +92,8 @@ def _resolve(name: str, key: str) -> Any:
     except ConfigError as error:
         raise ConfigError(f"{key}.name", name, error.allowed) from None
     if not callable(found):
-        raise ConfigError(
-            f"{key}.name", name, f"expected a function or a class, found an object of type {type(found).__name__}"
-        )
+        allowed = f"expected a function or a class, found an object of type {type(found).__name__}"
+        raise ConfigError(f"{key}.name", name, allowed)
     if inspect.isclass(found):
         check_method(f"{key}.name", name, found, "score", ("sample",))
     return found
@@ -116,6 +115,5 @@ def _check_call(function: Any, args: Mapping[str, Any], key: str) -> None:
         signature.bind(None, **args)
     except TypeError as error:
         shown = f"{getattr(function, '__name__', 'it')}{signature}"
-        raise ConfigError(
-            f"{key}.args", dict(args), f"{shown} is called with a sample and these arguments, but {error}"
-        ) from None
+        allowed = f"{shown} is called with a sample and these arguments, but {error}"
+        raise ConfigError(f"{key}.args", dict(args), allowed) from None

@@ -49,9 +49,8 @@ class MathAnswerReward:
     def __init__(self, args: MathAnswerArgs) -> None:
         math_compare.warm_up()
         self._args = args
-        self._options = ComparisonOptions(
-            args.float_rounding, args.numeric_precision, args.strict, args.allow_set_relation_comp
-        )
+        digits = args.float_rounding, args.numeric_precision
+        self._options = ComparisonOptions(*digits, args.strict, args.allow_set_relation_comp)
         self._bounded = BoundedFunction(math_compare.answer, cpu_s=args.cpu_s, memory_mib=MEMORY_MIB)
         self.kind = lru_cache(maxsize=REMEMBERED)(self._kind)
         self._verdict = lru_cache(maxsize=REMEMBERED)(self._compare)

@@ -154,11 +154,8 @@ def _compare(gold: tuple[Any, ...], found: list[Any], options: ComparisonOptions
         return "too_costly"
     settings = msgspec.structs.asdict(options)
     pairs = ((one, other) for one in gold for other in found if _near(one, other, options.float_rounding))
-    return (
-        "equal"
-        if any(math_verify.verify(one, other, timeout_seconds=None, **settings) for one, other in pairs)
-        else "different"
-    )
+    equal = any(math_verify.verify(one, other, timeout_seconds=None, **settings) for one, other in pairs)
+    return "equal" if equal else "different"
 
 
 def _near(gold: Any, found: Any, digits: int) -> bool:

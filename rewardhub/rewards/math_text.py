@@ -68,11 +68,7 @@ def answer_of(text: str, marker: str) -> ExtractedAnswer:
     line = strip_markup(text)
     if boxes or not line or "\n" in line or len(line) > LONGEST_LINE or _DELIMITED.search(line):
         return ExtractedAnswer(text, bare=False)
-    return (
-        ExtractedAnswer(line, bare=number(line) is not None or is_formula(line))
-        if line
-        else ExtractedAnswer("", bare=True)
-    )
+    return ExtractedAnswer(line, bare=not line or number(line) is not None or is_formula(line))
 
 
 def boxed(text: str) -> list[str]:
@@ -118,11 +114,8 @@ def strip_markup(text: str) -> str:
 def number(text: str) -> tuple[Fraction, bool] | None:
     """Return a plain decimal number and whether it has a decimal point; None for any other text."""
     text = text.strip().removeprefix("$").removesuffix("$") if text.count("$") == 2 else text.strip()
-    if (
-        len(text) > LONGEST_NUMBER
-        or (found := _NUMBER.fullmatch(text.strip())) is None
-        or not (found["whole"] or found["part"])
-    ):
+    found = _NUMBER.fullmatch(text.strip()) if len(text) <= LONGEST_NUMBER else None
+    if found is None or not (found["whole"] or found["part"]):
         return None
     digits = re.sub(r"\D", "", found["whole"] or "0") + (found["part"] or "")
     value = Fraction(digits + (found["power"] or ""))
@@ -162,9 +155,8 @@ def is_formula(text: str) -> bool:
     if "\\" in text or len(text) == 1:
         return True
     # "no", "left": letters alone are words unless they are one variable.
-    return re.fullmatch(r"[A-Za-z\s.,'!?]*", text) is None and not any(
-        len(word) == 3 and word not in _FUNCTIONS for word in words
-    )
+    is_text = any(len(word) == 3 and word not in _FUNCTIONS for word in words)
+    return not is_text and re.fullmatch(r"[A-Za-z\s.,'!?]*", text) is None
 
 
 def has_control_characters(text: str) -> bool:

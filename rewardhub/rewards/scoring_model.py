@@ -33,7 +33,7 @@ class ScoringModel:
         self._device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
         torch.set_num_threads(args.num_threads)
         name = ("bfloat16" if self._device.startswith("cuda") else "float32") if args.dtype == "auto" else args.dtype
-        dtype = getattr(torch, name)
+        dtype, trusted = getattr(torch, name), args.trust_remote_code
         self._tokenizer = Tokenizer.load(args.path, trust_remote_code=args.trust_remote_code, key=_KEY)
         self._converses = _has_chat_template(self._tokenizer)
         config = read_json(tokenizer_folder(args.path, _KEY) / "config.json", args.path, _KEY)
@@ -41,14 +41,11 @@ class ScoringModel:
         self._head: torch.nn.Linear | None = None
         try:
             if args.head == "classifier" or (args.head == "auto" and classifier):
-                self._model: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
-                    args.path, dtype=dtype, trust_remote_code=args.trust_remote_code
-                )
+                kind = transformers.AutoModelForSequenceClassification
+                self._model: Any = kind.from_pretrained(args.path, dtype=dtype, trust_remote_code=trusted)
                 self._model.config.pad_token_id = self._pad = self._tokenizer.pad_token_id
             else:
-                self._model = transformers.AutoModel.from_pretrained(
-                    args.path, dtype=dtype, trust_remote_code=args.trust_remote_code
-                )
+                self._model = transformers.AutoModel.from_pretrained(args.path, dtype=dtype, trust_remote_code=trusted)
                 self._head, self._pad = _value_head(args.path, dtype), self._tokenizer.pad_token_id
                 self._head.to(self._device)
         except (OSError, ValueError) as error:
@@ -58,11 +55,8 @@ class ScoringModel:
 
     def _check_label(self) -> None:
         if self._head is None and self._args.label >= self._model.config.num_labels:
-            raise ConfigError(
-                "rewards.args.label",
-                self._args.label,
-                f"below {self._model.config.num_labels}, the labels of {self._args.path}",
-            )
+            allowed = f"below {self._model.config.num_labels}, the labels of {self._args.path}"
+            raise ConfigError("rewards.args.label", self._args.label, allowed)
 
     def tokens(self, prompt: str, response: str) -> tuple[list[int], bool]:
         """Return the token ids of question and response, and whether the beginning was cut off."""
@@ -124,9 +118,8 @@ def _value_head(path: str, dtype: torch.dtype) -> torch.nn.Linear:
     }
     if len(weights) != 1:
         known = ", ".join(f"{head}.weight" for head in HEADS)
-        raise ConfigError(
-            _KEY, path, f"a sequence classifier, or a model with one value head of shape [1, hidden] among {known}"
-        )
+        allowed = f"a sequence classifier, or a model with one value head of shape [1, hidden] among {known}"
+        raise ConfigError(_KEY, path, allowed)
     ((name, weight),) = weights.items()
     bias = found.get(name.removesuffix("weight") + "bias")
     head = torch.nn.Linear(weight.shape[1], 1, bias=bias is not None, dtype=dtype)

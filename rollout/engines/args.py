@@ -62,9 +62,8 @@ class RandomArgs(EngineArgs):
 
     processed_logprobs: ClassVar[bool] = True
 
-    choices: list[Annotated[str, Field(min_length=1)]] = Field(
-        default_factory=list
-    )  # texts to choose from, uniformly; empty: uniform tokens
+    # texts to choose from, uniformly; empty: uniform tokens
+    choices: Annotated[list[Annotated[str, Field(min_length=1)]], Field(default_factory=list)]
     delay_s: Annotated[float, Field(ge=0)] = 0.0  # time per token, to simulate a slow engine
 
 

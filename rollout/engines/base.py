@@ -195,10 +195,8 @@ def request_problem(request: wire.GenerateRequest, *, max_context_tokens: int, v
     if tokens.size == 0:
         return "the prompt is empty"
     if tokens.size >= max_context_tokens:
-        return (
-            f"the prompt has {tokens.size} tokens and leaves no room to generate in "
-            f"rollout.max_context_tokens={max_context_tokens}"
-        )
+        room = f"leaves no room to generate in rollout.max_context_tokens={max_context_tokens}"
+        return f"the prompt has {tokens.size} tokens and {room}"
     if vocab_size is not None and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
         bad = next(int(t) for t in tokens if not 0 <= t < vocab_size)
         return f"token id {bad} is outside the model's vocabulary of {vocab_size}"
@@ -215,8 +213,6 @@ def _scoring_problem(num_tokens: int, k: int, vocab_size: int | None) -> str:
     if k > vocab_size:
         return f"prompt_top_k={k} is not allowed; the model's vocabulary has {vocab_size}"
     if (size := (num_tokens - 1) * k * 8) > wire.MAX_PAYLOAD_BYTES - REPLY_ROOM_BYTES:
-        return (
-            f"{num_tokens} tokens with prompt_top_k={k}: the reply has {size} bytes, at most "
-            f"{wire.MAX_PAYLOAD_BYTES} fit"
-        )
+        most = wire.MAX_PAYLOAD_BYTES
+        return f"{num_tokens} tokens with prompt_top_k={k}: the reply has {size} bytes, at most {most} fit"
     return ""

@@ -45,11 +45,8 @@ class OpenAIEngine(WeightlessEngine):
 
     def __init__(self, config: EngineConfig) -> None:
         if config.section.policy == ACTOR:
-            raise ConfigError(
-                "rollout.policy",
-                ACTOR,
-                "engine openai does not follow the learner's weights; name another, for example --policy judge",
-            )
+            allowed = "engine openai does not follow the learner's weights; name another, for example --policy judge"
+            raise ConfigError("rollout.policy", ACTOR, allowed)
         super().__init__(config)
         self._args = OpenAIArgs.model_validate(config.section.engine_args)
         self._slots = self._args.max_concurrency or config.section.max_running
@@ -67,20 +64,16 @@ class OpenAIEngine(WeightlessEngine):
 
     async def start(self) -> None:
         args, path = self._args, self._config.model_path
-        self._tokenizer = await asyncio.to_thread(
-            Tokenizer.load, path, trust_remote_code=self._config.trust_remote_code
-        )
+        trusted = self._config.trust_remote_code
+        self._tokenizer = await asyncio.to_thread(Tokenizer.load, path, trust_remote_code=trusted)
         if args.api == "chat":
             self._splitter = TurnSplitter(self._tokenizer.render_chat)
         if not args.token_ids:
             self._end = end_token(self._tokenizer, path)
-            log.warning(
-                "answers of %s are text, tokenised here; their logprobs are unknown and reported as 0", args.base_url
-            )
+            log.warning("answers of %s are text, tokenized here; logprobs are reported as 0", args.base_url)
         key = os.environ.get(args.api_key_env, "")
-        self._endpoint = EndpointClient(
-            args.base_url, key, timeout_s=args.timeout_s, retries=args.retries, base_s=args.backoff_s
-        )
+        url, times = args.base_url, args.retries
+        self._endpoint = EndpointClient(url, key, timeout_s=args.timeout_s, retries=times, base_s=args.backoff_s)
         try:
             await self._find_model(self._endpoint)
         except BaseException:
@@ -194,18 +187,14 @@ class OpenAIEngine(WeightlessEngine):
             return "/completions", common | {"prompt": prompt}
         messages = self._splitter.split(self._tokenizer.decode(context, skip_special_tokens=False))
         if messages is None:
-            raise ValueError(
-                "the context is not a conversation of the model's chat template; use engine_args.api=completions"
-            )
+            why = "the context is not a conversation of the model's chat template"
+            raise ValueError(f"{why}; use engine_args.api=completions")
         return "/chat/completions", common | {"messages": messages}
 
     def _sampling(self, sampling: wire.SamplingParams, limit: int) -> dict[str, Any]:
         """Return the sampling fields; those that OpenAI does not define are sent only if they have an effect."""
-        body: dict[str, Any] = {
-            self._args.max_tokens_field: limit,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-        }
+        body: dict[str, Any] = {self._args.max_tokens_field: limit}
+        body |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
         extra = {
             "seed": sampling.seed,
             "stop": sampling.stop or None,
@@ -233,9 +222,8 @@ class OpenAIEngine(WeightlessEngine):
         except (KeyError, IndexError, TypeError):
             raise RuntimeError("the endpoint's answer has no choice with a text and a finish_reason") from None
         if reason is None or not isinstance(text, str):
-            return GenerationOutput(
-                error=f"the endpoint ended the output with finish_reason {choice['finish_reason']!r}"
-            )
+            why = f"the endpoint ended the output with finish_reason {choice['finish_reason']!r}"
+            return GenerationOutput(error=why)
         if self._args.token_ids:
             ids = _token_ids(choice.get("token_ids"))[:limit]
             logprobs = self._logprobs_of(choice.get("logprobs"), len(ids))

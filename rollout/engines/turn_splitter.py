@@ -7,12 +7,8 @@ from collections.abc import Callable, Sequence
 from broker.errors import ConfigError
 from rlearner_text.chat_template import Chat
 
-_SYSTEM, _FIRST, _ANSWER, _SECOND = (
-    "probe system 9173",
-    "probe question 1213",
-    "probe answer 7561",
-    "probe question 4137",
-)
+_SYSTEM, _FIRST, _ANSWER = "probe system 9173", "probe question 1213", "probe answer 7561"
+_SECOND = "probe question 4137"
 
 
 class TurnSplitter:
@@ -83,10 +79,7 @@ def _between(text: str, words: Sequence[str]) -> list[str]:
     for word in words:
         before, found, text = text.partition(word)
         if not found:
-            raise ConfigError(
-                "rollout.engine_args.api",
-                "chat",
-                "the model's chat template does not render every turn; use completions",
-            )
+            allowed = "the model's chat template does not render every turn; use completions"
+            raise ConfigError("rollout.engine_args.api", "chat", allowed)
         pieces.append(before)
     return [*pieces, text]

@@ -27,9 +27,8 @@ def check_fit(held: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tens
         raise TransferFailed(f"the update has {len(unknown)} unknown tensors, the first is {unknown[0]}")
     for name, tensor in held.items():
         if tensor.shape != tensors[name].shape:
-            raise TransferFailed(
-                f"{name} has shape {tuple(tensors[name].shape)}, the model expects {tuple(tensor.shape)}"
-            )
+            found, expected = tuple(tensors[name].shape), tuple(tensor.shape)
+            raise TransferFailed(f"{name} has shape {found}, the model expects {expected}")
 
 
 def materialized(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:

@@ -139,9 +139,7 @@ async def test_a_server_with_another_model_below_is_refused_in_one_line(tmp_path
         server = await Server(bus, "s", other).start(stack)
         sender.offer(0, offering.tensors(), offering.probe())
         await until(lambda: server.receiver.refused, LONG_S)
-        assert server.receiver.refused.startswith(
-            "the learner's adapters belong to another model than the one here: digest "
-        )
+        assert server.receiver.refused.startswith("the learner's adapters need another base: expected digest ")
         assert "\n" not in server.receiver.refused
         assert server.seen == []
 

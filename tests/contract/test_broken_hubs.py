@@ -148,7 +148,7 @@ async def test_a_host_where_no_worker_process_can_be_started_gets_no_tickets_unt
     )
     presence = await seen(roster, "h", "serving", serves=["lake"])
     assert (
-        "5 tickets in a row failed here, the last: no worker process can be had: [Errno 2] No such file"
+        "5 tickets in a row failed here, the last: no worker process can be started: [Errno 2] No such file"
         in presence.problem
     )
     await asyncio.sleep(3)  # a trial or two
@@ -161,7 +161,7 @@ async def test_a_host_where_no_worker_process_can_be_started_gets_no_tickets_unt
     assert await asyncio.to_thread(child.wait, LONG_S) == 0
     assert child.stderr is not None
     lines = child.stderr.read().splitlines()
-    assert len([line for line in lines if "taking no more of them until a trial goes well" in line]) == 1
+    assert len([line for line in lines if "taking no more of them until a trial succeeds" in line]) == 1
     assert len([line for line in lines if "domain d works again" in line]) == 1
 
 
@@ -247,7 +247,7 @@ async def test_a_reward_hub_that_can_score_nothing_costs_no_group(
     assert sorted(found) == list(range(1, 9))
     assert {name for group in found.values() for name in group.reward_hubs} == {"healthy" if other else "broken"}
     assert {tuple(one.reward for one in group.trajectories) for group in found.values()} == {(4.0, 6.0)}
-    assert log.count("taking no more of them until a trial goes well") == 1
+    assert log.count("taking no more of them until a trial succeeds") == 1
     assert log.count("pool default works again") == (not other)
 
 

@@ -25,7 +25,7 @@ from broker.errors import ConfigError, RequestFailed, WireError
 from broker.jetstream.bus import Bus
 from broker.settings.registry import known
 
-KINDS = known("channels", carriers.SERVERS)
+KINDS = known("channels", carriers.CHANNELS)
 
 
 def request(name: str = "r1", tokens: int = 3, **more: object) -> wire.GenerateRequest:

@@ -18,7 +18,7 @@ from broker.errors import UserError
 from broker.jetstream.bus import Bus
 from broker.runtime.presence import census
 
-RAISED = "ValueError: broken in two lines (envhub_bad.py:94 in _raises)"
+RAISED = "ValueError: broken in two lines (envhub_bad.py:96 in _raises)"
 
 
 @pytest.fixture
@@ -67,9 +67,9 @@ async def test_a_dead_ticket_is_played_again_and_nothing_is_stored(
         out = capsys.readouterr()
         assert out.out.splitlines() == [
             f"ticket 1, given up by h: env_error: episode 0, attempt 2: step raised {RAISED}",
-            f"h gave it up: env_error: 1 of 1 episodes failed; episode 0: step raised {RAISED}",
+            f"h gave up: env_error: 1 of 1 episodes failed; episode 0: step raised {RAISED}",
         ]
-        assert out.err.endswith("for inspection only: nothing of it is stored or trained on\n")
+        assert out.err.endswith("for inspection only: the result is neither stored nor trained on\n")
 
         await retry(world, 2)  # this task of the domain goes well
         lines = capsys.readouterr().out.splitlines()
@@ -81,13 +81,13 @@ async def test_a_dead_ticket_is_played_again_and_nothing_is_stored(
             "    last response: R",
         ]
 
-        with pytest.raises(UserError, match=r"has no rewardhub at present that serves pool 'default'"):
+        with pytest.raises(UserError, match=r"has no rewardhub that serves pool 'default' now"):
             await retry(world, 3)
-        with pytest.raises(UserError, match=r"has no envhub at present that serves domain 'sea'"):
+        with pytest.raises(UserError, match=r"has no envhub that serves domain 'sea' now"):
             await retry(world, 4)
-        with pytest.raises(UserError, match="its 1 bytes are no message, so there is nothing to do again"):
+        with pytest.raises(UserError, match="its 1 bytes do not decode, so they cannot be retried"):
             await retry(world, 5)
-        with pytest.raises(UserError, match="it holds a Closed; a Ticket, an EvalTicket or a Group can be done again"):
+        with pytest.raises(UserError, match="expected a Ticket, an EvalTicket or a Group, found a Closed"):
             await retry(world, 6)
         with pytest.raises(UserError, match="no dead letter 99 in run"):
             await retry(world, 99)
@@ -123,7 +123,7 @@ async def test_a_dead_group_is_scored_again_elsewhere_if_there_is_an_elsewhere(
         await reward_world.until(lambda: served(world.bus, "b"))
         await retry(world, 1)
         line = capsys.readouterr().out.splitlines()[1]
-        assert line.startswith("b gave it up: reward_error: episode 1: ")
+        assert line.startswith("b gave up: reward_error: episode 1: ")
         assert line.endswith("hangs_on_x: no score within 1 s")
         await retry(world, 2)
         lines = capsys.readouterr().out.splitlines()

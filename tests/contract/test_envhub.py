@@ -259,7 +259,7 @@ async def test_bad_environments_cost_only_their_own_tickets(world: World, caplog
         "env_error",
         "episode 0, attempt 2: step did not return within 1 s",
     )
-    broken = "ValueError: broken in reset (envhub_kit.py:88 in _trouble)"
+    broken = "ValueError: broken in reset (envhub_kit.py:94 in _trouble)"
     assert (records[2].reason, records[2].detail) == ("env_error", f"episode 0, attempt 2: reset raised {broken}")
     assert all(isinstance(records[n], wire.Group) for n in (3, 4, 5))
     failures = [
@@ -353,7 +353,7 @@ async def test_a_group_that_cannot_be_in_time_is_given_up_where_late_ones_are_dr
         (closed,) = await world.records(1)
     assert (closed.reason, closed.detail) == (
         "late",
-        "oldest token of version 3, version 5 is being trained, max_staleness 1",
+        "oldest token of version 3, learner at version 5, max_staleness 1",
     )
 
 

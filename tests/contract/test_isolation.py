@@ -22,7 +22,7 @@ from broker.jetstream.bus import Bus
 KIT = Path(__file__).parents[1] / "kit"
 FAULTS = {
     "sleeps": "step did not return within 2 s",
-    "raises": "step raised ValueError: broken in two lines (envhub_bad.py:94 in _raises)",
+    "raises": "step raised ValueError: broken in two lines (envhub_bad.py:96 in _raises)",
     "aborts in reset": "reset: the worker process died by SIGABRT",
     "reads_nowhere": "step: the worker process died by SIGSEGV",
     "leaks": "step raised MemoryError",
@@ -121,7 +121,7 @@ async def test_a_hub_that_has_lost_too_many_threads_ends_and_its_work_goes_on(wo
     assert await asyncio.to_thread(child.wait, 100) == 1
     assert child.stderr is not None
     said = child.stderr.read()
-    assert "TooManyHung: 3 threads hang in environments (envhub.max_hung_threads); with isolation: process" in said
+    assert "TooManyHung: 3 threads hang in environments (envhub.max_hung_threads); set isolation: process" in said
     await world.ticket()
     async with world.hub("--n", "4", "--domains", "lake"):
         (group,) = await world.records(1)

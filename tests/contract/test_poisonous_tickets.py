@@ -78,7 +78,7 @@ async def test_a_ticket_that_kills_hubs_is_played_alone_and_then_closed(world: W
     assert await asyncio.to_thread(last.wait, 100) == 0
     assert sorted(records) == numbers
     assert (records[2].reason, records[2].by) == ("poisonous", "hub4")
-    assert records[2].detail == "3 hubs died while they played this ticket, the last one while it played nothing else"
+    assert records[2].detail == "3 hubs died while playing this ticket, the last one while playing nothing else"
     assert {type(records[number]) for number in (1, 3, 4)} == {wire.Group}
     assert {records[number].hub for number in (1, 3, 4)} <= {"hub3", "hub4"}
     assert {len(together) for hub, together in seen if hub in ("hub3", "hub4")} == {1}, "a suspect was not played alone"

@@ -328,7 +328,7 @@ async def test_a_new_epoch_answers_what_runs_and_the_same_settings_change_nothin
     code, said = await server.ended()
     assert code == 0, said
     assert "Traceback" not in said
-    assert said.count("restarting with the new ones") == 1
+    assert said.count("settings of rollout servers: restarting") == 1
 
 
 async def test_a_new_epoch_that_cannot_be_served_ends_the_server_as_at_its_start(fleet: Fleet, tmp_path: Path) -> None:

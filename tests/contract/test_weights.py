@@ -277,7 +277,7 @@ async def test_loaded_wrong_is_not_served(sender: WeightSender, spawn: Spawn) ->
     child = await spawn("r1", bad_loads=1)
     await ready(child)
     expected = offer(sender, 0)
-    assert "loaded wrong" in (await child.hears(event="error"))["reason"]
+    assert "loaded incorrectly" in (await child.hears(event="error"))["reason"]
     assert (await child.hears(event="loaded"))["content"] == expected
 
 

@@ -155,7 +155,7 @@ async def test_nothing_sampled_from_wrong_weights_is_given_out(make: Any, folder
     engine, old, context = await make(), models.load(folder), prompt(11)
     new, tensors = renewed(folder)
     task = await in_flight(engine, context)
-    with pytest.raises(TransferFailed, match="loaded wrong"):
+    with pytest.raises(TransferFailed, match="loaded incorrectly"):
         await engine.update_weights(tensors, 1, "keep", probe_of(old))
     assert engine.policy_version == NO_VERSION
     output = await task

@@ -1,3 +1,1 @@
-"""Worker processes that run code of the user's: how to start them, speak to them, limit them and hear what they
-print.
-"""
+"""Worker processes that run users' code: starting, messages, limits and their output."""

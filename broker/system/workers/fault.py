@@ -1,7 +1,6 @@
-"""What a user's code raised, as text: the error, the line of the user's file that it came from, and the traceback for
-the log.
+"""Describes errors of users' code as text: the error, the line of the user's file, and the traceback for the log.
 
-An exception itself never leaves its process: texts do.
+An exception never leaves its process; its description does.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _ROOT: Final = Path(__file__).resolve().parents[3]
 _OURS: Final = tuple(
     f"{_ROOT / name}{os.sep}" for name in ("broker", "envhub", "learner", "rewardhub", "rlearner_text", "rollout")
 )
-# runs where a user's own could
+# packages of ours that run where a user's could
 _SUPPLIED: Final = tuple(f"{_ROOT / name}{os.sep}" for name in ("envhub/envs", "rewardhub/rewards"))
 _CALLERS: Final = (str(_ROOT / "rewardhub/rewards/loading.py"), str(_ROOT / "rewardhub/rewards/base.py"))
 _LIBRARIES: Final = tuple(
@@ -33,21 +32,19 @@ _INSTALLED: Final = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("pu
 
 
 def told(error: BaseException) -> str:
-    """``KeyError: 'no such column' (bad_rewards.py:7 in raises)``, one line."""
+    """Return ``KeyError: 'no such column' (bad_rewards.py:7 in raises)``, one line."""
     name, words, where = type(error).__name__, said(error), place(error)
     return f"{name}{f': {words}' if words else ''}{f' ({where})' if where else ''}"
 
 
 def place(error: BaseException) -> str:
-    """``bad_rewards.py:7 in raises``: the innermost frame in code of the user's, for what raises is often a library
-    that it called.
+    """Return ``bad_rewards.py:7 in raises``: the innermost frame in the user's code; empty if there is none.
 
-    Code of the user's begins at the first frame that is neither ours nor Python's own; an installed package may be it.
-    Empty when the error came from none.
+    The error is often raised by a library that the user's code called. User code begins at the first frame that is
+    neither ours nor Python's own; an installed package may be user code.
     """
-    frames = [
-        (frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in traceback.walk_tb(error.__traceback__)
-    ]
+    stack = traceback.walk_tb(error.__traceback__)
+    frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in stack]
     first = next(
         (index for index, (file, _, _) in enumerate(frames) if not _is_ours(file) and not _is_pythons(file)), None
     )
@@ -64,10 +61,10 @@ def place(error: BaseException) -> str:
 
 
 def trace(error: BaseException) -> str:
-    """The whole traceback, its middle left out where it is very long; empty if it cannot be had."""
+    """Return the traceback, shortened in the middle if it is very long; empty if it cannot be formatted."""
     try:
         text = "".join(traceback.format_exception(error)).rstrip().encode("utf-8", "replace").decode()
-    except Exception:  # noqa: BLE001 - a text of the user's, in whatever state its process is: no memory, for example
+    except Exception:  # noqa: BLE001 - it formats the user's objects, and memory may be exhausted
         return ""
     half = MAX_TRACE_CHARS // 2
     return (
@@ -78,13 +75,13 @@ def trace(error: BaseException) -> str:
 
 
 class TracebackLog:
-    """Which tracebacks a log has already: one for each place that raises."""
+    """Logs each traceback once; the place that raises identifies it."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
 
     def say(self, log: logging.Logger, message: str, text: str) -> None:
-        """A warning, with the traceback below it if it is new; ``text`` is what ``trace`` gave, empty for none."""
+        """Log a warning, with a traceback as ``trace`` returned it unless it is empty or already logged."""
         extra = {TRACEBACK: text} if text and self._is_new(text) else {}
         log.warning("%s", message, extra=extra)
 

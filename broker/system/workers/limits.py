@@ -1,4 +1,4 @@
-"""What a worker process may take, and how to be rid of it with everything it started (Linux)."""
+"""Limits the resources of worker processes, and kills them with all their descendants (Linux)."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from typing import Final
 
 MIB: Final = 1 << 20
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
-_FIRST_TO_GO: Final = "500"  # of 1000: when memory runs out, the kernel ends a worker before the hub or the learner
+_FIRST_TO_GO: Final = "500"  # of 1000: out of memory, the kernel kills a worker before the hub or the learner
 
 
 def be_expendable() -> None:
-    """The worker's side: leave no core dump, and be the first to go when memory runs out."""
+    """In a worker: write no core dumps, and be killed first when memory runs out."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_GO, encoding="ascii")
 
 
 class ResourceLimits:
-    """The worker's side: limits this process from now on, and tells when it should be replaced.
+    """In a worker: limits the memory of this process, and tells when to replace it.
 
     Args:
-        memory_mib: what it may take beyond what it has now, None: no limit. Each process that it starts may take as
-        much; the
-            sum over all of them is for the hub to watch.
+        memory_mib: allowed beyond the present use, None: no limit. Each child process may use as much; the hub watches
+            the sum over all of them.
     """
 
     def __init__(self, memory_mib: int | None) -> None:
@@ -41,14 +40,12 @@ class ResourceLimits:
             )
 
     def spent(self) -> bool:
-        """Whether more than half is used: time for a fresh process, before a call fails for what earlier ones left
-        behind.
-        """
+        """Return whether more than half is used: a fresh process avoids failures caused by earlier calls."""
         return resident_mib([os.getpid()]) > self._half_mib
 
 
 def _data_bytes() -> int:
-    """What counts towards RLIMIT_DATA: private writable memory."""
+    """Return the memory that counts towards RLIMIT_DATA, which is private and writable."""
     for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024
@@ -56,7 +53,7 @@ def _data_bytes() -> int:
 
 
 def resident_mib(pids: Iterable[int]) -> float:
-    """Resident memory of the processes together; those that are gone count nothing."""
+    """Return the resident memory of some processes; those that have ended count 0."""
     pages = 0
     for pid in pids:
         with contextlib.suppress(OSError, IndexError, ValueError):
@@ -65,7 +62,7 @@ def resident_mib(pids: Iterable[int]) -> float:
 
 
 def tree(pid: int) -> list[int]:
-    """The process and everything that descends from it now."""
+    """Return the process and all its descendants."""
     found = [pid]
     for one in found:
         with contextlib.suppress(OSError):
@@ -74,7 +71,7 @@ def tree(pid: int) -> list[int]:
 
 
 def kill_tree(pid: int) -> None:
-    """SIGKILL to the process, to the session that it leads, and to its descendants in other sessions."""
+    """Send SIGKILL to the process, to the session that it leads, and to its descendants in other sessions."""
     doomed = tree(pid)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
@@ -84,10 +81,10 @@ def kill_tree(pid: int) -> None:
 
 
 def how_ended(status: int) -> str:
-    """An exit code as ``subprocess`` tells it, in words."""
+    """Describe an exit code of ``subprocess``."""
     return f"died by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
 
 
 def too_much(used_mib: float, memory_mib: int) -> str:
-    """Why a process was killed."""
+    """Describe why a process was killed."""
     return f"was killed: it took {used_mib:.0f} MiB, the limit is {memory_mib}"

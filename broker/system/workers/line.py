@@ -1,8 +1,7 @@
-"""What a hub and its worker processes say to each other: frames over a socket pair, one question and one answer at a
-time.
+"""Frames between a hub and its worker processes over a socket pair: a request, then its response.
 
-A frame is a length, four bytes little-endian, and as many bytes; each role has its own MessagePack messages in them,
-never a pickle. What a worker sends is refused unread beyond a limit: it runs code of the user's.
+A frame is a length, four bytes little-endian, and that many bytes of a MessagePack message, never a pickle. Long frames
+of a worker are refused unread, because it runs users' code.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ MAX_ANSWER_BYTES: Final = 8 << 20
 
 
 class HungUp(RlearnerError):
-    """The other end closed; what became of its process is still to be found out."""
+    """The other end closed the socket."""
 
 
 class ProtocolError(RlearnerError):
-    """The other end answered what no worker answers."""
+    """The response is not one that a worker sends."""
 
 
 def frame(data: bytes) -> bytes:
-    """The bytes with their length in front."""
+    """Return the bytes with their length in front."""
     return HEADER.pack(len(data)) + data
 
 
 def read(stream: BufferedReader) -> bytes | None:
-    """The worker's side: the next question, None once the hub has hung up."""
+    """In a worker: read the next request, None once the hub has closed the socket."""
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
         return None
@@ -42,7 +41,7 @@ def read(stream: BufferedReader) -> bytes | None:
 
 
 def write(connection: socket.socket, data: bytes) -> bool:
-    """The worker's side: send an answer; False once the hub has hung up, for example on a worker that took too long."""
+    """In a worker: send a response; return False once the hub has closed the socket, for example after a timeout."""
     try:
         connection.sendall(frame(data))
     except (BrokenPipeError, ConnectionResetError):
@@ -51,15 +50,15 @@ def write(connection: socket.socket, data: bytes) -> bool:
 
 
 def said(error: BaseException) -> str:
-    """What an exception of the user's says, in one line that can be sent."""
+    """Return the text of a user's exception in one line that can be sent."""
     try:
         return clean(str(error))
-    except Exception as second:  # noqa: BLE001 - it cannot even say what it is
+    except Exception as second:  # noqa: BLE001 - its __str__ fails
         return f"(and cannot say what, {type(second).__name__})"
 
 
 def clean(text: str, limit: int = 500) -> str:
-    """One line of at most ``limit`` characters, valid Unicode."""
+    """Return one line of at most ``limit`` characters of valid Unicode."""
     return " ".join(text[: 4 * limit].split())[:limit].encode("utf-8", "replace").decode()
 
 
@@ -71,15 +70,15 @@ class WorkerSocket:
 
     @classmethod
     async def open(cls, ours: socket.socket) -> WorkerSocket:
-        """Take over one end of a socket pair."""
+        """Take one end of a socket pair."""
         return cls(*await asyncio.open_unix_connection(sock=ours))
 
     async def ask(self, question: bytes) -> bytes:
-        """One question, one answer. A question that is cancelled makes the line unusable.
+        """Send a request and return its response; after a cancelled request the socket is unusable.
 
         Raises:
-            HungUp: the other end is closed.
-            ProtocolError: the answer is larger than MAX_ANSWER_BYTES.
+            HungUp: if the other end is closed.
+            ProtocolError: if the response is larger than MAX_ANSWER_BYTES.
         """
         try:
             self._writer.write(frame(question))
@@ -92,5 +91,5 @@ class WorkerSocket:
             raise HungUp("the other end closed") from None
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the socket."""
         self._writer.close()

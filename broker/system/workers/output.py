@@ -1,6 +1,4 @@
-"""What worker processes print goes to the hub's log, so much of it: the rest is read and dropped, whatever they
-print.
-"""
+"""Logs what worker processes print, up to a limit per minute; the rest is read and dropped."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from typing import IO, Final
 
 log = logging.getLogger(__name__)
 
-BUDGET_BYTES: Final = 64 << 10  # logged each minute, markup of the log included
+BUDGET_BYTES: Final = 64 << 10  # logged per minute, including the markup of the log
 REFILL_S: Final = 60.0
 LINE_CHARS: Final = 500
 LINE_COSTS: Final = 100  # bytes of markup
@@ -37,7 +35,7 @@ class WorkerOutput:
         threading.Thread(target=self._read, name="worker-output", daemon=True).start()
 
     def close(self) -> None:
-        """Write no more; what other processes still write is read until they end."""
+        """Close this end; output of other processes is read until they end."""
         self.file.close()
 
     def _read(self) -> None:
@@ -67,7 +65,7 @@ class WorkerOutput:
         return len(data)
 
     def _drop(self, nowhere: IO[bytes]) -> int:
-        """Into nowhere without a copy: a gigabyte costs the hub next to nothing."""
+        """Drop output without copying it: a gigabyte costs the hub next to nothing."""
         count = os.splice(self._end, nowhere.fileno(), DROP_BYTES)
         self.dropped += count
         return count

@@ -12,8 +12,8 @@ from typing import IO, Final
 
 from broker.system.children import spawn
 
-# The child sees the packages that we see, in our order: with ``-m`` its working folder would come first, and a folder
-# of the user's named ``text`` or ``broker`` would shadow ours.
+# The child gets our sys.path: ``-m`` would put the working folder first, so that a user's folder named ``broker`` would
+# shadow ours.
 BOOT: Final = (
     "import runpy, sys; sys.path[:] = sys.argv.pop().split('\\n'); runpy.run_module(sys.argv.pop(1), "
     "run_name='__main__')"
@@ -29,13 +29,13 @@ def start(
     *,
     env: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Run ``module`` as ``__main__`` with ``sys.argv[1:]`` the number of its socket and ``arguments``.
+    """Run ``module`` as ``__main__`` with the number of its socket and ``arguments`` in ``sys.argv[1:]``.
 
-    It gets the environment of this process and ``env``, and ``death_signal`` when this process dies; code of the user's
-    may have a handler for any but SIGKILL.
+    It gets this process's environment and ``env``, and ``death_signal`` when this process dies; users' code may handle
+    any signal but SIGKILL.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: if it cannot be started.
     """
     path = "\n".join(folder or os.getcwd() for folder in sys.path)
     command = (sys.executable, "-P", "-c", BOOT, module, str(theirs.fileno()), *arguments, path)

@@ -13,16 +13,16 @@ from torch import Tensor
 
 Bytes: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
-LARGE_BYTES: Final = 1 << 16  # below, the detour costs more than it saves
-PIECE_BYTES: Final = 1 << 22  # what one thread copies at a time
-MAX_THREADS: Final = 8  # beyond, memory is the limit
+LARGE_BYTES: Final = 1 << 16  # below, the overhead exceeds the gain
+PIECE_BYTES: Final = 1 << 22  # copied by a thread at a time
+MAX_THREADS: Final = 8  # more do not help: memory is the limit
 
 
 def copy_into(target: Tensor, source: Tensor, *, non_blocking: bool = False) -> None:
-    """``target.copy_(source)``, cast where the dtypes differ.
+    """Do ``target.copy_(source)``, with a cast if the dtypes differ.
 
-    Where plain bytes move within host memory the C library's copy is used: it writes past the caches, which torch's
-    loop does not (14 against 9 GB/s on the machine of docs/performance.md).
+    Plain bytes within host memory are copied by the C library, which bypasses the caches, unlike torch's loop (14
+    against 9 GB/s on the machine of docs/performance.md).
     """
     if is_plain(target, source):
         np.copyto(_bytes(target), _bytes(source))
@@ -31,11 +31,10 @@ def copy_into(target: Tensor, source: Tensor, *, non_blocking: bool = False) -> 
 
 
 def copy_all(pairs: Iterable[tuple[Tensor, Tensor]], num_threads: int | None = None) -> None:
-    """``copy_into`` for (target, source) pairs whose memory does not overlap, by several threads; returns once all is
-    copied.
+    """Apply ``copy_into`` to (target, source) pairs that do not overlap, in several threads; return once all is copied.
 
     Args:
-        num_threads: None: as many as there are processors for this process, 8 at most.
+        num_threads: None: one per available processor, at most 8.
     """
     threads = min(num_threads or len(os.sched_getaffinity(0)), MAX_THREADS)
     pieces: list[tuple[Bytes, Bytes]] = []
@@ -54,7 +53,7 @@ def copy_all(pairs: Iterable[tuple[Tensor, Tensor]], num_threads: int | None = N
 
 
 def is_plain(target: Tensor, source: Tensor) -> bool:
-    """Whether it is a move of enough bytes, as they are, within host memory."""
+    """Return whether it is a copy of many bytes, without a cast, within host memory."""
     same = target.dtype == source.dtype and target.shape == source.shape and target.is_cpu and source.is_cpu
     return same and target.nbytes >= LARGE_BYTES and target.is_contiguous() and source.is_contiguous()
 

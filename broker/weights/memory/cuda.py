@@ -1,13 +1,12 @@
-"""A GPU's memory that other processes of this host can open (CUDA IPC). Not run on a GPU yet.
+"""GPU memory that other processes of this host can open (CUDA IPC). Not yet run on a GPU.
 
-The memory is asked of the driver itself, not of torch's allocator: a piece of its own begins where its handle says, is
-neither cut up nor moved (expandable segments cannot be exported this way at all), and has none of the reference counts
-that torch keeps in shared files for tensors that it sends, which a process killed by SIGKILL leaves behind or leaves
-too high. It is never freed before the process ends, for CUDA leaves undefined what a mapping of freed memory is. Facts
-from the reference of the CUDA driver API, sections "memory management", "primary context management" and "device
-management": a handle opens in other processes only; each must be closed; one context for each device may open it; a
-handle already open is counted, not mapped again; and from the CUDA programming guide, "interprocess communication":
-only allocations of whole blocks of 2 MiB should be shared.
+The memory comes from the driver, not from torch's allocator: the handle then refers to the start of an allocation that
+is neither split nor moved (expandable segments cannot be exported this way), without the reference counts that torch
+keeps in shared files, which a killed process leaves behind. It is not freed before the process ends, because a mapping
+of freed memory is undefined in CUDA. Facts from the reference of the CUDA driver API ("memory management", "primary
+context management", "device management"): a handle opens only in other processes; each must be closed; one context per
+device may open it; opening it again only counts. From the CUDA programming guide, "interprocess communication": only
+allocations of whole blocks of 2 MiB should be shared.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from broker.weights.memory.devices import MemoryCard, SharedDevice
 
 log = logging.getLogger(__name__)
 
-LIBRARY: Final = "libcuda.so.1"  # the driver's own, one name for every CUDA version
+LIBRARY: Final = "libcuda.so.1"  # the driver's, the same name for every CUDA version
 HANDLE_BYTES: Final = 64  # CU_IPC_HANDLE_SIZE
 UNIT_BYTES: Final = 16
-# what is no multiple may be cut from a block with others' memory, all of which would be shared
+# a smaller allocation may share its block with other memory, which would be exported too
 BLOCK_BYTES: Final = 2 << 20
-LAZY_PEER_ACCESS: Final = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
+LAZY_PEER_ACCESS: Final = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag
 
 
 class IpcHandle(ctypes.Structure):
@@ -63,13 +62,13 @@ FUNCTIONS: Final[dict[str, list[Any]]] = {
 
 
 class CudaDriver:
-    """What torch has no name for, of the GPUs that this process sees, by torch's numbers for them.
+    """Driver functions that torch does not offer, for the visible GPUs by torch's numbers.
 
     Args:
         library: has the functions above; None: the driver's.
 
     Raises:
-        OSError: there is no driver, or none for this; from any function: what it answered.
+        OSError: if there is no suitable driver; from any method: the driver's error.
     """
 
     def __init__(self, library: Any = None) -> None:
@@ -82,32 +81,32 @@ class CudaDriver:
         self._contexts: dict[int, Any] = {}
 
     def unit(self, index: int) -> bytes:
-        """UUID of a GPU, or of the part of one that this process was given, 16 bytes."""
+        """Return the UUID of a GPU, or of the partition given to this process, 16 bytes."""
         found = (ctypes.c_ubyte * UNIT_BYTES)()
         self._call("cuDeviceGetUuid_v2", ctypes.byref(found), self._device(index))
         return bytes(found)
 
     def allocate(self, index: int, size_bytes: int) -> int:
-        """Address of a new piece of memory."""
+        """Allocate memory and return its address."""
         pointer = Pointer()
         with self._in_context(index):
             self._call("cuMemAlloc_v2", ctypes.byref(pointer), size_bytes)
         return int(pointer.value)
 
     def free(self, index: int, pointer: int) -> None:
-        """Give back what nobody else has been told of."""
+        """Free memory that was not exported."""
         with self._in_context(index):
             self._call("cuMemFree_v2", pointer)
 
     def export(self, index: int, pointer: int) -> bytes:
-        """Handle of a piece that begins there, 64 bytes."""
+        """Return the handle of an allocation, 64 bytes."""
         handle = IpcHandle()
         with self._in_context(index):
             self._call("cuIpcGetMemHandle", ctypes.byref(handle), pointer)
         return bytes(handle.reserved)
 
     def open(self, index: int, handle: bytes) -> int:
-        """Address at which this process sees another one's piece."""
+        """Map another process's allocation and return its address here."""
         pointer = Pointer()
         with self._in_context(index):
             self._call(
@@ -116,7 +115,7 @@ class CudaDriver:
         return int(pointer.value)
 
     def close(self, index: int, pointer: int) -> None:
-        """Let go of what was opened."""
+        """Unmap an allocation that was opened."""
         with self._in_context(index):
             self._call("cuIpcCloseMemHandle", pointer)
 
@@ -127,9 +126,7 @@ class CudaDriver:
 
     @contextmanager
     def _in_context(self, index: int) -> Iterator[None]:
-        """torch's own context of a GPU, which stays this process's; the thread's current one is what it was
-        afterwards.
-        """
+        """Make torch's context of a GPU current, and restore the thread's previous one afterwards."""
         if index not in self._contexts:
             made = Context()
             self._call("cuDevicePrimaryCtxRetain", ctypes.byref(made), self._device(index))
@@ -145,13 +142,12 @@ class CudaDriver:
         if code:
             said = ctypes.c_char_p()
             unknown = self._library.cuGetErrorName(code, ctypes.byref(said))
-            raise OSError(
-                errno.EIO, f"{name}: {f'error {code}' if unknown or said.value is None else said.value.decode()}"
-            )
+            why = f"{name}: {f'error {code}' if unknown or said.value is None else said.value.decode()}"
+            raise OSError(errno.EIO, why)
 
 
 class _Mapped:
-    """Memory that is not torch's, as torch takes it: the tensor made of it holds it."""
+    """Foreign memory in the form that torch accepts; the tensor made of it keeps it alive."""
 
     def __init__(self, pointer: int, size_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -164,11 +160,10 @@ class _Mapped:
 
 
 class CudaDevice(SharedDevice):
-    """One GPU as this process uses it. Nothing is loaded and nothing is asked before it is used.
+    """A GPU as this process uses it. Nothing is loaded before it is used.
 
     Args:
-        device: ``cuda`` or ``cuda:N`` by this process's numbers: the learner's that lends, or the one that a server
-        receives on.
+        device: ``cuda`` or ``cuda:N`` by this process's numbers: of a learner that lends, or a server that receives.
         driver: None: the real one.
     """
 
@@ -180,7 +175,7 @@ class CudaDevice(SharedDevice):
 
     def lend(self, size_bytes: int) -> tuple[Tensor, MemoryCard]:
         with _torch_tells():
-            torch.cuda.empty_cache()  # what torch keeps of freed memory nobody else is given
+            torch.cuda.empty_cache()  # other code cannot use what torch keeps of freed memory
             driver, index = self._driver, self._index
             pointer = driver.allocate(index, -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES)
             try:
@@ -195,14 +190,13 @@ class CudaDevice(SharedDevice):
 
     def open(self, card: MemoryCard) -> Tensor:
         if len(card.handle) != HANDLE_BYTES:
-            raise OSError(errno.EINVAL, f"a handle of {len(card.handle)} bytes is none of CUDA's")
+            raise OSError(errno.EINVAL, f"a handle of {len(card.handle)} bytes is not a CUDA handle")
         with _torch_tells():
             units = [self._driver.unit(index) for index in range(torch.cuda.device_count())]
             if card.unit not in units:
-                raise OSError(
-                    errno.ENODEV, f"{name_of(card.unit)} is hidden from this process, see CUDA_VISIBLE_DEVICES"
-                )
-            # in that GPU's own context, so that copies to another one work with and without peer access
+                why = f"{name_of(card.unit)} is hidden from this process, see CUDA_VISIBLE_DEVICES"
+                raise OSError(errno.ENODEV, why)
+            # in that GPU's own context, so that copies to another GPU work with and without peer access
             index = units.index(card.unit)
             return self._tensor(self._driver.open(index, card.handle), card.size_bytes, index, opened=True)
 
@@ -234,16 +228,16 @@ class CudaDevice(SharedDevice):
             finalize(mapped, _close, self._driver, index, pointer).atexit = False
         made = torch.as_tensor(mapped, device=f"cuda:{index}")
         if made.data_ptr() != pointer:
-            raise OSError(errno.EIO, "torch has copied the memory instead of taking it as it is")
+            raise OSError(errno.EIO, "torch copied the memory instead of using it")
         return made
 
 
 @contextmanager
 def _torch_tells() -> Iterator[None]:
-    """torch's errors as those of the driver."""
+    """Turn torch's errors into the driver's."""
     try:
         yield
-    except (RuntimeError, AssertionError) as error:  # the second where torch is built without CUDA
+    except (RuntimeError, AssertionError) as error:  # AssertionError if torch is built without CUDA
         raise OSError(errno.EIO, first_line(error)) from None
 
 
@@ -251,17 +245,15 @@ def _close(driver: CudaDriver, index: int, pointer: int) -> None:
     try:
         driver.close(index, pointer)
     except OSError as error:
-        log.warning("weights: letting go of the learner's GPU memory: %s", error.strerror)
+        log.warning("weights: closing the learner's GPU memory: %s", error.strerror)
 
 
 def name_of(unit: bytes) -> str:
-    """A GPU's UUID as nvidia-smi writes it."""
+    """Return a GPU's UUID as nvidia-smi prints it."""
     text = unit.hex()
     return f"GPU-{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
 
 def device_of(device: torch.device) -> SharedDevice | None:
-    """What opens the memory of a learner's GPU for a server whose weights arrive there; None where they arrive in host
-    memory.
-    """
+    """Return the device that opens a learner's GPU memory for a server whose weights arrive there; None for a CPU."""
     return CudaDevice(device) if device.type == "cuda" else None

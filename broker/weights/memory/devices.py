@@ -1,10 +1,9 @@
-"""Memory of a device, such as a GPU, that another process of this host can open: the staging buffers of a learner may
-lie in it.
+"""Device memory that another process of this host can open; a learner's staging buffers may lie in it.
 
-How far packing has come and which version lies there stays in host memory (broker.weights.memory.shared). What stands
-there of the device's memory is a card: plain text of fixed form, so that nothing is unpickled, and readable only by
-processes of the same user on the same host. The protocol around it is the same for every device;
-``broker.weights.memory.cuda`` is the real one, the tests have one over host memory.
+The packing progress and the version stay in host memory (broker.weights.memory.shared), together with a card that
+describes the device memory: plain text in a fixed form, so that nothing is unpickled, readable only by processes of the
+same user and host. The protocol is the same for all devices; ``broker.weights.memory.cuda`` is the real one, and the
+tests have one over host memory.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ CARD: Final = re.compile(r"([a-z]{1,16})/([0-9a-f]{32})/([1-9]\d{0,17})/((?:[0-9
 
 @dataclass(frozen=True)
 class MemoryCard:
-    """What another process needs to find a piece of a device's memory.
+    """What another process needs to open a piece of device memory.
 
     Attributes:
-        kind: of device, its ``SharedDevice.kind``.
-        unit: which one, 16 bytes that are the same for every process of the host: a GPU's UUID.
-        size_bytes: of the whole piece.
-        handle: what the driver calls it.
+        kind: the ``SharedDevice.kind``.
+        unit: which device, 16 bytes that are the same for all processes of the host: a GPU's UUID.
+        size_bytes: of the piece.
+        handle: the driver's name for it.
     """
 
     kind: str
@@ -37,51 +36,54 @@ class MemoryCard:
 
     @property
     def text(self) -> str:
-        """As ``from_text`` reads it, ASCII."""
+        """Return the ASCII text that ``from_text`` reads."""
         return f"{self.kind}/{self.unit.hex()}/{self.size_bytes}/{self.handle.hex()}"
 
     @classmethod
     def from_text(cls, text: str) -> MemoryCard:
-        """A card that another process wrote.
+        """Return a card that another process wrote.
 
         Raises:
-            ValueError: it is none.
+            ValueError: if it is not a card.
         """
         if (found := CARD.fullmatch(text)) is None:
-            raise ValueError(f"{text[:80]!r} is no card of a device's memory")
+            raise ValueError(f"{text[:80]!r} is not a card of device memory")
         return cls(found[1], bytes.fromhex(found[2]), int(found[3]), bytes.fromhex(found[4]))
 
 
 class SharedDevice(Protocol):
-    """One device as one process uses it. The learner lends, a server opens, reads and copies."""
+    """A device as one process uses it: the learner lends memory, a server opens and copies it."""
 
     @property
     def kind(self) -> str:
-        """Of the cards that it writes and reads."""
+        """Kind of the cards that it writes and reads."""
         ...
 
     def lend(self, size_bytes: int) -> tuple[Tensor, MemoryCard]:
-        """Memory of its own, uint8, shape (size_bytes,), zero, and how others open it. It is there until this process
-        ends, whatever becomes of the tensor, for others may be reading it.
+        """Allocate memory, uint8, shape (size_bytes,), zero, and return it with its card.
+
+        It stays until this process ends, whatever happens to the tensor, because others may be reading it.
 
         Raises:
-            OSError: there is not so much, or none that can be shared.
+            OSError: if there is too little memory, or none that can be shared.
         """
         ...
 
     def open(self, card: MemoryCard) -> Tensor:
-        """What another process lends, uint8, shape (card.size_bytes,), to read alone; let go of with the tensor.
+        """Open the memory of another process for reading, uint8, shape (card.size_bytes,); freed with the tensor.
 
         Raises:
-            OSError: it cannot be opened from here, for instance as its unit is hidden from this process.
+            OSError: if it cannot be opened here, for example because the device is hidden from this process.
         """
         ...
 
     def reading(self) -> AbstractContextManager[None]:
-        """Around ``copy`` and what is computed of the copies, in one thread: whatever was begun before with this
-        process's memory on the device is done, and nothing waits for what others begin later."""
+        """Enclose ``copy`` and computations on the copies, in one thread.
+
+        Work that this process began on the device before is done, and later work of others is not awaited.
+        """
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy bytes of an opened piece into this process's memory on the device; returns once they are there."""
+        """Copy bytes of opened memory into this process's memory on the device, and wait for them."""
         ...

@@ -1,6 +1,4 @@
-"""Weights that are computed when they are asked for, so that the whole model is never held twice on the way to an
-engine that copies.
-"""
+"""Weights computed on access, so that an engine that copies never needs the whole model twice."""
 
 from __future__ import annotations
 
@@ -10,16 +8,16 @@ from torch import Tensor
 
 
 class OnDemand(Mapping[str, Tensor]):
-    """A whole model by name, some of it computed each time it is read.
+    """A whole model by name, parts of which are computed each time they are read.
 
     Attributes:
-        base: the same names with tensors of the same shapes, for who only looks at these.
+        base: the same names with tensors of the same shapes, for callers that only need these.
     """
 
     base: Mapping[str, Tensor]
 
     def made(self) -> dict[str, Tensor]:
-        """All of them, computed now and once."""
+        """Compute all of them now, once."""
         return {name: self[name] for name in self}
 
     def __iter__(self) -> Iterator[str]:

@@ -1,5 +1,4 @@
-"""Weights for servers of the learner's own host: they read the staging buffers where they lie, and no byte goes through
-a socket.
+"""Weights for servers of the learner's host: they read the staging buffers, and no byte goes through a socket.
 
     learner                                                     server of the same host and user
     Segment: a memfd of one page of words and the two           offer.segment says where: process, file, name
@@ -12,20 +11,19 @@ a socket.
                                                                 is the digest of its own copy the learner's? Else
                                                                 nothing is loaded.
 
-The two buffers may lie on a device instead, so that servers of the same GPU, or of a peer of it, copy from there (CUDA
-IPC): then the memfd is the page of words alone, and behind the words stands the card by which others open the device's
-memory (broker.weights.memory.devices). All else is the same; bytes count as packed once the device has them.
+The two buffers may lie on a device instead, so that servers of the same GPU or a peer of it copy from there (CUDA IPC):
+the memfd is then only the page of words, followed by the card with which others open the device memory
+(broker.weights.memory.devices). All else is the same; bytes count as packed once the device has them.
 
-What lies in the receiving buffer afterwards, and all that follows (digest, probe, double buffers), is as after a
-broadcast; ready, go, done and stop are said through the store (broker.weights.sender.transfer). The side that is being
-sent is not written while its receivers are waited for. One that was given up may read on while it is overwritten: it
-sees the other version in the words, or, should memory order ever hide that, another digest of its copy.
+The receiving buffer and what follows (digest, probe, double buffers) are the same as after a broadcast; ready, go, done
+and stop travel through the store (broker.weights.sender.transfer). The side being sent is not written while its
+receivers are awaited. One that was given up may read on while it is overwritten: it sees the other version in the words
+or, should memory order ever hide that, another digest of its copy.
 
-Why a memfd: it has no name in any file system, so the kernel frees it with the last process that has it, however they
-end; it is not bound by the size of /dev/shm (64 MiB in many containers); and ``/proc/PID/fd`` lets nobody in but the
-same user (and root) who sees the same processes, which is just who can be on the same host. It cannot be cut short
-under a reader (F_SEAL_SHRINK), and nobody but the learner can write it (F_SEAL_FUTURE_WRITE, Linux 5.1). A server lets
-go of it as soon as the learner's process has ended.
+Why a memfd: it has no name in a file system, so the kernel frees it with the last process that has it open; it is not
+limited by the size of /dev/shm (64 MiB in many containers); and ``/proc/PID/fd`` is accessible only to the same user
+(and root) in the same PID namespace. It cannot be truncated under a reader (F_SEAL_SHRINK), and only the learner can
+write it (F_SEAL_FUTURE_WRITE, Linux 5.1). A server releases it when the learner's process ends.
 """
 
 from __future__ import annotations
@@ -59,24 +57,24 @@ log = logging.getLogger(__name__)
 SIDES: Final = 2
 PAGE_BYTES: Final = 4096
 WORDS_OF_A_SIDE: Final = 8  # a cache line
-CARD_AT: Final = 1024  # in the page of words, text up to the first zero
-DEVICE_PIECE_BYTES: Final = 32 << 20  # copied at a time on a device, where each piece is waited for
+CARD_AT: Final = 1024  # offset of the card in the page of words: text up to the first zero
+DEVICE_PIECE_BYTES: Final = 32 << 20  # per copy on a device, where each piece is awaited
 F_SEAL_FUTURE_WRITE: Final = 0x10  # <linux/fcntl.h>; the module fcntl has no name for it
 ADDRESS: Final = re.compile(r"([1-9]\d{0,9})/(\d{1,9})/(rlearner-weights-[0-9a-f]{16})")
 
 
 class SharedSegment:
-    """The sender's: memory for its two staging buffers that others on this host can read.
+    """The sender's memory for its two staging buffers, readable by others on this host.
 
     Args:
-        device: where the buffers lie; None: in host memory.
+        device: of the buffers; None: host memory.
 
     Attributes:
-        address: where, for ``SegmentReader``: process id, file descriptor, name.
-        device: where the buffers lie.
+        address: for ``SegmentReader``: process id, file descriptor, name.
+        device: of the buffers.
 
     Raises:
-        OSError: there is no such memory here.
+        OSError: if there is no such memory here.
     """
 
     def __init__(self, plan: LayoutPlan, device: SharedDevice | None = None) -> None:
@@ -111,28 +109,28 @@ class SharedSegment:
 
 
 class SegmentReader:
-    """A receiver's: a segment as it is seen from another process, to read alone.
+    """A receiver's read-only view of a segment of another process.
 
     Args:
-        device: opens memory of devices; None: host memory alone can be read.
+        device: opens device memory; None: only host memory can be read.
 
     Attributes:
         on_device: whether versions are read, and arrive, on the device.
 
     Raises:
-        OSError, ValueError: it cannot be opened from here, or is another one.
+        OSError, ValueError: if it cannot be opened here, or is another segment.
     """
 
     def __init__(self, address: str, plan: LayoutPlan, device: SharedDevice | None = None) -> None:
         found = ADDRESS.fullmatch(address)
         if found is None:
-            raise ValueError("it is no address of a segment")
+            raise ValueError("it is not the address of a segment")
         pid, path, name = int(found[1]), f"/proc/{found[1]}/fd/{found[2]}", f"/memfd:{found[3]} (deleted)"
         self.address = address
         self.process = os.pidfd_open(pid)  # readable once it has ended
         finalize(self, os.close, self.process)
         if os.readlink(path) != name:
-            raise ValueError("another process has that number here")
+            raise ValueError("another process has that id here")
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             size = os.fstat(file).st_size
@@ -155,23 +153,22 @@ class SegmentReader:
         done: Callable[[int], None],
         peek: Callable[[], None],
     ) -> list[bytes]:
-        """Copy a version into a buffer of its plan as it is packed; digests of its buckets, taken of the copy.
+        """Copy a version into a buffer of its plan as it is packed; return the digests of the copied buckets.
 
         Args:
-            timeout_s: longest wait for more bytes.
+            timeout_s: how long to wait for more bytes.
             done: called with a bucket's index when it is complete.
-            peek: called now and then; raises TransferFailed to end it.
+            peek: called now and then; raises TransferFailed to end the copy.
 
         Raises:
-            TransferFailed: it does not lie there any more, no more bytes came, or the watch was cancelled. What lies in
-            ``flat`` is
-                worth nothing then.
+            TransferFailed: if the version is gone, no more bytes came, or the wait was cancelled; ``flat`` is invalid
+                then.
         """
         try:
             return self._take(version, flat, watch, timeout_s, done, peek)
         except TransferFailed as error:
             reason = str(error)
-        # not the same: its frames would keep the memory for as long as anybody keeps the error
+        # a copy, because the frames of the original would keep the memory alive with the error
         raise TransferFailed(reason)
 
     def _take(
@@ -186,7 +183,7 @@ class SegmentReader:
         memory, lent, device = self._memory, self._lent, self._device
         sides = [side for side in range(SIDES) if memory is not None and _words(memory, side)[0] == version + 1]
         if memory is None or not sides or (lent is None and self.on_device):
-            raise TransferFailed(f"version {version} does not lie in the learner's memory any more")
+            raise TransferFailed(f"version {version} is no longer in the learner's memory")
         if lent is not None and device is not None:
             reading = MemoryRead(
                 _words(memory, sides[0]), version, watch, timeout_s, peek, self._fetch, DEVICE_PIECE_BYTES
@@ -194,7 +191,7 @@ class SegmentReader:
             try:
                 with device.reading():
                     return self._buckets(reading, _part(lent, self._plan, sides[0]), flat.buffer, flat, done)
-            except RuntimeError as error:  # torch's, of the device
+            except RuntimeError as error:  # torch's, about the device
                 raise TransferFailed(f"the learner's memory cannot be read: {first_line(error)}") from None
         reading = MemoryRead(_words(memory, sides[0]), version, watch, timeout_s, peek, np.copyto, PIECE_BYTES)
         source = np.frombuffer(memory, np.uint8, self._plan.size_bytes, _offset(self._plan, sides[0]))
@@ -210,8 +207,8 @@ class SegmentReader:
         return digests
 
     def _fetch(self, target: Tensor, source: Tensor) -> None:
-        """Copy a piece on the device, unless its owner is gone: nobody says what becomes of it then."""
-        assert self._device is not None, "it lies in host memory"
+        """Copy a piece on the device unless its owner has ended, after which its content is undefined."""
+        assert self._device is not None, "the segment is in host memory"
         ended = select.poll()
         ended.register(self.process, select.POLLIN)
         if ended.poll(0):
@@ -219,25 +216,25 @@ class SegmentReader:
         self._device.copy(target, source)
 
     def close(self) -> None:
-        """Release the memory; processes that still read it hold it until they are done."""
+        """Release the memory; processes that still read it keep it until they are done."""
         self._memory = self._lent = None
 
 
 class LocalLearner:
-    """What a receiver keeps of the learner of its host: the window, until that process ends or another is looked for.
+    """A receiver's view of its host's learner: the window, until that process ends or another one is reached.
 
     Args:
-        device: opens memory of devices, see ``SegmentReader``.
+        device: opens device memory, see ``SegmentReader``.
     """
 
     def __init__(self, device: SharedDevice | None = None) -> None:
         self._device = device
         self.window: SegmentReader | None = None
-        self.problem = ""  # why the address looked for last cannot be read from here
+        self.problem = ""  # why the last address cannot be read from here
         self._tried = ""
 
     def reach(self, address: str, plan: LayoutPlan) -> SegmentReader | None:
-        """The window on a segment, None where it cannot be opened from here. Call it in the event loop."""
+        """Return the window on a segment, None if it cannot be opened here. Call it in the event loop."""
         if self.window is not None and self.window.address != address:
             self.leave()
         if self.window is None and address and address != self._tried:
@@ -251,35 +248,33 @@ class LocalLearner:
         return self.window
 
     def leave(self) -> None:
-        """Let go of it."""
+        """Release the window."""
         if self.window is not None:
             self.window.close()
-            with suppress(RuntimeError):  # no loop any more
+            with suppress(RuntimeError):  # the loop is closed
                 asyncio.get_running_loop().remove_reader(self.window.process)
             self.window, self._tried = None, ""
 
 
 def segment_of(plan: LayoutPlan, device: SharedDevice | None = None) -> SharedSegment | None:
-    """Memory that servers of this host can read, on the device where that can be had; None where there is none of
-    either kind.
-    """
+    """Return memory that servers of this host can read, on the device if possible; None if there is none."""
     if device is not None:
         try:
             return SharedSegment(plan, device)
         except OSError as error:
             log.warning(
-                "weights: servers of this host read them in host memory, for the device has none to share: %s",
+                "weights: servers of this host read host memory, because the device has none to share: %s",
                 error.strerror,
             )
     try:
         return SharedSegment(plan)
     except OSError as error:
-        log.warning("weights: servers of this host get them by gloo, for there is no memory to share here: %s", error)
+        log.warning("weights: servers of this host use gloo, because there is no memory to share here: %s", error)
         return None
 
 
 def size_of(plan: LayoutPlan) -> int:
-    """Bytes of a segment for versions of this plan whose buffers lie in it."""
+    """Return the bytes of a segment whose buffers hold versions of this plan."""
     return _offset(plan, SIDES)
 
 

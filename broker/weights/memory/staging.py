@@ -1,4 +1,4 @@
-"""The flat buffers that weights lie in between the model and the wire, and the sender's pair of them."""
+"""Flat buffers between the model and the wire, and the sender's pair of them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ from broker.weights.digest import BucketDigest, combine, digest_bucket
 from broker.weights.memory.copying import copy_into
 from broker.weights.plan import LayoutPlan, TensorSlot, TensorSpec, make_plan
 
-PIECE_BYTES: Final = 2 << 20  # that is copied, and digested, at a time: a tile of the digest
-LOOK_AGAIN_S: Final = 0.1  # waiters are notified when packing ends; this only bounds the cost of a missed notification
+PIECE_BYTES: Final = 2 << 20  # copied, and digested, at a time: a tile of the digest
+LOOK_AGAIN_S: Final = 0.1  # waiters are notified; this bounds the cost of a missed notification
 
 Words: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 def plan_of(tensors: Mapping[str, Tensor], bucket_mib: float, *, dtype: str | None = None) -> LayoutPlan:
-    """The plan of a model's named tensors. Tensors that share their memory count once, under the name that comes first.
+    """Return the plan of a model's named tensors; tensors that share memory count once, under the first name.
 
     Args:
-        tensors: for example ``model.state_dict()`` or ``dict(model.named_parameters())``; meta tensors do.
-        dtype: what floating-point tensors are cast to for the wire, torch's name; ``fp8``: see the module; None: its
-        own.
+        tensors: for example ``model.state_dict()`` or ``dict(model.named_parameters())``; may be meta tensors.
+        dtype: of floating-point tensors on the wire, torch's name or ``fp8``; None: their own.
     """
     specs: list[TensorSpec] = []
     seen: set[tuple[int, int, tuple[int, ...], tuple[int, ...]]] = set()
@@ -50,11 +49,11 @@ class FlatBuffer:
     """One model's tensors in one buffer.
 
     Args:
-        buffer: zero everywhere; None: memory of its own on ``device``.
+        buffer: all zero; None: new memory on ``device``.
 
     Attributes:
         buffer: uint8, shape (plan.size_bytes,); gaps are zero.
-        tensors: the planned tensors as views of the buffer, by name.
+        tensors: the planned tensors by name, as views of the buffer.
     """
 
     def __init__(self, plan: LayoutPlan, device: str | torch.device = "cpu", buffer: Tensor | None = None) -> None:
@@ -68,29 +67,29 @@ class FlatBuffer:
         }
 
     def bucket(self, index: int) -> Tensor:
-        """Bytes of one bucket, uint8, a view."""
+        """Return the bytes of a bucket, a uint8 view."""
         start, stop = self.plan.buckets[index]
         return self.buffer[start:stop]
 
     def fill(self, tensors: Mapping[str, Tensor], reached: Callable[[int], None] = lambda offset: None) -> None:
-        """Copy (and cast, or quantise) every planned tensor in; returns once the copy is done.
+        """Copy (and cast or quantize) every planned tensor into the buffer; return once the copy is done.
 
         Args:
-            reached: told now and then, at least once a bucket, below which offset all bytes are in place.
+            reached: called at least once per bucket with the offset below which all bytes are in place.
 
         Raises:
-            TransferFailed: one is missing or has another shape.
+            TransferFailed: if a tensor is missing or has another shape.
         """
         told, gpu = 0, self.buffer.device if self.buffer.is_cuda else None
         piece = min(PIECE_BYTES, self.plan.bucket_bytes)
         with torch.no_grad():
-            scaled: set[str] = set()  # scales that are there with their matrix, which lies before them
-            for slot in self.plan.slots:  # in order and once: a sharded trainer gathers each as it is asked for
+            scaled: set[str] = set()  # scales that were written with their matrices, which precede them
+            for slot in self.plan.slots:  # in order and once: a sharded trainer gathers each on access
                 if slot.spec.name in scaled:
                     continue
                 source = self._source(tensors, slot)
                 gpu = source.device if gpu is None and source.is_cuda else gpu
-                step = piece if gpu is None else self.plan.bucket_bytes  # a GPU is waited for each time
+                step = piece if gpu is None else self.plan.bucket_bytes  # each step waits for a GPU
                 target, scale, steps = (
                     self.tensors[slot.spec.name],
                     slot.spec.name + fp8.SCALE,
@@ -113,13 +112,13 @@ class FlatBuffer:
         name, shape = slot.spec.name, slot.spec.shape
         source = tensors.get(name)
         if source is None:
-            raise TransferFailed(f"weights: {name} is planned and was not given")
+            raise TransferFailed(f"weights: {name} is planned but missing")
         if tuple(source.shape) != shape:
-            raise TransferFailed(f"weights: {name} has shape {list(source.shape)}, planned was {list(shape)}")
+            raise TransferFailed(f"weights: {name}: expected shape {list(shape)}, got {list(source.shape)}")
         return source
 
     def _copy(self, slot: TensorSlot, source: Tensor, size: int) -> Iterator[int]:
-        """Copy one tensor, in pieces of this size where it can be cut; yields how far it has come."""
+        """Copy one tensor, in pieces of this size if it can be split; yield the progress."""
         target = self.tensors[slot.spec.name]
         if slot.offset // size == (slot.stop - 1) // size or not source.is_contiguous():
             copy_into(target, source, non_blocking=True)
@@ -135,7 +134,7 @@ class FlatBuffer:
             yield offset
 
     def digest(self) -> str:
-        """Hex digest of all buckets."""
+        """Return the hex digest of all buckets."""
         return combine([digest_bucket(self.bucket(index)) for index in range(len(self.plan.buckets))])
 
 
@@ -145,18 +144,16 @@ def _settle(gpu: torch.device | None) -> None:
 
 
 class StagedVersion:
-    """One side of the staging: a version that is being packed or lies there whole. It may be sent and digested as it is
-    packed.
+    """One side of the staging: a version being packed, or complete. It may be sent and digested while it is packed.
 
     Args:
-        words: int64, shape (2,): what lies there, kept for who reads it from another process: version + 1 or 0, bytes
-        packed.
+        words: int64, shape (2,), for readers in other processes: version + 1 or 0 for none, bytes packed.
     """
 
     def __init__(self, flat: FlatBuffer, words: Words | None = None) -> None:
         self.flat, self.plan = flat, flat.plan
         self._words = words if words is not None else np.zeros(2, np.int64)
-        self.version = -1  # what lies in it, -1 nothing
+        self.version = -1  # -1: nothing
         self.digest: str | None = None  # hex, of all buckets, once known
         self.sending = False
         self.lock = threading.Lock()  # held while the version changes or one bucket is digested
@@ -167,10 +164,10 @@ class StagedVersion:
         return len(self.plan.buckets)
 
     def __getitem__(self, index: int) -> Tensor | None:
-        """A bucket's bytes; None while it is not packed.
+        """Return a bucket's bytes; None while it is not packed.
 
         Raises:
-            TransferFailed: packing failed.
+            TransferFailed: if packing failed.
         """
         if self.version < 0:
             raise TransferFailed("the weights could not be packed")
@@ -178,11 +175,11 @@ class StagedVersion:
 
     @property
     def packed_bytes(self) -> int:
-        """All bytes below are in place."""
+        """Offset below which all bytes are in place."""
         return self._packed_bytes
 
     def open(self, version: int) -> None:
-        """What lay here is gone."""
+        """Begin a version; the previous content is gone."""
         with self.lock:
             self._words[:] = 0
             self._packed_bytes, self.digest = (
@@ -193,13 +190,13 @@ class StagedVersion:
             self._words[0] = version + 1
 
     def reached(self, offset: int) -> None:
-        """All bytes below are in place."""
+        """Note that all bytes below are in place."""
         with self._told:
             self._packed_bytes = self._words[1] = offset
             self._told.notify_all()
 
     def failed(self) -> None:
-        """It will never be whole."""
+        """Note that it will never be complete."""
         with self._told:
             self.version = -1
             self._words[0] = 0
@@ -210,7 +207,7 @@ class StagedVersion:
         digests: list[bytes] = []
         for index, (start, stop) in enumerate(self.plan.buckets):
             digest, done = BucketDigest(self.flat.bucket(index)), start
-            while done < stop:  # close behind the copy, while the bytes are in the caches
+            while done < stop:  # close behind the copy, while the bytes are in the cache
                 with self._told:
                     while self.version == version and self._packed_bytes < min(done + PIECE_BYTES, stop):
                         self._told.wait(LOOK_AGAIN_S)
@@ -230,7 +227,7 @@ class StagedVersion:
 
 
 class StagingMemory(Protocol):
-    """Where staging buffers may lie so that other processes see them."""
+    """Memory for staging buffers that other processes can read."""
 
     def buffer(self, side: int, /) -> Tensor: ...
 
@@ -240,18 +237,17 @@ class StagingMemory(Protocol):
 class StagingBuffers:
     """Two buffers: the newest version stays on offer in one while the next is copied into the other.
 
-    The one that is being sent is never written; if that is not the newest, the newest is overwritten, for nobody has it
-    yet and nobody needs it once there is a newer one. So writing waits for the copy, and at most for the digest of one
-    bucket.
+    The one being sent is never written. If that is not the newest, the newest is overwritten, which no server needs any
+    more. So writing waits only for the copy, and at most for the digest of one bucket.
 
     Args:
-        memory: host memory that they lie in; None: their own, on ``device``.
+        memory: for the buffers; None: new memory on ``device``.
     """
 
     def __init__(
         self, plan: LayoutPlan, device: str | torch.device = "cpu", memory: StagingMemory | None = None
     ) -> None:
-        self._memory = memory  # open for as long as its buffers are in use
+        self._memory = memory  # kept open while its buffers are in use
         if memory is None:
             self._sides = tuple(StagedVersion(FlatBuffer(plan, device)) for _ in range(2))
         else:
@@ -265,11 +261,10 @@ class StagingBuffers:
         """Copy a version in. Versions increase; one writer at a time.
 
         Args:
-            begun: called before the first byte is copied; from then on the version can be digested and sent as it
-            comes.
+            begun: called before the first byte is copied; from then on the version can be digested and sent.
 
         Raises:
-            TransferFailed: a tensor is missing or has another shape.
+            TransferFailed: if a tensor is missing or has another shape.
         """
         with self._choose:
             side = min((side for side in self._sides if not side.sending), key=lambda side: side.version)
@@ -282,9 +277,7 @@ class StagingBuffers:
             raise
 
     def digest(self, version: int) -> str | None:
-        """Return the hex digest of a version, waiting for its packing; None if it was overwritten or could not be
-        packed.
-        """
+        """Return the hex digest of a version once it is packed; None if it was overwritten or could not be packed."""
         side = self._find(version)
         return side.take_digest(version) if side is not None else None
 
@@ -294,7 +287,7 @@ class StagingBuffers:
         if side is None:
             return False
         for index in range(len(self.plan.buckets)):
-            with side.lock:  # one bucket at a time, for the writer waits for it
+            with side.lock:  # one bucket at a time, because the writer waits for it
                 if side.version != version or side[index] is None:
                     return False
                 copy_into(into.bucket(index), side.flat.bucket(index))
@@ -305,7 +298,7 @@ class StagingBuffers:
         """Keep a version unchanged while it is sent; one at a time.
 
         Raises:
-            TransferFailed: it was overwritten by a newer one.
+            TransferFailed: if it was overwritten by a newer one.
         """
         with self._choose:
             side = self._find(version)

@@ -1,4 +1,4 @@
-"""What a server does about the offers it sees: decisions only, no clock, no network."""
+"""Decides what a server does about the offers that it sees; without clock and network."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ FIRST_RETRY_S: Final = 0.1
 LAST_RETRY_S: Final = 5.0
 FIRST_LOOK_S: Final = 1.0  # after the start
 LOOK_EVERY_S: Final = 2.0
-OLD: Final = "no newer than what is served"
+OLD: Final = "not newer than the served version"
 
 
 @dataclass(frozen=True)
 class AdoptVersion:
-    """The bytes are here already: take the offer's version without a transfer."""
+    """The bytes are here: take the offer's version without a transfer."""
 
     offer: wire.WeightsOffer
 
@@ -32,12 +32,12 @@ class JoinTransfer:
 
 @dataclass(frozen=True)
 class CheckSnapshot:
-    """See whether there is a snapshot of use."""
+    """Look for a snapshot that helps."""
 
 
 @dataclass(frozen=True)
 class WaitForOffer:
-    """Nothing to do before ``until`` (monotonic seconds, None: before the next offer)."""
+    """Wait until ``until`` (monotonic seconds, None: until the next offer)."""
 
     until: float | None
 
@@ -47,12 +47,12 @@ Snapshots = Literal["none", "fallback", "only"]
 
 
 class OfferAcceptance:
-    """The receiver's state.
+    """State of the receiver.
 
     Args:
-        plan: digest of the server's own bucket plan; those of other things that it takes are added to ``plans``.
-        digest: of the weights that the server holds, None when unknown.
-        snapshots: ``fallback``: polled while the learner cannot be reached; ``only``: it is never asked.
+        plan: digest of the server's bucket plan; those of other accepted plans are added to ``plans``.
+        digest: of the weights that the server holds, None if unknown.
+        snapshots: ``fallback``: used while the learner cannot be reached; ``only``: the learner is never asked.
     """
 
     def __init__(self, plan: str, digest: str | None, snapshots: Snapshots = "none") -> None:
@@ -63,16 +63,16 @@ class OfferAcceptance:
         self._delay_s = FIRST_RETRY_S
         self._not_before = 0.0
         self._snapshots = snapshots
-        self._look_at: float | None = None  # None: nobody has asked yet what to do
+        self._look_at: float | None = None  # None: ``next`` was not called yet
 
     def offered(self, offer: wire.WeightsOffer) -> str:
-        """A new offer; the reason why it is refused, empty if it is not."""
+        """Take a new offer; return why it is refused, empty if it is accepted."""
         newest = self.newest
         if newest is not None and (offer.epoch, offer.version) <= (newest.epoch, newest.version):
             if offer == newest:
                 return ""
             if not newest.digest and offer == msgspec.structs.replace(newest, digest=offer.digest):
-                self.newest = offer  # the same offer, made before its digest was known
+                self.newest = offer  # the same offer, now with its digest
                 return ""
             return (
                 f"epoch {offer.epoch} version {offer.version} is not newer than epoch {newest.epoch} version "
@@ -85,7 +85,7 @@ class OfferAcceptance:
         return ""
 
     def next(self, now: float) -> Action:
-        """What to do now."""
+        """Return what to do now."""
         offer = self.newest
         wanted = offer is not None and offer.plan in self.plans and (offer.epoch, offer.version) > self.served
         if wanted and offer is not None and now >= self._not_before:
@@ -94,7 +94,7 @@ class OfferAcceptance:
             if self._snapshots != "only":
                 return JoinTransfer(offer)
         if self._look_at is None:
-            self._look_at = now + FIRST_LOOK_S  # what the learner offers comes first
+            self._look_at = now + FIRST_LOOK_S  # the learner's offers come first
         retry_at = self._not_before if wanted and now < self._not_before else None
         if not self._looks:
             return WaitForOffer(retry_at)
@@ -102,19 +102,17 @@ class OfferAcceptance:
 
     @property
     def _looks(self) -> bool:
-        """Whether snapshots are worth a look: where the learner is not asked, or did not answer, or has offered
-        nothing.
-        """
+        """Return whether to look for snapshots: the learner is not asked, did not answer, or has offered nothing."""
         return self._snapshots == "only" or (
             self._snapshots == "fallback" and (self.newest is None or self._delay_s > FIRST_RETRY_S)
         )
 
     def looked(self, now: float) -> None:
-        """At what there is; once more a little later."""
+        """Note that snapshots were checked; the next check is a little later."""
         self._look_at = now + LOOK_EVERY_S
 
     def useful(self, offer: wire.WeightsOffer) -> str:
-        """Why a snapshot, by its offer, is of no use here; empty when it is. Same words for the same snapshot."""
+        """Return why a snapshot, by its offer, cannot be used here; empty if it can. The text is stable."""
         newest = self.newest
         if (offer.epoch, offer.version) <= self.served:
             return OLD
@@ -128,19 +126,19 @@ class OfferAcceptance:
         return ""
 
     def loading(self) -> None:
-        """The engine starts to copy: until it is done, nobody knows what it holds."""
+        """Note that the engine starts to copy: until it is done, its content is unknown."""
         self.digest = None
 
     def taken(self, offer: wire.WeightsOffer, digest: str) -> None:
-        """The offered version is loaded, checked and served."""
+        """Note that the offered version is loaded, checked and served."""
         self.served, self.digest = (offer.epoch, offer.version), digest
         self._delay_s = FIRST_RETRY_S
 
     def failed(self, now: float, *, counts: bool = True) -> float:
-        """An attempt failed; the seconds until the next one.
+        """Note that an attempt failed; return the seconds until the next one.
 
         Args:
-            counts: whether it is a failure worth counting; a learner that is busy or away is none.
+            counts: whether it counts as a failure; a busy or absent learner does not.
         """
         self.failures += counts
         delay_s, self._delay_s = self._delay_s, min(2 * self._delay_s, LAST_RETRY_S)

@@ -1,6 +1,4 @@
-"""Where a receiver's versions arrive. An engine that keeps the tensors of an update computes from one buffer while the
-next fills.
-"""
+"""Buffers in which a receiver's versions arrive: two if the engine computes from one while the next fills."""
 
 from __future__ import annotations
 
@@ -15,12 +13,12 @@ from broker.weights.plan import LayoutPlan
 
 @dataclass(frozen=True)
 class IncomingVersion:
-    """One version on its way in.
+    """A version being received.
 
     Attributes:
-        flat: filled by the transfer; nobody else writes or reads it.
-        base: what a difference is one from; ``flat`` itself where it lies there already.
-        held: digest of what lies in ``base``, empty when unknown.
+        flat: filled by the transfer, and used by nothing else.
+        base: what a difference refers to; ``flat`` itself if the bytes are there.
+        held: digest of ``base``, empty if unknown.
     """
 
     flat: FlatBuffer
@@ -29,37 +27,36 @@ class IncomingVersion:
 
 
 class ReceiveBuffers:
-    """One buffer, or with an engine that keeps what it is given, two that take turns.
+    """One buffer, or two that take turns for an engine that keeps what it is given.
 
     Args:
-        kept: the engine computes from the tensors of its last update; else it copies them.
+        kept: whether the engine computes from the tensors of its last update; otherwise it copies them.
     """
 
     def __init__(self, *, kept: bool) -> None:
         self._kept = kept
-        self._flat: FlatBuffer | None = None  # the newest that is whole
-        self._held = ""  # its digest, empty when unknown
-        self._in_use = False  # the engine computes from it
+        self._flat: FlatBuffer | None = None  # the newest complete one
+        self._held = ""  # its digest, empty if unknown
+        self._in_use = False  # whether the engine computes from it
         self._spare: FlatBuffer | None = None
 
     def hold(self, plan: LayoutPlan, tensors: Mapping[str, torch.Tensor], device: torch.device) -> str:
-        """Take a copy of what the engine starts with; its digest."""
+        """Copy what the engine starts with, and return its digest."""
         self._flat, self._in_use = FlatBuffer(plan, device), False
         self._flat.fill(tensors)
         self._held = self._flat.digest()
         return self._held
 
     def whole(self) -> FlatBuffer | None:
-        """The newest that is whole, None when there is none."""
+        """Return the newest complete buffer, None without one."""
         return self._flat
 
     def take(self, plan: LayoutPlan, device: torch.device) -> IncomingVersion:
-        """For the next version. A transfer that fails may go on writing into it, so only what has arrived is used
-        again.
+        """Return the buffer for the next version; one of a failed transfer is not reused, as it may still be written.
 
         Args:
-            plan: of what comes.
-            device: where it comes.
+            plan: of what arrives.
+            device: where it arrives.
         """
         if self._flat is not None and (self._flat.plan != plan or self._flat.buffer.device.type != device.type):
             self._forget()
@@ -74,12 +71,12 @@ class ReceiveBuffers:
         return IncomingVersion(base, base, held)
 
     def arrived(self, arrival: IncomingVersion, digest: str) -> None:
-        """It is whole; the engine loads it next."""
+        """Note that a version is complete; the engine loads it next."""
         self._spare = self._flat if self._in_use else None
         self._flat, self._held, self._in_use = arrival.flat, digest, self._kept
 
     def load_failed(self) -> None:
-        """The engine may compute from either now, so neither is written again."""
+        """Note that the engine may now compute from either buffer, so that neither is written again."""
         if self._kept:
             self._forget()
 

@@ -1,6 +1,4 @@
-"""A receiver's side of one transfer; the conversation is drawn in ``broker.weights.sender.transfer``. It blocks and
-belongs in a thread.
-"""
+"""A receiver's side of a transfer (see ``broker.weights.sender.transfer``). It blocks and belongs in a thread."""
 
 from __future__ import annotations
 
@@ -34,12 +32,12 @@ def follow(
     """Fill ``arrival.flat`` with bytes that match the digest.
 
     Args:
-        digest: what the offer says; empty: not known when it was made, the sender says it at the end.
-        communicator: the one this server still has, of any session.
-        window: on the sender's memory, for a session that is shared.
+        digest: the offer's; empty if it was not known then: the sender sends it at the end.
+        communicator: the one that this server still has, of any session.
+        window: on the sender's memory, for a shared session.
 
     Raises:
-        TransferFailed: the communicator is closed, and something may still write into ``arrival.flat``: drop it.
+        TransferFailed: if it failed. The communicator is closed and ``arrival.flat`` may still be written: drop it.
     """
     lines = StoreMessages(store, session.session, watch)
     try:
@@ -54,9 +52,9 @@ def follow(
     rank = session.rank
     try:
         if uses and group is None and not session.shared:
-            raise TransferFailed(f"communicator {name} is not known here any more")
+            raise TransferFailed(f"communicator {name} is no longer known here")
         if session.shared and window is None:
-            raise TransferFailed("the learner's memory cannot be read from here any more")
+            raise TransferFailed("the learner's memory can no longer be read from here")
         if arrival.held:
             lines.say(f"held/{rank}", arrival.held)
         lines.say(f"ready/{rank}")
@@ -71,12 +69,11 @@ def follow(
                 raise (TransferFailed if watch.reason else PeerLost)(str(error)) from error
         expected = digest or _wait_for_digest(lines, session.timeout_s)
         if (received := combine(digests)) != expected:
-            raise TransferFailed(
-                f"digest of version {session.version}: received {received}, offered {expected}; nothing was loaded"
-            )
+            why = f"digest of version {session.version}: received {received}, offered {expected}; nothing was loaded"
+            raise TransferFailed(why)
     except TransferFailed as error:
         if reachable(session.host, session.port, 1.0):
-            with suppress(TransferFailed):  # the store may be what failed
+            with suppress(TransferFailed):  # perhaps the store failed
                 reason = f"{PEER}{error}" if isinstance(error, PeerLost) else str(error)
                 lines.say(f"ready/{rank}", reason)
                 lines.say(f"done/{rank}", reason)
@@ -88,7 +85,7 @@ def follow(
 
 
 def _take(lines: StoreMessages, group: WeightGroup, arrival: IncomingVersion, watch: WaitMonitor) -> list[bytes]:
-    """By broadcast; the digest of each bucket."""
+    """Receive by broadcast; return the digest of each bucket."""
     incoming = IncomingBuckets(arrival.flat, lines, whole=lines.heard("mode") != CHANGES, base=arrival.base)
     digests: list[bytes] = [b""] * len(incoming)
 
@@ -106,7 +103,7 @@ def _read(
     arrival: IncomingVersion,
     watch: WaitMonitor,
 ) -> list[bytes]:
-    """From the sender's memory; the digest of each bucket."""
+    """Read the sender's memory; return the digest of each bucket."""
     said_at = time.monotonic()
 
     def done(index: int) -> None:
@@ -125,7 +122,7 @@ def _wait_for_go(lines: StoreMessages, timeout_s: float) -> None:
     if answer is None:
         raise PeerLost(f"the learner did not start within {timeout_s:g} s")
     if answer:
-        raise PeerLost(f"the learner called it off: {answer}")
+        raise PeerLost(f"the learner cancelled it: {answer}")
 
 
 def _wait_for_digest(lines: StoreMessages, timeout_s: float) -> str:
@@ -133,7 +130,7 @@ def _wait_for_digest(lines: StoreMessages, timeout_s: float) -> str:
     while not (digest := lines.wait("digest", PEEK_EVERY_S)):
         _stopped(lines)
         if time.monotonic() > deadline:
-            raise PeerLost(f"the learner did not say the digest within {timeout_s:g} s")
+            raise PeerLost(f"the learner did not send the digest within {timeout_s:g} s")
     return digest
 
 

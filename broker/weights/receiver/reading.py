@@ -1,6 +1,4 @@
-"""One version on its way from memory that its sender goes on writing: taken in pieces as it is packed, given up once it
-is another.
-"""
+"""Reads one version from shared memory while the sender is still packing it; ends if it is overwritten."""
 
 from __future__ import annotations
 
@@ -17,11 +15,11 @@ from broker.weights.memory.staging import Words
 
 
 class MemoryRead:
-    """One version on its way from the learner's memory into this process's.
+    """Transfer of one version from the learner's memory to this process's.
 
     Args:
-        copy: puts bytes of its second argument into its first; returns once they are there.
-        piece: bytes that it is given at a time.
+        copy: copies bytes of its second argument to its first, and returns when they are there.
+        piece: bytes per copy.
     """
 
     def __init__(
@@ -38,7 +36,7 @@ class MemoryRead:
         self._copy, self._piece = copy, piece
 
     def bucket(self, source: Any, target: Any, start: int, bucket: Tensor) -> bytes:
-        """Copy one; the digest of the copy."""
+        """Copy a bucket; return the digest of the copy."""
         digest, done = BucketDigest(bucket), 0
         while done < len(source):
             stop = min(done + self._piece, len(source))
@@ -50,14 +48,14 @@ class MemoryRead:
         return digest.finish()
 
     def _packed(self, offset: int) -> None:
-        """Wait until all bytes below are in place."""
+        """Wait until all bytes below are packed."""
         progress_at, before = time.monotonic(), -1
         while True:
             self._watch.beat()
             if self._watch.due():
                 self._peek()
             packed = int(self._words[1])
-            self._same()  # else the number was another version's
+            self._same()  # the number could be another version's
             if packed >= offset:
                 return
             if packed != before:

@@ -1,4 +1,4 @@
-"""A rollout server's end of the weight channel: follows the offers and brings the newest version into the engine."""
+"""A rollout server's end of the weight channel: follows the offers and loads the newest version into the engine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from broker.weights.threads import ChannelTasks, in_thread, patiently
 
 log = logging.getLogger(__name__)
 
-MAX_LOST: Final = 3  # reads of the learner's memory that fail in a row before the learner is asked to send
+MAX_LOST: Final = 3  # consecutive failed reads of the learner's memory after which the learner is asked to send
 
 
 class WeightReceiver:
@@ -53,22 +53,20 @@ class WeightReceiver:
 
     Args:
         server_id: as in presence.
-        tensors: the engine's weights by name, as they travel; meta tensors do where the bytes cannot be read, then
-        nothing is
-            adopted without a transfer until the first one.
-        load: brings the given tensors into the engine at a safe point and checks the offer's probe
-        (``probe.check_probe``); raises
-            TransferFailed when it does not match. The tensors are valid until it returns. An empty mapping: the engine
-            holds these bytes already, only the version is new. The version counts as served once ``load`` has returned.
+        tensors: the engine's weights by name, as they travel; meta tensors if the bytes cannot be read, so that the
+            first version needs a transfer.
+        load: loads the given tensors into the engine at a safe point and checks the offer's probe
+            (``probe.check_probe``); raises TransferFailed if it does not match. The tensors are valid until it returns.
+            An empty mapping means that the engine holds the bytes and only the version is new. The version counts as
+            served when ``load`` returns.
         bucket_mib: the sender's.
-        dtype: what floating-point tensors travel as, by torch's name or ``fp8``, the sender's; None: their own.
-        device: where buckets arrive by nccl, a GPU; None: where the tensors lie. By gloo they arrive on the CPU. The
-        offer says which.
-        kept: the tensors given to ``load`` are read until it has returned the next time; else only until it returns.
-        first: finds what adapters are put on, see ``adapter.Foundation``.
-        snapshots: where to look while the learner cannot be had.
+        dtype: of floating-point tensors on the way, torch's name or ``fp8``, as at the sender; None: their own.
+        device: the GPU for buckets that come by nccl; None: where the tensors are. By gloo they arrive on the CPU.
+        kept: the tensors given to ``load`` are used until it returns the next time; else only until it returns.
+        first: finds the base of adapters, see ``adapter.AdapterBase``.
+        snapshots: where to look while the learner cannot be reached.
         only_snapshots: never ask the learner.
-        memory: opens the memory of a learner's device; None: CUDA's where versions can arrive on a GPU.
+        memory: opens a learner's device memory; None: CUDA's if versions can arrive on a GPU.
     """
 
     def __init__(
@@ -90,7 +88,7 @@ class WeightReceiver:
     ) -> None:
         self.plan = plan_of(tensors, bucket_mib, dtype=dtype)
         self.refused = ""  # why the newest offer is not for this server, for example another model
-        self.last_error = ""  # why the last attempt failed, empty after a success
+        self.last_error = ""  # of the last attempt, empty after a success
         self._bus = bus
         self._settings = settings or TransferSettings()
         self._questions = WeightRequests(bus, server_id, self._settings.connect_timeout_s)
@@ -114,42 +112,41 @@ class WeightReceiver:
         self._watch, self._receiving_epoch = WaitMonitor(), 0
         self._changed, self._served = asyncio.Event(), asyncio.Condition()
         self._tasks: ChannelTasks | None = None
-        self._waiting = Reminders()  # for a learner that is away
+        self._waiting = Reminders()  # for an absent learner
         self._values = {"weights/version": -1.0, "weights/failures": 0.0}
 
     @property
     def served(self) -> tuple[int, int]:
-        """(epoch, version) loaded and checked; (0, -1) before the first."""
+        """(epoch, version) that is loaded and checked; (0, -1) before the first."""
         return self._state.served
 
     async def start(self) -> None:
-        """Take the digest of what the engine holds, then follow the offers."""
+        """Take the digest of the engine's weights, then follow the offers."""
         await self._landing.begin()
         self._tasks = ChannelTasks()
         self._tasks.spawn(self._follow_offers())
         self._tasks.spawn(self._pursue())
 
     async def wait_for(self, version: int) -> None:
-        """Returns once at least this version is served."""
+        """Wait until at least this version is served."""
         async with self._served:
             await self._served.wait_for(lambda: self._state.served[1] >= version)
 
     def metrics(self) -> dict[str, float]:
-        """weights/{version,seconds,gbytes_per_s,shared,load_seconds,failures}: served, last transfer, last load, since
-        start.
+        """Return weights/{version,seconds,gbytes_per_s,shared,load_seconds,failures}: served, last transfer, last load.
 
-        ``shared`` is 1 where the last transfer was by shared memory, 0 where it was not.
-        ``load_seconds`` is from the last byte until the engine serves; the engine reports how long it paused.
+        ``shared`` is 1 if the last transfer was by shared memory. ``load_seconds`` is from the last byte until the
+        engine serves; the engine itself reports its pause. ``failures`` counts since the start.
         """
         return {**self._values, **self._landing.values, "weights/failures": float(self._state.failures)}
 
     async def join(self) -> None:
-        """Never returns; raises what stopped the channel here, if anything unexpected ever does."""
+        """Wait forever; raise the error that stopped the channel, if one does."""
         assert self._tasks is not None, "start the receiver first"
         await self._tasks.join()
 
     async def close(self) -> None:
-        """Leave whatever transfer runs; waits a second at most."""
+        """Cancel a running transfer; wait a second at most."""
         self._watch.cancel("the server is leaving")
         self._neighbour.leave()
         if self._tasks is not None:
@@ -220,11 +217,11 @@ class WeightReceiver:
         return offer.digest
 
     async def _receive(self, offer: wire.WeightsOffer) -> str:
-        """Join, receive, check, load; the digest.
+        """Join, receive, check and load; return the digest.
 
         Raises:
-            RequestFailed: the learner does not answer, or has something newer.
-            TransferFailed: refused, broken off, or the wrong bytes.
+            RequestFailed: if the learner does not answer, or has something newer.
+            TransferFailed: if it was refused, interrupted, or the bytes are wrong.
         """
         plan = self._landing.plan(offer.adapter)
         window = self._look_over(offer)
@@ -250,7 +247,7 @@ class WeightReceiver:
         return received.digest
 
     def _look_over(self, offer: wire.WeightsOffer) -> SegmentReader | None:
-        """A window on the learner's memory; None where the bytes have to be sent."""
+        """Return a window on the learner's memory, None if the bytes have to be sent."""
         if not offer.segment or self._lost >= MAX_LOST:
             return None
         known = self._neighbour.problem
@@ -279,8 +276,8 @@ class WeightReceiver:
     # --------------------------------------------------------------------------------------- snapshots
 
     async def _look(self) -> None:
-        """Take the snapshot that is there, if it is of use."""
-        assert self._lookout is not None, "there is nowhere to look"
+        """Take the existing snapshot if it helps."""
+        assert self._lookout is not None, "no snapshot source"
         try:
             manifest = await self._lookout.newest()
             if manifest is not None and await self._wants(manifest, self._lookout.where):
@@ -295,10 +292,10 @@ class WeightReceiver:
         self._state.looked(time.monotonic())
 
     async def _wants(self, manifest: SnapshotManifest, where: str) -> bool:
-        """Whether a snapshot is newer than what is served.
+        """Return whether a snapshot is newer than the served version.
 
         Raises:
-            TransferFailed: it is not for this server.
+            TransferFailed: if it is not for this server.
         """
         offer = manifest.offer
         problem = await self._landing.found(offer)
@@ -309,10 +306,10 @@ class WeightReceiver:
         return not reason
 
     async def _read(self, lookout: SnapshotPoller, manifest: SnapshotManifest, offer: wire.WeightsOffer) -> str:
-        """Read, check, load; the digest.
+        """Read, check and load a snapshot; return the digest.
 
         Raises:
-            TransferFailed: it cannot be read, or holds the wrong bytes.
+            TransferFailed: if it cannot be read, or its bytes are wrong.
         """
         newest = self._state.newest
         self._watch, self._receiving_epoch = WaitMonitor(), max(offer.epoch, newest.epoch if newest is not None else 0)

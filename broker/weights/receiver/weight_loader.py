@@ -1,6 +1,4 @@
-"""The last part of a version's way: the buffer where it arrives, what an adapter is put on, and the engine that loads
-it.
-"""
+"""Brings a received version into the engine: its buffer, the base of an adapter, loading."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ Load = Callable[[Mapping[str, Tensor], wire.WeightsOffer], Awaitable[None]]
 
 
 class WeightLoader:
-    """What one engine's versions are brought in through; the arguments are those of ``receive.Receiver``.
+    """Loader of one engine's versions; the arguments are those of ``WeightReceiver``.
 
     Attributes:
         values: weights/{seconds,gbytes_per_s,load_seconds} of the last version.
@@ -46,25 +44,25 @@ class WeightLoader:
         self._state, self._plan, self._tensors, self._load = state, plan, tensors, load
         self._device = torch.device(device) if device is not None else next(iter(tensors.values())).device
         self._dtypes = {name: tensor.dtype for name, tensor in tensors.items()} if quantised else None
-        self._as_sent = not quantised  # the engine computes from what its digest was taken of
+        self._as_sent = not quantised  # the engine computes with the bytes that the digest covers
         self._foundation = AdapterBase(plan, bucket_mib, tensors, first)
-        self._buffers = ReceiveBuffers(kept=kept and not quantised)  # of quantised ones an engine is given copies
+        self._buffers = ReceiveBuffers(kept=kept and not quantised)  # an engine gets copies of quantized ones
         self.values: dict[str, float] = {}
 
     async def begin(self) -> None:
-        """Take the digest of what the engine holds, where that can be read."""
+        """Compute the digest of the engine's weights if they can be read."""
         if not any(tensor.is_meta for tensor in self._tensors.values()):
             self._state.digest = await in_thread(
                 lambda: self._buffers.hold(self._plan, self._tensors, self._device), "weights-digest"
             )
-        self._tensors = {}  # an engine that keeps what it is given lets go of them
+        self._tensors = {}  # so that the engine can free them
 
     def plan(self, adapter: wire.Adapter | None) -> LayoutPlan:
-        """Of what comes: the model, or an adapter's factors."""
+        """Return the plan of what arrives: the model, or an adapter's factors."""
         return self._foundation.plan(adapter)
 
     async def found(self, offer: wire.WeightsOffer) -> str:
-        """Have what an adapter is put on, from the first offer of one on; why it cannot be had, empty when it can."""
+        """Load the base of an adapter at its first offer; return why it failed, empty on success."""
         adapter = offer.adapter
         if adapter is None or offer.plan != self._foundation.plan(adapter).digest:
             return ""
@@ -74,18 +72,18 @@ class WeightLoader:
 
     @property
     def device(self) -> torch.device:
-        """Where versions arrive that come by way of a device."""
+        """The device on which versions sent from a device arrive."""
         return self._device
 
     def take(self, backend: str, plan: LayoutPlan, *, on_device: bool = False) -> IncomingVersion:
-        """Where the next version arrives.
+        """Return the buffer for the next version.
 
         Args:
-            backend: what it comes by, where it is sent.
-            on_device: it is read on the device instead.
+            backend: that sends it.
+            on_device: whether it is read on the device instead.
 
         Raises:
-            TransferFailed: by nccl, and there is no GPU here.
+            TransferFailed: if it comes by nccl and there is no GPU here.
         """
         if backend == "nccl" and self._device.type != "cuda":
             raise TransferFailed(
@@ -95,13 +93,13 @@ class WeightLoader:
         return self._buffers.take(plan, self._device if backend == "nccl" or on_device else torch.device("cpu"))
 
     async def arrived(self, arrival: IncomingVersion, digest: str, offer: wire.WeightsOffer, seconds: float) -> None:
-        """It is whole: have the engine load it.
+        """Have the engine load a complete version.
 
         Args:
-            seconds: that it took.
+            seconds: that the transfer took.
 
         Raises:
-            TransferFailed: loading failed, or the probe does not match.
+            TransferFailed: if loading fails, or the probe does not match.
         """
         self._buffers.arrived(arrival, digest)
         self.values |= {
@@ -112,27 +110,27 @@ class WeightLoader:
         await self._bring_in(self._whole(tensors) if offer.adapter is None else self._foundation.merged(tensors), offer)
 
     async def adopt(self, offer: wire.WeightsOffer) -> None:
-        """Have the engine serve what it holds as the offer's version, whose digest it has.
+        """Have the engine serve the weights that it holds as the offer's version, whose digest matches.
 
         Raises:
-            TransferFailed: loading failed, or the probe does not match.
+            TransferFailed: if loading fails, or the probe does not match.
         """
         if self._as_sent:
             await self._bring_in({}, offer)
             return
-        # the engine's first weights as they would have come; it holds them before they were quantised
+        # the engine's first weights in the form in which they would have come; it holds unquantized ones
         held = self._buffers.whole()
         if held is None:
             self._state.loading()
-            raise TransferFailed("the weights held here were not quantised, and must be sent")
+            raise TransferFailed("the weights held here were not quantized, so they must be sent")
         await self._bring_in(self._whole(held.tensors), offer)
 
     def _whole(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """What came, as the engine takes it."""
+        """Return received tensors in the form that the engine takes."""
         return tensors if self._dtypes is None else fp8.DequantizedModel(tensors, self._dtypes)
 
     async def _bring_in(self, tensors: Mapping[str, Tensor], offer: wire.WeightsOffer) -> None:
-        """Have the engine load these, or with none of them serve what it holds as the offer's version."""
+        """Have the engine load these tensors; if empty, serve what it holds as the offer's version."""
         started = time.monotonic()
         self._state.loading()
         try:
@@ -141,7 +139,7 @@ class WeightLoader:
             self._buffers.load_failed()
             if isinstance(error, TransferFailed):
                 raise
-            # torch's own, for example out of memory
+            # an error of torch, for example out of memory
             raise TransferFailed(f"loading failed: {first_line(error)}") from error
         self._as_sent = True
         self.values["weights/load_seconds"] = time.monotonic() - started

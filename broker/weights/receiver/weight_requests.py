@@ -1,4 +1,4 @@
-"""What a receiver asks the learner: to be sent a version, and how its model differs."""
+"""A receiver's requests to the learner: to be sent a version, and how its model differs."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from broker.weights.sender.send import PLAN_KEY
 from broker.weights.sender.weight_responses import JOIN_TIMEOUT_S
 from broker.weights.threads import in_thread
 
-MORE_S: Final = 0.5  # than the sender waits, so that its last-moment answer still arrives
+MORE_S: Final = 0.5  # longer than the sender waits, so that a late response still arrives
 
 
 class WeightRequests:
-    """Of one server.
+    """Requests of one server.
 
     Args:
-        connect_timeout_s: longest wait for the learner's store.
+        connect_timeout_s: time limit for reaching the learner's store.
     """
 
     def __init__(self, bus: Bus, server: str, connect_timeout_s: float) -> None:
         self._bus, self._server, self._connect_timeout_s = bus, server, connect_timeout_s
 
     async def join(self, offer: wire.WeightsOffer, mine: LayoutPlan, *, shared: bool = False) -> wire.WeightsSession:
-        """Ask for the offered version.
+        """Request the offered version.
 
         Args:
-            shared: the learner's memory can be read from here.
+            shared: whether the learner's memory can be read here.
 
         Raises:
-            RequestFailed: no answer.
+            RequestFailed: if there is no response.
         """
         join = wire.WeightsJoin(
             server=self._server, epoch=offer.epoch, version=offer.version, plan=mine.digest, shared=shared
@@ -46,7 +46,7 @@ class WeightRequests:
         )
 
     async def explain(self, offer: wire.WeightsOffer, mine: LayoutPlan) -> str:
-        """Why the offer is no use here, with the first difference where the learner can be asked."""
+        """Describe why the offer cannot be used here, with the first difference if the learner can be reached."""
         said = f"epoch {offer.epoch} version {offer.version} is another model than the one here"
         try:
             answer = await self.join(offer, mine)

@@ -1,13 +1,12 @@
-"""Who is sent which version in which communicator: decisions only, no clock, no network.
+"""Decides which server is sent which version in which communicator; without clock and network.
 
-Events come in as calls, actions go out as lists. One transfer runs at a time. A transfer that has started is finished
-even when a newer version appears, so a slow link cannot starve; members that wait for a version that is no longer the
-newest are told so.
+Events are calls, actions are returned as lists. One transfer runs at a time. A started transfer is finished even when a
+newer version appears, so a slow link cannot starve; servers that wait for an outdated version are refused.
 
-A server that failed in a transfer is on probation: it is served alone, in a communicator of its own, after a delay that
-doubles with each failure, and only while no other server waits. A transfer that reaches it ends the probation. Where a
-transfer failed and nothing tells who is to blame, all of its members are served alone next, without a delay. So no
-server loses two transfers to the same peer.
+A server that failed in a transfer is on probation: it is served alone, in its own communicator, after a delay that
+doubles with each failure, and only while no other server waits. A successful transfer ends the probation. If a transfer
+failed and the culprit is unknown, all its members are served alone next, without a delay. So no server loses two
+transfers because of the same peer.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from broker.errors import WireError
 FIRST_DELAY_S: Final = 5.0  # before a server on probation is served again
 LONGEST_DELAY_S: Final = 300.0
 MAX_PROBATION: Final = 10_000  # servers
-MAX_DIGITS: Final = 18  # of a number; more do not fit into 64 bits
+MAX_DIGITS: Final = 18  # of a number, to fit into 64 bits
 
 
 @dataclass(frozen=True)
 class StartTransfer:
-    """Send ``version`` to ``members`` (in order of rank, from 1)."""
+    """Send ``version`` to ``members`` (ordered by rank, from 1)."""
 
     session: str
     version: int
     members: tuple[str, ...]
-    fresh: bool  # a new communicator is built; else the one of the last session is used again
-    # of the members, the last: they read the bytes in the sender's memory and are not in the communicator
+    fresh: bool  # a new communicator is created; else the last session's is reused
+    # of the members, the last: they read the sender's memory and are not in the communicator
     num_shared: int = 0
-    alone: bool = False  # a server on probation; the communicator of the others is kept for them
+    alone: bool = False  # a server on probation; the others' communicator is kept
 
     @property
     def num_sent(self) -> int:
@@ -53,7 +52,7 @@ class RefuseJoin:
 
 @dataclass(frozen=True)
 class CancelTransfer:
-    """Give up the running transfer."""
+    """Cancel the running transfer."""
 
     reason: str
 
@@ -65,36 +64,36 @@ Action = StartTransfer | RefuseJoin | CancelTransfer
 class _Running:
     version: int
     members: tuple[str, ...]
-    seen: set[str]  # members that were known to be there; who has just come may not be known yet
+    seen: set[str]  # members known to be alive; a new one may not be known yet
     alone: bool = False  # of a server on probation
-    # one of them did, for the same version: it was restarted, without its end of the communicator
+    # one of them asked for the same version again: it restarted and lost its end of the communicator
     asked_again: bool = False
-    gone: set[str] = field(default_factory=set)  # members that went away
-    gives_way: bool = False  # it was cancelled because others wait
+    gone: set[str] = field(default_factory=set)  # members that left
+    gives_way: bool = False  # cancelled because others wait
 
 
 @dataclass
 class _Probation:
-    failures: int = 0  # 0: it was in a transfer that failed, and may not be to blame
+    failures: int = 0  # 0: it was in a transfer that failed, perhaps through another member
     until: float = 0.0  # when it may be served again
 
 
 class TransferMembership:
-    """The sender's state.
+    """State of the sender.
 
     Args:
         epoch: of the learner.
         plan: digest of the bucket plan.
-        gather_s: longest wait for more joins, from the first one on.
-        join_ttl_s: a join older than this is forgotten; its server has given up waiting and asks again.
+        gather_s: how long to wait for more joins after the first.
+        join_ttl_s: age at which a join is forgotten; its server has stopped waiting and asks again.
     """
 
     def __init__(self, epoch: int, plan: str, *, gather_s: float, join_ttl_s: float) -> None:
         self.epoch, self.plan = epoch, plan
         self.version = -1  # newest on offer
         self._gather_s, self._join_ttl_s = gather_s, join_ttl_s
-        self._joins: dict[str, float] = {}  # server -> when it asked for the newest version
-        self._shared: set[str] = set()  # servers that said last that they can read the sender's memory
+        self._joins: dict[str, float] = {}  # server -> time of its join for the newest version
+        self._shared: set[str] = set()  # servers whose last join said that they can read the sender's memory
         self._gathering_since = 0.0
         self._running: _Running | None = None
         self._communicator: tuple[int, tuple[str, ...], int] | None = None  # serial, members, transfers so far
@@ -104,11 +103,11 @@ class TransferMembership:
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to wait for."""
+        """Return whether there is anything to wait for."""
         return self._running is not None or bool(self._joins)
 
     def offered(self, version: int) -> list[Action]:
-        """A newer version is on offer from now on."""
+        """Note that a newer version is on offer."""
         self.version = version
         self._received.clear()
         refused: list[Action] = [RefuseJoin(server, f"superseded by version {version}") for server in self._joins]
@@ -116,7 +115,7 @@ class TransferMembership:
         return refused
 
     def joined(self, join: wire.WeightsJoin, now: float) -> list[Action]:
-        """A server asks for a version; a repeated question replaces the earlier one."""
+        """Note that a server asks for a version; a repeated join replaces the earlier one."""
         if join.epoch != self.epoch:
             return [RefuseJoin(join.server, f"epoch {join.epoch} is over, this is epoch {self.epoch}")]
         if join.plan != self.plan:
@@ -124,7 +123,7 @@ class TransferMembership:
         if join.version != self.version:
             return [RefuseJoin(join.server, f"superseded by version {self.version}")]
         if join.server in self._received:
-            self._communicator = None  # it lost what it received, so maybe its end of the communicator too
+            self._communicator = None  # it lost what it received, perhaps its end of the communicator too
         if self._running is not None and self._running.version == join.version and join.server in self._running.members:
             self._running.asked_again = True
         if not self._joins:
@@ -134,11 +133,11 @@ class TransferMembership:
         return []
 
     def tick(self, now: float, expected: Collection[str] | None, alive: Collection[str] | None) -> list[Action]:
-        """Time passes.
+        """Advance the time.
 
         Args:
-            expected: servers known to be without the newest version, worth a short wait; None: unknown.
-            alive: servers that are there; None: unknown.
+            expected: servers without the newest version, worth a short wait; None: unknown.
+            alive: servers that are present; None: unknown.
         """
         if self._running is not None:
             if self._running.alone and self._joins.keys() - self._probation.keys():
@@ -182,7 +181,7 @@ class TransferMembership:
         else:
             self._serial += 1
             serial, uses = self._serial, 0
-        if sent:  # else the one that there may be waits for its members
+        if sent:  # otherwise an existing one waits for its members
             self._communicator = (serial, sent, uses + 1)
         return StartTransfer(
             session_name(self.epoch, serial, uses),
@@ -193,12 +192,12 @@ class TransferMembership:
         )
 
     def ended(self, now: float, failed: Collection[str] | None, *, ours: bool = False) -> None:
-        """The running transfer is over.
+        """Note that the running transfer has ended.
 
         Args:
             now: seconds of any monotonic clock.
-            failed: None when every member has its bytes; else the members to blame, as far as known.
-            ours: it failed by the sender's own fault, or was given up: nobody else is to blame but those who went away.
+            failed: None if every member has its bytes; else the members known to be at fault.
+            ours: it failed through the sender, or was cancelled: only members that left are at fault.
         """
         assert self._running is not None, "no transfer is running"
         running, self._running = self._running, None
@@ -211,7 +210,7 @@ class TransferMembership:
                 self._received.update(running.members)
         elif running.gone or not (ours or running.gives_way):
             self._suspect(running, running.gone or set(failed), now)
-        self._gathering_since = now  # those who were in it are likely to ask again right now
+        self._gathering_since = now  # its members are likely to ask again right now
 
     def _suspect(self, running: _Running, failed: set[str], now: float) -> None:
         blamed = failed & set(running.members)
@@ -222,22 +221,22 @@ class TransferMembership:
             if blamed:
                 probation.until = now + min(FIRST_DELAY_S * 2.0 ** min(probation.failures, 30), LONGEST_DELAY_S)
                 probation.failures += 1
-        while len(self._probation) > MAX_PROBATION:  # servers have a new name whenever they are started
+        while len(self._probation) > MAX_PROBATION:  # each start of a server has a new name
             del self._probation[min(self._probation, key=lambda server: self._probation[server].until)]
 
 
 def session_name(epoch: int, serial: int, uses: int) -> str:
-    """Id of one transfer: the communicator's name and how many transfers it has carried before."""
+    """Return the id of a transfer: the communicator's name and the number of its earlier transfers."""
     return f"{epoch}-{serial}.{uses}"
 
 
 def parse_session(session: str) -> tuple[str, int]:
-    """The communicator's name and how many transfers it has carried before.
+    """Return a communicator's name and the number of its earlier transfers.
 
     Raises:
-        WireError: not a session of this system.
+        WireError: if it is not a session id.
     """
     name, _, uses = session.rpartition(".")
     if not name or not (uses.isascii() and uses.isdigit() and len(uses) <= MAX_DIGITS):
-        raise WireError(f"session {session[:80]!r} names no communicator and no number of uses")
+        raise WireError(f"session {session[:80]!r}: expected a communicator and a number of uses")
     return name, int(uses)

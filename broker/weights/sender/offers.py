@@ -1,4 +1,4 @@
-"""The learner's offers on the broker, and the fence that ends them: a newer learner's."""
+"""Stores the learner's offers on the broker until a newer learner fences them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class OfferStore:
-    """Stores the offers of one epoch, each replacing the one before.
+    """Store of one epoch's offers, each replacing the one before.
 
     Args:
         epoch: of this learner.
@@ -26,20 +26,20 @@ class OfferStore:
         self._last_seq = 0
 
     async def begin(self) -> None:
-        """Look at what is there.
+        """Check the stored offer.
 
         Raises:
-            Fenced: a newer epoch has offered weights already.
+            Fenced: if a newer epoch has offered weights.
         """
         self._last_seq = await self._bus.last_seq(WEIGHTS)
         if self._last_seq:
             await self._check_fence()
 
     async def publish(self, offer: wire.WeightsOffer) -> None:
-        """Store the offer, unless a newer learner has.
+        """Store an offer.
 
         Raises:
-            Fenced: a newer epoch has offered weights.
+            Fenced: if a newer epoch has offered weights.
         """
         while (sequence := await self._bus.publish(WEIGHTS, offer, expected_last_seq=self._last_seq)) is None:
             self._last_seq = await self._bus.last_seq(WEIGHTS)
@@ -47,13 +47,11 @@ class OfferStore:
         self._last_seq = sequence
 
     async def _check_fence(self) -> None:
-        """Raises:
-        Fenced: the newest offer stored is of a newer epoch.
-        """
+        """Raise Fenced if the newest stored offer has a newer epoch."""
         newest = None
         try:
             async with asyncio.timeout(2.0), aclosing(self._bus.watch_last(WEIGHTS)) as offers:
-                newest = await anext(offers)  # nothing comes if the newest does not decode
+                newest = await anext(offers)  # nothing comes if it does not decode
         except TimeoutError:
             log.warning("weights: the newest offer on the broker cannot be read; it will be replaced")
         if isinstance(newest, wire.WeightsOffer) and newest.epoch > self._epoch:

@@ -1,10 +1,10 @@
-"""The learner's end of the weight channel. Training waits for one copy and for nothing else.
+"""The learner's end of the weight channel. Training waits only for one copy.
 
-``offer`` copies the tensors into a staging buffer and returns. Everything else happens in the background of training
-and of the copy: the digest, the offer on the broker, the joins, the communicator, the broadcast. The event loop decides
-(broker.weights.sender.membership), threads do what blocks. Once a server has received a version from here, versions are
-offered as their packing begins, without a digest, and again with it once it is known: a bucket is then on the wire
-while the next is packed. Before that the digest comes first, for a server may hold the bytes already.
+``offer`` copies the tensors into a staging buffer and returns. Digest, offer, joins, communicator and broadcast run in
+the background. The event loop decides (broker.weights.sender.membership), threads do what blocks. Once a server has
+received a version, versions are offered when their packing begins, without a digest, and again with it once it is
+known: a bucket is then on the wire while the next is packed. Before that the digest comes first, because a server may
+hold the bytes already.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from broker.weights.threads import ChannelTasks, in_thread
 
 log = logging.getLogger(__name__)
 
-PLAN_KEY: Final = "plan"  # where the store holds the plan's text, for servers with another model
+PLAN_KEY: Final = "plan"  # the store's key for the plan's text, for servers with another model
 TICK_S: Final = 0.05
 IDLE_TICK_S: Final = 1.0
 
@@ -52,18 +52,16 @@ class WeightSender:
     """Offers versions and sends them to the servers that join.
 
     Args:
-        bus: of the run; its streams exist.
+        bus: of the run, whose streams exist.
         plan: from ``staging.plan_of``, once per model.
         epoch: incarnation of this learner.
-        roster: who is there; None: a transfer waits ``gather_s`` for joins in any case.
+        roster: of the servers; None: each transfer waits ``gather_s`` for joins.
         device: the GPU that nccl sends from; gloo sends from the CPU.
-        policy: the policy whose servers are waited for.
-        delta_full_every: send only what has changed where all receivers hold the version sent last, but everything in
-        one of this many
-            transfers at least; None: always everything.
+        policy: the policy whose servers are awaited.
+        delta_full_every: send only changes if all receivers hold the version sent last, but everything in at least one
+            of this many transfers; None: always everything.
         adapter: what the plan's tensors are the factors of; None: they are the model.
-        memory: with ``settings.shared`` the device that the staging lies on, for servers that can open its memory;
-        None: host memory.
+        memory: with ``settings.shared``, the device of the staging buffers that servers can open; None: host memory.
     """
 
     def __init__(
@@ -82,9 +80,9 @@ class WeightSender:
         memory: SharedDevice | None = None,
     ) -> None:
         self.plan, self.epoch, self._adapter = plan, epoch, adapter
-        self._has_sent = False  # to anybody
-        self.fenced = False  # a newer learner offers weights; nothing is offered here any more
-        self.publisher: SnapshotPublisher | None = None  # writes snapshots of what is offered; its owner closes it
+        self._has_sent = False  # to any server
+        self.fenced = False  # a newer learner offers weights; this one has stopped
+        self.publisher: SnapshotPublisher | None = None  # writes snapshots of offers; its owner closes it
         self._bus, self._roster, self._policy = bus, roster, policy
         self._offers = OfferStore(bus, epoch)
         self._settings = settings or TransferSettings()
@@ -114,7 +112,7 @@ class WeightSender:
         """Open the rendezvous store and listen for joins.
 
         Raises:
-            Fenced: a newer epoch has offered weights already.
+            Fenced: if a newer epoch has offered weights.
         """
         self._loop = asyncio.get_running_loop()
         await self._offers.begin()
@@ -126,14 +124,13 @@ class WeightSender:
         self._tasks.spawn(self._decide())
 
     def offer(self, version: int, tensors: Mapping[str, Tensor], probe: wire.Probe) -> float:
-        """Put a newer version on offer; returns after the copy, with the seconds it took. Call it from any thread, one
-        at a time.
+        """Put a newer version on offer and return the seconds that its copy took. Call it from one thread at a time.
 
         Args:
-            tensors: at least those of the plan, by name; may change again once this returns.
+            tensors: at least those of the plan, by name; may change after this returns.
 
         Raises:
-            TransferFailed: a planned tensor is missing or has another shape.
+            TransferFailed: if a planned tensor is missing or has another shape.
         """
         assert self._loop is not None, "start the sender first"
         started = time.monotonic()
@@ -149,23 +146,21 @@ class WeightSender:
         self._loop.call_soon_threadsafe(self._new_version.set)
 
     def metrics(self) -> dict[str, float]:
-        """weights/{version,seconds,gbytes_per_s,sent_bytes,receivers,shared,failures,communicators,deltas,copy_seconds,digest_seconds}.
+        """Return weights/{version, seconds, gbytes_per_s, sent_bytes, receivers, shared, failures, communicators, ...}.
 
-        The newest version; of the last transfer its seconds, the model's bytes a second, the bytes that each receiver
-        was sent or has read, how many received, and how many of them by shared memory; of the last version the seconds
-        that training waited for its copy, and those until its digest was known; the rest are totals.
+        These are the newest version; for the last transfer its seconds, the model's bytes per second, the bytes per
+        receiver, the receivers, and those by shared memory; for the last version the seconds of its copy and until its
+        digest; the rest are totals.
         """
         return self._values | (self.publisher.metrics() if self.publisher is not None else {})
 
     async def join(self) -> None:
-        """Never returns; raises what stopped the channel here, if anything unexpected ever does: no server would get a
-        version any more.
-        """
+        """Wait forever; raise the error that stopped the channel, after which no server would get a version."""
         assert self._tasks is not None, "start the sender first"
         await self._tasks.join()
 
     async def close(self) -> None:
-        """Withdraw from the broker and leave whatever transfer runs; waits a second at most."""
+        """Withdraw from the broker and cancel a running transfer; wait a second at most."""
         if self._subscribed is not None:
             await self._subscribed.close()
         self._watch.cancel("the learner is leaving")
@@ -205,10 +200,10 @@ class WeightSender:
                     await self._offers.publish(offer)
                 digest = await digesting
                 if digest is None:
-                    continue  # a newer one was written, or it could not be packed
+                    continue  # it was overwritten, or could not be packed
                 self._values["weights/digest_seconds"] = time.monotonic() - started
                 if not early:
-                    # before it is stored: joins for it may come at once
+                    # before it is stored, because joins may follow at once
                     self._perform(self._membership.offered(version))
                 offer = msgspec.structs.replace(offer, digest=digest)
                 await self._offers.publish(offer)
@@ -219,7 +214,7 @@ class WeightSender:
                 self.fenced = True
                 return
             except Disconnected:
-                return  # closed for good
+                return  # closed
             self._values["weights/version"] = float(version)
 
     # ------------------------------------------------------------------------------------------- joins
@@ -245,7 +240,7 @@ class WeightSender:
             self._perform(self._membership.tick(time.monotonic(), *self._present()))
 
     def _present(self) -> tuple[set[str] | None, set[str] | None]:
-        """(those without the newest version, all who are there), None where nobody keeps a roster."""
+        """Return (servers without the newest version, all servers), None without a roster."""
         if self._roster is None:
             return None, None
         servers = [presence for presence in self._roster.alive("rollout") if presence.policy == self._policy]
@@ -287,7 +282,7 @@ class WeightSender:
             if start.num_sent and not start.alone:
                 self._communicator = sent.communicator
             elif sent.communicator is not None:
-                sent.communicator.close()  # with the next version it is one of the others again
+                sent.communicator.close()  # it joins the others for the next version
             self._values["weights/seconds"] = sent.seconds
             self._values["weights/gbytes_per_s"] = self.plan.size_bytes / sent.seconds / 1e9
             self._values["weights/sent_bytes"] = float(sent.size_bytes)
@@ -306,10 +301,10 @@ class WeightSender:
             torch.cuda.set_device(self._device)
         try:
             with self._staging.sending(start.version) as staged:
-                # which follows what the others hold
+                # which tracks what the others hold
                 base = None if start.alone and self._communicator is not None else self._base
                 return lead(self._store, start, staged, communicator, self._settings, watch, base)
         except SessionFailed:
             raise
-        except TransferFailed as error:  # overwritten before it started: the members are waiting
+        except TransferFailed as error:  # overwritten before it started, while the members wait
             raise call_off(self._store, start, communicator, str(error)) from None

@@ -13,10 +13,9 @@
     done/r  = "" or a reason   --->                                 bytes right, or why not; "peer: ": by another
                                <---   stop = reason                 at any time: leave, ask again
 
-So the sender knows whom to blame: those with a fault of their own, else those who say nothing where the others tell of
-a lost peer. A member that fails ends the wait of the others, and only a peer that hangs in the middle of the broadcast
-costs its timeout. All functions block and belong in a thread. A receiver's side is in
-``broker.weights.receiver.follow``.
+The sender thus knows whom to blame: members that report their own fault, else those that are silent while others report
+a lost peer. A failing member ends the others' wait; only a peer that hangs during the broadcast costs its timeout. All
+functions block and belong in a thread. The receiver's side is ``broker.weights.receiver.follow``.
 """
 
 from __future__ import annotations
@@ -36,32 +35,31 @@ from broker.weights.store_messages import STORE_POLL_S, StoreMessages
 
 CHANGES: Final = "changes"
 PEER: Final = "peer: "
-LAST_WORD_S: Final = 1.0  # for members to say what they know of a transfer that failed
-SAY_EVERY_S: Final = 1.0  # how far it has come, by a receiver that reads
+LAST_WORD_S: Final = 1.0  # for members to report about a failed transfer
+SAY_EVERY_S: Final = 1.0  # between progress reports of a receiver that reads
 
 
 @dataclass(frozen=True)
 class TransferSettings:
-    """How long to wait, where to listen, and what carries the bytes.
+    """Timeouts, interface and carrier of transfers.
 
     Attributes:
-        shared: the sender's staging lies where servers of its host can read it; those that cannot get it by
-        ``backend``.
+        shared: servers of the sender's host can read its staging memory; others use ``backend``.
     """
 
     backend: Backend = "gloo"
     shared: bool = False
     host: str = "127.0.0.1"  # interface of the weight sockets
-    timeout_s: float = 30.0  # longest wait for one bucket
-    connect_timeout_s: float = 5.0  # longest wait for a peer to come
+    timeout_s: float = 30.0  # time limit for one bucket
+    connect_timeout_s: float = 5.0  # time limit for a peer to connect
 
 
 class SessionFailed(TransferFailed):
-    """A transfer that failed.
+    """A failed transfer.
 
     Attributes:
-        servers: those to blame, as far as known, and why.
-        ours: no server is to blame.
+        servers: those at fault, as far as known, and why.
+        ours: no server is at fault.
     """
 
     def __init__(self, reason: str, servers: dict[str, str], *, ours: bool = False) -> None:
@@ -74,10 +72,10 @@ class SentVersion:
     """A transfer that all members have confirmed.
 
     Attributes:
-        communicator: to be used again; None: there was none.
+        communicator: to be reused; None if there was none.
         seconds: from go until all had their bytes.
-        size_bytes: that each member was sent, or has read.
-        whole: everything, not only what has changed.
+        size_bytes: sent to, or read by, each member.
+        whole: everything was sent, not only changes.
     """
 
     communicator: WeightGroup | None
@@ -88,7 +86,7 @@ class SentVersion:
 
 @dataclass(frozen=True)
 class ReceivedVersion:
-    """A version that has arrived; its communicator, if there was one, can be reused."""
+    """A received version; its communicator, if there was one, can be reused."""
 
     communicator: WeightGroup | None
     digest: str
@@ -103,17 +101,17 @@ def lead(
     watch: WaitMonitor,
     base: ReferenceBytes | None = None,
 ) -> SentVersion:
-    """The sender's side. The version may still be being packed and digested by others.
+    """Run the sender's side. The version may still be packed and digested meanwhile.
 
     Args:
-        base: what the members may hold already; with it only changes are sent where all do. It follows what is sent.
+        base: what the members may hold; if all hold it, only changes are sent. It follows what is sent.
 
     Raises:
-        SessionFailed: with those to blame; the communicator, old or new, is closed.
+        SessionFailed: names the servers at fault; the communicator is closed.
     """
     lines = StoreMessages(store, start.session, watch)
     group, num_sent = communicator, start.num_sent
-    base = base if num_sent else None  # it follows what the communicator carries
+    base = base if num_sent else None  # it tracks what the communicator carries
     try:
         _collect(lines, "ready", start, settings.connect_timeout_s)
         whole = base is None or not base.fits([lines.heard(f"held/{rank}") or "" for rank in range(1, num_sent + 1)])
@@ -148,10 +146,10 @@ def lead(
 
 
 def _own_digest(staged: StagedVersion, watch: WaitMonitor, timeout_s: float) -> str:
-    """Return the digest of the bytes; it is computed while they are packed, and ready soon after.
+    """Return the digest of the bytes, which is computed while they are packed.
 
     Raises:
-        TransferFailed: they could not be packed, or neither they nor the digest came on for so long.
+        TransferFailed: if they could not be packed, or there was no progress for so long.
     """
     deadline, before = time.monotonic() + timeout_s, -1
     while (digest := staged.digest) is None:
@@ -168,7 +166,7 @@ def _own_digest(staged: StagedVersion, watch: WaitMonitor, timeout_s: float) -> 
 
 
 def call_off(store: Store, start: StartTransfer, communicator: WeightGroup | None, reason: str) -> SessionFailed:
-    """Tell the members that it will not happen; the communicator is closed, for its members leave it too."""
+    """Tell the members that the transfer is cancelled; close the communicator, as its members leave it too."""
     StoreMessages(store, start.session, WaitMonitor()).say("go", reason)
     if communicator is not None:
         communicator.close()
@@ -190,7 +188,7 @@ def meet(store: Store, session: str, rank: int, size: int, settings: TransferSet
 
 
 def _collect(lines: StoreMessages, word: str, start: StartTransfer, timeout_s: float) -> None:
-    """Wait until every member has said the word, as long as those who read say that they come on."""
+    """Wait until every member has sent the word, while those that read report progress."""
     deadline = time.monotonic() + timeout_s
     wrong: dict[str, str] = {}
     at: dict[int, str | None] = {
@@ -202,7 +200,7 @@ def _collect(lines: StoreMessages, word: str, start: StartTransfer, timeout_s: f
             answer = lines.wait(f"{word}/{rank}", min(left_s, SAY_EVERY_S))
             if rank in at and (now := lines.heard(f"at/{rank}")) != at[rank]:
                 at[rank], deadline = now, time.monotonic() + timeout_s
-        answer = lines.heard(f"{word}/{rank}") if answer is None else answer  # said while others were waited for
+        answer = lines.heard(f"{word}/{rank}") if answer is None else answer  # sent while others were awaited
         if answer is None:
             wrong[server] = f"not {word} within {timeout_s:g} s"
         elif answer:
@@ -211,7 +209,7 @@ def _collect(lines: StoreMessages, word: str, start: StartTransfer, timeout_s: f
 
 
 def _fail(wrong: dict[str, str]) -> None:
-    """End a transfer in which something is wrong with members."""
+    """End a transfer in which members report faults."""
     text = "; ".join(f"{server}: {reason}" for server, reason in wrong.items())
     if own := {server: reason for server, reason in wrong.items() if not reason.startswith(PEER)}:
         raise SessionFailed(text, own)
@@ -220,7 +218,7 @@ def _fail(wrong: dict[str, str]) -> None:
 
 
 def _to_blame(lines: StoreMessages, start: StartTransfer) -> dict[str, str]:
-    """The members to blame for a lost peer, once all had time for a last word; empty if that does not tell."""
+    """Return the members at fault for a lost peer, after all had time to report; empty if unknown."""
     until = time.monotonic() + LAST_WORD_S
     while len(said := _said(lines, start)) < len(start.members) and time.monotonic() < until:
         time.sleep(10 * STORE_POLL_S)
@@ -231,11 +229,11 @@ def _to_blame(lines: StoreMessages, start: StartTransfer) -> dict[str, str]:
 
 
 def _said(lines: StoreMessages, start: StartTransfer, first: int | None = None) -> dict[str, str]:
-    """Return which of the ``first`` members reported a failure."""
+    """Return which of the ``first`` members reported a failure, and why."""
     answers = {server: lines.heard(f"done/{rank}") for rank, server in enumerate(start.members[:first], 1)}
     return {server: answer for server, answer in answers.items() if answer}
 
 
 def _blame(lines: StoreMessages, start: StartTransfer) -> None:
-    """End a broadcast that lacks a member; one that reads by itself costs it nothing."""
+    """End a broadcast that lacks a member; a member that reads does not need it."""
     _fail(_said(lines, start, start.num_sent))

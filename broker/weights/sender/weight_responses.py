@@ -1,4 +1,4 @@
-"""What the learner answers to servers that ask to be sent a version: where to meet, or why not."""
+"""The learner's responses to servers that ask for a version: where to meet, or why not."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from broker.contract import wire
 from broker.weights.sender.membership import StartTransfer
 from broker.weights.sender.transfer import TransferSettings
 
-JOIN_TIMEOUT_S: Final = 5.0  # a server waits this long for the answer to its join, then asks again
+JOIN_TIMEOUT_S: Final = 5.0  # a server waits this long for the response to its join, then asks again
 
 Reply: TypeAlias = "asyncio.Future[wire.WeightsSession]"
 
 
 class WeightResponses:
-    """The questions that are open, one for each server.
+    """The open requests, one per server.
 
     Attributes:
         port: of the rendezvous store.
@@ -26,14 +26,14 @@ class WeightResponses:
         self._open: dict[str, Reply] = {}
 
     def expect(self, server: str) -> Reply:
-        """A server has asked; what it asked before needs no answer any more."""
+        """Note a server's request; its earlier one needs no response any more."""
         if (older := self._open.pop(server, None)) is not None:
             older.cancel()
         reply = self._open[server] = asyncio.get_running_loop().create_future()
         return reply
 
     async def wait(self, server: str, reply: Reply) -> wire.WeightsSession | None:
-        """The answer; None where there is none in time: the server has asked again or will."""
+        """Wait for the response; None if there is none in time and the server asks again."""
         try:
             return await asyncio.wait_for(reply, JOIN_TIMEOUT_S)
         except (TimeoutError, asyncio.CancelledError):
@@ -43,7 +43,7 @@ class WeightResponses:
                 del self._open[server]
 
     def begin(self, start: StartTransfer) -> None:
-        """All members of a transfer are told where to meet."""
+        """Tell all members of a transfer where to meet."""
         world_size = start.num_sent + 1
         for rank, server in enumerate(start.members, 1):
             session = self._session(
@@ -52,11 +52,11 @@ class WeightResponses:
             self._answer(server, session)
 
     def refuse(self, server: str, reason: str, version: int) -> None:
-        """One is told why not."""
+        """Refuse a server's request."""
         self._answer(server, self._session(reason, version, rank=0, world_size=1, error=reason))
 
     def refuse_all(self, reason: str, version: int) -> None:
-        """Tell waiting servers why not."""
+        """Refuse all open requests."""
         for server in list(self._open):
             self.refuse(server, reason, version)
 

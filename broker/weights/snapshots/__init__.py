@@ -1,1 +1,1 @@
-"""Versions of the weights as files, for servers that the learner cannot send to."""
+"""Versions of the weights as files, for servers that the learner cannot reach."""

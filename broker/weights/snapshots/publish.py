@@ -1,4 +1,4 @@
-"""The learner's snapshots: every n-th version and the last, written in the background of training."""
+"""Writes the learner's snapshots, every n-th version and the last, in the background of training."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ CLOSE_S: Final = 60.0  # for the last one
 
 
 class SnapshotPublisher:
-    """Copies a version out of staging, at memory speed, and writes the copy. It takes as much memory as the model.
+    """Copies a version out of staging and writes the copy, which takes as much memory as the model.
 
     Args:
         folder: of the run's snapshots.
-        every: versions that it divides are written, and the first that is offered.
+        every: versions divisible by it are written, and the first that is offered.
     """
 
     def __init__(self, folder: Path, run: str, every: int) -> None:
         self._folder, self._run, self._every = folder, run, every
         self._copy: FlatBuffer | None = None
-        self._owed = True  # the next version is written whatever its number
+        self._owed = True  # write the next version whatever its number
         self._task: asyncio.Task[None] | None = None
         self._last: tuple[StagingBuffers, wire.WeightsOffer] | None = None  # offered
         self._written = -1
         self._values: dict[str, float] = {}
 
     def offered(self, staging: StagingBuffers, offer: wire.WeightsOffer) -> None:
-        """A version is on offer, its digest known; returns at once."""
+        """Note that a version with a known digest is on offer; return at once."""
         self._last = (staging, offer)
         if (self._owed or offer.version % self._every == 0) and (self._task is None or self._task.done()):
             self._owed = False
             self._task = spawn(self._write(staging, offer))
 
     def metrics(self) -> dict[str, float]:
-        """weights/snapshot_{version,seconds}: the newest that is on disk, and how long that took."""
+        """Return weights/snapshot_{version,seconds}: the newest on disk, and how long writing took."""
         return dict(self._values)
 
     async def close(self) -> None:
-        """Write the version offered last, unless it is there."""
+        """Write the version offered last, unless it is written."""
         if self._task is not None:
             await asyncio.wait({self._task}, timeout=CLOSE_S)
         if self._last is not None and self._last[1].version != self._written:
@@ -61,7 +61,7 @@ class SnapshotPublisher:
         into = self._copy = self._copy or FlatBuffer(plan)
         try:
             if not await in_thread(lambda: staging.copy_out(offer.version, into), "weights-snapshot"):
-                self._owed = True  # a newer one has replaced it
+                self._owed = True  # it was overwritten
                 return
             if await in_thread(
                 lambda: snapshot.write(self._folder, self._run, offer, plan, into.buffer), "weights-snapshot"
@@ -73,4 +73,4 @@ class SnapshotPublisher:
                 }
         except OSError as error:
             self._owed = True
-            log.error("weights: version %d is not written as a snapshot: %s", offer.version, error)
+            log.error("weights: version %d could not be written as a snapshot: %s", offer.version, error)

@@ -1,11 +1,10 @@
-"""A version of the weights as plain files, for servers that the learner cannot send it to: it has ended, or they are at
-another site.
+"""A version of the weights as files, for servers without a learner or at another site.
 
-    newest.json        the run, the offer with its digest and its probe, and the plan of what lies in the other file
+    newest.json        the run, the offer with digest and probe, and the plan of the other file
     1-000020.weights   epoch 1, version 20: the flat buffer as it travels
 
-A file stands under its name only when it is whole. The version before stays until the next, for those who are reading
-it. Any web server can offer the folder. Nothing is pickled.
+A file has its name only once it is complete. The previous version stays until the next, for those still reading it. Any
+web server can serve the folder. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ FORMAT: Final = 1
 NEWEST: Final = "newest.json"
 NAME: Final = re.compile(r"\d{1,18}-\d{6,18}\.weights")
 KEPT: Final = 2  # versions in a folder
-MAX_MANIFEST_BYTES: Final = 64 << 20  # a plan takes some 100 bytes for each tensor
+MAX_MANIFEST_BYTES: Final = 64 << 20  # a plan takes about 100 bytes per tensor
 
 
 @dataclass(frozen=True)
 class SnapshotManifest:
-    """What ``newest.json`` says.
+    """Content of ``newest.json``.
 
     Attributes:
-        offer: as the learner made it, with the digest.
+        offer: the learner's, with the digest.
         plan: of the bytes.
-        file: the name of theirs.
+        file: name of the file with the bytes.
     """
 
     run: str
@@ -53,7 +52,7 @@ class SnapshotManifest:
 
 
 def encode(run: str, offer: wire.WeightsOffer, plan: LayoutPlan) -> bytes:
-    """A manifest as JSON, with a checksum of its own."""
+    """Return a manifest as JSON with a checksum."""
     body = {
         "format": FORMAT,
         "run": run,
@@ -68,10 +67,10 @@ def encode(run: str, offer: wire.WeightsOffer, plan: LayoutPlan) -> bytes:
 
 
 def decode(data: bytes) -> SnapshotManifest:
-    """A manifest that another process wrote.
+    """Return a manifest that another process wrote.
 
     Raises:
-        WireError: it is none, is damaged, or of another version of this program.
+        WireError: if it is not a manifest, is damaged, or of another version of this program.
     """
     try:
         body = json.loads(data)
@@ -79,38 +78,39 @@ def decode(data: bytes) -> SnapshotManifest:
             raise WireError(f"format {body.get('format')!r}, this program reads {FORMAT}")
         checksum = body.pop("checksum", None)
         if checksum != _checksum(body):
-            raise WireError("damaged: its checksum is another")
+            raise WireError("damaged: its checksum is wrong")
         offer = codec.decode(base64.b64decode(body["offer"], validate=True), wire.WeightsOffer)
         manifest = SnapshotManifest(str(body["run"]), offer, plans.from_text(body["plan"]), str(body["file"]))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise WireError(f"it cannot be read: {' '.join(str(error).split())[:200]}") from None
     if manifest.plan.digest != offer.plan or not offer.digest or NAME.fullmatch(manifest.file) is None:
-        raise WireError("its plan, its digest or the name of its file is not its offer's")
+        raise WireError("its plan, digest or file name does not match its offer")
     return manifest
 
 
 def file_name(offer: wire.WeightsOffer) -> str:
-    """Of the bytes of a version."""
+    """Return the name of the file with a version's bytes."""
     return f"{offer.epoch}-{offer.version:06d}.weights"
 
 
 def write(folder: Path, run: str, offer: wire.WeightsOffer, plan: LayoutPlan, buffer: Tensor) -> bool:
-    """Make a version the newest of a folder, atomically: a crash leaves the old or the new one whole.
-
-    A newer learner's stays: False then.
+    """Make a version the newest of a folder, atomically: a crash leaves the old or the new one complete.
 
     Args:
         offer: with its digest.
         buffer: uint8, shape (plan.size_bytes,), in host memory.
 
+    Returns:
+        False if the folder has a newer learner's snapshot, which stays.
+
     Raises:
-        OSError: no space, for example; the version before stays.
+        OSError: for example without space; the previous version stays.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if _epoch(folder / NEWEST, run) > offer.epoch:
         return False
     _place(folder / file_name(offer), buffer.numpy().data)
-    if _epoch(folder / NEWEST, run) > offer.epoch:  # that took seconds
+    if _epoch(folder / NEWEST, run) > offer.epoch:  # again, because writing took seconds
         return False
     _place(folder / NEWEST, encode(run, offer, plan))
     _prune(folder, file_name(offer))
@@ -118,7 +118,7 @@ def write(folder: Path, run: str, offer: wire.WeightsOffer, plan: LayoutPlan, bu
 
 
 def _epoch(path: Path, run: str) -> int:
-    """Of a run's newest snapshot, -1 where there is none."""
+    """Return the epoch of a run's newest snapshot, -1 without one."""
     try:
         there = decode(path.read_bytes())
     except (FileNotFoundError, WireError):
@@ -127,7 +127,7 @@ def _epoch(path: Path, run: str) -> int:
 
 
 def _place(path: Path, data: Any) -> None:
-    """Write a file under another name, sync it, and give it its own."""
+    """Write a file under a temporary name, sync it and rename it."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(draft, "wb") as file:
@@ -145,7 +145,7 @@ def _place(path: Path, data: Any) -> None:
 
 
 def _prune(folder: Path, newest: str) -> None:
-    """All but the newest and the youngest of the others, and what a process that was killed has left."""
+    """Delete all but the newest and the most recent other snapshots, and what a killed process left."""
     others = [path for path in folder.iterdir() if NAME.fullmatch(path.name) and path.name != newest]
     others.sort(key=lambda path: path.stat().st_mtime_ns)
     for path in [*others[: -(KEPT - 1)], *folder.glob(".*.weights.*"), *folder.glob(f".{NEWEST}.*")]:

@@ -1,4 +1,4 @@
-"""A receiver's way to a snapshot: what there is, and its bytes into a buffer."""
+"""A receiver's access to snapshots: finds the newest and reads its bytes into a buffer."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from broker.weights.threads import in_thread, patiently
 
 
 class SnapshotPoller:
-    """One source, looked at by a server of one run."""
+    """One source, polled by a server of one run."""
 
     def __init__(self, source: SnapshotSource, run: str) -> None:
         self._source, self._run = source, run
         self.where = source.where
 
     async def newest(self) -> SnapshotManifest | None:
-        """What is there.
+        """Return the newest snapshot's manifest, None without one.
 
         Raises:
-            TransferFailed: it cannot be read, or is of another run.
+            TransferFailed: if it cannot be read, or is of another run.
         """
         manifest = await in_thread(self._source.newest, "weights-look")
         if manifest is not None and manifest.run != self._run:
-            raise TransferFailed(f"snapshot {self.where}: it is of run {manifest.run}, this is run {self._run}")
+            raise TransferFailed(f"snapshot {self.where}: expected run {self._run}, found run {manifest.run}")
         return manifest
 
     async def read(self, manifest: SnapshotManifest, arrival: IncomingVersion, watch: WaitMonitor) -> None:
-        """Bring its bytes into host memory, right by their digest.
+        """Read its bytes into host memory and check their digest.
 
         Raises:
-            TransferFailed: they cannot be read, or are wrong.
+            TransferFailed: if they cannot be read, or are wrong.
         """
         await patiently(
             in_thread(lambda: self._source.fill(manifest, arrival.flat, watch), "weights-read"),

@@ -1,4 +1,4 @@
-"""Where a server finds snapshots: a folder, or a web server's address. All of it blocks and belongs in a thread."""
+"""Where a server finds snapshots: a folder or a web server. Everything blocks and belongs in a thread."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class _Reader(Protocol):
 
 
 class SnapshotSource:
-    """One place with snapshots of one run.
+    """A place with snapshots of one run.
 
     Args:
         where: a folder, or http(s)://host:port/path.
-        key: sent to a web server as a bearer token; empty: none.
-        timeout_s: longest wait for a web server to go on.
+        key: bearer token for a web server; empty: none.
+        timeout_s: how long to wait for a web server to continue.
 
     Raises:
         UserError: if the address is not valid.
@@ -46,15 +46,14 @@ class SnapshotSource:
             except ValueError:  # not a port
                 known = False
             if not known or self._url.query or self._url.username:
-                raise UserError(
-                    f"snapshot {where!r} is not allowed; a folder, or http://host:port/path without user and query"
-                )
+                why = f"snapshot {where!r} is not allowed; a folder, or http://host:port/path without user and query"
+                raise UserError(why)
 
     def newest(self) -> SnapshotManifest | None:
-        """What is there, None when nothing is.
+        """Return the newest manifest, None without one.
 
         Raises:
-            TransferFailed: it cannot be read, in one line.
+            TransferFailed: if it cannot be read.
         """
         try:
             with self._open(NEWEST) as (reader, size):
@@ -67,29 +66,25 @@ class SnapshotSource:
             raise TransferFailed(f"snapshot {self._name(NEWEST)}: {error}") from None
 
     def fill(self, manifest: SnapshotManifest, flat: FlatBuffer, watch: WaitMonitor) -> None:
-        """Bring a snapshot's bytes into a buffer of its plan, in host memory.
+        """Read a snapshot's bytes into a buffer of its plan, in host memory.
 
         Raises:
-            TransferFailed: they cannot be read, are too few or too many, or are not those of its digest; what lies in
-            ``flat`` is
-                worth nothing then.
+            TransferFailed: if they cannot be read, or their number or digest is wrong; ``flat`` is invalid then.
         """
         name = self._name(manifest.file)
         try:
             with self._open(manifest.file) as (reader, size):
                 if size != manifest.plan.size_bytes:
-                    raise TransferFailed(
-                        f"snapshot {name}: {size} bytes, its plan has {manifest.plan.size_bytes}; nothing was loaded"
-                    )
+                    why = f"snapshot {name}: {size} bytes, its plan has {manifest.plan.size_bytes}; nothing was loaded"
+                    raise TransferFailed(why)
                 digests = [
                     self._bucket(reader, flat, index, name, watch) for index in range(len(manifest.plan.buckets))
                 ]
         except FileNotFoundError:
-            raise TransferFailed(f"snapshot {name}: there is no such file any more") from None
+            raise TransferFailed(f"snapshot {name}: the file is gone") from None
         if (found := combine(digests)) != manifest.offer.digest:
-            raise TransferFailed(
-                f"snapshot {name}: digest {found}, its offer says {manifest.offer.digest}; nothing was loaded"
-            )
+            why = f"snapshot {name}: digest {found}, its offer says {manifest.offer.digest}; nothing was loaded"
+            raise TransferFailed(why)
 
     def _bucket(self, reader: _Reader, flat: FlatBuffer, index: int, name: str, watch: WaitMonitor) -> bytes:
         bucket = flat.bucket(index)
@@ -98,18 +93,19 @@ class SnapshotSource:
             watch.beat()
             taken = reader.readinto(view[done : done + CHUNK_BYTES])
             if not taken:
-                raise TransferFailed(f"snapshot {name}: it ended before bucket {index} was whole; nothing was loaded")
+                why = f"snapshot {name}: it ended before bucket {index} was complete; nothing was loaded"
+                raise TransferFailed(why)
             done += taken
             digest.add(done)
         return digest.finish()
 
     @contextmanager
     def _open(self, name: str) -> Iterator[tuple[_Reader, int]]:
-        """A reader of a file and its size in bytes.
+        """Open a file; yield a reader and its size in bytes.
 
         Raises:
-            FileNotFoundError: there is none.
-            TransferFailed: whatever else.
+            FileNotFoundError: if it does not exist.
+            TransferFailed: for any other error.
         """
         try:
             if self._url is None:
@@ -121,13 +117,12 @@ class SnapshotSource:
         except FileNotFoundError:
             raise
         except (OSError, http.client.HTTPException) as error:
-            raise TransferFailed(
-                f"snapshot {self._name(name)}: {' '.join(str(error).split()) or type(error).__name__}"
-            ) from None
+            why = f"snapshot {self._name(name)}: {' '.join(str(error).split()) or type(error).__name__}"
+            raise TransferFailed(why) from None
 
     @contextmanager
     def _get(self, name: str) -> Iterator[tuple[_Reader, int]]:
-        assert self._url is not None, "a folder is not asked"
+        assert self._url is not None, "not a web server"
         kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
         connection = kind(self._url.hostname or "", self._url.port, timeout=self.timeout_s)
         try:
@@ -156,7 +151,7 @@ class SnapshotSource:
 
 
 def is_url(where: str) -> bool:
-    """Whether it is a web server's address and no folder."""
+    """Return whether it is a web server's address."""
     return where.startswith(("http://", "https://"))
 
 

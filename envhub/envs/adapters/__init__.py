@@ -1,1 +1,1 @@
-"""Environments of other libraries."""
+"""Adapters to other libraries' environments."""

@@ -1,9 +1,8 @@
-"""ALFWorld's household games in text (Shridhar et al. 2021, arXiv:2010.03768; https://github.com/alfworld/alfworld), by
-TextWorld.
+"""ALFWorld's household games in text (Shridhar et al. 2021, arXiv:2010.03768), run by TextWorld.
 
-The games are the files that ``alfworld-download`` fetches, in the order of their paths; evaluation has files of its
-own. A game that is won gives ``success_reward`` and ends. A command that is not admissible is answered by the game, and
-counts as invalid.
+The games (https://github.com/alfworld/alfworld) are the files that ``alfworld-download`` fetches, in the order of their
+paths; evaluation has its own files. A won game gives ``success_reward`` and ends. A command that is not admissible is
+answered by the game and counts as invalid.
 """
 
 from __future__ import annotations
@@ -55,9 +54,8 @@ class AlfworldEnv(Environment):
     def check(cls, args: AlfworldArgs) -> None:
         for split in ("train", "eval"):
             if not _files(args, split):
-                raise ConfigError(
-                    "data", args.data, f"a folder of ALFWorld's games; it has none for {split}; {INSTALL}"
-                )
+                allowed = f"a folder of ALFWorld's games; it has none for {split}; {INSTALL}"
+                raise ConfigError("data", args.data, allowed)
 
     @classmethod
     def num_tasks(cls, args: AlfworldArgs, split: Split) -> int | None:
@@ -70,7 +68,7 @@ class AlfworldEnv(Environment):
         return {}
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
-        """The seed plays no part: a task is a game's file."""
+        """Start the game of the task's file; the seed has no effect."""
         self.close()
         there = _files(self.args, split)
         self._game = _start(there[task_index % len(there)])
@@ -116,16 +114,13 @@ def _files(args: AlfworldArgs, split: Split) -> tuple[str, ...]:
 
 @lru_cache(maxsize=8)
 def _game_files(data: str | None, task_types: tuple[int, ...], split: str) -> tuple[str, ...]:
-    """The solvable games of a split, as ALFWorld itself collects them."""
+    """Return the solvable games of a split, as ALFWorld collects them."""
     info = library("alfworld", "alfworld.info", INSTALL)
     games = library("alfworld", "alfworld.agents.environment.alfred_tw_env", INSTALL)
     root = Path(data or info.ALFWORLD_DATA).expanduser() / "json_2.1.1"
+    paths = {key: str(root / folder) for key, folder in PATHS.items()}
     config = {
         "env": {"goal_desc_human_anns_prob": 0.0, "task_types": list(task_types)},
-        "dataset": {
-            **{key: str(root / folder) for key, folder in PATHS.items()},
-            "num_train_games": -1,
-            "num_eval_games": -1,
-        },
+        "dataset": {**paths, "num_train_games": -1, "num_eval_games": -1},
     }
     return tuple(sorted(games.AlfredTWEnv(config, train_eval=split).game_files))

@@ -1,9 +1,8 @@
-"""AppWorld: tasks in a world of apps, solved by writing Python that calls their APIs (Trivedi et al. 2024,
-arXiv:2407.18901; https://appworld.dev).
+"""AppWorld's tasks, solved by Python that calls apps' APIs (Trivedi et al. 2024, arXiv:2407.18901).
 
 Each turn's code is executed in the task's interpreter and its output is shown; ``apis.supervisor.complete_task()`` ends
-the episode. The reward then is the share of AppWorld's own unit tests that pass, or 1 only when all do. AppWorld keeps
-one world in a process, so environments run in worker processes.
+the episode. The reward is the share of AppWorld's unit tests that pass, or 1 only if all do. AppWorld
+(https://appworld.dev) keeps one world in a process, so environments run in worker processes.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ class AppworldArgs(Section):
 
     train_tasks: Tasks = "train"
     eval_tasks: Tasks = "dev"
-    experiment_name: str = "rlearner"  # AppWorld's outputs lie in a folder of that name
+    experiment_name: str = "rlearner"  # AppWorld writes its outputs to a folder of this name
     max_interactions: PositiveInt = 50
-    reward: Literal["share", "success"] = "share"  # of its tests that pass, or 1 only when all do
+    reward: Literal["share", "success"] = "share"  # of its tests that pass, or 1 only if all do
 
 
 class AppworldEnv(Environment):
@@ -53,7 +52,7 @@ class AppworldEnv(Environment):
             raise ConfigError("eval_tasks", args.eval_tasks, "other tasks than train_tasks")
         for key, name in (("train_tasks", args.train_tasks), ("eval_tasks", args.eval_tasks)):
             if not _tasks(name):
-                raise ConfigError(key, name, f"tasks that are there; {INSTALL}")
+                raise ConfigError(key, name, f"installed tasks; {INSTALL}")
 
     @classmethod
     def num_tasks(cls, args: AppworldArgs, split: Split) -> int | None:
@@ -66,20 +65,16 @@ class AppworldEnv(Environment):
         return {}
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
-        """The seed plays no part: a task is one of AppWorld's."""
+        """Start a task of AppWorld's; the seed has no effect."""
         self.close()
         there = _tasks(self.args.train_tasks if split == "train" else self.args.eval_tasks)
         app = library("appworld", "appworld", INSTALL)
         self._world = app.AppWorld(task_id=there[task_index % len(there)], experiment_name=self.args.experiment_name)
         self._turns = 0
         task = self._world.task
-        person = task.supervisor
-        self.prompt = str(task.instruction)
-        self._shown = (
-            f"My name is {person.first_name} {person.last_name}, my e-mail is {person.email}, my phone "
-            f"number {person.phone_number}."
-        )
-        self._shown += f"\nTask: {task.instruction}"
+        person, self.prompt = task.supervisor, str(task.instruction)
+        contact = f"my e-mail is {person.email}, my phone number {person.phone_number}."
+        self._shown = f"My name is {person.first_name} {person.last_name}, {contact}\nTask: {task.instruction}"
         return Observation(self._shown)
 
     def step(self, text: str) -> StepResult:
@@ -92,10 +87,8 @@ class AppworldEnv(Environment):
         cut = not done and self._turns >= self.args.max_interactions
         share, success = self._evaluate() if done or cut else (0.0, False)
         reward = share if self.args.reward == "share" else float(success)
-        metrics = {"tests_passed": share}
-        return StepResult(
-            Observation(self._shown), reward, done or cut, bool(code), success and done, truncated=cut, metrics=metrics
-        )
+        seen, metrics = Observation(self._shown), {"tests_passed": share}
+        return StepResult(seen, reward, done or cut, bool(code), success and done, truncated=cut, metrics=metrics)
 
     def text_frame(self) -> str:
         return self._shown
@@ -106,7 +99,7 @@ class AppworldEnv(Environment):
             self._world = None
 
     def _evaluate(self) -> tuple[float, bool]:
-        """(share of the tests that pass, whether all do)."""
+        """Return (share of the tests that pass, whether all do)."""
         tracker = self._world.evaluate()
         passed, failed = len(tracker.passes), len(tracker.failures)
         return passed / max(passed + failed, 1), bool(tracker.success)

@@ -1,6 +1,4 @@
-"""What the adapters to other libraries' environments share: the library itself, and seeds that keep evaluation apart
-from training.
-"""
+"""Helpers of the adapters to other libraries: their import, one-line errors, and seeds."""
 
 from __future__ import annotations
 
@@ -13,15 +11,10 @@ from envhub.envs.base import Split
 
 
 def library(env: str, module: str, install: str) -> Any:
-    """The imported module.
-
-    Args:
-        env: the environment's name in the registry.
-        module: what to import.
-        install: what the user types to get it.
+    """Import the module of the environment that the registry calls ``env``; ``install``: how to install it.
 
     Raises:
-        NotInstalled: it, or something that it needs, is not there.
+        NotInstalled: if the module, or something that it imports, is missing.
     """
     try:
         return import_module(module)
@@ -29,10 +22,13 @@ def library(env: str, module: str, install: str) -> Any:
         raise NotInstalled(f"environment {env}: {error}; {install}") from None
 
 
+def one_line(error: Exception) -> str:
+    """Return the beginning of an error's text in one line."""
+    return " ".join(str(error).split())[:300]
+
+
 def seed_of(task_index: int, split: Split, seed: int) -> int:
-    """A seed of 31 bits for libraries that make a task from a seed: odd in training, even and without ``seed`` in
-    evaluation.
-    """
+    """Return a task's seed of 31 bits: odd in training; even, and independent of ``seed``, in evaluation."""
     told = f"{task_index}/{seed if split == 'train' else 'eval'}".encode()
     number = int.from_bytes(hashlib.blake2b(told, digest_size=4).digest(), "little") >> 1
     return number & ~1 | (split == "train")

@@ -1,8 +1,8 @@
-"""Any registered GEM environment by ``gem.make`` (Liu et al. 2025, arXiv:2510.01051; https://github.com/axon-rl/gem).
+"""Any registered GEM environment by ``gem.make`` (Liu et al. 2025, arXiv:2510.01051).
 
-The task is the seed of ``reset``. GEM's games end with reward 1 when they are won; text that is no move costs a reward
-of theirs. gem-llm 0.1 pins msgspec 0.19 for its search tool while this project needs a newer one; install it without
-its pins.
+The task is the seed of ``reset``. A won game ends with reward 1; GEM sets the penalty for text that is not a move.
+gem-llm 0.1 (https://github.com/axon-rl/gem) pins msgspec 0.19 for its search tool, but this project needs a newer one:
+install it without dependencies.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from pydantic import Field
 
 from broker.errors import ConfigError
 from broker.settings.config import Section
-from envhub.envs.adapters.foreign import library, seed_of
+from envhub.envs.adapters.foreign import library, one_line, seed_of
 from envhub.envs.base import Environment, Observation, Split, StepResult
 
-INSTALL: Final = (
-    "pip install 'rlearner[gem]' and then pip install --no-deps gem-llm==0.1.0, whose pin of msgspec conflicts"
-)
+INSTALL: Final = "pip install 'rlearner[gem]', then pip install --no-deps gem-llm==0.1.0 (it pins another msgspec)"
 
 
 class GemArgs(Section):
@@ -27,8 +25,8 @@ class GemArgs(Section):
 
     id: str  # as gem.make takes it, for example game:GuessTheNumber-v0-easy
     make_args: dict[str, Any] = Field(default={})  # passed on to gem.make
-    suffix: bool = True  # add the line that the environment gives with an observation, which asks for the next action
-    success_reward: float = 1.0  # an episode that ends with a step of at least so much reward is a success
+    suffix: bool = True  # add the line that comes with an observation and asks for the next action
+    success_reward: float = 1.0  # an episode whose last step has at least this reward is a success
 
 
 class GemEnv(Environment):
@@ -80,6 +78,4 @@ def _make(args: GemArgs) -> Any:
     try:
         return _gem().make(args.id, **args.make_args)
     except (ImportError, LookupError, TypeError, ValueError) as error:
-        raise ConfigError(
-            "id", args.id, f"an environment that gem.make makes: {' '.join(str(error).split())[:300]}"
-        ) from None
+        raise ConfigError("id", args.id, f"an environment that gem.make makes: {one_line(error)}") from None

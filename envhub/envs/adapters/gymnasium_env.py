@@ -1,8 +1,8 @@
-"""Any gymnasium environment with discrete actions or texts for actions (https://gymnasium.farama.org/api/env).
+"""Any gymnasium environment with discrete actions or texts (https://gymnasium.farama.org/api/env).
 
-What a model reads comes from ``observe``, a function of yours: (observation, the gymnasium environment) to text.
-Without one, texts are shown as they are, and numbers and arrays of them with four digits. The task is the seed of
-``reset``; an environment whose start no seed changes has one task only, the same in training and evaluation.
+The model reads what your function ``observe`` makes of (observation, the gymnasium environment). Without it, texts are
+shown as they are, numbers and arrays with four digits. The task is the seed of ``reset``; an environment whose start
+does not depend on a seed has a single task, the same in training and evaluation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import Field, NonNegativeFloat
 from broker.errors import ConfigError
 from broker.settings.config import Section
 from broker.settings.registry import resolve
-from envhub.envs.adapters.foreign import library, seed_of
+from envhub.envs.adapters.foreign import library, one_line, seed_of
 from envhub.envs.base import Environment, Observation, Split, StepResult
 from envhub.envs.text.answers import one_of, tagged
 
@@ -28,12 +28,10 @@ class GymnasiumArgs(Section):
     make_args: dict[str, Any] = Field(default={})  # passed on to gymnasium.make
     observe: str = ""  # dotted path or file path to a function of (observation, environment) that returns text
     actions: list[str] = Field(default=[])  # names of the discrete actions in their order; none: their numbers
-    anchors: bool = False  # observations tell all states apart: compare steps by them (gigpo)
-    # an episode of at least so much reward is a success; None: what info says under is_success
-    success_return: float | None = None
+    anchors: bool = False  # observations distinguish all states: compare steps by them (gigpo)
+    success_return: float | None = None  # an episode with at least this reward is a success; None: info's is_success
     answer_tag: bool = False  # read the action from the last <answer>…</answer> instead of the whole text
-    # the reward of text that is no action is minus this; the environment is not asked
-    format_penalty: NonNegativeFloat = 0.0
+    format_penalty: NonNegativeFloat = 0.0  # minus the reward of text that is not an action and is not sent on
 
 
 class GymnasiumEnv(Environment):
@@ -98,17 +96,16 @@ class GymnasiumEnv(Environment):
 
 
 def plain(observation: Any, environment: Any) -> str:
-    """Texts as they are, numbers with four digits; of a tuple or a mapping one part a line."""
+    """Return a text as it is, numbers with four digits, a tuple or a mapping with one part per line."""
     if isinstance(observation, str):
         return observation
     if isinstance(observation, dict):
         return "\n".join(f"{name}: {plain(part, environment)}" for name, part in observation.items())
     if isinstance(observation, tuple):
         return "\n".join(plain(part, environment) for part in observation)
-    array = np.asarray(observation)
-    return "\n".join(
-        " ".join(f"{number:.4g}" for number in row) for row in array.reshape(-1, array.shape[-1] if array.ndim else 1)
-    )
+    array = np.atleast_1d(np.asarray(observation))
+    rows = array.reshape(-1, array.shape[-1])
+    return "\n".join(" ".join(f"{number:.4g}" for number in row) for row in rows)
 
 
 def _make(args: GymnasiumArgs) -> Any:
@@ -116,16 +113,14 @@ def _make(args: GymnasiumArgs) -> Any:
     try:
         return gymnasium.make(args.id, **{"disable_env_checker": True, **args.make_args})
     except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
-        raise ConfigError(
-            "id", args.id, f"an environment that gymnasium.make makes: {' '.join(str(error).split())[:300]}"
-        ) from None
+        raise ConfigError("id", args.id, f"an environment that gymnasium.make makes: {one_line(error)}") from None
 
 
 def _actions(args: GymnasiumArgs, space: Any) -> dict[str, str] | None:
-    """Number of each action by its name in capitals; None where actions are texts.
+    """Return the number of each action by its name in capitals; None if actions are texts.
 
     Raises:
-        ConfigError: neither one nor the other, or as many names as there are no actions.
+        ConfigError: if actions are neither discrete nor texts, or the names do not match their number.
     """
     from gymnasium import spaces
 

@@ -1,12 +1,11 @@
-"""Environments served by OpenEnv, over its HTTP and WebSocket protocol (https://github.com/meta-pytorch/OpenEnv,
-``openenv.core``).
+"""Environments of an OpenEnv server, over its protocol (https://github.com/meta-pytorch/OpenEnv).
 
-A server keeps one environment for each WebSocket connection to ``/ws``, so an instance here is one connection, used for
-one episode after another. A message is JSON: ``{"type": "reset" or "step" or "close", "data": …}``. The answer is
+A server keeps one environment per WebSocket connection to ``/ws``, so an instance here is one connection, used for one
+episode after another. A message is JSON: ``{"type": "reset" or "step" or "close", "data": …}``. The answer is
 ``{"type": "observation", "data": {"observation": …, "reward": …, "done": …}}`` or ``{"type": "error", "data":
-{"message": …, "code": …}}``. What actions look like is asked of ``GET /schema``. Nothing of OpenEnv need be installed.
-An action that the server finds malformed (``VALIDATION_ERROR``) counts as invalid; any other error fails the episode,
-which is tried again.
+{"message": …, "code": …}}``. ``GET /schema`` returns the form of actions. OpenEnv need not be installed. An action that
+the server rejects as malformed (``VALIDATION_ERROR``) counts as invalid; any other error fails the episode, which is
+then tried again.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from envhub.envs.base import Environment, Observation, Split, StepResult
 from envhub.envs.text.answers import tagged
 
 MAX_MESSAGE_BYTES: Final = 8 << 20
-CHECK_S: Final = 10.0  # for the server to say what it serves
+CHECK_S: Final = 10.0  # for the server's schema
 
 
 class OpenEnvArgs(Section):
@@ -40,19 +39,19 @@ class OpenEnvArgs(Section):
 
     url: str  # of the server, for example http://127.0.0.1:8000
     action: Literal["field", "json"] = "field"  # the text is one field of the action, or the whole action in JSON
-    action_field: str = "message"  # which
+    action_field: str = "message"  # that field
     action_args: dict[str, Any] = Field(default={})  # further fields of every action
     reset_args: dict[str, Any] = Field(default={})  # of every reset, in addition to the seed
-    observation_field: str = ""  # the field of the observation that is shown; empty: all of them in JSON
+    observation_field: str = ""  # the field of the observation to show; empty: all of them in JSON
     observe: str = ""  # or a dotted path or file path to a function of (observation as a dict) that returns text
-    success_reward: float = 1.0  # an episode that ends with a step of at least so much reward is a success
-    format_penalty: NonNegativeFloat = 0.0  # taken from the reward for an action that is malformed
+    success_reward: float = 1.0  # an episode whose last step has at least this reward is a success
+    format_penalty: NonNegativeFloat = 0.0  # taken from the reward for a malformed action
     answer_tag: bool = False  # read the action from the last <answer>…</answer> instead of the whole text
     connect_timeout_s: PositiveFloat = 10.0
 
 
 class ServerError(RuntimeError):
-    """The server answered with an error, or not by the protocol."""
+    """The server answered with an error, or against the protocol."""
 
 
 class OpenEnv(Environment):
@@ -65,9 +64,8 @@ class OpenEnv(Environment):
 
     def __init__(self, args: OpenEnvArgs) -> None:
         super().__init__(args)
-        self._observe: Callable[[dict[str, Any]], Any] = (
-            resolve("observe", args.observe, {}) if args.observe else self._plain
-        )
+        observe = resolve("observe", args.observe, {}) if args.observe else self._plain
+        self._observe: Callable[[dict[str, Any]], Any] = observe
         self._session: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._seen: dict[str, Any] = {}
@@ -80,13 +78,12 @@ class OpenEnv(Environment):
         cls(args)
         fields = (_schema(args.url).get("action") or {}).get("properties")
         if args.action == "field" and isinstance(fields, dict) and args.action_field not in fields:
-            raise ConfigError(
-                "action_field", args.action_field, f"a field of the server's actions: {', '.join(fields)}"
-            )
+            allowed = f"a field of the server's actions: {', '.join(fields)}"
+            raise ConfigError("action_field", args.action_field, allowed)
 
     @classmethod
     def example(cls, folder: Path) -> dict[str, Any]:
-        raise NotInstalled("environment openenv: it needs a server that runs")
+        raise NotInstalled("environment openenv: it needs a running server")
 
     async def reset(self, task_index: int, split: Split, seed: int) -> Observation:
         if self._socket is None or self._socket.closed:
@@ -111,7 +108,7 @@ class OpenEnv(Environment):
         return self._shown
 
     async def close(self) -> None:  # type: ignore[override]
-        """End the session there."""
+        """End the session."""
         socket, session, self._socket, self._session = self._socket, self._session, None, None
         try:
             if socket is not None and not socket.closed:
@@ -123,9 +120,8 @@ class OpenEnv(Environment):
                 await session.close()
 
     async def _connect(self) -> None:
-        self._session = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.args.connect_timeout_s)
-        )
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.args.connect_timeout_s)
+        self._session = aiohttp.ClientSession(timeout=timeout)
         url = f"{self.args.url.rstrip('/')}/ws"
         try:
             self._socket = await self._session.ws_connect(url, max_msg_size=MAX_MESSAGE_BYTES)
@@ -134,7 +130,7 @@ class OpenEnv(Environment):
             raise ServerError(f"no OpenEnv server at {url}: {error or 'no answer'}") from None
 
     async def _ask(self, kind: str, data: dict[str, Any]) -> tuple[dict[str, Any], str]:
-        """(what came back, what was wrong with the action)."""
+        """Send a message. Return (the answer's data, what is wrong with the action)."""
         assert self._socket is not None
         await self._socket.send_str(json.dumps({"type": kind, "data": data}))
         message = await self._socket.receive()
@@ -151,9 +147,8 @@ class OpenEnv(Environment):
             if answer["type"] != "observation" or not isinstance(told["observation"], dict):
                 raise ServerError(f"{kind}: the server answered {answer['type']!r}, not an observation")
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise ServerError(
-                f"{kind}: the server answered {message.data[:200]!r}, which is not OpenEnv's protocol"
-            ) from None
+            shown = f"{message.data[:200]!r}"
+            raise ServerError(f"{kind}: the server answered {shown}, which is not OpenEnv's protocol") from None
         return told, ""
 
     def _action(self, text: str) -> dict[str, Any] | None:
@@ -175,33 +170,28 @@ class OpenEnv(Environment):
         if not name:
             return json.dumps(observation, ensure_ascii=False)
         if name not in observation:
-            raise ServerError(
-                f"observation_field {name!r}: the server's observation has {', '.join(observation) or 'no fields'}"
-            )
-        return (
-            observation[name]
-            if isinstance(observation[name], str)
-            else json.dumps(observation[name], ensure_ascii=False)
-        )
+            fields = ", ".join(observation) or "no fields"
+            raise ServerError(f"observation_field {name!r}: the server's observation has {fields}")
+        found = observation[name]
+        return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
 
 
 def _schema(url: str) -> dict[str, Any]:
-    """What the server says of its messages.
+    """Return the server's schema of its messages.
 
     Raises:
-        ConfigError: there is none, or it is no OpenEnv server.
+        ConfigError: if there is no server, or it is not an OpenEnv server.
     """
-    address = (
-        f"{url.rstrip('/')}/schema".replace("ws", "http", 1) if url.startswith("ws") else f"{url.rstrip('/')}/schema"
-    )
+    base = url.replace("ws", "http", 1) if url.startswith("ws") else url
+    address = f"{base.rstrip('/')}/schema"
     try:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy, as for the episodes
         with opener.open(address, timeout=CHECK_S) as reply:
             found = json.loads(reply.read(MAX_MESSAGE_BYTES))
     except (urllib.error.URLError, OSError, ValueError) as error:
         if isinstance(error, urllib.error.HTTPError):
-            error.close()  # it is the connection, too
-        raise ConfigError("url", url, f"the address of an OpenEnv server that runs: {error}") from None
+            error.close()  # it holds the connection
+        raise ConfigError("url", url, f"the address of a running OpenEnv server: {error}") from None
     if not isinstance(found, dict):
-        raise ConfigError("url", url, f"an OpenEnv server; {address} is no schema")
+        raise ConfigError("url", url, f"an OpenEnv server; {address} is not a schema")
     return found

@@ -1,8 +1,7 @@
-"""reasoning-gym's generated questions, one turn each, scored by the data set itself (Stojanovski et al. 2025,
-arXiv:2505.24760).
+"""reasoning-gym's questions, one turn each (Stojanovski et al. 2025, arXiv:2505.24760).
 
-One data set serves both splits: its first ``size`` entries are for training, the next ``eval_size`` for evaluation. A
-question that evaluation holds too is passed over in training.
+The data set scores the answers and serves both splits: its first ``size`` entries are for training, the next
+``eval_size`` for evaluation. Training skips questions that evaluation also has.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pydantic import Field, PositiveInt
 
 from broker.errors import ConfigError
 from broker.settings.config import Section
-from envhub.envs.adapters.foreign import library
+from envhub.envs.adapters.foreign import library, one_line
 from envhub.envs.base import Environment, Observation, Split, StepResult
 from envhub.envs.text.answers import tagged
 
@@ -53,11 +52,8 @@ class ReasoningGymEnv(Environment):
         _dataset(args)
         different = len(_held_out(args))
         if different < args.eval_size / 2:
-            raise ConfigError(
-                "eval_size",
-                args.eval_size,
-                f"about {different}, for {args.dataset} has hardly more different questions",
-            )
+            allowed = f"about {different}, since {args.dataset} has hardly more different questions"
+            raise ConfigError("eval_size", args.eval_size, allowed)
 
     @classmethod
     def num_tasks(cls, args: ReasoningGymArgs, split: Split) -> int | None:
@@ -69,7 +65,7 @@ class ReasoningGymEnv(Environment):
         return {"dataset": "chain_sum", "eval_size": 64}
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
-        """The seed plays no part: the index alone names the question, so that an epoch meets each once."""
+        """Show the question of the index; the seed has no effect, so that an epoch shows each question once."""
         self._entry = self._find(task_index, split)
         self.prompt, self.reference = self._entry["question"], str(self._entry["answer"])
         return Observation(self.prompt)
@@ -80,7 +76,7 @@ class ReasoningGymEnv(Environment):
         return StepResult(Observation(""), score, True, bool(answer), score >= self.args.success_score)
 
     def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
-        """The reference answer; with probability ``noise`` that of some other question."""
+        """Return the reference answer; with probability ``noise`` that of another question."""
         wrong = rng.random() < noise
         answer = str(self._data[int(rng.integers(self.args.size))]["answer"]) if wrong else self.reference
         return f"<answer>{answer}</answer>" if self.args.answer_tag else answer
@@ -93,7 +89,7 @@ class ReasoningGymEnv(Environment):
             entry = dict(self._data[index % self.args.size])
             if entry["question"] not in held_out:
                 return entry
-        raise ValueError(f"every question of {self.args.dataset} stands in its evaluation")
+        raise ValueError(f"evaluation has every question of {self.args.dataset}")
 
 
 def _dataset(args: ReasoningGymArgs) -> Any:
@@ -106,7 +102,7 @@ def _made(name: str, arguments: str, seed: int, size: int) -> Any:
     try:
         return module.create_dataset(name, **{**json.loads(arguments), "seed": seed, "size": size})
     except (TypeError, ValueError, AssertionError) as error:
-        said = " ".join(str(error).split())[:300] or type(error).__name__
+        said = one_line(error) or type(error).__name__
         raise ConfigError("dataset", name, f"a data set that reasoning_gym.create_dataset makes: {said}") from None
 
 

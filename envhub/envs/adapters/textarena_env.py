@@ -1,10 +1,9 @@
-"""TextArena's games by ``textarena.make`` (Guertler et al. 2025, arXiv:2504.11442;
-https://github.com/LeonGuertler/TextArena).
+"""TextArena's games by ``textarena.make`` (Guertler et al. 2025, arXiv:2504.11442).
 
-The model plays one seat. In games of several players the others are played by ``opponent``, a function of yours:
-(observation, random generator) to text. The reward is what the game gives the seat when it ends. The model is shown
-what is new since its last turn: the library's wrappers repeat the whole game, which the conversation holds already. The
-task is the seed of ``reset``.
+The model plays one seat. In games of several players your function ``opponent``, (observation, random generator) to
+text, plays the others. The reward is what the game (https://github.com/LeonGuertler/TextArena) gives the seat at its
+end. The model sees what is new since its last turn: the library's wrappers repeat the whole game, which the
+conversation already contains. The task is the seed of ``reset``.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pydantic import Field, PositiveInt
 from broker.errors import ConfigError
 from broker.settings.config import Section
 from broker.settings.registry import resolve
-from envhub.envs.adapters.foreign import library, seed_of
+from envhub.envs.adapters.foreign import library, one_line, seed_of
 from envhub.envs.base import Environment, Observation, Split, StepResult
 
 INSTALL: Final = "pip install 'rlearner[textarena]'"
@@ -32,9 +31,8 @@ class TextArenaArgs(Section):
     make_args: dict[str, Any] = Field(default={})  # passed on to textarena.make
     num_players: PositiveInt = 1
     seat: Annotated[int, Field(ge=0)] = 0  # which player the model is
-    # dotted path or file path to a function of (observation, random.Random) that plays the other seats
-    opponent: str = ""
-    success_reward: float = 1.0  # a game that ends with at least so much reward is a success
+    opponent: str = ""  # dotted path or file path to a function of (observation, random.Random) for the other seats
+    success_reward: float = 1.0  # a game that ends with at least this reward is a success
 
 
 class TextArenaEnv(Environment):
@@ -46,9 +44,8 @@ class TextArenaEnv(Environment):
 
     def __init__(self, args: TextArenaArgs) -> None:
         super().__init__(args)
-        self._opponent: Callable[[str, random.Random], str] | None = (
-            resolve("opponent", args.opponent, {}) if args.opponent else None
-        )
+        opponent = resolve("opponent", args.opponent, {}) if args.opponent else None
+        self._opponent: Callable[[str, random.Random], str] | None = opponent
         self._env: Any = None
         self._rng = random.Random()
         self._before = self._shown = ""
@@ -58,11 +55,8 @@ class TextArenaEnv(Environment):
         if args.seat >= args.num_players:
             raise ConfigError("seat", args.seat, f"below num_players, which is {args.num_players}")
         if args.num_players > 1 and not args.opponent:
-            raise ConfigError(
-                "opponent",
-                args.opponent,
-                f"a function that plays the other seats, for num_players is {args.num_players}",
-            )
+            allowed = f"a function that plays the other seats, since num_players is {args.num_players}"
+            raise ConfigError("opponent", args.opponent, allowed)
         cls(args)
         _make(args)
 
@@ -83,7 +77,7 @@ class TextArenaEnv(Environment):
 
     def step(self, text: str) -> StepResult:
         done, _ = self._env.step(action=text)
-        valid = not getattr(self._env.state, "error_count", 0)  # how often in a row this player's text was no move
+        valid = not getattr(self._env.state, "error_count", 0)  # this player's texts in a row that were not a move
         done = bool(done) or self._others()
         if not done:
             role = self._env.state.role_mapping.get(self.args.seat, f"Player {self.args.seat}")
@@ -99,7 +93,7 @@ class TextArenaEnv(Environment):
         return self._shown
 
     def _others(self) -> bool:
-        """Let the others play until it is the model's turn; whether the game is over."""
+        """Let the others play until it is the model's turn. Return whether the game is over."""
         while self._env.state.current_player_id != self.args.seat:
             player, seen = self._env.get_observation()
             if self._opponent is None:
@@ -110,7 +104,7 @@ class TextArenaEnv(Environment):
         return False
 
     def _observe(self, said: str = "") -> Observation:
-        """What is new, without ``said``, which the model knows to have said itself."""
+        """Return what is new, without ``said``, the model's own words."""
         _, seen = self._env.get_observation()
         whole = _text(seen, self.args.seat)
         repeated = isinstance(seen, str) and whole.startswith(self._before)
@@ -120,9 +114,7 @@ class TextArenaEnv(Environment):
 
 
 def _text(seen: Any, seat: int) -> str:
-    """What a player sees as text: a wrapped game gives that, a raw one a list of (from, text, kind), its own words
-    included.
-    """
+    """Return what a player sees as text; a raw game gives a list of (from, text, kind), including its own words."""
     return seen if isinstance(seen, str) else "\n".join(str(message[1]) for message in seen or [] if message[0] != seat)
 
 
@@ -130,6 +122,4 @@ def _make(args: TextArenaArgs) -> Any:
     try:
         return library("textarena", "textarena", INSTALL).make(args.id, **args.make_args)
     except (ImportError, LookupError, TypeError, ValueError) as error:
-        raise ConfigError(
-            "id", args.id, f"a game that textarena.make makes: {' '.join(str(error).split())[:300]}"
-        ) from None
+        raise ConfigError("id", args.id, f"a game that textarena.make makes: {one_line(error)}") from None

@@ -1,1 +1,1 @@
-"""Games whose rules are written here, and gymnasium's frozen lake."""
+"""Environments of games: gymnasium's frozen lake, and games implemented here."""

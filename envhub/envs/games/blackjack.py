@@ -1,10 +1,8 @@
-"""Blackjack of GymCards, which is gymnasium's: come nearer to 21 than the dealer (Sutton and Barto, example 5.1; here
-as text).
+"""Blackjack of GymCards, which is gymnasium's, as text (Sutton and Barto, example 5.1).
 
-Cards are drawn from an endless deck; J, Q and K count 10, an ace 11 where that does not exceed 21. ``hit`` takes a
-card, ``stand`` lets the dealer draw up to 17. The reward is 1 for a win, 0 for a draw, -1 for a loss or more than 21;
-with ``natural`` a win with 21 in the first two cards gives 1.5. Text that is no action changes nothing and costs
-``format_penalty``.
+Cards are drawn from an endless deck; J, Q and K count 10, an ace 11 if that does not exceed 21. ``hit`` takes a card,
+``stand`` lets the dealer draw up to 17. The reward is 1 for a win, 0 for a draw, -1 for a loss or more than 21; with
+``natural`` a win with 21 in the first two cards gives 1.5. Text that is not an action only costs ``format_penalty``.
 """
 
 from __future__ import annotations
@@ -30,12 +28,12 @@ class BlackjackArgs(Section):
     """``env_args`` of ``blackjack``."""
 
     natural: bool = False  # 1.5 for a win with 21 in the first two cards
-    format_penalty: NonNegativeFloat = 0.0  # taken from the reward for text that is no action
+    format_penalty: NonNegativeFloat = 0.0  # taken from the reward for text that is not an action
     answer_tag: bool = False  # read the action from the last <answer>…</answer> instead of the whole text
 
 
 def total(cards: list[int]) -> tuple[int, bool]:
-    """(what the cards count, whether an ace counts 11). Cards are 1 to 13."""
+    """Return (what the cards count, whether an ace counts 11). Cards are 1 to 13."""
     least = sum(min(card, 10) for card in cards)
     return (least + 10, True) if 1 in cards and least + 10 <= 21 else (least, False)
 
@@ -59,7 +57,7 @@ class Blackjack(Environment):
         return NUM_EVAL if split == "eval" else None
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
-        """A deal belongs to training or to evaluation by a hash of the cards that the player sees."""
+        """Deal; a hash of the cards that the player sees assigns a deal to training or to evaluation."""
         self._rng = np.random.default_rng([seed, task_index, 0] if split == "train" else [task_index % NUM_EVAL, 1])
         while True:
             self._dealer, self._own = [self._draw(), self._draw()], [self._draw(), self._draw()]
@@ -87,7 +85,7 @@ class Blackjack(Environment):
         return f"{self._observe().text}\nDealer's hand: {_shown(self._dealer)}"
 
     def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
-        """A plain strategy: stand on hard 17, soft 18, and on hard 12 where the dealer shows 2 to 6."""
+        """Play a simple strategy: stand on hard 17, soft 18, and on hard 12 if the dealer shows 2 to 6."""
         if rng.random() < noise:
             return ("hit", "stand")[int(rng.integers(2))]
         count, soft = total(self._own)
@@ -99,10 +97,8 @@ class Blackjack(Environment):
 
     def _observe(self) -> Observation:
         count, soft = total(self._own)
-        text = (
-            f"Your hand: {_shown(self._own)} ({'soft ' if soft else ''}{count})\nDealer shows: "
-            f"{_shown(self._dealer[:1])}"
-        )
+        own, dealer = _shown(self._own), _shown(self._dealer[:1])
+        text = f"Your hand: {own} ({'soft ' if soft else ''}{count})\nDealer shows: {dealer}"
         return Observation(text, anchor=text)
 
 

@@ -1,26 +1,28 @@
-"""Formulas over a few numbers, exactly: what one evaluates to, and one that reaches a target."""
+"""Evaluates formulas over a few numbers exactly, and finds one that reaches a target."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from itertools import permutations
-from typing import Any
+from operator import add, mul, sub, truediv
+from typing import Any, Final
 
 Units = tuple[str, ...]  # numbers, operators and brackets, one each
 Tree = Any  # a number as text, or (tree, operator, tree)
+OPERATIONS: Final[dict[str, Callable[[float, float], float]]] = {"+": add, "-": sub, "*": mul, "/": truediv}
 
 
 class FormulaError(ValueError):
-    """It is no formula, or divides by zero."""
+    """The units are not a formula, or it divides by zero."""
 
 
 def evaluate(units: Sequence[str]) -> Fraction:
-    """The value of a formula of whole numbers, ``+ - * /`` and brackets, multiplication first.
+    """Return the value of a formula of whole numbers, ``+ - * /`` and brackets, multiplication first.
 
     Raises:
-        FormulaError: it is none; numbers that stand side by side are none either, nor are signs before a number.
+        FormulaError: if it is not a formula; adjacent numbers and signs before a number are not allowed.
     """
     rest = list(reversed(units))
     value = _sum(rest)
@@ -60,15 +62,15 @@ def _number(rest: list[str]) -> Fraction:
 
 @lru_cache(maxsize=65_536)
 def reach(numbers: tuple[int, ...], target: int, operators: str) -> Units | None:
-    """A formula that uses each number once and gives the target; None where there is none.
+    """Return a formula that uses each number once and gives the target, None if there is none.
 
     Args:
         numbers: sorted, so that hands of the same cards share an answer.
-        operators: which may be used, for example ``+-*/``.
+        operators: those that may be used, for example ``+-*/``.
     """
     for tree in _trees(tuple((float(number), str(number)) for number in numbers), target, operators):
         units = _written(tree)
-        if evaluate(units) == target:  # the search is by floating-point numbers, which is quicker by far
+        if evaluate(units) == target:  # the search uses floating-point numbers, which is much faster
             return units
     return None
 
@@ -83,21 +85,13 @@ def _trees(parts: tuple[tuple[float, Tree], ...], target: int, operators: str) -
         (one, left), (two, right) = parts[first], parts[second]
         for operator in operators:
             if (operator in "+*" and first > second) or (operator == "/" and abs(two) < 1e-9):
-                continue  # the same the other way round, or none
-            value = (
-                one + two
-                if operator == "+"
-                else one - two
-                if operator == "-"
-                else one * two
-                if operator == "*"
-                else one / two
-            )
+                continue  # a commuted duplicate, or a division by zero
+            value = OPERATIONS[operator](one, two)
             yield from _trees((*others, (value, (left, operator, right))), target, operators)
 
 
 def _written(tree: Tree) -> Units:
-    """With the brackets that are needed and no others: they make a formula longer, and its length is limited."""
+    """Return the units of a formula with the necessary brackets only, as the length of a formula is limited."""
     if isinstance(tree, str):
         return (tree,)
     left, operator, right = tree

@@ -1,16 +1,15 @@
 """Gymnasium's FrozenLake-v1 on generated maps, as text.
 
-The observation is the whole map, one character a cell and one row a line, with ``P`` where the player stands. With
-``observe: cell`` the map is shown once, and every turn says where the player is and what lies around: row and column
-from 0, then the neighbours in the order of the moves, ``#`` beyond the edge (``1 0 #FHS``); it costs half the tokens.
-The action is one letter of ``LDRU``. Reward 1 on the goal, 0 in a hole, plus the optional penalties.
+The observation is the whole map, one character per cell and one row per line, with ``P`` for the player. With
+``observe: cell`` the map is shown once, and every turn shows the player's place and neighbours: row and column from 0,
+then the neighbours in the order of the moves, ``#`` beyond the edge (``1 0 #FHS``); it costs half the tokens. The
+action is one letter of ``LDRU``. The reward is 1 on the goal, 0 in a hole, minus the optional penalties.
 """
 
 from __future__ import annotations
 
 import copy
 import os
-import re
 from functools import lru_cache
 from typing import Annotated, Any, Final, Literal
 
@@ -20,10 +19,9 @@ from pydantic import Field, NonNegativeFloat
 from broker.settings.config import Section
 from envhub.envs.base import Environment, Frame, Observation, Split, StepResult
 from envhub.envs.games import lakes
+from envhub.envs.text.answers import MOVES, one_of
 
 PLAYER: Final = {"S": "P", "F": "P", "H": "X", "G": "*"}  # the player on ice, fallen in, at the goal
-WORDS: Final = {"LEFT": "L", "DOWN": "D", "RIGHT": "R", "UP": "U"}
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 
 
 class FrozenLakeArgs(Section):
@@ -32,32 +30,31 @@ class FrozenLakeArgs(Section):
     size: Annotated[int, Field(ge=2, le=16)] = 4
     hole_probability: Annotated[float, Field(ge=0, lt=1)] = 0.2
     is_slippery: bool = False
-    # share of moves that go where they should on slippery ice
-    success_rate: Annotated[float, Field(gt=0, le=1)] = 1 / 3
+    success_rate: Annotated[float, Field(gt=0, le=1)] = 1 / 3  # share of moves that succeed on slippery ice
     step_penalty: NonNegativeFloat = 0.0  # taken from the reward at every turn
-    format_penalty: NonNegativeFloat = 0.0  # taken from the reward for text that is no move
+    format_penalty: NonNegativeFloat = 0.0  # taken from the reward for text that is not a move
     observe: Literal["map", "cell"] = "map"  # the whole map at every turn, or at the first one only
     answer_tag: bool = False  # read the move from the last <answer>…</answer> instead of the whole text
 
 
 @lru_cache(maxsize=1024)
 def _lake(lake: lakes.Map, is_slippery: bool, success_rate: float) -> Any:
-    """Gymnasium's environment for a map. Its transition table is never written, so copies of it share one."""
+    """Return gymnasium's environment for a map. Its transition table is never written, so copies share it."""
     from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 
     return FrozenLakeEnv(desc=list(lake), is_slippery=is_slippery, success_rate=success_rate)
 
 
-@lru_cache(maxsize=8192)  # the episodes of a group see the same cells of the same map again and again
+@lru_cache(maxsize=8192)  # the episodes of a group see the same cells many times
 def _frame(lake: lakes.Map, cell: int) -> str:
-    """The map with the player on it."""
+    """Return the map with the player on it."""
     cells, size = "".join(lake), len(lake)
     shown = cells[:cell] + PLAYER[cells[cell]] + cells[cell + 1 :]
     return "\n".join(shown[start : start + size] for start in range(0, size * size, size))
 
 
 def _surroundings(lake: lakes.Map, cell: int) -> str:
-    """Row, column and the four neighbours of the player, for example ``1 0 #FHS``."""
+    """Return row, column and the four neighbours of the player, for example ``1 0 #FHS``."""
     row, column = divmod(cell, len(lake))
     inside = range(len(lake))
     around = [(row + down, column + right) for down, right in lakes.MOVES]
@@ -107,7 +104,7 @@ class FrozenLake(Environment):
             self.map = lakes.train_map(size, holes, seed, task_index)
         self._lake = copy.copy(_lake(self.map, self.args.is_slippery, self.args.success_rate))
         self._painter = None
-        self._cell = 0  # gymnasium's first state too: the only S is there
+        self._cell = 0  # gymnasium's first state too: the only S
         self._lake.lastaction = None
         if self.args.is_slippery:
             self._lake.reset(seed=seed)  # seeds the ice
@@ -128,9 +125,7 @@ class FrozenLake(Environment):
         return StepResult(self._observe(), reward, bool(done), letter is not None, success)
 
     def _move(self, action: int) -> tuple[int, float, bool]:
-        """(cell, reward, done) by gymnasium's own table; where nothing is left to chance, without its sampling of one
-        outcome.
-        """
+        """Return (cell, reward, done) from gymnasium's table; on firm ice without its sampling of the only outcome."""
         if self.args.is_slippery:
             cell, gained, done, _, _ = self._lake.step(action)
             return cell, gained, done
@@ -139,13 +134,8 @@ class FrozenLake(Environment):
         return cell, gained, done
 
     def parse(self, text: str) -> str | None:
-        """The letter that the text stands for, None when it is no move."""
-        if self.args.answer_tag:
-            found = _ANSWER.findall(text)
-            text = found[-1] if found else ""
-        word = text.strip().upper()
-        word = WORDS.get(word, word)
-        return word if len(word) == 1 and word in lakes.LETTERS else None
+        """Return the letter of the text's move, None if it is not a move."""
+        return one_of(text, MOVES, self.args.answer_tag)
 
     def text_frame(self) -> str:
         return _frame(self.map, self._cell)
@@ -162,7 +152,7 @@ class FrozenLake(Environment):
     def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
         best = lakes.best_moves(self.map, self._cell)
         if best and rng.random() >= noise:
-            return best[0]  # always the same of several best moves: a solver of one mind is easier to learn from
+            return best[0]  # always the same of several best moves: a consistent solver is easier to learn from
         return lakes.LETTERS[int(rng.integers(len(lakes.LETTERS)))]
 
     def _observe(self) -> Observation:

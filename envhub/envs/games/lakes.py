@@ -1,7 +1,7 @@
-"""Maps for the frozen lake: solvable, seeded, and split for good into training and held-out maps.
+"""Generates maps for the frozen lake: solvable, seeded, and split into training and held-out maps.
 
-Which split a map belongs to is decided by a hash of the map itself, so no seed can leak a held-out map into training.
-A map is a tuple of rows over ``S`` start, ``F`` frozen, ``H`` hole, ``G`` goal, as gymnasium's ``desc``.
+A hash of the map decides its split, so no seed can leak a held-out map into training. A map is a tuple of rows of ``S``
+start, ``F`` frozen, ``H`` hole, ``G`` goal, as gymnasium's ``desc``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_DRAWS: Final = 40_000
 
 
 def is_held_out(lake: Map) -> bool:
-    """Whether the map belongs to evaluation."""
+    """Return whether the map belongs to evaluation."""
     return _hashes_to_held_out("".join(lake).encode())
 
 
@@ -37,7 +37,7 @@ def _hashes_to_held_out(cells: bytes) -> bool:
 
 @lru_cache(maxsize=4096)
 def distances(lake: Map) -> tuple[int, ...]:
-    """Fewest moves to the goal from each cell, row by row; -1 where there is no way (holes included)."""
+    """Return the fewest moves to the goal from each cell, row by row; -1 if there is no way (including holes)."""
     size = len(lake)
     found = [-1] * (size * size)
     goal = "".join(lake).index("G")
@@ -55,7 +55,7 @@ def distances(lake: Map) -> tuple[int, ...]:
 
 
 def best_moves(lake: Map, cell: int) -> list[str]:
-    """The letters that start a shortest way to the goal on ice that does not slip; empty when there is none."""
+    """Return the letters that start a shortest way to the goal on firm ice, if there is one."""
     size, steps = len(lake), distances(lake)
     row, column = divmod(cell, size)
     letters = []
@@ -68,17 +68,17 @@ def best_moves(lake: Map, cell: int) -> list[str]:
 
 @lru_cache(maxsize=8192)
 def train_map(size: int, hole_probability: float, seed: int, task_index: int) -> Map:
-    """The map of a training task; never a held-out one.
+    """Return the map of a training task, never a held-out one.
 
     Raises:
-        ConfigError: there is hardly any solvable map of this kind.
+        ConfigError: if solvable maps of this kind are too rare.
     """
     return next(_draw(size, hole_probability, [seed, task_index, 0], held_out=False))
 
 
 @lru_cache(maxsize=16)
 def held_out_maps(size: int, hole_probability: float) -> tuple[Map, ...]:
-    """Up to ``MAX_HELD_OUT`` different held-out maps, always the same, fewer where there are no more."""
+    """Return up to ``MAX_HELD_OUT`` different held-out maps, always the same."""
     maps: dict[Map, None] = {}
     try:
         for lake in _draw(size, hole_probability, [0, 0, 1], held_out=True):
@@ -92,12 +92,11 @@ def held_out_maps(size: int, hole_probability: float) -> tuple[Map, ...]:
 
 
 def _draw(size: int, hole_probability: float, seed: list[int], *, held_out: bool) -> Iterator[Map]:
-    """Solvable maps of one split, for as long as ``MAX_DRAWS`` last."""
+    """Yield solvable maps of one split, from ``MAX_DRAWS`` draws at most."""
     rng = np.random.default_rng(seed)
     for _ in range(MAX_DRAWS // DRAWS_AT_A_TIME):
-        drawn = np.where(rng.random((DRAWS_AT_A_TIME, size, size)) < hole_probability, ord("H"), ord("F")).astype(
-            np.uint8
-        )
+        is_hole = rng.random((DRAWS_AT_A_TIME, size, size)) < hole_probability
+        drawn = np.where(is_hole, ord("H"), ord("F")).astype(np.uint8)
         drawn[:, 0, 0], drawn[:, -1, -1] = ord("S"), ord("G")
         for cells in map(bytes, drawn.reshape(DRAWS_AT_A_TIME, -1)):
             if _hashes_to_held_out(cells) is held_out:

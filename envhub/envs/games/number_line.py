@@ -1,7 +1,6 @@
-"""NumberLine of GymCards: walk along a number line to the target (Zhai et al. 2024, RL4VLM, arXiv:2405.10292; here as
-text).
+"""NumberLine of GymCards as text: walk to a target (Zhai et al. 2024, RL4VLM, arXiv:2405.10292).
 
-Actions are ``+`` and ``-``. The reward is 1 at the target, which ends the episode, -1 for a turn that came no nearer,
+Actions are ``+`` and ``-``. The reward is 1 at the target, which ends the episode, -1 for a turn that comes no nearer,
 else 0. After twice ``max_position`` turns the episode is cut off.
 """
 
@@ -50,7 +49,7 @@ class NumberLine(Environment):
         return {"max_position": 6}
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
-        """The seed plays no part: a task is its start and its target."""
+        """Start at the task's position; the seed has no effect."""
         there = _tasks(self.args.max_position, split)
         self._position, self._target = there[task_index % len(there)]
         self._turns = 0
@@ -82,7 +81,7 @@ class NumberLine(Environment):
 
 @lru_cache(maxsize=16)
 def _tasks(max_position: int, split: Split) -> tuple[tuple[int, int], ...]:
-    """Every start and target that differ, in an order of their own; a quarter is held out."""
+    """Return every pair of different start and target, in the order of a hash; a quarter is held out."""
     places = range(max_position + 1)
     pairs = [(start, target) for start in places for target in places if start != target]
     pairs.sort(key=lambda pair: hashlib.blake2b(f"{pair[0]}/{pair[1]}".encode()).digest())

@@ -1,11 +1,10 @@
-"""EZPoints and Points24 of GymCards: write a formula of all cards that gives the target (Zhai et al. 2024,
-arXiv:2405.10292), as text.
+"""EZPoints and Points24 of GymCards: a formula of all cards (Zhai et al. 2024, arXiv:2405.10292).
 
-Every turn adds one unit: a number, an operator, or ``=``, which ends the episode. The reward then is 10 if the formula
-uses every card once and gives 12 (two cards, ``+ *``) or 24 (four cards, ``+ - * / ( )``), else -1. A number that no
-card is left for costs -1 and takes a place in the formula; text that is no unit is treated the same. Once the formula
-has more than 5 or 20 places the next turn ends the episode with -1. Values are exact, where the published games compare
-floating-point numbers; J, Q and K count 10.
+Every turn adds one unit: a number, an operator, or ``=``, which ends the episode. The reward is 10 if the formula uses
+every card once and gives 12 (two cards, ``+ *``) or 24 (four cards, ``+ - * / ( )``), else -1. A number that has no
+card left, or text that is not a unit, costs -1 and takes a place in the formula. Once the formula has more than 5 or 20
+places the next turn ends the episode with -1. Values are exact, while the published games compare floating-point
+numbers; J, Q and K count 10.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class EZPoints(Environment):
         return NUM_EVAL if split == "eval" else None
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
-        """Each hand belongs to training or to evaluation by a hash of its cards."""
+        """Deal a hand; a hash of its cards assigns it to training or to evaluation."""
         rng = np.random.default_rng([seed, task_index, 0] if split == "train" else [task_index % NUM_EVAL, 1])
         while True:
             self._ranks = self._deal(rng)
@@ -93,7 +92,7 @@ class EZPoints(Environment):
         return self._observe().text
 
     def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
-        """The next unit of a solution; ``=`` where there is none or the formula has left it."""
+        """Return the next unit of a solution; ``=`` if there is none or the formula deviates from it."""
         if rng.random() < noise:
             units: list[str] = [*map(str, dict.fromkeys(self._numbers())), *self.operators, *self.brackets, "="]
             return units[int(rng.integers(len(units)))]
@@ -102,7 +101,7 @@ class EZPoints(Environment):
         return plan[len(done)] if len(done) < len(plan) and plan[: len(done)] == done else "="
 
     def _deal(self, rng: np.random.Generator) -> tuple[int, ...]:
-        """A card, and one that makes 12 with it: by multiplication in half of the cases where that is possible."""
+        """Deal a card and one that makes 12 with it: by multiplication in half of the cases where that is possible."""
         rank = int(rng.integers(2, 14))
         number = min(rank, 10)
         other = 12 // number if 12 % number == 0 and rng.random() <= 0.5 else 12 - number
@@ -118,7 +117,7 @@ class EZPoints(Environment):
         return [self._value(rank) for rank in self._ranks]
 
     def _is_unit(self, unit: str) -> bool:
-        # isdecimal alone knows digits of other scripts, and zeros in front
+        # not isdecimal, which accepts digits of other scripts and leading zeros
         known = {str(number) for number in range(1, self._value(13) + 1)}
         return unit in known or unit == "=" or (len(unit) == 1 and unit in self.operators + self.brackets)
 
@@ -164,5 +163,5 @@ class Points24(EZPoints):
 
 @lru_cache(maxsize=65_536)
 def _is_held_out(ranks: tuple[int, ...]) -> bool:
-    """Whether a hand, sorted, belongs to evaluation."""
+    """Return whether a sorted hand belongs to evaluation."""
     return hashlib.blake2b(bytes(ranks), digest_size=1).digest()[0] % HELD_OUT_SHARE == 0

@@ -1,17 +1,16 @@
-"""Sokoban: push every box onto a target. Generated levels that can be solved, or levels from Boxoban's files.
+"""Sokoban: push every box onto a target, in generated solvable levels or levels from Boxoban's files.
 
 The rules and the rewards are those of gym-sokoban (Schrader 2018, ``gym_sokoban/envs/sokoban_env.py``): -0.1 a turn, +1
-when one more box stands on a target than before, -1 when one less does, +10 when all do, which ends the episode. A move
-into a wall, or a push that is not possible, changes nothing. The difficulties and their characters are those of ROLL's
-SimpleSokoban, LargerSokoban and SokobanDifferentGridVocab (Wang et al. 2025, arXiv:2506.06122), with ``*`` for its
-check mark.
+if one more box stands on a target than before, -1 if one less does, +10 if all do, which ends the episode. A move into
+a wall and an impossible push change nothing. The difficulties and their characters are those of ROLL's SimpleSokoban,
+LargerSokoban and SokobanDifferentGridVocab (Wang et al. 2025, arXiv:2506.06122), with ``*`` for its check mark.
 
-With ``observe: cells`` the map is shown once, and every turn says where the player is, its four neighbours in the order
-``LDRU``, then where the boxes and the targets are: ``12 X_## 11 03``. A place is its row and its column within the
-outer walls, each one character, ``0`` to ``9``, then ``a`` to ``z``. With ``observe: ways`` there is no map: after the
-player's neighbours come, for each box, the way from the player to it, its own neighbours, and the way from it to the
-nearest target: ``X_## U1L2 _#__ D1`` (one up and two left; one down; ``=`` where it is there). Small models learn
-fastest from that, as nothing need be subtracted.
+With ``observe: cells`` the map is shown once, and every turn shows the player's place, its four neighbours in the order
+``LDRU``, then the places of the boxes and the targets: ``12 X_## 11 03``. A place is its row and its column within the
+outer walls, one character each, ``0`` to ``9``, then ``a`` to ``z``. With ``observe: ways`` there is no map: after the
+player's neighbours come, for each box, the way from the player to it, its neighbours, and the way from it to the
+nearest target: ``X_## U1L2 _#__ D1`` (one up and two left; one down; ``=`` if it is there). Small models learn fastest
+from that, as nothing needs to be subtracted.
 """
 
 from __future__ import annotations
@@ -27,23 +26,9 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 from broker.errors import ConfigError
 from broker.settings.config import Section
 from envhub.envs.base import Environment, Frame, Observation, Split, StepResult
+from envhub.envs.games import sokoban_board as board
 from envhub.envs.games import sokoban_levels as levels
-from envhub.envs.games.sokoban_board import (
-    BOX,
-    BOX_ON_TARGET,
-    FLOOR,
-    LETTERS,
-    PLAYER,
-    PLAYER_ON_TARGET,
-    TARGET,
-    WALL,
-    XSB,
-    SokobanLevel,
-    cells_of,
-    draw,
-    kinds,
-    move,
-)
+from envhub.envs.games.sokoban_board import LETTERS, XSB, SokobanLevel, cells_of, draw, kinds, move
 from envhub.envs.games.sokoban_solver import solve
 from envhub.envs.text.answers import MOVES, one_of
 
@@ -51,39 +36,28 @@ VOCABULARIES: Final = {"symbols": "#_O*XPS", "letters": "W.GCBA@", "xsb": XSB}
 SIZES: Final = {"simple": (6, 1), "larger": (8, 2), "different_vocab": (6, 1)}  # (rows and columns, boxes)
 DIGITS: Final = string.digits + string.ascii_lowercase
 PIXELS: Final = 24  # of a cell's side in pictures
-COLOURS: Final = (
-    (70, 70, 80),
-    (235, 225, 200),
-    (200, 60, 60),
-    (90, 170, 90),
-    (190, 130, 60),
-    (60, 90, 200),
-    (60, 90, 200),
-)
+COLOURS = ((70, 70, 80), (235, 225, 200), (200, 60, 60), (90, 170, 90), (190, 130, 60), (60, 90, 200), (60, 90, 200))
 
 
 class SokobanArgs(Section):
     """``env_args`` of ``sokoban``."""
 
     difficulty: Literal["simple", "larger", "different_vocab"] = "simple"
-    # rows and columns with the outer walls; None: as the difficulty says
-    size: Annotated[int, Field(ge=5, le=16)] | None = None
-    boxes: Annotated[int, Field(ge=1, le=6)] | None = None  # None: as the difficulty says
-    # steps that the generator plays backwards; more make harder levels
-    pulls: Annotated[int, Field(ge=1, le=1000)] = 30
-    max_solution: PositiveInt | None = None  # moves of a shortest solution at the most; None: any
+    size: Annotated[int, Field(ge=5, le=16)] | None = None  # rows and columns with the outer walls; None: by difficulty
+    boxes: Annotated[int, Field(ge=1, le=6)] | None = None  # None: by difficulty
+    pulls: Annotated[int, Field(ge=1, le=1000)] = 30  # steps that the generator plays backwards; more make it harder
+    max_solution: PositiveInt | None = None  # most moves of a shortest solution; None: any
     path: str | None = None  # level file, or folder of them, instead of generated levels
     eval_path: str | None = None  # for evaluation; None: the share below
     eval_share: Annotated[float, Field(gt=0, lt=1)] = 0.05  # of the levels of ``path``, taken from their end
     vocab: Literal["symbols", "letters", "xsb"] | None = None  # None: letters for different_vocab, else symbols
-    border: bool = True  # show the outermost ring, which is wall everywhere
-    # the whole map at every turn, or at the first one only, or no map; see above
-    observe: Literal["map", "cells", "ways"] = "map"
+    border: bool = True  # show the outermost ring, which is all wall
+    observe: Literal["map", "cells", "ways"] = "map"  # the map at every turn, at the first one, or not; see above
     answer_tag: bool = False  # read the move from the last <answer>…</answer> instead of the whole text
     step_penalty: NonNegativeFloat = 0.1  # taken from the reward at every turn
-    box_reward: NonNegativeFloat = 1.0  # for a box pushed onto a target, and taken for one pushed off
+    box_reward: NonNegativeFloat = 1.0  # for a box pushed onto a target, and minus this for one pushed off
     solved_reward: NonNegativeFloat = 10.0
-    format_penalty: NonNegativeFloat = 0.0  # taken from the reward for text that is no move
+    format_penalty: NonNegativeFloat = 0.0  # taken from the reward for text that is not a move
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -93,7 +67,7 @@ class SokobanArgs(Section):
 
     @property
     def characters(self) -> str:
-        """One for each kind of cell."""
+        """One character for each kind of cell."""
         return VOCABULARIES[self.vocab or ("letters" if self.difficulty == "different_vocab" else "symbols")]
 
 
@@ -109,22 +83,21 @@ class Sokoban(Environment):
     def __init__(self, args: SokobanArgs) -> None:
         super().__init__(args)
         self._player = self._boxes = self._turns = self._effective = 0
-        self._plan: str | None = None  # what solves the present state, as far as it was asked for
+        self._plan: str | None = None  # moves that solve the present state, if computed
 
     @classmethod
     def check(cls, args: SokobanArgs) -> None:
         if args.path is None:
             if args.eval_path is not None:
-                raise ConfigError(
-                    "eval_path", args.eval_path, "null without path: generated levels include levels for evaluation"
-                )
+                allowed = "null without path: generated levels include levels for evaluation"
+                raise ConfigError("eval_path", args.eval_path, allowed)
             levels.train_level(*args.shape, args.pulls, args.max_solution, 0, 0)
             levels.held_out_levels(*args.shape, args.pulls, args.max_solution)
             return
         for key in ("size", "boxes", "max_solution"):
             if getattr(args, key) is not None:
                 raise ConfigError(key, getattr(args, key), "unset with path: levels from files are not generated")
-        levels.read_levels.cache_clear()  # the files may have changed since they were last looked at
+        levels.read_levels.cache_clear()  # the files may have changed since the last check
         _split.cache_clear()
         if not _split(args, "train"):
             raise ConfigError("eval_share", args.eval_share, "a smaller share: it leaves no level for training")
@@ -175,7 +148,7 @@ class Sokoban(Environment):
         return _picture(bytes(kinds(room, self._player, self._boxes)), room.width).copy()
 
     def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
-        """A move of a shortest solution (a short one with many boxes); a random one where the solver finds none."""
+        """Return a move of a shortest solution (a short one with many boxes), a random one if none is found."""
         if rng.random() >= noise:
             if self._plan is None:
                 self._plan = solve(self.level.room, self._player, self._boxes) or ""
@@ -210,15 +183,14 @@ class Sokoban(Environment):
 
     def _ways(self) -> str:
         told, width = [self._around(self._player)], self.level.room.width
+        targets = cells_of(self.level.room.targets)
         for box in cells_of(self._boxes):
-            nearest = min(
-                cells_of(self.level.room.targets), key=lambda target: sum(map(abs, _apart(box, target, width)))
-            )
+            _, nearest = min((sum(map(abs, _apart(box, target, width))), target) for target in targets)
             told += [_way(self._player, box, width), self._around(box), _way(box, nearest, width)]
         return " ".join(told)
 
     def _around(self, cell: int) -> str:
-        """What is on the four neighbours."""
+        """Return the characters of the four neighbours."""
         seen = kinds(self.level.room, self._player, self._boxes)
         return "".join(self.args.characters[seen[cell + step]] for step in self.level.room.steps)
 
@@ -228,21 +200,20 @@ class Sokoban(Environment):
 
 
 def _apart(start: int, end: int, width: int) -> tuple[int, int]:
-    """Rows down and columns right from one cell to another."""
+    """Return the rows down and columns right from one cell to another."""
     return end // width - start // width, end % width - start % width
 
 
 def _way(start: int, end: int, width: int) -> str:
     down, right = _apart(start, end, width)
-    parts = [f"{'D' if down > 0 else 'U'}{abs(down)}"] * (down != 0) + [f"{'R' if right > 0 else 'L'}{abs(right)}"] * (
-        right != 0
-    )
-    return "".join(parts) or "="
+    vertical = f"{'D' if down > 0 else 'U'}{abs(down)}" if down else ""
+    horizontal = f"{'R' if right > 0 else 'L'}{abs(right)}" if right else ""
+    return vertical + horizontal or "="
 
 
 @lru_cache(maxsize=32)
 def _split(args: SokobanArgs, split: Split) -> tuple[SokobanLevel, ...]:
-    """The levels of a split that is no endless one; what evaluation holds is taken out of training."""
+    """Return the levels of a finite split; training leaves out the levels of evaluation."""
     if args.path is None:
         return levels.held_out_levels(*args.shape, args.pulls, args.max_solution)
     own = [level for file in levels.level_files(args.path) for level in levels.read_levels(file)]
@@ -262,20 +233,17 @@ def _split(args: SokobanArgs, split: Split) -> tuple[SokobanLevel, ...]:
 
 @lru_cache(maxsize=256)
 def _picture(cells: bytes, width: int) -> Frame:
-    """Targets as dots, boxes as squares, the player as a disc; green where a box is home.
+    """Draw targets as dots, boxes as squares (green on a target), the player as a disc.
 
     Args:
-        cells: what is on each, row by row, by gym-sokoban's numbers.
+        cells: what is on each, row by row, as gym-sokoban's numbers.
     """
     middle = np.abs(np.arange(PIXELS) - (PIXELS - 1) / 2)
     far = np.hypot(middle[:, None], middle[None, :])
-    inside = {
-        BOX: np.maximum(middle[:, None], middle[None, :]) < PIXELS * 0.4,
-        PLAYER: far < PIXELS * 0.35,
-        TARGET: far < PIXELS * 0.15,
-    }
-    inside |= {BOX_ON_TARGET: inside[BOX], PLAYER_ON_TARGET: inside[PLAYER], WALL: far >= 0}
-    tiles = np.full((len(COLOURS), PIXELS, PIXELS, 3), COLOURS[FLOOR], dtype=np.uint8)
+    box, player = np.maximum(middle[:, None], middle[None, :]) < PIXELS * 0.4, far < PIXELS * 0.35
+    inside = {board.WALL: far >= 0, board.TARGET: far < PIXELS * 0.15, board.BOX: box, board.PLAYER: player}
+    inside |= {board.BOX_ON_TARGET: box, board.PLAYER_ON_TARGET: player}
+    tiles = np.full((len(COLOURS), PIXELS, PIXELS, 3), COLOURS[board.FLOOR], dtype=np.uint8)
     for kind, pixels in inside.items():
         tiles[kind, pixels] = COLOURS[kind]
     grid = tiles[np.frombuffer(cells, dtype=np.uint8).reshape(-1, width)]  # (rows, columns, PIXELS, PIXELS, 3)

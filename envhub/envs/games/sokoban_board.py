@@ -1,6 +1,6 @@
-"""A Sokoban level as sets of cells, each set one integer with a bit for each cell; what one move does.
+"""Represents a Sokoban level as sets of cells, each an integer with a bit per cell, and applies moves.
 
-Cells are numbered row by row. The outermost ring of a board is wall, so no move leaves it and none wraps around a row.
+Cells are numbered row by row. The outermost ring of a board is wall, so no move leaves it or wraps around a row.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ XSB: Final = "# .*$@+"  # the characters of level files, in that order
 
 @dataclass(frozen=True)
 class SokobanRoom:
-    """What never moves."""
+    """The fixed part of a level."""
 
     width: int
     height: int
-    floor: int  # every cell that is no wall, targets included
+    floor: int  # every cell that is not wall, including targets
     targets: int
 
     @property
     def steps(self) -> tuple[int, int, int, int]:
-        """By how much each of ``LETTERS`` changes the number of a cell."""
+        """The change of a cell's number for each of ``LETTERS``."""
         return (-1, self.width, 1, -self.width)
 
 
 @dataclass(frozen=True)
 class SokobanLevel:
-    """Where everything starts."""
+    """The start of a level."""
 
     room: SokobanRoom
     boxes: int
@@ -39,9 +39,7 @@ class SokobanLevel:
 
 
 def move(room: SokobanRoom, player: int, boxes: int, direction: int) -> tuple[int, int]:
-    """(player, boxes) after a step in the direction ``LETTERS[direction]``, a push where a box is; the same where
-    neither is possible.
-    """
+    """Return (player, boxes) after a step or push in the direction ``LETTERS[direction]``, unchanged if impossible."""
     step = room.steps[direction]
     there = player + step
     if not room.floor >> there & 1:
@@ -55,9 +53,7 @@ def move(room: SokobanRoom, player: int, boxes: int, direction: int) -> tuple[in
 
 
 def spread(room: SokobanRoom, free: int, start: int) -> list[int]:
-    """The cells that can be walked to over ``free`` ones: those 0 steps away from cell ``start``, those 1 step away,
-    …
-    """
+    """Return the cells reachable over ``free`` ones: those 0 steps away from cell ``start``, those 1 step away, …"""
     frontier = seen = 1 << start
     layers = []
     while frontier:
@@ -69,7 +65,7 @@ def spread(room: SokobanRoom, free: int, start: int) -> list[int]:
 
 
 def reachable(room: SokobanRoom, boxes: int, player: int) -> int:
-    """Where the player can walk without a push, its own cell included."""
+    """Return the cells that the player can reach without a push, including its own."""
     cells = 0
     for layer in spread(room, room.floor & ~boxes, player):
         cells |= layer
@@ -77,7 +73,7 @@ def reachable(room: SokobanRoom, boxes: int, player: int) -> int:
 
 
 def cells_of(bits: int) -> list[int]:
-    """The numbers of the cells of a set, ascending."""
+    """Return the numbers of a set's cells, ascending."""
     found = []
     while bits:
         low = bits & -bits
@@ -88,9 +84,7 @@ def cells_of(bits: int) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def push_distances(room: SokobanRoom) -> dict[int, int]:
-    """Fewest pushes from a cell to the nearest target for a box that is alone; a box on a cell that is absent is
-    lost.
-    """
+    """Return the fewest pushes from a cell to the nearest target for a lone box; on an absent cell it is lost."""
     found = dict.fromkeys(cells_of(room.targets), 0)
     frontier = list(found)
     while frontier:
@@ -105,13 +99,13 @@ def push_distances(room: SokobanRoom) -> dict[int, int]:
     return found
 
 
-@lru_cache(maxsize=16384)  # the episodes of a group see the same states again and again
+@lru_cache(maxsize=16384)  # the episodes of a group see the same states many times
 def draw(room: SokobanRoom, player: int, boxes: int, characters: str, border: bool) -> str:
-    """The state as text, one row a line.
+    """Return the state as text, one row per line.
 
     Args:
         characters: one for each of wall, floor, target, box on target, box, player, player on target.
-        border: with the outermost ring, which is wall everywhere.
+        border: with the outermost ring, which is all wall.
     """
     cells = [characters[kind] for kind in kinds(room, player, boxes)]
     edge = 0 if border else 1
@@ -120,7 +114,7 @@ def draw(room: SokobanRoom, player: int, boxes: int, characters: str, border: bo
 
 
 def kinds(room: SokobanRoom, player: int, boxes: int) -> list[int]:
-    """What is on each cell, by gym-sokoban's numbers."""
+    """Return what is on each cell, as gym-sokoban's numbers."""
     found = []
     for cell in range(room.width * room.height):
         target = room.targets >> cell & 1

@@ -1,8 +1,7 @@
-"""A* over the pushes of a Sokoban state, with the cells pruned from which a box never reaches a target, and blocks of
-four.
+"""Solves Sokoban by A* over pushes, pruning blocks of four and cells where a box is lost.
 
 The cost is the number of moves. With up to ``EXACT_BOXES`` boxes the solution is a shortest one; with more, the
-estimate counts ``WEIGHT``-fold, which finds longer solutions far sooner. ``MAX_STATES`` bounds the time.
+estimate counts ``WEIGHT``-fold, which finds longer solutions much sooner. ``MAX_STATES`` bounds the time.
 """
 
 from __future__ import annotations
@@ -23,11 +22,10 @@ Push = tuple[State, int, int]  # (state before, cell of the box, direction)
 
 @lru_cache(maxsize=16384)
 def solve(room: SokobanRoom, player: int, boxes: int, max_states: int = MAX_STATES) -> str | None:
-    """Letters that solve the state, None when there is no solution or none was found in ``max_states`` states."""
+    """Return the letters that solve the state, None if no solution is found in ``max_states`` states."""
     weight = 1 if boxes.bit_count() <= EXACT_BOXES else WEIGHT
     start = (player, boxes)
-    remaining = _estimate(room, boxes)
-    if remaining is None:
+    if (remaining := _estimate(room, boxes)) is None:
         return None
     cost, came = {start: 0}, dict[State, Push]()
     queue = [(weight * remaining, 0, start)]
@@ -52,7 +50,7 @@ def solve(room: SokobanRoom, player: int, boxes: int, max_states: int = MAX_STAT
 
 
 def _estimate(room: SokobanRoom, boxes: int) -> int | None:
-    """Pushes that are needed at the least, None where a box is lost."""
+    """Return the fewest pushes that are needed, None if a box is lost."""
     far, total = push_distances(room), 0
     for cell in cells_of(boxes):
         if cell not in far:
@@ -62,7 +60,7 @@ def _estimate(room: SokobanRoom, boxes: int) -> int | None:
 
 
 def _pushes(room: SokobanRoom, player: int, boxes: int) -> list[tuple[int, int, int]]:
-    """(cell of the box, direction, steps to walk before it) of every push that is possible."""
+    """Return (cell of the box, direction, steps to walk before it) of every possible push."""
     free = room.floor & ~boxes
     layers = spread(room, free, player)
     found = []
@@ -77,9 +75,7 @@ def _pushes(room: SokobanRoom, player: int, boxes: int) -> list[tuple[int, int, 
 
 
 def _blocked(room: SokobanRoom, boxes: int, box: int) -> bool:
-    """Whether the box that was just pushed stands in a block of four boxes and walls that holds a box off its
-    target.
-    """
+    """Return whether the box just pushed is in a block of four boxes and walls that holds a box off a target."""
     for aside in (-1, 1):
         for away in (-room.width, room.width):
             block = 1 << box | 1 << box + aside | 1 << box + away | 1 << box + aside + away
@@ -89,7 +85,7 @@ def _blocked(room: SokobanRoom, boxes: int, box: int) -> bool:
 
 
 def _moves(room: SokobanRoom, start: State, end: State, came: dict[State, Push]) -> str:
-    """The letters from one state to another, walks included."""
+    """Return the letters from one state to another, including walks."""
     parts = []
     while end != start:
         before, box, direction = came[end]
@@ -100,7 +96,7 @@ def _moves(room: SokobanRoom, start: State, end: State, came: dict[State, Push])
 
 
 def _walk(room: SokobanRoom, state: State, goal: int) -> str:
-    """A shortest walk to a cell, always the same of several."""
+    """Return a shortest walk to a cell, always the same of several."""
     letters = ""
     layers = spread(room, room.floor & ~state[1], goal)  # backwards, so that every step is towards the goal
     cell = state[0]

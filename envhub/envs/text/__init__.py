@@ -1,1 +1,1 @@
-"""Questions with reference answers."""
+"""Environments of questions with reference answers."""

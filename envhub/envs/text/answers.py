@@ -1,4 +1,4 @@
-"""Reading an action out of what a model wrote."""
+"""Reads an action from a model's text."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ MOVES: Final = {"L": "L", "D": "D", "R": "R", "U": "U", "LEFT": "L", "DOWN": "D"
 
 
 def tagged(text: str, answer_tag: bool) -> str:
-    """The text without surrounding blanks; with ``answer_tag``, what the last ``<answer>…</answer>`` holds, empty
-    without one.
-    """
+    """Return the text, or with ``answer_tag`` the content of its last ``<answer>…</answer>``, stripped of blanks."""
     if answer_tag:
         found = _ANSWER.findall(text)
         text = found[-1] if found else ""
@@ -21,9 +19,5 @@ def tagged(text: str, answer_tag: bool) -> str:
 
 
 def one_of(text: str, actions: Mapping[str, str], answer_tag: bool) -> str | None:
-    """The action that the text names, None when it names none.
-
-    Args:
-        actions: what it stands for, by its name in capitals.
-    """
+    """Return the action that the text names, if any; ``actions`` holds actions by their names in capitals."""
     return actions.get(tagged(text, answer_tag).upper())

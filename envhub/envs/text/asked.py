@@ -1,4 +1,4 @@
-"""What environments share in which a question of ``qa`` is answered over several turns, with a tool."""
+"""The base class of environments that answer a question of ``qa`` over several turns with a tool."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from envhub.envs.text.qa import QuestionAnswer, QuestionAnswerArgs
 class QuestionEnvironment(Environment):
     """One question at a time."""
 
-    isolation = "thread"  # its tool is waited for
+    isolation = "thread"  # its steps wait for the tool
 
     def __init__(self, args: Any) -> None:
         super().__init__(args)
@@ -37,7 +37,7 @@ class QuestionEnvironment(Environment):
         return QuestionAnswer.num_tasks(_questions(args), split)
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
-        """The seed plays no part: see ``qa``."""
+        """Show the question; the seed has no effect, see ``qa``."""
         seen = self._questions.reset(task_index, split, seed)
         self.prompt, self.reference = self._questions.prompt, self._questions.reference
         self._begin()
@@ -47,7 +47,7 @@ class QuestionEnvironment(Environment):
         return self._shown
 
     def _begin(self) -> None:
-        """Forget what the tool was used for."""
+        """Reset the state of the tool."""
         raise NotImplementedError
 
     def _show(self, text: str) -> Observation:

@@ -1,7 +1,7 @@
-"""Questions with reference answers from a file, one turn each; reward hubs compare the two.
+"""Questions with reference answers from a file, one turn each; reward hubs compare the answers.
 
-Training goes through the whole file once an epoch in a seeded order of its own for each epoch; evaluation takes its
-rows from a second file, or from a share at the end of the first that training then never sees.
+Training shuffles the whole file in every epoch, with a seed; evaluation takes its rows from a second file, or from a
+share at the end of the first that training never sees.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class QuestionAnswerArgs(Section):
     path: str  # JSONL or Parquet
     question: str = "question"  # column
     answer: str = "answer"  # column
-    answer_after: str = ""  # the reference is what follows the last occurrence of this text, for example ``####``
+    answer_after: str = ""  # the reference is the text after the last occurrence of this, for example ``####``
     template: str = SLOT  # the user message
     eval_path: str | None = None  # a file for evaluation; None: the share below
     eval_share: Annotated[float, Field(ge=0, lt=1)] = 0.05  # of the rows of ``path``, taken from its end
@@ -48,7 +48,7 @@ class QuestionAnswer(Environment):
     def check(cls, args: QuestionAnswerArgs) -> None:
         if SLOT not in args.template:
             raise ConfigError("template", args.template, f"a text with {SLOT} in it")
-        read_rows.cache_clear()  # the files may have changed since they were last looked at
+        read_rows.cache_clear()  # the files may have changed since the last check
         _rows.cache_clear()
         if not _rows(args, "train"):
             raise ConfigError("eval_share", args.eval_share, "a smaller share: it leaves no row for training")
@@ -56,9 +56,8 @@ class QuestionAnswer(Environment):
             try:
                 _rows(args, "eval")
             except ConfigError as error:
-                raise ConfigError(
-                    "eval_path" if error.key == "path" else error.key, error.value, error.allowed
-                ) from None
+                key = "eval_path" if error.key == "path" else error.key
+                raise ConfigError(key, error.value, error.allowed) from None
 
     @classmethod
     def data_files(cls, args: QuestionAnswerArgs) -> list[str]:
@@ -66,13 +65,11 @@ class QuestionAnswer(Environment):
 
     @classmethod
     def references(cls, args: QuestionAnswerArgs) -> list[tuple[str, str]]:
-        files = dict.fromkeys(cls.data_files(args))
-        rows = ((path, read_rows(path, args.question, args.answer, args.answer_after)) for path in files)
-        return [
-            (f"{path}, row {number}", answer)
-            for path, found in rows
-            for number, (_, answer) in enumerate(found, start=1)
-        ]
+        found = []
+        for path in dict.fromkeys(cls.data_files(args)):
+            rows = read_rows(path, args.question, args.answer, args.answer_after)
+            found += [(f"{path}, row {number}", answer) for number, (_, answer) in enumerate(rows, start=1)]
+        return found
 
     @classmethod
     def num_tasks(cls, args: QuestionAnswerArgs, split: Split) -> int | None:
@@ -81,13 +78,12 @@ class QuestionAnswer(Environment):
     @classmethod
     def example(cls, folder: Path) -> dict[str, Any]:
         file = folder / "sums.jsonl"
-        file.write_text(
-            "".join(f'{{"question": "{n} + {n} = ?", "answer": "{2 * n}"}}\n' for n in range(20)), encoding="utf-8"
-        )
+        rows = (f'{{"question": "{n} + {n} = ?", "answer": "{2 * n}"}}\n' for n in range(20))
+        file.write_text("".join(rows), encoding="utf-8")
         return {"path": str(file), "eval_share": 0.2}
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
-        """The seed plays no part: the order is the run's own, so that an epoch meets every row once."""
+        """Show the question; the seed has no effect, as ``shuffle_seed`` orders the rows of an epoch."""
         rows = _rows(self.args, split)
         epoch, position = divmod(task_index, len(rows))
         index = int(_order(len(rows), self.args.shuffle_seed, epoch)[position]) if split == "train" else position
@@ -98,7 +94,7 @@ class QuestionAnswer(Environment):
         return StepResult(Observation(""), reward=0.0, done=True, valid=bool(text.strip()))
 
     def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
-        """The reference answer; with probability ``noise`` that of some other question."""
+        """Return the reference answer; with probability ``noise`` that of another question."""
         if rng.random() >= noise:
             return self.reference
         rows = _rows(self.args, "train")
@@ -112,9 +108,7 @@ def _rows(args: QuestionAnswerArgs, split: Split) -> tuple[Row, ...]:
     rows = read_rows(args.path, args.question, args.answer, args.answer_after)
     if args.eval_path is not None:
         return rows
-    held_out = round(len(rows) * args.eval_share)
-    if args.eval_share > 0:
-        held_out = max(held_out, 1)
+    held_out = max(round(len(rows) * args.eval_share), 1 if args.eval_share > 0 else 0)
     return rows[len(rows) - held_out :] if split == "eval" else rows[: len(rows) - held_out]
 
 

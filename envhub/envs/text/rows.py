@@ -1,4 +1,4 @@
-"""Question and answer rows from a JSONL or Parquet file; a bad row is named by file and line."""
+"""Reads question and answer rows from a JSONL or Parquet file; errors name the bad row."""
 
 from __future__ import annotations
 
@@ -6,78 +6,40 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-
-from broker.errors import ConfigError, DataError, UserError
+from broker.errors import ConfigError, DataError
+from rlearner_text import data_rows
+from rlearner_text.data_rows import PARQUET
 
 Row = tuple[str, str]  # question, answer
 
-PARQUET: Final = (".parquet", ".pq")
 JSONL: Final = (".jsonl", ".ndjson", ".json")
 
 
 @lru_cache(maxsize=8)
 def read_rows(path: str, question: str, answer: str, answer_after: str) -> tuple[Row, ...]:
-    """Every row of the file, in order; hundreds of environments share one copy.
+    """Return every row of the file, in order; hundreds of environments share one copy.
 
     Args:
         path: a file ending in .jsonl or .parquet.
         question: name of the column that holds the question.
         answer: name of the column that holds the reference answer.
-        answer_after: keep only what follows the last occurrence of this text in the answer; empty keeps all.
+        answer_after: keep only the text after the last occurrence of this in the answer; empty keeps all.
 
     Raises:
-        ConfigError: no such file, an ending that is not known, a missing column (Parquet), no rows.
-        DataError: a malformed row, with its line (JSONL) or row number (Parquet), counted from 1.
+        ConfigError: if the file is missing or empty, or its ending is unknown.
+        DataError: if a row is malformed; names its line (JSONL) or row number (Parquet), from 1.
     """
-    file = Path(path)
-    if not file.is_file():
+    if not Path(path).is_file():
         raise ConfigError("path", path, "there is no such file")
-    if file.suffix.lower() in PARQUET:
-        records = _parquet(file, question, answer)
-    elif file.suffix.lower() in JSONL:
-        records = _jsonl(file)
-    else:
-        raise ConfigError("path", path, f"a file ending in {', '.join(JSONL + PARQUET)}")
-    rows = tuple(
-        (
-            _text(path, line, record, question),
-            _after(path, line, _text(path, line, record, answer), answer, answer_after),
-        )
-        for line, record in records
-    )
+    if not path.lower().endswith((*JSONL, *PARQUET)):
+        raise ConfigError("path", path, f"a file ending in {', '.join((*JSONL, *PARQUET))}")
+    rows = []
+    for line, record in data_rows.read_rows(path, "path"):
+        asked, told = (_text(path, line, record, column) for column in (question, answer))
+        rows.append((asked, _after(path, line, told, answer, answer_after)))
     if not rows:
         raise ConfigError("path", path, "the file holds no rows")
-    return rows
-
-
-def _jsonl(file: Path) -> list[tuple[int, dict[str, Any]]]:
-    records = []
-    decoder = msgspec.json.Decoder(dict[str, Any])
-    for line, data in enumerate(file.read_bytes().split(b"\n"), start=1):
-        if not data.strip():
-            continue
-        try:
-            records.append((line, decoder.decode(data)))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise DataError(str(file), line, f"not a JSON object: {error}") from None
-    return records
-
-
-def _parquet(file: Path, question: str, answer: str) -> list[tuple[int, dict[str, Any]]]:
-    try:
-        import pyarrow
-        import pyarrow.parquet as parquet
-    except ImportError:
-        raise UserError(f"{file}: reading Parquet needs pyarrow; pip install 'rlearner[parquet]'") from None
-    try:
-        names = parquet.read_schema(file).names
-        for key, column in (("question", question), ("answer", answer)):
-            if column not in names:
-                raise ConfigError(key, column, f"a column of {file}, which has {', '.join(names)}")
-        return list(enumerate(parquet.read_table(file, columns=[question, answer]).to_pylist(), start=1))
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{file}: not a readable Parquet file: {' '.join(str(error).split())}") from None
+    return tuple(rows)
 
 
 def _text(path: str, line: int, record: dict[str, Any], column: str) -> str:

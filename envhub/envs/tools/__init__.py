@@ -1,1 +1,1 @@
-"""Environments in which the policy uses a tool: search, Python, a web shop."""
+"""Environments with a tool for the policy: search, Python, a web shop."""

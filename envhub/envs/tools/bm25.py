@@ -1,6 +1,4 @@
-"""Search by words: BM25 (Robertson and Zaragoza 2009) over a list of texts, by the library bm25s (Lù 2024,
-arXiv:2407.03618).
-"""
+"""Searches texts by BM25 (Robertson and Zaragoza 2009) with bm25s (Lù 2024, arXiv:2407.03618)."""
 
 from __future__ import annotations
 
@@ -11,56 +9,15 @@ from typing import Final
 import numpy as np
 
 _WORD: Final = re.compile(r"\w+")
-STOP_WORDS: Final = frozenset(
-    {
-        "a",
-        "an",
-        "and",
-        "are",
-        "as",
-        "at",
-        "be",
-        "but",
-        "by",
-        "for",
-        "from",
-        "has",
-        "have",
-        "i",
-        "if",
-        "in",
-        "into",
-        "is",
-        "it",
-        "its",
-        "me",
-    }
-    | {
-        "my",
-        "no",
-        "not",
-        "of",
-        "on",
-        "or",
-        "than",
-        "that",
-        "the",
-        "their",
-        "then",
-        "there",
-        "these",
-        "they",
-        "this",
-        "to",
-        "was",
-        "what",
-    }
-    | {"when", "where", "which", "who", "will", "with", "would", "you", "your"}
-)
+_STOP_WORDS: Final = """
+a an and are as at be but by for from has have i if in into is it its me my no not of on or than
+that the their then there these they this to was what when where which who will with would you your
+"""
+STOP_WORDS: Final = frozenset(_STOP_WORDS.split())
 
 
 def words(text: str) -> list[str]:
-    """The words that count, in lower case and in order."""
+    """Return the words that count, in lower case and in order."""
     return [word for word in _WORD.findall(text.lower()) if word not in STOP_WORDS]
 
 
@@ -68,8 +25,8 @@ class SearchIndex:
     """Texts that can be searched; immutable once made."""
 
     def __init__(self, texts: Sequence[str]) -> None:
-        """The texts themselves are not kept."""
-        import bm25s  # takes half a second, which who does not search need not wait for
+        """Index the texts, which are not kept."""
+        import bm25s  # takes half a second, which hubs without a search need not wait for
 
         tokens = [words(text) for text in texts]
         self._known = {word for some in tokens for word in some}
@@ -78,15 +35,13 @@ class SearchIndex:
             self._scorer.index(tokens, show_progress=False)
 
     def search(self, query: str, limit: int) -> list[int]:
-        """Positions of the texts that have a word of the query, best first, the earlier of equals first; at most
-        ``limit``.
-        """
+        """Return the positions of at most ``limit`` texts with a word of the query, best first, then in order."""
         asked = [word for word in words(query) if word in self._known]
         if not asked:
             return []
         scores = self._scorer.get_scores(asked)
         found = np.flatnonzero(scores > 0)
-        if len(found) > limit:  # of a large corpus only what may be shown is sorted
+        if len(found) > limit:  # sort only what may be shown of a large corpus
             least = np.partition(scores[found], -limit)[-limit]
             found = found[scores[found] >= least]
         order = np.argsort(-scores[found], kind="stable")

@@ -1,4 +1,4 @@
-"""Texts to be searched, from a JSONL file."""
+"""Reads documents from a JSONL file and searches them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Corpus:
     index: SearchIndex
 
     def find(self, query: str, limit: int, max_chars: int) -> list[str]:
-        """The best documents, each as its title and text in one paragraph, cut to ``max_chars``."""
+        """Return the best documents, each as its title and text in one paragraph, cut to ``max_chars``."""
         found = []
         for place in self.index.search(query, limit):
             title, text = self.titles[place], self.texts[place]
@@ -33,16 +33,16 @@ class Corpus:
 
 @lru_cache(maxsize=4)
 def read_corpus(path: str, text: str, title: str) -> Corpus:
-    """The whole file; hundreds of environments share one copy.
+    """Return the documents of a file; hundreds of environments share one copy.
 
     Args:
-        path: one JSON object a line.
+        path: one JSON object per line.
         text: column of the document's text.
         title: column of its title, which may be missing.
 
     Raises:
-        ConfigError: there is no such file, or it holds no document.
-        DataError: a malformed line, counted from 1.
+        ConfigError: if the file is missing or empty.
+        DataError: if a line is malformed; names it, from 1.
     """
     file = Path(path)
     if not file.is_file():
@@ -59,16 +59,11 @@ def read_corpus(path: str, text: str, title: str) -> Corpus:
                 raise DataError(path, line, f"not a JSON object: {error}") from None
             found = record.get(text)
             if not isinstance(found, str) or not found.strip():
-                raise DataError(
-                    path,
-                    line,
-                    f"column {text!r} holds {found!r:.80}, not a text; the line has "
-                    f"{', '.join(sorted(record)) or 'nothing'}",
-                )
+                columns = ", ".join(sorted(record)) or "nothing"
+                raise DataError(path, line, f"column {text!r} holds {found!r:.80}, not a text; the line has {columns}")
             titles.append(str(record.get(title) or ""))
             texts.append(" ".join(found.split()))
     if not texts:
         raise ConfigError("corpus", path, "the file holds no documents")
-    return Corpus(
-        tuple(titles), tuple(texts), SearchIndex([f"{title} {text}" for title, text in zip(titles, texts, strict=True)])
-    )
+    index = SearchIndex([f"{title} {text}" for title, text in zip(titles, texts, strict=True)])
+    return Corpus(tuple(titles), tuple(texts), index)

@@ -1,12 +1,12 @@
-"""Questions to be answered with a Python tool: programs of the model's run in a sandbox, and it sees what they print.
+"""Questions to answer with a Python tool: the model sees the output of its programs in a sandbox.
 
 ``<python>…</python>``, or a tool call of that name with ``code``, runs a program; ``<answer>…</answer>`` ends the
-episode and is compared with the reference, as numbers where both are, else as texts. With ``keep`` the programs of
-earlier turns that ended well are executed again before each, without their output, so that names stay defined. Set
+episode and is compared with the reference, as numbers if both are, else as texts. With ``keep`` the earlier programs
+that ended well are executed again before each, without their output, so that names stay defined. Set
 ``sampling.stop: ["</python>", "</answer>"]``.
 
 The sandbox is the one that scores programs (bubblewrap: no network, a read-only root, limits). Where it does not work
-nothing starts, unless ``sandbox: none`` accepts that programs of the policy run unprotected as the hub's own user.
+nothing starts, unless ``sandbox: none`` accepts that the policy's programs run unprotected as the hub's user.
 """
 
 from __future__ import annotations
@@ -39,17 +39,15 @@ with _contextlib.redirect_stdout(_io.StringIO()), _contextlib.redirect_stderr(_i
 class PythonArgs(QuestionAnswerArgs):
     """``env_args`` of ``python``; those of ``qa`` name the file of questions."""
 
-    # none: programs of the policy run unprotected, as the hub's own user
-    sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
+    sandbox: Literal["bubblewrap", "none"] = "bubblewrap"  # none: programs run unprotected, as the hub's user
     keep: bool = True  # names stay defined from one program to the next
-    max_programs: PositiveInt = 8  # in an episode; a further one is not run
-    timeout_s: PositiveFloat = 8.0  # by the clock, each program
+    max_programs: PositiveInt = 8  # in an episode; further ones do not run
+    timeout_s: PositiveFloat = 8.0  # of each program, by the clock
     memory_mib: Annotated[int, Field(ge=32)] = 1024  # of a program with all its processes
-    output_chars: PositiveInt = 4000  # that are shown of what a program prints
+    output_chars: PositiveInt = 4000  # of a program's output that are shown
     parallel: PositiveInt = 4  # programs at once in one hub
     packages: tuple[str, ...] = ()  # folders that programs may import from, besides the standard library
-    # taken from the reward for a turn that holds neither a program nor an answer
-    format_penalty: NonNegativeFloat = 0.0
+    format_penalty: NonNegativeFloat = 0.0  # taken from the reward for a turn with neither a program nor an answer
 
 
 class PythonQA(QuestionEnvironment):
@@ -81,10 +79,8 @@ class PythonQA(QuestionEnvironment):
         call = tool_calls.parse(text, TOOL, "code")
         metrics = {"programs": float(self._programs)}
         if call is None:
-            seen = self._show(
-                f"Neither a program nor an answer was found. Write <{TOOL}>code</{TOOL}> or <answer>your "
-                f"answer</answer>."
-            )
+            hint = f"Write <{TOOL}>code</{TOOL}> or <answer>your answer</answer>."
+            seen = self._show(f"Neither a program nor an answer was found. {hint}")
             return StepResult(seen, -self.args.format_penalty, False, False, metrics=metrics)
         what, held = call
         if what == tool_calls.ANSWER:
@@ -94,15 +90,11 @@ class PythonQA(QuestionEnvironment):
         if self._programs >= self.args.max_programs:
             return StepResult(self._show("<output>No more programs are run.</output>"), 0.0, False, metrics=metrics)
         self._programs += 1
-        return StepResult(
-            self._show(f"<output>\n{self._run(bare(held))}\n</output>"),
-            0.0,
-            False,
-            metrics={"programs": float(self._programs)},
-        )
+        seen = self._show(f"<output>\n{self._run(bare(held))}\n</output>")
+        return StepResult(seen, 0.0, False, metrics={"programs": float(self._programs)})
 
     def _run(self, code: str) -> str:
-        """What the program printed, and how it ended if not well."""
+        """Return what the program printed, and how it ended if not well."""
         whole = "".join(AGAIN.format(code=earlier) for earlier in self._kept) + code
         sandbox, places = _sandbox(self.args)
         with places:
@@ -119,7 +111,7 @@ class PythonQA(QuestionEnvironment):
 
 
 def bare(code: str) -> str:
-    """Without the fence that some models put around a program even within the tag."""
+    """Return the program without the fence that some models put around it even within the tag."""
     lines = code.strip().split("\n")
     if lines[0].startswith("```"):
         lines = lines[1:-1] if lines[-1].strip() == "```" else lines[1:]
@@ -127,7 +119,7 @@ def bare(code: str) -> str:
 
 
 def same(answer: str, reference: str) -> bool:
-    """Whether they are the same number, up to a millionth of it, or the same text but for case and blanks."""
+    """Return whether both are the same number, up to a millionth, or the same text except for case and blanks."""
     one, other = _number(answer), _number(reference)
     if one is not None and other is not None:
         return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-9)
@@ -144,10 +136,10 @@ def _number(text: str) -> float | None:
 
 @lru_cache(maxsize=4)
 def _sandbox(args: PythonArgs) -> tuple[Sandbox, threading.Semaphore]:
-    """The sandbox that runs programs, with a limit on how many run at once.
+    """Return the sandbox that runs programs, and a limit on how many run at once.
 
     Raises:
-        UserError: there is no working sandbox here; says what to do about it.
+        UserError: if there is no working sandbox here; says what to do.
     """
     if args.sandbox == "none":
         log.warning("UNSAFE: sandbox is none, so programs that the policy writes run unprotected on this machine")

@@ -1,8 +1,8 @@
-"""Questions to be answered with a search tool over a local corpus, as in Search-R1 (Jin et al. 2025, arXiv:2503.09516).
+"""Questions to answer with a local search tool, as in Search-R1 (Jin et al. 2025, arXiv:2503.09516).
 
 ``<search>words</search>``, or a tool call of that name with a ``query``, shows the best documents by BM25 within
 ``<information>``; ``<answer>…</answer>`` ends the episode and is scored against the reference. Set ``sampling.stop:
-["</search>", "</answer>"]``, so that the model does not make up what it finds.
+["</search>", "</answer>"]``, so that the model does not invent search results.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ TOOL = "search"
 class SearchArgs(QuestionAnswerArgs):
     """``env_args`` of ``search``; those of ``qa`` name the file of questions."""
 
-    corpus: str  # JSONL, one document a line
+    corpus: str  # JSONL, one document per line
     text: str = "contents"  # column
     title: str = "title"  # column, which may be missing
-    answer_separator: str = ""  # between several right answers in the answer's column; empty: there is one
+    answer_separator: str = ""  # between several right answers in the answer column; empty: there is one
     documents: Annotated[int, Field(ge=1, le=50)] = 3  # shown after a search
     document_chars: PositiveInt = 1000  # of each; longer ones are cut
-    max_searches: PositiveInt = 4  # in an episode; a further one shows nothing
+    max_searches: PositiveInt = 4  # in an episode; further ones show nothing
     score: tool_calls.Score = "exact"  # of the answer: exact match, or F1 of the words
-    format_penalty: NonNegativeFloat = 0.0  # taken from the reward for a turn that holds neither a search nor an answer
+    format_penalty: NonNegativeFloat = 0.0  # taken from the reward for a turn with neither a search nor an answer
 
 
 class SearchQA(QuestionEnvironment):
@@ -49,7 +49,7 @@ class SearchQA(QuestionEnvironment):
         if args.text == args.title:
             raise ConfigError("title", args.title, "another column than text")
         super().check(args)
-        read_corpus.cache_clear()  # the file may have changed since it was last looked at
+        read_corpus.cache_clear()  # the file may have changed since the last check
         _corpus(args)
 
     @classmethod
@@ -60,12 +60,10 @@ class SearchQA(QuestionEnvironment):
     def example(cls, folder: Path) -> dict[str, Any]:
         towns = [f"Town{number}" for number in range(20)]
         corpus, questions = folder / "corpus.jsonl", folder / "questions.jsonl"
-        corpus.write_text(
-            "".join(f'{{"title": "{town}", "contents": "The mayor of {town} is Mayor{town}."}}\n' for town in towns)
-        )
-        questions.write_text(
-            "".join(f'{{"question": "Who is the mayor of {town}?", "answer": "Mayor{town}"}}\n' for town in towns)
-        )
+        documents = (f'{{"title": "{town}", "contents": "The mayor of {town} is Mayor{town}."}}\n' for town in towns)
+        corpus.write_text("".join(documents))
+        asked = (f'{{"question": "Who is the mayor of {town}?", "answer": "Mayor{town}"}}\n' for town in towns)
+        questions.write_text("".join(asked))
         return {"corpus": str(corpus), "path": str(questions), "eval_share": 0.2}
 
     def _begin(self) -> None:
@@ -75,10 +73,8 @@ class SearchQA(QuestionEnvironment):
         call = tool_calls.parse(text, TOOL, "query")
         metrics = {"searches": float(self._searches)}
         if call is None:
-            seen = self._show(
-                f"Neither a search nor an answer was found. Write <{TOOL}>words</{TOOL}> or <answer>your "
-                f"answer</answer>."
-            )
+            hint = f"Write <{TOOL}>words</{TOOL}> or <answer>your answer</answer>."
+            seen = self._show(f"Neither a search nor an answer was found. {hint}")
             return StepResult(seen, -self.args.format_penalty, False, False, metrics=metrics)
         what, held = call
         if what == tool_calls.ANSWER:
@@ -90,17 +86,11 @@ class SearchQA(QuestionEnvironment):
         self._searches += 1
         found = _corpus(self.args).find(held, self.args.documents, self.args.document_chars)
         told = "\n".join(f"({rank}) {document}" for rank, document in enumerate(found, start=1)) or "Nothing was found."
-        return StepResult(
-            self._show(f"<information>\n{told}\n</information>"),
-            0.0,
-            False,
-            metrics={"searches": float(self._searches)},
-        )
+        seen = self._show(f"<information>\n{told}\n</information>")
+        return StepResult(seen, 0.0, False, metrics={"searches": float(self._searches)})
 
     def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
-        """A search for the question, then the reference answer; with probability ``noise`` another question's
-        answer.
-        """
+        """Search for the question, then give the reference; with probability ``noise`` another question's answer."""
         if rng.random() < noise:
             return f"<answer>{self._questions.demonstrate(rng, 1.0)}</answer>"
         return f"<answer>{self._references()[0]}</answer>" if self._searches else f"<{TOOL}>{self.prompt}</{TOOL}>"

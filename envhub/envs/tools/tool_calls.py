@@ -1,9 +1,9 @@
-"""What the environments with a tool share: reading a call or an answer from a text, and scoring the answer.
+"""Reads a tool call or an answer from a text, and scores answers.
 
-A call is ``<name>…</name>``, as in Search-R1 (Jin et al. 2025, arXiv:2503.09516), or a ``<tool_call>`` that holds
+A call is ``<name>…</name>``, as in Search-R1 (Jin et al. 2025, arXiv:2503.09516), or a ``<tool_call>`` that contains
 ``{"name": …, "arguments": {…}}``, as the chat templates of Hermes and Qwen write it. The answer is
-``<answer>…</answer>``. What comes first in a text counts. A tag that is not closed reaches to the end, for servers
-leave out the stop string at which they stop.
+``<answer>…</answer>``. The first one in a text counts. An unclosed tag extends to the end, as servers omit the stop
+string at which they stop.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ Score = Literal["exact", "f1"]
 
 
 def parse(text: str, tool: str, argument: str) -> tuple[str, str] | None:
-    """(``tool`` or ``answer``, what it holds without surrounding blanks); None where there is neither, or a call of
-    another kind.
+    """Return (``tool`` or ``answer``, its content without surrounding blanks); None if there is neither.
 
     Args:
-        tool: its name.
-        argument: of the tool, in calls written as JSON.
+        tool: name of the tool.
+        argument: name of its argument in calls written as JSON.
     """
     found = _pattern(tool).search(text)
     if found is None:
@@ -57,21 +56,19 @@ def _pattern(tool: str) -> re.Pattern[str]:
 
 
 def plain(text: str) -> str:
-    """In lower case, without punctuation, articles and extra blanks: how SQuAD compares (Rajpurkar et al. 2016,
-    arXiv:1606.05250).
-    """
+    """Normalise as SQuAD: case, punctuation, articles, blanks (Rajpurkar et al. 2016, arXiv:1606.05250)."""
     bare = text.lower().translate(_PUNCTUATION)
     # an answer may be "A", or "+"
     return " ".join(_ARTICLES.sub(" ", bare).split()) or " ".join(bare.split()) or text.strip()
 
 
 def exact(answer: str, references: Iterable[str]) -> float:
-    """1 when the answer is one of them, up to ``plain``, else 0."""
+    """Return 1 if the answer is one of the references, up to ``plain``, else 0."""
     return float(plain(answer) in {plain(reference) for reference in references})
 
 
 def f1(answer: str, references: Iterable[str]) -> float:
-    """The best harmonic mean of the shares of words in common, 0 to 1."""
+    """Return the best harmonic mean of the shares of words in common, 0 to 1."""
     return max((_f1(plain(answer).split(), plain(reference).split()) for reference in references), default=0.0)
 
 
@@ -83,6 +80,6 @@ def _f1(one: list[str], other: list[str]) -> float:
 
 
 def scored(answer: str, references: tuple[str, ...], how: Score) -> tuple[float, bool]:
-    """(the score, whether the answer is right)."""
+    """Return (the score, whether the answer is right)."""
     right = exact(answer, references)
     return (right if how == "exact" else f1(answer, references)), right == 1.0

@@ -1,10 +1,10 @@
 """WebShop: find, choose and buy what an instruction asks for (Yao et al. 2022, arXiv:2207.01206).
 
-Two actions: ``search[words]`` and ``click[what stands on the page]``. A search shows pages of results; an article's
+There are two actions: ``search[words]`` and ``click[text on the page]``. A search shows pages of results; an article's
 page has its options, price and four further pages; ``buy now`` ends the episode with the purchase's score from 0 to 1
 (``envhub.envs.tools.webshop_reward``), and 1 is a success. The shop is a small catalogue made from a seed, or WebShop's
-own data (``items``, ``attributes``, ``human``). With a large one say ``isolation: thread`` in the domain, so that a
-search does not hold up the hub.
+data (``items``, ``attributes``, ``human``). For a large one set the domain's ``isolation: thread``, so that a search
+does not hold up the hub.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ class WebShopArgs(Section):
 
     products: Annotated[int, Field(ge=8, le=100_000)] = 500  # of a generated catalogue
     catalogue_seed: Annotated[int, Field(ge=0)] = 0
-    departments: tuple[DepartmentName, ...] = ()  # of a generated catalogue; none named: all
+    departments: tuple[DepartmentName, ...] = ()  # of a generated catalogue; empty: all
     product_attributes: Annotated[int, Field(ge=1, le=5)] = 3  # of a generated product
-    hidden_attributes: Annotated[int, Field(ge=0)] = 1  # of them, those that its title does not tell
+    hidden_attributes: Annotated[int, Field(ge=0)] = 1  # how many of them are not in its title
     option_values: Annotated[int, Field(ge=1, le=10)] = 3  # of each of a generated product's options, at most
-    goal_attributes: Annotated[int, Field(ge=0)] = 2  # of its attributes, those that a goal asks for
+    goal_attributes: Annotated[int, Field(ge=0)] = 2  # how many of its attributes a goal requires
     items: str | None = None  # WebShop's items_shuffle*.json instead of a generated catalogue
     attributes: str | None = None  # its items_ins_v2*.json
     human: str | None = None  # its items_human_ins.json; None: synthetic instructions
-    num_products: PositiveInt | None = None  # of the first in ``items``; None: all
+    num_products: PositiveInt | None = None  # only the first ones of ``items``; None: all
     eval_goals: PositiveInt = 500  # held out, at most a quarter of all
     window: Annotated[int, Field(ge=1, le=50)] = 10  # results on a page
     observe: Literal["full", "compact"] = "full"  # pages as WebShop's, or in few characters for small models
-    reward: Literal["score", "success"] = "score"  # of a purchase: its score, or 1 only where that is 1
-    format_penalty: NonNegativeFloat = 0.0  # taken from the reward for text that is no action here
+    reward: Literal["score", "success"] = "score"  # of a purchase: its score, or 1 only if that is 1
+    format_penalty: NonNegativeFloat = 0.0  # taken from the reward for text that is not an action on the page
     answer_tag: bool = False  # read the action from the last <answer>…</answer> instead of the whole text
 
 
@@ -76,16 +76,13 @@ class WebShop(Environment):
         elif args.attributes is None:
             raise ConfigError("attributes", None, "WebShop's items_ins_v2*.json, for items is given")
         for key in ("hidden_attributes", "goal_attributes"):
-            if getattr(args, key) > args.product_attributes:
-                raise ConfigError(
-                    key, getattr(args, key), f"at most product_attributes, which is {args.product_attributes}"
-                )
-        files.load.cache_clear()  # the files may have changed since they were last looked at
+            if (wanted := getattr(args, key)) > args.product_attributes:
+                raise ConfigError(key, wanted, f"at most product_attributes, which is {args.product_attributes}")
+        files.load.cache_clear()  # the files may have changed since the last check
         _catalogue.cache_clear()
         if len(_catalogue(args).goals) < 2:
-            raise ConfigError(
-                "items" if args.items else "products", args.items or args.products, "a catalogue with two goals or more"
-            )
+            key = "items" if args.items else "products"
+            raise ConfigError(key, args.items or args.products, "a catalogue with two goals or more")
 
     @classmethod
     def data_files(cls, args: WebShopArgs) -> list[str]:
@@ -100,7 +97,7 @@ class WebShop(Environment):
         return {"products": 60}
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
-        """The seed plays no part: a task is its goal."""
+        """Show the task's goal; the seed has no effect."""
         goals = _goals(self.args, split)
         self.goal = goals[task_index % len(goals)]
         self._view = pages.PageView(self.args.window)
@@ -115,23 +112,20 @@ class WebShop(Environment):
             if valid:
                 self._view = pages.PageView(self.args.window, results=_catalogue(self.args).search(what))
         else:
-            what = self._meant(what)
+            what = self._numbered().get(what, what)
             valid = what in self._view.clickable()
             if valid and what == pages.BUY:
                 return self._buy()
             if valid:
                 self._click(what)
-        return StepResult(
-            self._observe(), 0.0 if valid else -self.args.format_penalty, False, valid, metrics={"score": 0.0}
-        )
+        reward = 0.0 if valid else -self.args.format_penalty
+        return StepResult(self._observe(), reward, False, valid, metrics={"score": 0.0})
 
     def text_frame(self) -> str:
         return pages.full(self._view, self.goal)
 
     def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
-        """What a customer who knows the catalogue does next; with probability ``noise`` anything that can be clicked or
-        searched.
-        """
+        """Act as a customer who knows the catalogue; with probability ``noise`` click or search anything."""
         if rng.random() < noise:
             return self._anything(rng)
         view, goal = self._view, self.goal
@@ -151,7 +145,7 @@ class WebShop(Environment):
         return f"click[{pages.BUY}]"
 
     def _wanted(self) -> ShopProduct | None:
-        """The best article among the results; None where another search is needed."""
+        """Return the best article among the results, None if another search is needed."""
         results = self._view.results
         if not results:
             return None
@@ -165,15 +159,14 @@ class WebShop(Environment):
             return f"search[{pages.wish_words(other[int(rng.integers(len(other)))])}]"
         return f"click[{self._called(offered[int(rng.integers(len(offered)))])}]"
 
-    def _meant(self, what: str) -> str:
-        """What a click names: on compact pages results have numbers."""
+    def _numbered(self) -> dict[str, str]:
+        """Return the names of results by the numbers that clicks use on compact pages."""
         listed = self._view.listed if self.args.observe == "compact" and self._view.product is None else ()
-        return {str(number): product.asin for number, product in enumerate(listed, start=1)}.get(what, what)
+        return {str(number): product.asin for number, product in enumerate(listed, start=1)}
 
     def _called(self, what: str) -> str:
-        """How a click names it."""
-        listed = self._view.listed if self.args.observe == "compact" and self._view.product is None else ()
-        return {product.asin: str(number) for number, product in enumerate(listed, start=1)}.get(what, what)
+        """Return how a click names a thing."""
+        return next((number for number, asin in self._numbered().items() if asin == what), what)
 
     def _click(self, what: str) -> None:
         view = self._view
@@ -211,14 +204,8 @@ class WebShop(Environment):
 @lru_cache(maxsize=4)
 def _catalogue(args: WebShopArgs) -> ProductCatalogue:
     if args.items is None:
-        numbers = (
-            args.product_attributes,
-            args.hidden_attributes,
-            args.goal_attributes,
-            args.option_values,
-            args.departments,
-        )
-        return generate(args.products, args.catalogue_seed, *numbers)
+        attributes = (args.product_attributes, args.hidden_attributes, args.goal_attributes)
+        return generate(args.products, args.catalogue_seed, *attributes, args.option_values, args.departments)
     return files.load(args.items, str(args.attributes), args.human, args.num_products)
 
 

@@ -1,6 +1,6 @@
-"""What a web shop sells and what its customers want: the records, and a small catalogue made from a seed.
+"""A web shop's products and customers' goals, and a small catalogue generated from a seed.
 
-The real data set's files make the same records in ``envhub.envs.tools.webshop_files``.
+``envhub.envs.tools.webshop_files`` makes the same records from the real data set's files.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from itertools import product as combinations
 from typing import Final
 
 import numpy as np
+from numpy.random import Generator
 
 from envhub.envs.tools.bm25 import SearchIndex
 
@@ -28,12 +29,12 @@ class ShopProduct:
     Attributes:
         asin: its name in links, in lower case.
         name: the title.
-        nouns: words that say what kind of thing it is.
-        query: the search word that it was listed under.
-        category: from the widest to the narrowest, with ``›`` between.
+        nouns: words for its kind of thing.
+        query: the search word that lists it.
+        category: from the widest to the narrowest, separated by ``›``.
         price: dollars.
         options: values by the option's name.
-        attributes: what can be said of it, in lower case.
+        attributes: its properties, in lower case.
         features: bullet points.
     """
 
@@ -50,7 +51,7 @@ class ShopProduct:
 
     @property
     def text(self) -> str:
-        """What a search looks through, as WebShop's index: title, description, first bullet point, options."""
+        """The text that a search uses, as in WebShop's index: title, description, first bullet point, options."""
         options = (f"{name}: {', '.join(values)}" for name, values in self.options.items())
         return " ".join([self.name, self.description, *self.features[:1], *options])
 
@@ -61,8 +62,8 @@ class ShoppingGoal:
 
     Attributes:
         product: one that satisfies it.
-        instruction: the same in words.
-        price_upper: dollars; ``NO_LIMIT`` when any price will do.
+        instruction: the goal in words.
+        price_upper: dollars; ``NO_LIMIT`` for any price.
     """
 
     product: ShopProduct
@@ -73,15 +74,13 @@ class ShoppingGoal:
 
 
 class ProductCatalogue:
-    """Products, their index, and goals in an order of their own."""
+    """Products, their index, and goals in the order of a hash."""
 
     def __init__(self, products: Sequence[ShopProduct], goals: Iterable[ShoppingGoal]) -> None:
         self.products = tuple(products)
         self.by_asin = {product.asin: product for product in self.products}
-        different = {goal.instruction: goal for goal in goals}
-        self.goals = tuple(
-            sorted(different.values(), key=lambda goal: hashlib.blake2b(goal.instruction.encode()).digest())
-        )
+        unique = {hashlib.blake2b(goal.instruction.encode()).digest(): goal for goal in goals}
+        self.goals = tuple(unique[digest] for digest in sorted(unique))
         self._found: dict[str, tuple[ShopProduct, ...]] = {}
 
     @cached_property
@@ -89,9 +88,8 @@ class ProductCatalogue:
         return SearchIndex([product.text for product in self.products])
 
     def search(self, query: str) -> tuple[ShopProduct, ...]:
-        """At most ``SEARCH_LIMIT``, best first."""
-        found = self._found.get(query)
-        if found is None:
+        """Return at most ``SEARCH_LIMIT`` products, best first."""
+        if (found := self._found.get(query)) is None:
             if len(self._found) >= 4096:
                 self._found.clear()
             found = self._found[query] = tuple(self.products[at] for at in self._index.search(query, SEARCH_LIMIT))
@@ -99,11 +97,7 @@ class ProductCatalogue:
 
 
 def price_limit(price: float, told: str) -> float:
-    """A limit above the price: the larger one of two of the next four tens, as WebShop draws it.
-
-    Args:
-        told: what the draw depends on, instead of a generator.
-    """
+    """Return a limit above the price: the larger of two of the next four tens, drawn by a hash of ``told``."""
     above = [step for step in PRICE_STEPS if step > price][:4]
     if len(above) < 2:
         return NO_LIMIT
@@ -117,7 +111,7 @@ LENGTHS: Final = ("3 ft", "6 ft", "10 ft")
 PACKS: Final = ("1 pack", "2 pack", "4 pack")
 Department = tuple[str, tuple[str, ...], tuple[str, ...], Mapping[str, tuple[str, ...]], tuple[int, int]]
 _COLOUR_SIZE: Final = {"color": COLOURS, "size": SIZES}
-# What is sold: the department, its things, what may be said of them, their options, and the range of prices in dollars.
+# The department, its things, their possible attributes, their options, and the range of prices in dollars.
 DEPARTMENTS: Final[tuple[Department, ...]] = (
     (
         "clothing",
@@ -173,31 +167,24 @@ def generate(
     option_values: int = 3,
     departments: Sequence[str] = (),
 ) -> ProductCatalogue:
-    """A catalogue and its goals; the same arguments give the same ones.
+    """Return a catalogue and its goals; the same arguments give the same ones.
 
     Args:
-        num_products: how many.
         num_attributes: of each product.
-        hidden_attributes: how many of them its title leaves out; its features tell all.
-        goal_attributes: how many of a product's attributes a goal asks for.
-        option_values: of each of a product's options.
-        departments: of the shop; none named: all.
+        hidden_attributes: how many of them its title omits; its features list all.
+        goal_attributes: how many of a product's attributes a goal requires.
+        option_values: of each of a product's options, at most.
+        departments: of the shop; empty: all.
     """
     rng = np.random.default_rng([seed, num_products])
     there = [department for department in DEPARTMENTS if not departments or department[0] in departments]
-    products = [
-        _product(number, rng, there, num_attributes, hidden_attributes, option_values) for number in range(num_products)
-    ]
+    sizes = (num_attributes, hidden_attributes, option_values)
+    products = [_product(number, rng, there, *sizes) for number in range(num_products)]
     return ProductCatalogue(products, [goal for product in products for goal in _goals(product, goal_attributes)])
 
 
 def _product(
-    number: int,
-    rng: np.random.Generator,
-    there: Sequence[Department],
-    num_attributes: int,
-    hidden: int,
-    option_values: int,
+    number: int, rng: Generator, there: Sequence[Department], num_attributes: int, hidden: int, option_values: int
 ) -> ShopProduct:
     department, things, qualities, options, (low, high) = there[int(rng.integers(len(there)))]
     thing = str(rng.choice(things))

@@ -1,10 +1,10 @@
-"""The catalogue and the goals of WebShop's own JSON files (https://github.com/princeton-nlp/WebShop, ``setup.sh``
-downloads them).
+"""Reads the catalogue and the goals from WebShop's JSON files.
 
-``items_shuffle*.json`` is a list of products; ``items_ins_v2*.json`` holds each product's attributes and a synthetic
-instruction by asin; ``items_human_ins.json`` holds lists of instructions that people wrote, by asin. The rules for
-prices, options and goals are WebShop's (``web_agent_site/engine``), except that its draws without a seed (a price
-between two, a limit above the price) depend on the product here.
+``setup.sh`` of https://github.com/princeton-nlp/WebShop downloads them. ``items_shuffle*.json`` is a list of products;
+``items_ins_v2*.json`` has each product's attributes and a synthetic instruction by asin; ``items_human_ins.json`` has
+lists of instructions that people wrote, by asin. The rules for prices, options and goals are WebShop's
+(``web_agent_site/engine``), except that its draws without a seed (a price between two, a limit above the price) depend
+on the product here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from envhub.envs.tools.bm25 import words
 from envhub.envs.tools.webshop_catalogue import NO_LIMIT, ProductCatalogue, ShoppingGoal, ShopProduct, price_limit
 
 NO_PRICE: Final = 100.0  # dollars, of products without one
-MAX_ASIN_CHARS: Final = 10  # longer ones are no products
+MAX_ASIN_CHARS: Final = 10  # longer ones are not products
 _COMMA: Final = re.compile(r"\s*,?\s*")
 _COLON: Final = re.compile(r"\s*:\s*")
 MAX_COMBINATIONS: Final = 64  # of a product's options that become synthetic goals; WebShop has no limit
@@ -35,17 +35,17 @@ MAX_COMBINATIONS: Final = 64  # of a product's options that become synthetic goa
 
 @lru_cache(maxsize=2)
 def load(items: str, attributes: str, human: str | None, num_products: int | None) -> ProductCatalogue:
-    """The catalogue; goals are people's instructions where that file is given, else the synthetic ones.
+    """Return the catalogue; goals are people's instructions if that file is given, else the synthetic ones.
 
     Args:
         items: path of ``items_shuffle*.json``.
         attributes: path of ``items_ins_v2*.json``.
         human: path of ``items_human_ins.json``, None for synthetic goals.
-        num_products: how many of the first products; None: all.
+        num_products: only the first products; None: all.
 
     Raises:
-        ConfigError: a file that is not there or not readable, or one that leaves no goal.
-        DataError: a malformed product or instruction, with its place in the file, from 1.
+        ConfigError: if a file is missing or not readable, or there are no goals.
+        DataError: if a product or instruction is malformed; names its place in the file, from 1.
     """
     rows = _read("items", items, list[dict[str, Any]])
     told = _read("attributes", attributes, dict[str, dict[str, Any]])
@@ -62,15 +62,11 @@ def load(items: str, attributes: str, human: str | None, num_products: int | Non
         if said is None:
             goals += _synthetic(attributes, number, product, own)
         else:
-            goals += (
-                goal
-                for place, row in enumerate(said.get(asin, []), start=1)
-                if (goal := _human(str(human), place, product, row))
-            )
+            rows_of = enumerate(said.get(asin, []), start=1)
+            goals += filter(None, (_human(str(human), place, product, row) for place, row in rows_of))
     if not goals:
-        raise ConfigError(
-            "attributes" if human is None else "human", human or attributes, f"instructions for the products of {items}"
-        )
+        key = "attributes" if human is None else "human"
+        raise ConfigError(key, human or attributes, f"instructions for the products of {items}")
     return ProductCatalogue(list(products.values()), goals)
 
 
@@ -94,9 +90,7 @@ def _read(key: str, path: str, kind: type[Any]) -> Any:
 
 
 def _first_bad_row(data: bytes) -> tuple[int, str]:
-    """Number (from 1) and problem of the first malformed row of a JSON list or object; no problem where the rows are
-    well formed.
-    """
+    """Return number (from 1) and problem of the first malformed row of a JSON list or object, if there is one."""
     text = data.decode("utf-8", "surrogateescape").strip()
     at, number = 1, 0
     while text.startswith(("[", "{")) and (at := _after(_COMMA, text, at)) < len(text) and text[at] not in "]}":
@@ -133,14 +127,13 @@ def _product(path: str, number: int, row: dict[str, Any], asin: str, told: dict[
 
 
 def _price(path: str, number: int, row: dict[str, Any], asin: str) -> float:
-    """The price; between the two of a range it depends on the asin."""
-    told = row.get("pricing")
-    if not told:
+    """Return the price; within a range it depends on the asin."""
+    if not (told := row.get("pricing")):
         return NO_PRICE
     try:
         found = [float(re.sub(r"[^\d.]", "", part)) for part in str(told).split("$")[1:3]]
     except ValueError:
-        raise DataError(path, number, f"pricing is {told!r}, not dollars such as '$9.99' or '$5 to $8'") from None
+        found = []
     if not found or not all(map(math.isfinite, found)):
         raise DataError(path, number, f"pricing is {told!r}, not dollars such as '$9.99' or '$5 to $8'")
     share = hashlib.blake2b(asin.encode(), digest_size=1).digest()[0] / 255
@@ -155,10 +148,9 @@ def _options(path: str, number: int, row: dict[str, Any]) -> dict[str, tuple[str
     for name, values in told.items():
         if values is None:
             continue
-        if not isinstance(values, list) or not all(
-            isinstance(value, dict) and isinstance(value.get("value"), str) for value in values
-        ):
-            raise DataError(path, number, f"customization_options.{name} is no list of objects with a value")
+        rows = values if isinstance(values, list) else [None]
+        if not all(isinstance(value, dict) and isinstance(value.get("value"), str) for value in rows):
+            raise DataError(path, number, f"customization_options.{name} is not a list of objects with a value")
         options[name.lower()] = tuple(value["value"].strip().replace("/", " | ").lower() for value in values)
     return options
 
@@ -184,17 +176,15 @@ def _synthetic(path: str, number: int, product: ShopProduct, told: dict[str, Any
 def _goal(product: ShopProduct, text: str, wanted: tuple[str, ...], options: tuple[str, ...]) -> ShoppingGoal:
     limit = price_limit(product.price, f"{product.asin} {text}")
     text += f", and price lower than {limit:.2f} dollars" if limit < NO_LIMIT else ""
-    return ShoppingGoal(
-        product, text, tuple(value.lower() for value in wanted), tuple(value.lower() for value in options), limit
-    )
+    attributes, values = (tuple(value.lower() for value in texts) for texts in (wanted, options))
+    return ShoppingGoal(product, text, attributes, values, limit)
 
 
 def _text(path: str, place: int, row: dict[str, Any], key: str) -> str:
     value = row.get(key)
     if not isinstance(value, str):
-        raise DataError(
-            path, place, f"{key} is {value!r:.80}, not a text; it has {', '.join(sorted(row)) or 'nothing'}"
-        )
+        keys = ", ".join(sorted(row)) or "nothing"
+        raise DataError(path, place, f"{key} is {value!r:.80}, not a text; it has {keys}")
     return value
 
 

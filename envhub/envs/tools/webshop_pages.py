@@ -1,9 +1,9 @@
-"""What a web shop's pages show, as text, and what can be clicked on them.
+"""Renders a web shop's pages as text and lists what can be clicked on them.
 
-``full`` has a line for each thing that WebShop's pages show, with what can be clicked in brackets; the instruction
-stands on every page. ``compact`` says what is needed in few characters, for small models: the wish in a line where one
-can search, then results as ``number name price``, then an article's options, the chosen ones after ``*``. There a click
-names a result by its number on the page, and buttons are not listed, but work.
+``full`` has a line for each thing that WebShop's pages show, clickable texts in brackets; the instruction is on every
+page. ``compact`` shows what is needed in few characters, for small models: the wish in a line on the search page, then
+results as ``number name price``, then an article's options, the chosen ones after ``*``. There a click names a result
+by its number on the page, and buttons are not listed, but work.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class PageView:
     Attributes:
         results: of the last search; None before the first one and after a step back to the search.
         page: of the results, from 0.
-        product: whose page is open, if any is.
+        product: the article whose page is open, if any.
         chosen: option values by the option's name.
-        sub_page: one of ``SUB_PAGES``, if it is open.
+        sub_page: the open one of ``SUB_PAGES``, if any.
     """
 
     window: int
@@ -52,7 +52,7 @@ class PageView:
         return (self.page + 1) * self.window < len(self.results or ())
 
     def clickable(self) -> list[str]:
-        """What a click may name now."""
+        """Return what a click may name now."""
         if self.results is None:
             return []
         if self.product is None:
@@ -65,7 +65,7 @@ class PageView:
 
 
 def full(view: PageView, goal: ShoppingGoal) -> str:
-    """The page with all that WebShop shows."""
+    """Return the page with all that WebShop shows."""
     return "\n".join([f"Instruction: {goal.instruction}", *_full_lines(view)])
 
 
@@ -99,18 +99,18 @@ def _sub_page(product: ShopProduct, name: str) -> list[str]:
 
 
 def wish_words(goal: ShoppingGoal) -> str:
-    """What one would search for."""
+    """Return the words to search for."""
     return " ".join([*goal.attributes, goal.product.query])
 
 
 def wish(goal: ShoppingGoal) -> str:
-    """The goal in few characters: kind and attributes; options; limit in dollars."""
+    """Return the goal in few characters: kind and attributes; options; limit in dollars."""
     parts = [wish_words(goal), *goal.options]
     return ";".join([*parts, f"<{goal.price_upper:.0f}"] if goal.price_upper < NO_LIMIT else parts)
 
 
 def compact(view: PageView, goal: ShoppingGoal) -> str:
-    """The page in few characters; the wish only before the first search."""
+    """Return the page in few characters; the wish only before the first search."""
     if view.results is None:
         return wish(goal)
     if view.product is None:
@@ -118,8 +118,5 @@ def compact(view: PageView, goal: ShoppingGoal) -> str:
         return "\n".join(rows) or "nothing"
     if view.sub_page:
         return "\n".join(_sub_page(view.product, view.sub_page))
-    groups = [
-        " ".join(f"*{v}" if v == view.chosen.get(name) else v for v in values)
-        for name, values in view.product.options.items()
-    ]
-    return ";".join(groups)
+    options, chosen = view.product.options, view.chosen
+    return ";".join(" ".join(f"*{v}" if v == chosen.get(name) else v for v in options[name]) for name in options)

@@ -1,13 +1,13 @@
-"""The score of a purchase, as in WebShop (Yao et al. 2022, arXiv:2207.01206, section 3 and appendix A.5).
+"""Scores a purchase as WebShop does (Yao et al. 2022, arXiv:2207.01206, section 3 and appendix A.5).
 
     score = type · (matched attributes + matched options + [price <= limit]) / (wanted attributes + wanted options + 1)
 
-``type`` is 1 where the article was listed under the same search word, shares two categories, or its name shares more
-than a fifth of the wanted one's nouns, else 0.5; it is 0.1 where the names share less than a tenth of them, 0 where
-they share none. Attributes and options match as texts whose sets of words are alike by more than 85 of 100; an
-attribute also where title, features or description have it. Two things differ from the published code: nouns are not
-tagged by spaCy but given with a generated product, and taken to be all words of a real one's name but stop words and
-numbers; colours need not be reduced to their first word, as sets of words match anyway.
+``type`` is 1 if the article is listed under the same search word, shares two categories, or its name shares more than a
+fifth of the wanted one's nouns, else 0.5; it is 0.1 if the names share less than a tenth of them, 0 if they share none.
+Attributes and options match if their sets of words are more than 85 of 100 alike; an attribute also if title, features
+or description contain it. Two things differ from the published code: nouns are not tagged by spaCy but given with a
+generated product, and for a real one all words of its name except stop words and numbers; colours need not be reduced
+to their first word, as sets of words match anyway.
 """
 
 from __future__ import annotations
@@ -22,46 +22,34 @@ ALIKE: Final = 85.0
 
 
 def score(product: ShopProduct, goal: ShoppingGoal, chosen: Iterable[str]) -> float:
-    """From 0 to 1.
-
-    Args:
-        chosen: the option values bought.
-    """
+    """Return the score from 0 to 1; ``chosen`` are the option values bought."""
     chosen = tuple(chosen)
     attributes = sum(_has(product, wanted) for wanted in goal.attributes)
     options = sum(any(alike(value, wanted) > ALIKE for value in chosen) for wanted in goal.options)
-    fair = product.price <= goal.price_upper
-    return (
-        type_score(product, goal.product)
-        * (attributes + options + fair)
-        / (len(goal.attributes) + len(goal.options) + 1)
-    )
+    matched = attributes + options + (product.price <= goal.price_upper)
+    return type_score(product, goal.product) * matched / (len(goal.attributes) + len(goal.options) + 1)
 
 
 def best_score(product: ShopProduct, goal: ShoppingGoal) -> float:
-    """With the best of its options."""
+    """Return the score with the best options."""
     return score(product, goal, best_options(product, goal).values())
 
 
 def best_options(product: ShopProduct, goal: ShoppingGoal) -> dict[str, str]:
-    """The values to choose, by the option's name; of a wanted value that two options have, the first."""
+    """Return the values to choose by the option's name; a wanted value of two options goes to the first."""
     found: dict[str, str] = {}
     for wanted in goal.options:
-        rated = [
-            (alike(value, wanted), name, value)
-            for name, values in product.options.items()
-            if name not in found
-            for value in values
-        ]
+        free = [(name, value) for name, values in product.options.items() if name not in found for value in values]
+        rated = [(alike(value, wanted), value == wanted, name, value) for name, value in free]
         rated = [rating for rating in rated if rating[0] > ALIKE]
         if rated:
-            _, name, value = max(rated, key=lambda rating: (rating[0], rating[2] == wanted))
+            _, _, name, value = max(rated, key=lambda rating: rating[:2])
             found[name] = value
     return found
 
 
 def type_score(product: ShopProduct, wanted: ShopProduct) -> float:
-    """How far it is the kind of thing that is wanted: 0, 0.1, 0.5 or 1."""
+    """Return how well the kind of thing matches: 0, 0.1, 0.5 or 1."""
     shared = len(product.nouns & wanted.nouns) / len(wanted.nouns) if wanted.nouns else 0.2
     if shared == 0.0:
         return 0.0
@@ -84,10 +72,9 @@ def _has(product: ShopProduct, wanted: str) -> bool:
 
 @lru_cache(maxsize=65_536)
 def alike(one: str, other: str) -> float:
-    """How alike two texts are as sets of words, 0 to 100: the token set ratio of fuzzy matching.
+    """Return how alike two texts are as sets of words, 0 to 100: the token set ratio of fuzzy matching.
 
-    The words in common are compared with each text's words, those in common first, and both with each other; the best
-    counts.
+    It is the best of three comparisons: the words in common with each text, those in common first, and both texts.
     """
     first, second = set(one.lower().split()), set(other.lower().split())
     both = " ".join(sorted(first & second))
@@ -99,7 +86,7 @@ def alike(one: str, other: str) -> float:
 
 
 def _ratio(one: str, other: str) -> float:
-    """Twice the longest common subsequence's share of both lengths, 0 to 100."""
+    """Return twice the longest common subsequence's share of both lengths, 0 to 100."""
     if not one or not other:
         return 0.0
     row = [0] * (len(other) + 1)

@@ -15,9 +15,3 @@ ADVANTAGES: Final[dict[str, str]] = {
     "reinforce++_baseline": "learner.algorithm.advantages.reinforce_plus_plus:estimate_baseline",
     "gigpo": "learner.algorithm.advantages.gigpo:estimate",
 }
-
-# Properties of the estimators, to check settings without importing them.
-WHOLE_BATCH: Final = frozenset({"gae", "reinforce++", "reinforce++_baseline"})  # take all groups of a step at once
-# compare episodes of one group
-NEEDS_GROUPS: Final = frozenset({"grpo", "dr_grpo", "rloo", "reinforce++_baseline", "gigpo"})
-COUNT_EPISODES: Final = frozenset({"grpo", "dr_grpo", "rloo", "gigpo"})  # an episode counts once

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,6 @@ from broker.contract import wire
 from learner.config import AlgorithmSection
 
 FloatArray = npt.NDArray[np.float64]
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class AdvantageEstimator(Protocol):
@@ -41,17 +40,9 @@ class AdvantageEstimate:
 
 
 class BatchEstimator(Protocol):
-    """Maps ``(rows, algorithm)`` of a whole step to one estimate per row; marked by ``whole_batch``."""
-
-    needs_batch: bool
+    """Maps ``(rows, algorithm)`` of a whole step to one estimate per row; declares ``whole_batch``."""
 
     def __call__(self, rows: Sequence[BatchRow], algorithm: AlgorithmSection) -> list[AdvantageEstimate]: ...
-
-
-def whole_batch(estimator: F) -> F:
-    """Mark an estimator that takes the rows of a whole step instead of one group's trajectories."""
-    estimator.needs_batch = True  # type: ignore[attr-defined]
-    return estimator
 
 
 def rewards_of(trajectories: Sequence[wire.Trajectory]) -> FloatArray:

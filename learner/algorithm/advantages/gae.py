@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from learner.algorithm.advantages.base import AdvantageEstimate, BatchRow, FloatArray, whiten, whole_batch
+from learner.algorithm.advantages.base import AdvantageEstimate, BatchRow, FloatArray, whiten
+from learner.algorithm.traits import EstimatorTraits, declares
 from learner.config import AlgorithmSection
 
 
@@ -28,7 +29,7 @@ def gae(rewards: FloatArray, values: FloatArray, gamma: float, lam: float) -> Fl
     return advantages
 
 
-@whole_batch
+@declares(EstimatorTraits(whole_batch=True, needs_critic=True))
 def estimate(rows: Sequence[BatchRow], algorithm: AlgorithmSection) -> list[AdvantageEstimate]:
     """Return advantages whitened over the batch, and value targets ``A + V`` before whitening; a ``BatchEstimator``."""
     plain = [gae(row.rewards, _values(row), algorithm.gamma, algorithm.gae_lambda) for row in rows]

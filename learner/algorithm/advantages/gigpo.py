@@ -11,6 +11,7 @@ from broker.contract import wire
 from broker.errors import ConfigError
 from learner.algorithm.advantages import grpo
 from learner.algorithm.advantages.base import FloatArray, discounted
+from learner.algorithm.traits import EstimatorTraits, declares
 from learner.config import AlgorithmSection
 
 
@@ -54,6 +55,7 @@ def step_advantages(returns: FloatArray, groups: Sequence[int], *, norm_std: boo
     return values
 
 
+@declares(EstimatorTraits(compares_group=True, counts_episodes=True, compares_steps=True))
 def estimate(trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection) -> list[FloatArray]:
     """Return ``A_episode + step_advantage_w * A_step`` on the tokens of each step; an ``Estimator``.
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from broker.contract import wire
 from learner.algorithm.advantages.base import FloatArray, rewards_of, spread
+from learner.algorithm.traits import EstimatorTraits, declares
 from learner.config import AlgorithmSection
 
 EPS: Final = 1e-6
@@ -34,6 +35,7 @@ def advantages(rewards: FloatArray, *, norm_std: bool = True) -> FloatArray:
     return centred / scale
 
 
+@declares(EstimatorTraits(compares_group=True, counts_episodes=True))
 def estimate(trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection) -> list[FloatArray]:
     """Return the group's advantages on each trajectory's sampled tokens; an ``Estimator``."""
     return spread(advantages(rewards_of(trajectories), norm_std=algorithm.norm_std), trajectories)

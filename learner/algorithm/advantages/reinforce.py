@@ -8,9 +8,11 @@ import numpy as np
 
 from broker.contract import wire
 from learner.algorithm.advantages.base import FloatArray, discounted, sampled_positions, token_rewards
+from learner.algorithm.traits import EstimatorTraits, declares
 from learner.config import AlgorithmSection
 
 
+@declares(EstimatorTraits())
 def estimate(trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection) -> list[FloatArray]:
     """Return the return-to-go of each sampled token, discounted by ``gamma`` per sampled token; an ``Estimator``.
 

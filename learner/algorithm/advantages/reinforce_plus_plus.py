@@ -6,18 +6,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from learner.algorithm.advantages.base import AdvantageEstimate, BatchRow, FloatArray, discounted, whiten, whole_batch
+from learner.algorithm.advantages.base import AdvantageEstimate, BatchRow, FloatArray, discounted, whiten
+from learner.algorithm.traits import EstimatorTraits, declares
 from learner.config import AlgorithmSection
 
 
-@whole_batch
+@declares(EstimatorTraits(whole_batch=True))
 def estimate(rows: Sequence[BatchRow], algorithm: AlgorithmSection) -> list[AdvantageEstimate]:
     """Return the discounted return-to-go, KL penalty included, whitened over the batch; a ``BatchEstimator``."""
     returns = [discounted(row.rewards, algorithm.gamma) for row in rows]
     return [AdvantageEstimate(advantages) for advantages in whiten(returns, [row.trained for row in rows])]
 
 
-@whole_batch
+@declares(EstimatorTraits(whole_batch=True, compares_group=True))
 def estimate_baseline(rows: Sequence[BatchRow], algorithm: AlgorithmSection) -> list[AdvantageEstimate]:
     """Return the row's total minus its group's mean on every token, whitened over the batch; a ``BatchEstimator``."""
     centred = minus_group_mean(np.array([row.rewards.sum() for row in rows]), [row.group for row in rows])

@@ -8,6 +8,7 @@ import numpy as np
 
 from broker.contract import wire
 from learner.algorithm.advantages.base import FloatArray, rewards_of, spread
+from learner.algorithm.traits import EstimatorTraits, declares
 from learner.config import AlgorithmSection
 
 
@@ -16,6 +17,7 @@ def advantages(rewards: FloatArray, greedy_reward: float) -> FloatArray:
     return rewards - greedy_reward
 
 
+@declares(EstimatorTraits(greedy_baseline=True))
 def estimate(trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection) -> list[FloatArray]:
     """Return rewards minus the mean of the group's greedy episodes, which get 0 themselves; an ``Estimator``.
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from broker.contract import wire
 from learner.algorithm.advantages.base import FloatArray, rewards_of, spread
+from learner.algorithm.traits import EstimatorTraits, declares
 from learner.config import AlgorithmSection
 
 
@@ -27,6 +28,7 @@ def advantages(rewards: FloatArray) -> FloatArray:
     return rewards - others
 
 
+@declares(EstimatorTraits(compares_group=True, counts_episodes=True))
 def estimate(trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection) -> list[FloatArray]:
     """Return the group's advantages on each trajectory's sampled tokens; an ``Estimator``."""
     return spread(advantages(rewards_of(trajectories)), trajectories)

@@ -15,5 +15,3 @@ LOSSES: Final[dict[str, str]] = {
     "starpo_s": "learner.algorithm.losses.starpo:starpo_s",
     "sft": "learner.algorithm.losses.sft:sft",
 }
-
-DUAL_CLIP: Final = frozenset({"ppo", "starpo", "starpo_s"})  # have the bound ``algorithm.dual_clip``

@@ -5,9 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from learner.algorithm.losses.base import LossTokens, ratio
+from learner.algorithm.traits import LossTraits, declares
 from learner.config import AlgorithmSection
 
 
+@declares(LossTraits())
 def cispo(tokens: LossTokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]:
     """Return ``-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log p``; ``clip_low: 1`` means no lower bound.
 

@@ -8,9 +8,11 @@ from torch import Tensor
 from learner.algorithm.losses.base import LossTokens, ratio
 from learner.algorithm.losses.ppo import clipped_surrogate
 from learner.algorithm.sequences import sequence_mean
+from learner.algorithm.traits import LossTraits, declares
 from learner.config import AlgorithmSection
 
 
+@declares(LossTraits())
 def gspo(tokens: LossTokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]:
     """Return ``-min(s_t A, clip(s_t, 1 - clip_low, 1 + clip_high) A)`` with ``s_t = sg(s) p_t / sg(p_t)``.
 

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from learner.algorithm.losses.base import LossTokens, ratio
+from learner.algorithm.traits import LossTraits, declares
 from learner.config import AlgorithmSection
 
 
+@declares(LossTraits(dual_clip=True))
 def ppo(tokens: LossTokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]:
     """Return ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``, for A < 0 at most ``-dual_clip * A`` if set.
 

@@ -6,9 +6,11 @@ from torch import Tensor
 
 from learner.algorithm.losses.base import LossTokens, ratio
 from learner.algorithm.losses.ppo import clipped_surrogate
+from learner.algorithm.traits import LossTraits, declares
 from learner.config import AlgorithmSection
 
 
+@declares(LossTraits())
 def raft_plus_plus(tokens: LossTokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]:
     """Return ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`` if A > 0, else 0.
 

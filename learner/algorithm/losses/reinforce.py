@@ -5,9 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from learner.algorithm.losses.base import LossTokens
+from learner.algorithm.traits import LossTraits, declares
 from learner.config import AlgorithmSection
 
 
+@declares(LossTraits())
 def reinforce(tokens: LossTokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]:
     """Return ``-A log p``, (T,); without importance weights there are no statistics."""
     return -tokens.advantages * tokens.logprobs, {}

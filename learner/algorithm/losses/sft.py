@@ -5,9 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from learner.algorithm.losses.base import LossTokens
+from learner.algorithm.traits import LossTraits, declares
 from learner.config import AlgorithmSection
 
 
+@declares(LossTraits())
 def sft(tokens: LossTokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]:
     """Return ``-w log p``, (T,); the weight w of a token replaces its advantage and is 1 for a plain demonstration."""
     return -tokens.advantages * tokens.logprobs, {}

@@ -8,8 +8,17 @@ from __future__ import annotations
 
 from typing import Final
 
-from learner.algorithm.losses.base import PolicyLoss
+from torch import Tensor
+
+from learner.algorithm.losses.base import LossTokens, PolicyLoss
 from learner.algorithm.losses.ppo import ppo
+from learner.algorithm.traits import LossTraits, declares
+from learner.config import AlgorithmSection
 
 starpo: Final[PolicyLoss] = ppo
-starpo_s: Final[PolicyLoss] = ppo
+
+
+@declares(LossTraits(dual_clip=True, kl=False))
+def starpo_s(tokens: LossTokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return PPO's loss; the groups are selected before."""
+    return ppo(tokens, algorithm)

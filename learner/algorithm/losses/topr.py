@@ -7,9 +7,11 @@ from torch import Tensor
 
 from learner.algorithm.losses.base import MAX_LOG_RATIO, LossTokens
 from learner.algorithm.sequences import sequence_sum
+from learner.algorithm.traits import LossTraits, declares
 from learner.config import AlgorithmSection
 
 
+@declares(LossTraits())
 def topr(tokens: LossTokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]:
     """Return ``-A log p`` for A >= 0, ``-sg(clip(r, 0, 1)) A log p`` for A < 0.
 

@@ -187,9 +187,8 @@ class SlotAttention:
             rows = query.shape[2]
             alone = ForwardPass([Segment(0, 0, rows)], rows, self.device)
             block = alone.blocks[0]
-            return _attend(query, key, value, alone.mask(block, how.groups, sliding_window, query.dtype), block, how)[
-                None
-            ], None
+            mask = alone.mask(block, how.groups, sliding_window, query.dtype)
+            return _attend(query, key, value, mask, block, how)[None], None
         return self._slotted(self.current, layer, query, key, value, sliding_window, how)[None], None
 
     def _slotted(
@@ -210,9 +209,8 @@ class SlotAttention:
         for block in now.blocks:
             slots = slice(block.slot, block.slot + block.size)
             mask = now.mask(block, how.groups, window, query.dtype)
-            outputs.append(
-                _attend(query, keys[slots, :, : block.length], values[slots, :, : block.length], mask, block, how)
-            )
+            seen = slots, slice(None), slice(block.length)
+            outputs.append(_attend(query, keys[seen], values[seen], mask, block, how))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -267,9 +265,8 @@ def _explicit(
     how: _How,
 ) -> torch.Tensor:
     """Compute attention without the fused kernel, which lacks soft-capped logits (Gemma 2) and sinks (gpt-oss)."""
-    scores = torch.matmul(query, keys.transpose(2, 3)) * (
-        how.scale if how.scale is not None else query.shape[-1] ** -0.5
-    )
+    scale = how.scale if how.scale is not None else query.shape[-1] ** -0.5
+    scores = torch.matmul(query, keys.transpose(2, 3)) * scale
     if how.softcap is not None:
         scores = torch.tanh(scores / how.softcap) * how.softcap
     if mask is not None:

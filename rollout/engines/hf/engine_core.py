@@ -50,19 +50,16 @@ class EngineCore:
         self._tokenizer = find_tokenizer(config)
         self._guides = GuideCompiler(self._tokenizer, self.model.vocab_size) if self._tokenizer is not None else None
         self._reshapings: dict[str, LogitOffsets] = {}  # of queued requests
-        self._end_ids = end_tokens(self.model.model) | frozenset(
-            self._tokenizer.eos_token_ids if self._tokenizer else ()
-        )
+        eos = self._tokenizer.eos_token_ids if self._tokenizer else ()
+        self._end_ids = end_tokens(self.model.model) | frozenset(eos)
         self._requests: dict[str, wire.GenerateRequest] = {}
         self._rows: dict[int, RequestRow] = {}  # by slot
         self._reading: list[RequestRow] = []  # rows in prefill (more than one token to run), oldest first
         self._stalled = False  # whether the current weights failed their probe
         self._failures = 0
-        self._batch: tuple[list[RequestRow], SamplingBatch, npt.NDArray[np.uint64]] = (
-            [],
-            SamplingBatch.of([]),
-            np.empty(0, np.uint64),
-        )
+        empty: tuple[list[RequestRow], SamplingBatch, npt.NDArray[np.uint64]]
+        empty = [], SamplingBatch.of([]), np.empty(0, np.uint64)
+        self._batch = empty
         self._busy_s = self._pause_s = 0.0
         self._generated = self._prefilled = self._hits = 0
         self._finished: Counter[str] = Counter()
@@ -99,22 +96,10 @@ class EngineCore:
             return
         if reshaping is not None:
             self._reshapings[request.request_id] = reshaping
-        tokens = request.token_ids.array()
-        expected = request.expected_tokens or request.sampling.max_tokens
         self._requests[request.request_id] = request
         if top_logprobs is not None:
             self._taps[request.request_id] = min(top_logprobs, self.model.vocab_size)
-        self.scheduler.submit(
-            GenerationJob(
-                request.request_id,
-                request.conversation_id,
-                tokens,
-                expected,
-                request.min_version,
-                now,
-                now + request.deadline_s,
-            )
-        )
+        self.scheduler.submit(GenerationJob.of(request, now))
 
     def reshape(self, sampling: wire.SamplingParams) -> LogitOffsets | str | None:
         """Return a request's logit offsets, None without any, or an error; thread-safe, as a grammar takes a second."""
@@ -123,9 +108,8 @@ class EngineCore:
         if why := reshaping_problem(sampling, self.model.vocab_size, self._tokenizer):
             return why
         try:
-            return LogitOffsets(
-                sampling, self.model.vocab_size, request_end_tokens(sampling, self._end_ids), self._guides
-            )
+            ends = request_end_tokens(sampling, self._end_ids)
+            return LogitOffsets(sampling, self.model.vocab_size, ends, self._guides)
         except GuideError as error:
             return f"guide: {error}"
 
@@ -252,9 +236,8 @@ class EngineCore:
 
     def _forward(self, rows: list[RequestRow], segments: list[Segment]) -> torch.Tensor:
         """Return the logits of the rows that this pass completes."""
-        ids = np.concatenate(
-            [row.tokens[row.cached : row.cached + s.new] for row, s in zip(rows, segments, strict=True)]
-        )
+        parts = [row.tokens[row.cached : row.cached + s.new] for row, s in zip(rows, segments, strict=True)]
+        ids = np.concatenate(parts)
         ends = np.cumsum([s.new for s in segments]) - 1
         complete = np.array([row.cached + s.new == row.length for row, s in zip(rows, segments, strict=True)])
         self._prefilled += len(ids) if self._reading else 0
@@ -321,18 +304,14 @@ class EngineCore:
     @torch.inference_mode()
     def _tell(self, rows: list[RequestRow], tokens: list[int], logprobs: list[float], logits: torch.Tensor) -> None:
         """Collect the sampled tokens of requests that stream."""
-        tapped = [
-            index
-            for index, row in enumerate(rows)
-            if row.job.request_id in self._taps and math.isfinite(logprobs[index])
-        ]
+        streamed = [index for index, row in enumerate(rows) if row.job.request_id in self._taps]
+        tapped = [index for index in streamed if math.isfinite(logprobs[index])]
         wanting = [index for index in tapped if self._taps[rows[index].job.request_id]]
         top: dict[int, list[tuple[int, float]]] = {}
         if wanting:
             most = max(self._taps[rows[index].job.request_id] for index in wanting)
-            ids, values = (
-                found.tolist() for found in likeliest(logits[wanting], [rows[index].params for index in wanting], most)
-            )
+            found = likeliest(logits[wanting], [rows[index].params for index in wanting], most)
+            ids, values = (part.tolist() for part in found)
             for index, row_ids, row_values in zip(wanting, ids, values, strict=True):
                 pairs = zip(row_ids, row_values, strict=True)
                 top[index] = [pair for pair in pairs if math.isfinite(pair[1])][

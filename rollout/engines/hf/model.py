@@ -115,30 +115,22 @@ class SlotModel:
         try:
             self.model.set_attn_implementation(self._name)
             with torch.inference_mode():
-                ours = self._run(
-                    ids[0],
-                    torch.arange(len(probe), device=self.device)[None],
-                    torch.arange(len(probe), device=self.device),
-                )
+                positions = torch.arange(len(probe), device=self.device)
+                ours = self._run(ids[0], positions[None], positions)
         except (TypeError, ValueError, AttributeError, KeyError) as error:
             raise UserError(f"engine hf cannot run {type(self.model).__name__}: {one_line(error)}") from error
         layers = self.model.config.get_text_config().num_hidden_layers
         if len(self.attention.shapes) != layers:
-            raise UserError(
-                f"engine hf cannot run {type(self.model).__name__}: only {len(self.attention.shapes)} of its {layers} "
-                f"layers "
-                "use transformers' AttentionInterface"
-            )
+            why = f"only {len(self.attention.shapes)} of its {layers} layers use transformers' AttentionInterface"
+            raise UserError(f"engine hf cannot run {type(self.model).__name__}: {why}")
         self._compare(native, ours, "its attention needs more than positions and causal masks")
 
     def _allocate(self, args: HFArgs, max_running: int, prefix_cache: bool) -> tuple[int, int]:
         per_slot = self.attention.bytes_per_token * self.max_context
         fit = int(args.kv_cache_gib * 2**30 // per_slot)
         if fit < 1:
-            raise UserError(
-                f"rollout.engine_args.kv_cache_gib: {args.kv_cache_gib} is not allowed; one slot of "
-                f"rollout.max_context_tokens={self.max_context} needs {per_slot / 2**30:.2f} GiB"
-            )
+            need = f"one slot of rollout.max_context_tokens={self.max_context} needs {per_slot / 2**30:.2f} GiB"
+            raise UserError(f"rollout.engine_args.kv_cache_gib: {args.kv_cache_gib} is not allowed; {need}")
         wanted = args.kv_slots or max_running * (2 if prefix_cache else 1)
         slots = min(wanted, fit)
         self.attention.allocate(slots, self.max_context)
@@ -160,9 +152,8 @@ class SlotModel:
     def _compare(self, expected: torch.Tensor, found: torch.Tensor, why: str) -> None:
         spread = float((expected.float().log_softmax(-1) - found.float().log_softmax(-1)).abs().max())
         if not spread <= _SELF_TEST_SPREAD.get(expected.dtype, 0.25):
-            raise UserError(
-                f"engine hf cannot run {type(self.model).__name__}: {why} (logprobs differ by {spread:.2g})"
-            )
+            name = type(self.model).__name__
+            raise UserError(f"engine hf cannot run {name}: {why} (logprobs differ by {spread:.2g})")
 
 
 def load_model(config: EngineConfig, device: torch.device) -> Any:
@@ -176,17 +167,13 @@ def load_model(config: EngineConfig, device: torch.device) -> Any:
     if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "config.json")):
         raise UserError(f"model path {path!r}: no model there, the folder has no config.json")
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code
-        )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise UserError(f"model path {path!r}: no causal language model could be loaded: {one_line(error)}") from error
+        dtype, trusted = getattr(torch, config.dtype), config.trust_remote_code
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=trusted)
     except Exception as error:
-        if type(error).__module__.startswith(("safetensors", "huggingface_hub")):
-            raise UserError(
-                f"model path {path!r}: no causal language model could be loaded: {one_line(error)}"
-            ) from error
-        raise
+        known = isinstance(error, (OSError, ValueError, KeyError, RuntimeError))
+        if not known and not type(error).__module__.startswith(("safetensors", "huggingface_hub")):
+            raise
+        raise UserError(f"model path {path!r}: no causal language model could be loaded: {one_line(error)}") from error
     return model.requires_grad_(False).eval().to(device)
 
 
@@ -198,15 +185,13 @@ def pick_device(wanted: str) -> torch.device:
     """
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
-        raise UserError(
-            f"GPUs are requested, but this torch ({torch.__version__}) cannot use them; install its CUDA build"
-        )
+        why = f"this torch ({torch.__version__}) cannot use them; install its CUDA build"
+        raise UserError(f"GPUs are requested, but {why}")
     if not available or wanted == "cpu":
         return torch.device("cpu")
     if torch.cuda.device_count() > 1:
-        log.warning(
-            "engine hf uses only the first of %d GPUs; start one rollout-server per GPU", torch.cuda.device_count()
-        )
+        count = torch.cuda.device_count()
+        log.warning("engine hf uses only the first of %d GPUs; start one rollout-server per GPU", count)
     return torch.device("cuda")
 
 

@@ -77,14 +77,8 @@ class RequestRow:
         ends = [start for _, start in self._marks[1:]] + [len(self.logprobs)]
         runs = [(version, end - start) for (version, start), end in zip(self._marks, ends, strict=True) if end > start]
         flags = self.reshaping.flags if self.reshaping is not None else ()
-        return GenerationOutput(
-            self.tokens[self._num_prompt : self.length].tolist(),
-            self.logprobs,
-            runs,
-            reason,
-            self.reused,
-            reshaped=flags,
-        )
+        sampled = self.tokens[self._num_prompt : self.length].tolist()
+        return GenerationOutput(sampled, self.logprobs, runs, reason, self.reused, reshaped=flags)
 
     def kept(self) -> Tokens:
         """Return the tokens whose KV the slot holds."""

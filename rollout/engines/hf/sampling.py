@@ -103,9 +103,8 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, uniform: torch.Tensor) ->
     else:
         tokens, chosen = _draw(logprobs, uniform)
         if batch.filtered is not None:
-            tokens[batch.filtered], chosen[batch.filtered] = _draw_filtered(
-                logprobs[batch.filtered], batch, uniform[batch.filtered]
-            )
+            rows = batch.filtered
+            tokens[rows], chosen[rows] = _draw_filtered(logprobs[rows], batch, uniform[rows])
     if batch.greedy is not None and best is not None:
         tokens = torch.where(batch.greedy, best, tokens)
         chosen = torch.where(batch.greedy, chosen - chosen, chosen)  # 0, or NaN if the logits are not finite
@@ -152,10 +151,9 @@ def _distribution(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     logits = logits.float()
     logprobs = (logits if batch.temperature is None else logits / batch.temperature).log_softmax(-1)
     if batch.filtered is not None:
-        kept, order = _kept(logprobs[batch.filtered], batch, min(max(_CANDIDATES, batch.max_top_k), logprobs.shape[-1]))
-        logprobs[batch.filtered] = torch.full_like(logprobs[batch.filtered], float("-inf")).scatter(
-            -1, order, kept.log_softmax(-1)
-        )
+        some = logprobs[batch.filtered]
+        kept, order = _kept(some, batch, min(max(_CANDIDATES, batch.max_top_k), logprobs.shape[-1]))
+        logprobs[batch.filtered] = torch.full_like(some, float("-inf")).scatter(-1, order, kept.log_softmax(-1))
     probs = logprobs.exp()
     if batch.greedy is None:
         return probs

@@ -52,9 +52,5 @@ class HeldWeights:
 
 
 def _replaceable(held: torch.Tensor, new: torch.Tensor) -> bool:
-    return (
-        held.dtype == new.dtype
-        and held.device == new.device
-        and held.shape == new.shape
-        and held.stride() == new.stride()
-    )
+    same_kind = held.dtype == new.dtype and held.device == new.device
+    return same_kind and held.shape == new.shape and held.stride() == new.stride()

@@ -82,9 +82,8 @@ def generate_body(
     params |= {"stop_token_ids": list(sampling.stop_token_ids)} if sampling.stop_token_ids else {}
     params |= {"frequency_penalty": sampling.frequency_penalty} if sampling.frequency_penalty else {}
     params |= {"presence_penalty": sampling.presence_penalty} if sampling.presence_penalty else {}
-    params |= (
-        {"logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()}} if sampling.logit_bias else {}
-    )
+    if sampling.logit_bias:
+        params["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
     params |= {"ebnf": grammar} if grammar else {}
     params |= {"sampling_seed": sampling.seed % _SEEDS} if sampling.seed is not None else {}
     body = {
@@ -99,9 +98,8 @@ def generate_body(
 
 def score_body(rid: str, context: Sequence[int], top_k: int, namespace: str) -> dict[str, Any]:
     """Return a body of ``/generate`` that only scores a context, with the best ``top_k`` at each position."""
-    body = generate_body(
-        rid, context, wire.SamplingParams(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=1), 0, namespace
-    )
+    sampling = wire.SamplingParams(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=1)
+    body = generate_body(rid, context, sampling, 0, namespace)
     return body | {"logprob_start_len": 0, "top_logprobs_num": top_k}
 
 
@@ -129,10 +127,8 @@ def read_leg(reply: Mapping[str, Any], sampling: wire.SamplingParams) -> Generat
     elif is_filtered(sampling) and token_ids:
         told = meta.get("output_token_sampling_logprobs")
         if not isinstance(told, list) or len(told) != len(token_ids):
-            raise SGLangRequestError(
-                "this SGLang does not return logprobs under top_p, top_k or min_p (return_sampling_mask); install a "
-                "newer one"
-            )
+            why = "this SGLang does not return logprobs under top_p, top_k or min_p (return_sampling_mask)"
+            raise SGLangRequestError(f"{why}; install a newer one")
         logprobs = [_number(one) for one in told]
     if not all(math.isfinite(one) for one in logprobs):
         raise SGLangRequestError("the model's logits are not finite")
@@ -162,9 +158,8 @@ def _version_runs(meta: Mapping[str, Any], count: int) -> tuple[list[tuple[int, 
             raise SGLangRequestError(f"its weight_versions {told!r} do not add up to {count} tokens")
         return ([(int(meta["weight_version"]), count)] if count else []), False
     except (KeyError, TypeError, ValueError):
-        raise SGLangRequestError(
-            f"its answer has no valid weight version: {told or meta.get('weight_version')!r}"
-        ) from None
+        found = told or meta.get("weight_version")
+        raise SGLangRequestError(f"its answer has no valid weight version: {found!r}") from None
 
 
 def shift_runs(runs: Sequence[tuple[int, int]], before: int) -> list[tuple[int, int]]:
@@ -248,9 +243,8 @@ class SGLangClient:
     async def healthy(self) -> bool:
         """Return whether the server answers requests yet."""
         try:
-            async with self._session.get(
-                self._base_url + "/health", timeout=aiohttp.ClientTimeout(total=10)
-            ) as response:
+            limit = aiohttp.ClientTimeout(total=10)
+            async with self._session.get(self._base_url + "/health", timeout=limit) as response:
                 return response.status == 200
         except (aiohttp.ClientError, TimeoutError):
             return False
@@ -263,9 +257,8 @@ class SGLangClient:
             ConnectionError: if the server is gone or does not answer in time.
         """
         try:
-            async with self._session.post(
-                self._base_url + path, json=body, timeout=aiohttp.ClientTimeout(total=timeout_s)
-            ) as response:
+            limit = aiohttp.ClientTimeout(total=timeout_s)
+            async with self._session.post(self._base_url + path, json=body, timeout=limit) as response:
                 raw, status = await response.read(), response.status
         except TimeoutError:
             raise ConnectionError(f"SGLang gave no answer to {path} in {timeout_s:g} s") from None

@@ -91,17 +91,14 @@ class SGLangEngine:
         from rollout.engines.sglang.weight_senders import make_sender, meta_tensors
 
         self._requests.tokenizer = await asyncio.to_thread(find_tokenizer, config)
-        self._held, model = await asyncio.to_thread(
-            meta_tensors, config.model_path, config.dtype, trust_remote_code=config.trust_remote_code
-        )
+        path, trusted = config.model_path, config.trust_remote_code
+        self._held, model = await asyncio.to_thread(meta_tensors, path, config.dtype, trust_remote_code=trusted)
         text = model.get_text_config()
         self._vocab_size = int(text.vocab_size)
         positions = getattr(text, "max_position_embeddings", None)
         if positions is not None and section.max_context_tokens > positions:
-            raise UserError(
-                f"rollout.max_context_tokens: {section.max_context_tokens} is not allowed; the model has {positions} "
-                f"positions"
-            )
+            allowed = f"{section.max_context_tokens} is not allowed; the model has {positions} positions"
+            raise UserError(f"rollout.max_context_tokens: {allowed}")
         num_copies = data_parallel_copies(self._args, config.device, os.environ, int(text.num_attention_heads))
         port = free_port()
         arguments = server_options(
@@ -121,10 +118,8 @@ class SGLangEngine:
             await self.close()
             raise
         if not self._spans and section.update_mode == "keep":
-            log.warning(
-                "this SGLang does not return the weight version of each token: new weights recompute the KV of running "
-                "requests"
-            )
+            why = "this SGLang does not return the weight version of each token"
+            log.warning("%s: new weights recompute the KV of running requests", why)
         self._requests.open.set()
 
     async def join(self) -> None:
@@ -172,9 +167,8 @@ class SGLangEngine:
 
     async def generate(self, request: wire.GenerateRequest) -> GenerationOutput:
         self._check_alive()
-        why = request_problem(
-            request, max_context_tokens=self._config.section.max_context_tokens, vocab_size=self._vocab_size
-        )
+        most = self._config.section.max_context_tokens
+        why = request_problem(request, max_context_tokens=most, vocab_size=self._vocab_size)
         if not why and request.request_id in self._requests:
             why = f"request_id {request.request_id!r} is already running or waiting"
         if why:
@@ -206,11 +200,8 @@ class SGLangEngine:
         assert self._api is not None
         async with self._requests.updating:
             try:
-                await self._api.post(
-                    "/update_weight_version",
-                    {"new_version": str(version), "abort_all_requests": False},
-                    SCORE_TIMEOUT_S,
-                )
+                body = {"new_version": str(version), "abort_all_requests": False}
+                await self._api.post("/update_weight_version", body, SCORE_TIMEOUT_S)
             except (SGLangRequestError, ConnectionError) as error:
                 raise TransferFailed(str(error)) from None
             self._requests.serve(version, changed=False)

@@ -94,23 +94,8 @@ class SGLangRequestQueue:
 
     async def run(self, request: wire.GenerateRequest) -> GenerationOutput:
         """Run a valid request to its end."""
-        now = time.monotonic()
-        expected = request.expected_tokens or request.sampling.max_tokens
-        tokens = request.token_ids.array()
-        job = GenerationJob(
-            request.request_id,
-            request.conversation_id,
-            tokens,
-            expected,
-            request.min_version,
-            now,
-            now + request.deadline_s,
-        )
-        stops = (
-            StopStrings(self.tokenizer, request.sampling.stop)
-            if request.sampling.stop and self.tokenizer is not None
-            else None
-        )
+        job, texts = GenerationJob.of(request, time.monotonic()), request.sampling.stop
+        stops = StopStrings(self.tokenizer, texts) if texts and self.tokenizer is not None else None
         running = self._requests[request.request_id] = RunningRequest(request, job, self._max_context, stops)
         self.scheduler.submit(job)
         self._admit()
@@ -152,9 +137,8 @@ class SGLangRequestQueue:
             return GenerationOutput(error=f"no weights of version {request.min_version} or later to score with")
         tokens, k = request.token_ids.array().tolist(), request.prompt_top_k
         if len(tokens) < 2:
-            return GenerationOutput(
-                finish_reason="stop", top_ids=np.zeros((0, k), np.int32), top_logprobs=np.zeros((0, k), np.float32)
-            )
+            ids, values = np.zeros((0, k), np.int32), np.zeros((0, k), np.float32)
+            return GenerationOutput(finish_reason="stop", top_ids=ids, top_logprobs=values)
         try:
             ids, logprobs = read_top(await self.ask_scores(tokens, k), len(tokens), k)
         except (SGLangRequestError, ConnectionError) as error:
@@ -170,9 +154,8 @@ class SGLangRequestQueue:
             Refused, ConnectionError: if the server does not answer.
         """
         assert self.api is not None
-        return await self.api.post(
-            "/generate", score_body(uuid.uuid4().hex, tokens, k, f"weights-{self.loads}"), SCORE_TIMEOUT_S
-        )
+        body = score_body(uuid.uuid4().hex, tokens, k, f"weights-{self.loads}")
+        return await self.api.post("/generate", body, SCORE_TIMEOUT_S)
 
     def count(self, output: GenerationOutput) -> GenerationOutput:
         """Count an answer and return it."""
@@ -211,9 +194,8 @@ class SGLangRequestQueue:
             self._timer.cancel()
         due = self.scheduler.next_deadline()
         loop = asyncio.get_running_loop()
-        self._timer = (
-            loop.call_later(max(0.0, due - now), self._admit) if due is not None and not self._closed else None
-        )
+        waits = due is not None and not self._closed
+        self._timer = loop.call_later(max(0.0, due - now), self._admit) if due is not None and waits else None
 
     def _end(self, running: RunningRequest, reason: wire.FinishReason) -> None:
         """End a request early: a waiting one at once, a running one when the server has returned its partial output."""
@@ -268,15 +250,9 @@ class SGLangRequestQueue:
             await self._allowed(running)
             if running.ended is not None:
                 return running.output(running.ended)
-            running.rid, running.sent_by, running.forbidden, loads = (
-                uuid.uuid4().hex,
-                self.scheduler.version,
-                frozenset(),
-                self.loads,
-            )
-            body = generate_body(
-                running.rid, running.context(), running.request.sampling, running.left, f"weights-{loads}", grammar
-            )
+            running.rid, running.sent_by, running.forbidden = uuid.uuid4().hex, self.scheduler.version, frozenset()
+            loads, sampling = self.loads, running.request.sampling
+            body = generate_body(running.rid, running.context(), sampling, running.left, f"weights-{loads}", grammar)
             try:
                 reply = await self.api.post("/generate", body)
             finally:

@@ -80,22 +80,17 @@ class RunningRequest:
         """Cut the output after a stop string that began before the last call, if there is one."""
         for count in range(before + 1, min(before + stops.window, len(self._token_ids)) + 1):
             if stops.hit(self._token_ids[:count]):
-                self._token_ids, self._logprobs, self._runs = (
-                    self._token_ids[:count],
-                    self._logprobs[:count],
-                    truncate_runs(self._runs, count),
-                )
+                self._token_ids, self._logprobs = self._token_ids[:count], self._logprobs[:count]
+                self._runs = truncate_runs(self._runs, count)
                 self.stopped = True
                 return
 
     def output(self, reason: wire.FinishReason) -> GenerationOutput:
         """Return the whole output."""
-        flags = (
-            [True] * len(self._token_ids) if is_reshaped(self.request.sampling) else ()
-        )  # SGLang does not report which tokens were affected
-        return GenerationOutput(
-            self._token_ids, self._logprobs, merge_runs(self._runs), reason, self._hits, reshaped=flags
-        )
+        # SGLang does not report which tokens were affected
+        flags = [True] * len(self._token_ids) if is_reshaped(self.request.sampling) else ()
+        runs = merge_runs(self._runs)
+        return GenerationOutput(self._token_ids, self._logprobs, runs, reason, self._hits, reshaped=flags)
 
     def start_again(self) -> None:
         """Drop the output: grammars and penalties start at its first token, and a call knows only its own tokens."""

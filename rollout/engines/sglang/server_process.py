@@ -45,11 +45,9 @@ def launch_command(args: SGLangArgs) -> list[str]:
     if args.command is not None:
         return list(args.command)
     if find_spec("sglang") is None:
-        raise UserError(
-            "engine sglang needs the package sglang; pip install 'rlearner[sglang]', or set the Python of another "
-            "environment in "
-            "rollout.engine_args.command: [/path/to/python, -m, sglang.launch_server]"
-        )
+        other = "rollout.engine_args.command: [/path/to/python, -m, sglang.launch_server]"
+        install = "pip install 'rlearner[sglang]', or set the Python of another environment in"
+        raise UserError(f"engine sglang needs the package sglang; {install} {other}")
     return [sys.executable, "-m", "sglang.launch_server"]
 
 
@@ -86,9 +84,8 @@ def server_options(
     given |= {"device": "cpu"} if device == "cpu" else {}
     given |= {"mem-fraction-static": args.mem_fraction_static} if args.mem_fraction_static is not None else {}
     given |= args.flags
-    return [
-        f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items() if value is not False
-    ]
+    wanted = {name: value for name, value in given.items() if value is not False}
+    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in wanted.items()]
 
 
 def data_parallel_copies(args: SGLangArgs, device: str, environ: Mapping[str, str], heads: int) -> int:
@@ -98,32 +95,24 @@ def data_parallel_copies(args: SGLangArgs, device: str, environ: Mapping[str, st
         ConfigError: if the tensor parallel size does not divide heads or GPUs, or too few GPUs are visible.
     """
     if heads % args.tensor_parallel:
-        raise ConfigError(
-            "rollout.engine_args.tensor_parallel",
-            args.tensor_parallel,
-            f"a divisor of the model's {heads} attention heads",
-        )
+        allowed = f"a divisor of the model's {heads} attention heads"
+        raise ConfigError("rollout.engine_args.tensor_parallel", args.tensor_parallel, allowed)
     wanted = args.data_parallel or 1
     visible = [one for one in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
     if device == "cpu" or not visible:
         copies = wanted
     else:
         if args.tensor_parallel * wanted > len(visible):
-            allowed = (
-                f"tensor_parallel times data_parallel is {args.tensor_parallel * wanted}, and --gpus names "
-                f"{len(visible)}"
-            )
+            product = args.tensor_parallel * wanted
+            allowed = f"tensor_parallel times data_parallel is {product}, and --gpus names {len(visible)}"
             raise ConfigError("rollout.engine_args.tensor_parallel", args.tensor_parallel, allowed)
         if args.data_parallel is None and len(visible) % args.tensor_parallel:
             allowed = f"a divisor of the {len(visible)} GPUs that --gpus names"
             raise ConfigError("rollout.engine_args.tensor_parallel", args.tensor_parallel, allowed)
         copies = args.data_parallel or len(visible) // args.tensor_parallel
     if args.weights == "distributed" and copies > 1:
-        raise ConfigError(
-            "rollout.engine_args.weights",
-            args.weights,
-            f"disk with {copies} copies of the model: SGLang's update group holds one",
-        )
+        allowed = f"disk with {copies} copies of the model: SGLang's update group holds one"
+        raise ConfigError("rollout.engine_args.weights", args.weights, allowed)
     return copies
 
 
@@ -148,9 +137,8 @@ class SGLangProcess:
         self._loop, self._on_end = asyncio.get_running_loop(), on_end
         with self.log_path.open("wb") as output:
             try:
-                self._process: subprocess.Popen[bytes] = spawn(
-                    command, output, env={**os.environ, **ENVIRONMENT}, death_signal=signal.SIGKILL
-                )
+                environment = {**os.environ, **ENVIRONMENT}
+                self._process = spawn(command, output, env=environment, death_signal=signal.SIGKILL)
             except OSError as error:
                 shutil.rmtree(self._folder, ignore_errors=True)
                 raise UserError(f"cannot start {command[0]}: {error.strerror or error}") from None
@@ -170,9 +158,8 @@ class SGLangProcess:
                         raise UserError(f"SGLang cannot start: {self.why()}")
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
-            raise UserError(
-                f"SGLang was not ready within rollout.engine_args.start_timeout_s={timeout_s:g}, see {self.log_path}"
-            ) from None
+            limit = f"rollout.engine_args.start_timeout_s={timeout_s:g}"
+            raise UserError(f"SGLang was not ready within {limit}, see {self.log_path}") from None
 
     def why(self) -> str:
         """Return the reason of the exit in one line: the last error in its log, and its exit code."""
@@ -183,10 +170,8 @@ class SGLangProcess:
         code = self._process.poll()
         said = f"{telling[-1][-300:]} (exit code {code}, see {self.log_path})"
         if any("out of memory" in line.lower() for line in lines):
-            said += (
-                "; lower rollout.engine_args.mem_fraction_static, rollout.max_running or max_context_tokens, or "
-                "raise tensor_parallel"
-            )
+            said += "; lower rollout.engine_args.mem_fraction_static, rollout.max_running or max_context_tokens,"
+            said += " or raise tensor_parallel"
         return said
 
     def stop(self) -> None:

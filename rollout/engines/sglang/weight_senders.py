@@ -101,11 +101,8 @@ class DiskSender:
     def _write(self, tensors: Mapping[str, torch.Tensor]) -> None:
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         try:
-            self._folder = Path(
-                tempfile.mkdtemp(
-                    prefix=f"{PREFIX}{os.getpid()}-", dir=weights_file_parent(self._args.weights_dir, size)
-                )
-            )
+            parent = weights_file_parent(self._args.weights_dir, size)
+            self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
             for name in ("config.json", "generation_config.json"):
                 if (file := Path(self._model_path).expanduser() / name).is_file():
                     shutil.copyfile(file, self._folder / name)
@@ -183,9 +180,8 @@ class BroadcastSender:
                     "weight_version": str(version),
                 }
                 ours = _in_thread(functools.partial(self._broadcast, part))
-                theirs = asyncio.create_task(
-                    self._api.post("/update_weights_from_distributed", body, self._args.update_timeout_s)
-                )
+                limit = self._args.update_timeout_s
+                theirs = asyncio.create_task(self._api.post("/update_weights_from_distributed", body, limit))
                 try:
                     await asyncio.gather(ours, theirs)
                 finally:
@@ -272,13 +268,11 @@ def meta_tensors(model_path: str, dtype: str, *, trust_remote_code: bool) -> tup
     try:
         config = transformers.AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code
-            )
+            options = {"dtype": getattr(torch, dtype), "trust_remote_code": trust_remote_code}
+            model = transformers.AutoModelForCausalLM.from_config(config, **options)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(
-            f"model path {model_path!r}: no causal language model: {' '.join(str(error).split())[:300]}"
-        ) from None
+        why = " ".join(str(error).split())[:300]
+        raise UserError(f"model path {model_path!r}: no causal language model: {why}") from None
     return HeldWeights(model).tensors(), config
 
 

@@ -70,9 +70,8 @@ class CompletionStream:
 
     def whole(self, last: Any) -> FinalCompletion:
         """Return the whole request, given its last delta."""
-        return FinalCompletion(
-            self._token_ids, SampledLogprobs(self._logprobs), last.finish_reason, last.weight_versions
-        )
+        logprobs = SampledLogprobs(self._logprobs)
+        return FinalCompletion(self._token_ids, logprobs, last.finish_reason, last.weight_versions)
 
     async def _tell(self, version: str, end: int) -> None:
         if end <= self._told or self._stopped:
@@ -90,7 +89,6 @@ class CompletionStream:
 
 def likeliest(token_ids: Sequence[int], logprobs: Sequence[float], k: int) -> TopLogprobs:
     """Return the k likeliest of vLLM's tokens at one position, descending, without those that were cut off."""
-    pairs = (
-        {token: value for token, value in zip(token_ids, logprobs, strict=True) if math.isfinite(value)} if k else {}
-    )
+    found = zip(token_ids, logprobs, strict=True)
+    pairs = {token: value for token, value in found if math.isfinite(value)} if k else {}
     return sorted(pairs.items(), key=lambda pair: -pair[1])[:k]

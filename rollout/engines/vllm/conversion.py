@@ -119,9 +119,8 @@ def output_of(
         tokens, logprobs, reason = tokens[:count], logprobs[:count], "abort"
     if temperature == 0:
         logprobs = [0.0] * len(tokens)
-    return GenerationOutput(
-        tokens, logprobs, runs, reason, cached or 0, reshaped=[True] * len(tokens) if reshaped else ()
-    )
+    flags = [True] * len(tokens) if reshaped else ()
+    return GenerationOutput(tokens, logprobs, runs, reason, cached or 0, reshaped=flags)
 
 
 def top_rows(rows: Sequence[Any], k: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:

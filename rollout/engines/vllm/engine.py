@@ -71,19 +71,16 @@ class VLLMEngine:
         opened = self._open().opened
         if request.request_id in self._requests:
             return GenerationOutput(error=f"request_id {request.request_id!r} is already running or waiting")
-        why = request_problem(
-            request, max_context_tokens=self._config.section.max_context_tokens, vocab_size=opened.vocab_size
-        )
+        most = self._config.section.max_context_tokens
+        why = request_problem(request, max_context_tokens=most, vocab_size=opened.vocab_size)
         if not why and request.sampling.stop and opened.tokenizer is None:
             why = "stop strings need a tokenizer, and the model's folder has none"
         why = why or reshaping_problem(request.sampling, opened.vocab_size, opened.tokenizer)
         if why:
             return self._requests.count(GenerationOutput(error=why))
-        return (
-            self._requests.count(await self._score(request))
-            if request.prompt_top_k
-            else await self._requests.run(request, tap)
-        )
+        if request.prompt_top_k:
+            return self._requests.count(await self._score(request))
+        return await self._requests.run(request, tap)
 
     def abort(self, request_id: str) -> None:
         self._requests.abort(request_id)
@@ -112,9 +109,8 @@ class VLLMEngine:
                 self._requests.stall(NO_VERSION)  # and end those in flight with their valid tokens
                 if isinstance(error, (TransferFailed, asyncio.CancelledError)) or not isinstance(error, Exception):
                     raise
-                raise TransferFailed(
-                    f"vLLM could not load version {version}: {' '.join(str(error).split())[:400]}"
-                ) from error
+                why = " ".join(str(error).split())[:400]
+                raise TransferFailed(f"vLLM could not load version {version}: {why}") from error
             finally:
                 self._requests.held = False
             loading.judge(True)

@@ -89,9 +89,8 @@ class LLMClient:
     def in_flight_tokens(self) -> int:
         """Return the number of tokens sampled by unanswered requests."""
         states = self._llm.output_processor.request_states.values()
-        return sum(
-            state.detokenizer.num_output_tokens() for state in states if not state.external_req_id.startswith(INTERNAL)
-        )
+        requests = [state for state in states if not state.external_req_id.startswith(INTERNAL)]
+        return sum(state.detokenizer.num_output_tokens() for state in requests)
 
     def tokenless(self, request_ids: Sequence[str]) -> list[str]:
         """Return the requests that are in vLLM and have no token yet."""

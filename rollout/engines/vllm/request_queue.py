@@ -89,18 +89,7 @@ class VLLMRequestQueue:
 
     async def run(self, request: wire.GenerateRequest, tap: TokenListener | None = None) -> GenerationOutput:
         """Run a valid request to its end."""
-        now = time.monotonic()
-        tokens = request.token_ids.array()
-        expected = request.expected_tokens or request.sampling.max_tokens
-        job = GenerationJob(
-            request.request_id,
-            request.conversation_id,
-            tokens,
-            expected,
-            request.min_version,
-            now,
-            now + request.deadline_s,
-        )
+        job = GenerationJob.of(request, time.monotonic())
         run = QueuedRequest(request, job, asyncio.get_running_loop().create_future(), tap=tap)
         self._runs[request.request_id] = run
         self.scheduler.submit(job)
@@ -233,11 +222,8 @@ class VLLMRequestQueue:
             fields["logprobs"] = run.tap.top_logprobs
         while True:
             run.again = False
-            telling = (
-                CompletionStream(run.tap, greedy=request.sampling.temperature == 0, good=loading.good)
-                if run.tap is not None
-                else None
-            )
+            tap, greedy = run.tap, request.sampling.temperature == 0
+            telling = None if tap is None else CompletionStream(tap, greedy=greedy, good=loading.good)
             params = SamplingParams(**fields, **(final_only() if telling is None else as_deltas()))
             told = None if telling is None else telling.take
             final = await loading.asking.ask(prompt, params, request.request_id, lambda: run.ended_by is not None, told)
@@ -247,9 +233,8 @@ class VLLMRequestQueue:
         if run.ended_by is not None and not completion.token_ids:
             return GenerationOutput(finish_reason=run.ended_by)
         wrong = await loading.wrong_since(completion)
-        output = output_of(
-            completion, final.num_cached_tokens, request.sampling.temperature, wrong, is_reshaped(request.sampling)
-        )
+        sampling, cached = request.sampling, final.num_cached_tokens
+        output = output_of(completion, cached, sampling.temperature, wrong, is_reshaped(sampling))
         loading.poisoned |= output.error == NOT_FINITE
         self._hits += output.prefix_hit_tokens
         self._prefilled += len(prompt) - output.prefix_hit_tokens

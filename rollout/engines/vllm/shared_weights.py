@@ -47,10 +47,8 @@ class SharedWeights:
             os.posix_fallocate(self._fd, 0, self.size_bytes)  # fail now, not with a SIGBUS at the first write
         except OSError as error:
             os.close(self._fd)
-            raise UserError(
-                f"engine vllm needs {self.size_bytes / 2**30:.1f} GiB of the machine's memory for a copy of the "
-                f"weights: {error.strerror}"
-            ) from None
+            need = f"{self.size_bytes / 2**30:.1f} GiB of the machine's memory for a copy of the weights"
+            raise UserError(f"engine vllm needs {need}: {error.strerror}") from None
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
         self.tensors = map_shared(self.path, self.size_bytes, self.layout)
         self.fill(tensors)

@@ -77,9 +77,8 @@ def check_installed() -> None:
         UserError: if it is not; names the extra.
     """
     if importlib.util.find_spec("vllm") is None:
-        raise UserError(
-            "engine vllm needs the package vllm: pip install 'rlearner[vllm]' for GPUs, or make vllm-env for the CPU"
-        )
+        install = "pip install 'rlearner[vllm]' for GPUs, or make vllm-env for the CPU"
+        raise UserError(f"engine vllm needs the package vllm: {install}")
 
 
 def open_llm(config: EngineConfig) -> RunningVLLM:
@@ -140,11 +139,8 @@ def check_heads(text_config: Any, tensor_parallel: int) -> None:
     heads = getattr(text_config, "num_attention_heads", None)
     if heads and heads % tensor_parallel:
         fitting = [n for n in range(1, heads + 1) if heads % n == 0]
-        raise UserError(
-            f"rollout.engine_args.tensor_parallel: {tensor_parallel} is not allowed; the model's {heads} attention "
-            f"heads divide by "
-            f"{', '.join(map(str, fitting))}"
-        )
+        allowed = f"the model's {heads} attention heads divide by {', '.join(map(str, fitting))}"
+        raise UserError(f"rollout.engine_args.tensor_parallel: {tensor_parallel} is not allowed; {allowed}")
 
 
 def engine_args(
@@ -245,9 +241,8 @@ def _open(fields: Mapping[str, Any], folder: Path) -> Any:
         arguments = AsyncEngineArgs(**(own | dict(fields)))
         return AsyncLLM.from_engine_args(arguments)
     except (ValueError, TypeError, RuntimeError, OSError, KeyError, AssertionError, NotImplementedError) as error:
-        raise UserError(
-            f"engine vllm does not start with {fields['model']!r}: {startup_error(str(error), folder / 'errors.log')}"
-        ) from error
+        why = startup_error(str(error), folder / "errors.log")
+        raise UserError(f"engine vllm does not start with {fields['model']!r}: {why}") from error
 
 
 def startup_error(said: str, errors: Path) -> str:

@@ -50,16 +50,12 @@ class VLLMWeightLoader:
             await reload_weights(self.llm)
             after = await self.asking.logprobs(tokens)
         except Exception as error:  # any error of a worker arrives as one
-            raise UserError(
-                f"engine vllm cannot take new weights of {config.model_path!r}: {first_line(error)}"
-            ) from error
+            why = first_line(error)
+            raise UserError(f"engine vllm cannot take new weights of {config.model_path!r}: {why}") from error
         spread = float(np.abs(before - after).max()) if len(before) else 0.0
         if not spread <= _SPREAD[config.dtype]:
-            raise UserError(
-                f"engine vllm cannot take new weights of {config.model_path!r}: after loading the same weights again, "
-                f"logprobs "
-                f"differ by {spread:.2g}"
-            )
+            why = f"after loading the same weights again, logprobs differ by {spread:.2g}"
+            raise UserError(f"engine vllm cannot take new weights of {config.model_path!r}: {why}")
 
     async def note(self, version: int) -> None:
         """Label later tokens with this version."""

@@ -79,9 +79,8 @@ class SharedMemoryEngine(WeightTransferEngine[SharedInit, SharedUpdate]):  # typ
             raise RuntimeError("the shared weights are not open")
         loaded = self.model.load_weights(iter(self._tensors.items()))
         if loaded is not None and (missed := sorted(dict(self.model.named_parameters()).keys() - loaded)):
-            raise ValueError(
-                f"the weights set {len(loaded)} of vLLM's parameters and miss {len(missed)}, the first is {missed[0]}"
-            )
+            found = f"set {len(loaded)} of vLLM's parameters and miss {len(missed)}, the first is {missed[0]}"
+            raise ValueError(f"the weights {found}")
 
     def finish_weight_update(self) -> None:
         if not current_platform.is_cpu():

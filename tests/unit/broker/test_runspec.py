@@ -227,7 +227,7 @@ def test_typed_sections() -> None:
         (
             {"broker": {"bind": "0.0.0.0"}},
             "broker.bind: '0.0.0.0' is not allowed; only a loopback address such as 127.0.0.1, "
-            "because traffic is not encrypted or authenticated",
+            "because traffic is neither encrypted nor authenticated yet",
         ),
         (
             {"domains": {"d": {**DOMAIN, "group_size": 4, "min_group_size": 5}}},

@@ -118,9 +118,8 @@ def test_another_model_below_is_refused_in_one_line() -> None:
     adapter = adapter_of(model(0))
     why = made.lay(adapter)
     assert why == (
-        f"the learner's adapters belong to another model than the one here: digest {adapter.base}, here "
-        f"{adapter_of(model(1)).base}; "
-        "start this server from the weights that the run began with"
+        f"the learner's adapters need another base: expected digest {adapter.base}, found "
+        f"{adapter_of(model(1)).base}; start this server from the weights that the run started from"
     )
 
 
@@ -130,14 +129,14 @@ def test_a_model_that_cannot_be_read_is_refused_in_one_line() -> None:
 
     shapes = {name: tensor.to("meta") for name, tensor in model().items()}
     for first, why in (
-        (None, "the engine does not show its weights"),
+        (None, "the engine does not expose its weights"),
         (fails, "model path 'x': no model there"),
         (lambda: ({"embed.weight": torch.zeros(11, 4)}, True), "it has no layers.0.norm.weight"),
     ):
         made = AdapterBase(plan_of(shapes, 1), 1, shapes, first)
         said = (
-            f"the learner sends adapters, and the model below them cannot be read here ({why}); "
-            f"train.lora.send=merged sends it whole"
+            f"the learner sends adapters, but their base cannot be read here ({why}); "
+            f"train.lora.send=merged sends the whole model"
         )
         assert made.lay(adapter_of(model())) == said
 

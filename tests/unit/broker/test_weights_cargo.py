@@ -131,7 +131,7 @@ def test_a_version_that_cannot_be_packed_ends_whoever_sends_it() -> None:
             with staging.sending(1) as staged:
                 sent.append(staged)
 
-    with pytest.raises(TransferFailed, match="w is planned and was not given"):
+    with pytest.raises(TransferFailed, match="w is planned but missing"):
         staging.write(1, Failing())
     assert staging.digest(1) is None
     with pytest.raises(TransferFailed, match="could not be packed"):

@@ -114,7 +114,7 @@ def test_a_handle_of_a_hidden_gpu_or_of_no_gpu_is_not_opened(monkeypatch: pytest
         match=r"GPU-ffffffff-ffff-ffff-ffff-ffffffffffff is hidden from this process, see CUDA_VISIBLE_DEVICES$",
     ):
         mine.open(MemoryCard("cuda", b"\xff" * 16, 4096, HANDLE))
-    with pytest.raises(OSError, match="a handle of 63 bytes is none of CUDA's"):
+    with pytest.raises(OSError, match="a handle of 63 bytes is not a CUDA handle"):
         mine.open(MemoryCard("cuda", UNIT, 4096, HANDLE[1:]))
     assert "cuIpcOpenMemHandle_v2" not in {call[0] for call in library.calls}
     assert name_of(UNIT) == "GPU-01234567-89ab-cdef-0123-456789abcdef"
@@ -138,7 +138,7 @@ def test_a_gpu_that_has_none_to_share_leaves_host_memory(caplog: pytest.LogCaptu
         segment = segment_of(plan_of({"a": torch.zeros(100)}, 1), CudaDevice("cuda:0", CudaDriver(library)))
     assert segment is not None
     assert segment.device == torch.device("cpu")
-    said = "weights: servers of this host read them in host memory, for the device has none to share: "
+    said = "weights: servers of this host read host memory, because the device has none to share: "
     assert [record.message for record in caplog.records] == [f"{said}cuIpcGetMemHandle: CUDA_ERROR_NOT_SUPPORTED"]
     assert ("cuMemAlloc_v2", 2 << 20) in library.calls  # of two buffers of a page, for it is shared in whole blocks
     assert library.calls[-2] == ("cuMemFree_v2", 0x7F00_0000_0000)  # nobody was told of it

@@ -94,8 +94,8 @@ def wrong(*parts: bytes) -> torch.Tensor:
     ("data", "said"),
     [
         (wrong(b"\1\0"), "lacks the counts of 1 blocks"),
-        (wrong(np.int32(-1).tobytes(), bytes(8)), "speaks of -1 words"),
-        (wrong(np.int32(2).tobytes(), bytes(4), bytes(4)), "speaks of 2 words"),
+        (wrong(np.int32(-1).tobytes(), bytes(8)), "announces -1 words"),
+        (wrong(np.int32(2).tobytes(), bytes(4), bytes(4)), "announces 2 words"),
         (wrong(np.int32(1).tobytes(), np.uint16(16).tobytes(), bytes(2), bytes(4)), "changes word 16 of 16"),
     ],
 )

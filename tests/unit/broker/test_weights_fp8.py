@@ -282,6 +282,6 @@ async def test_who_holds_the_first_weights_computes_from_what_fp8_makes_of_them(
 
     broken, state, offer = await landing()
     broken.take("gloo", plan)  # a transfer that failed may still be written into it
-    with pytest.raises(TransferFailed, match="were not quantised, and must be sent"):
+    with pytest.raises(TransferFailed, match="were not quantized, so they must be sent"):
         await broken.adopt(offer)
     assert state.digest is None  # so it joins next

@@ -72,10 +72,10 @@ def test_first_difference() -> None:
         "a float32[2] here is a float32[3] in the offer"
     )
     assert here.difference(make_plan([TensorSpec("a", (2,), "float32"), TensorSpec("b", (), "int8")], 1)) == (
-        "b int8[] is in the offer and not here"
+        "b int8[] is in the offer but not here"
     )
     assert (
-        here.difference(make_plan([TensorSpec("a", (2,), "float32")], 1)) == "c float32[2] is here and not in the offer"
+        here.difference(make_plan([TensorSpec("a", (2,), "float32")], 1)) == "c float32[2] is here but not in the offer"
     )
     assert here.difference(make_plan([slot.spec for slot in here.slots], 2)) == (
         "buckets of 1048576 bytes here are 2097152 bytes in the offer"

@@ -72,7 +72,7 @@ def test_one_that_is_overwritten_while_it_is_read_is_nothing() -> None:
 
     with pytest.raises(TransferFailed, match=r"^version 1 was overwritten while it was read$"):
         read(window, 1, done=overwrite)
-    with pytest.raises(TransferFailed, match=r"^version 1 does not lie in the learner's memory any more$"):
+    with pytest.raises(TransferFailed, match=r"^version 1 is no longer in the learner's memory$"):
         read(window, 1)
     assert read(window, 2)[1] == staging.digest(2)
 
@@ -130,10 +130,10 @@ def test_an_address_that_is_not_a_segment_of_this_plan_is_not_opened() -> None:
     pid, file, name = segment.address.split("/")
     closed, gone = 900_000, 2**22 + 5  # no such file; above the kernel's largest process id
     for address, why in (
-        ("nonsense", "no address"),
-        (f"{pid}/{file}/../{name}", "no address"),
-        (f"{pid}/{file}/rlearner-weights-{'0' * 16}", "another process has that number here"),
-        (f"{pid}/0/{name}", "another process has that number here"),
+        ("nonsense", "not the address"),
+        (f"{pid}/{file}/../{name}", "not the address"),
+        (f"{pid}/{file}/rlearner-weights-{'0' * 16}", "another process has that id here"),
+        (f"{pid}/0/{name}", "another process has that id here"),
     ):
         with pytest.raises(ValueError, match=why):
             SegmentReader(address, PLAN)
@@ -154,7 +154,7 @@ async def test_a_receiver_keeps_one_window_and_says_once_why_it_has_none() -> No
     assert other is not None
     assert other.address == second.address
     assert neighbour.reach("1/2/elsewhere", PLAN) is neighbour.window is None
-    assert neighbour.problem == "it is no address of a segment"
+    assert neighbour.problem == "it is not the address of a segment"
     assert neighbour.reach(second.address, PLAN) is not None
     assert neighbour.problem == ""
     neighbour.leave()

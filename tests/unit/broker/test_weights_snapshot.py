@@ -105,7 +105,7 @@ def flip(path: Path) -> None:
         (cut, f"{PLAN.size_bytes - 1} bytes, its plan has {PLAN.size_bytes}; nothing was loaded"),
         (lengthen, f"{PLAN.size_bytes + 1} bytes, its plan has {PLAN.size_bytes}; nothing was loaded"),
         (flip, "digest [0-9a-f]{32}, its offer says [0-9a-f]{32}; nothing was loaded"),
-        (Path.unlink, "there is no such file any more"),
+        (Path.unlink, "the file is gone"),
     ],
 )
 def test_other_bytes_are_refused(place: str, tmp_path: Path, spoil: Callable[[Path], None], why: str) -> None:
@@ -135,7 +135,7 @@ def test_a_version_that_is_changed_in_the_manifest_is_noticed(place: str, tmp_pa
 
 def test_a_manifest_whose_parts_do_not_belong_together_is_refused() -> None:
     other = plan_of({"a": torch.zeros(3)}, 1)
-    with pytest.raises(WireError, match="is not its offer's"):
+    with pytest.raises(WireError, match="does not match its offer"):
         snapshot.decode(snapshot.encode("r", offer(1), other))
 
 
@@ -164,7 +164,7 @@ async def test_a_snapshot_of_another_run_is_refused(tmp_path: Path) -> None:
     arrival = ReceiveBuffers(kept=True).take(manifest.plan, torch.device("cpu"))
     await SnapshotPoller(SnapshotSource(str(tmp_path)), "r").read(manifest, arrival, WaitMonitor())
     assert torch.equal(arrival.flat.tensors["a"], tensors(5)["a"])
-    with pytest.raises(TransferFailed, match=r"^snapshot /.*: it is of run r, this is run q$"):
+    with pytest.raises(TransferFailed, match=r"^snapshot /.*: expected run q, found run r$"):
         await SnapshotPoller(SnapshotSource(str(tmp_path)), "q").newest()
 
 
@@ -223,4 +223,4 @@ async def test_a_full_disk_is_said_and_tried_again(tmp_path: Path, caplog: pytes
     staging.write(1, tensors(1))
     publisher.offered(staging, offer(1))
     await asyncio.wait_for(publisher.close(), 10)
-    assert "version 1 is not written as a snapshot" in caplog.text
+    assert "version 1 could not be written as a snapshot" in caplog.text

@@ -80,9 +80,9 @@ def test_digest_never_mixes_versions() -> None:
 
 def test_missing_and_misshapen_tensors() -> None:
     staging = StagingBuffers(PLAN)
-    with pytest.raises(TransferFailed, match="w is planned and was not given"):
+    with pytest.raises(TransferFailed, match="w is planned but missing"):
         staging.write(1, {"v": torch.zeros(SHAPE)})
-    with pytest.raises(TransferFailed, match=r"w has shape \[2\], planned was \[300000\]"):
+    with pytest.raises(TransferFailed, match=r"w: expected shape \[300000\], got \[2\]"):
         staging.write(1, {"w": torch.zeros(2)})
     assert staging.digest(1) is None
 

@@ -317,7 +317,7 @@ async def test_a_policy_that_uses_up_its_calls_or_its_context_is_judged_and_not_
     first = await fails(play, "too_long", max_context_tokens=50)
     assert (first.kind, first.detail) == (
         "fatal",
-        "the agent's first prompt does not fit into max_context_tokens, which is 50",
+        "the agent's first prompt exceeds max_context_tokens, which is 50",
     )
 
 
@@ -341,17 +341,20 @@ async def test_an_agent_that_gives_up_on_a_cut_answer_is_judged_and_not_tried_ag
     [
         ("crashes", "the agent ended by signal 11"),
         ("raises", "the agent ended with exit code 1: KeyError: 'no such thing'"),
-        ("says_nothing", "the agent ended without asking the policy anything"),
+        ("says_nothing", "the agent ended without a call to the policy"),
         (
             "no_result",
-            "the last line that the agent printed is no JSON number or object with a reward: 'thinking aloud'",
+            "the last line that the agent printed is not a JSON number or object with a reward: 'thinking aloud'",
         ),
         ("nan", "the agent's result has reward nan, not a finite number"),
         ("huge_number", f"the agent's result has reward 1{'0' * 116}..., not a finite number"),
         ("cut_emoji", "the agent's result has a response that is not valid Unicode: half of a surrogate pair at 0"),
         ("cut_name", r"the agent's result has a metric named 'words\ud83d'; a name has 1-100 printable characters"),
         ("long_line", f"the last line that the agent printed is longer than 65536 bytes: '{'x' * 116}..."),
-        ("no_utf8", "the last line that the agent printed is no JSON number or object with a reward: '\ufffd\ufffd'"),
+        (
+            "no_utf8",
+            "the last line that the agent printed is not a JSON number or object with a reward: '\ufffd\ufffd'",
+        ),
     ],
 )
 async def test_a_program_that_fails_is_an_episode_that_failed(play: Play, name: str, detail: str) -> None:

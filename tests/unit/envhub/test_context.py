@@ -166,7 +166,7 @@ def test_demonstrations_have_the_prompts_that_the_hub_makes(tmp_path: Path) -> N
         messages[0]["content"].startswith(opening) for messages, (opening, _, _) in zip(steps, turns, strict=True)
     )
     assert all(messages[0]["content"].endswith(now) for messages, (_, now, _) in zip(steps, turns, strict=True))
-    with pytest.raises(UserError, match="pairs are whole conversations"):
+    with pytest.raises(UserError, match="pairs need whole conversations"):
         write_demonstrations(
             lake(context="steps"), None, episodes=3, noise=0.0, out=str(tmp_path / "pairs"), against=1.0
         )

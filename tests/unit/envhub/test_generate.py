@@ -144,7 +144,7 @@ async def test_a_partial_output_of_full_length_is_complete() -> None:
 
 async def test_more_tokens_than_asked_for_are_refused() -> None:
     client = Client(a=lambda request: reply(request, list(range(9))))
-    with pytest.raises(TurnFailed, match="answered 9 tokens, asked for at most 8"):
+    with pytest.raises(TurnFailed, match="the server returned 9 tokens, at most 8 were requested"):
         await generator(client, presence("a")).turn(ask())
 
 
@@ -187,7 +187,7 @@ async def test_a_request_that_cannot_be_sent_fails_its_turn() -> None:
         raise WireError("too large")
 
     client = Client(a=refuses)
-    with pytest.raises(TurnFailed, match="the request breaks its own rules: too large"):
+    with pytest.raises(TurnFailed, match="the request is malformed: too large"):
         await generator(client, presence("a")).turn(ask())
     assert len(client.asked) == 1
 

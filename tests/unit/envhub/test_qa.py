@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from broker.errors import ConfigError, DataError, UserError
+from broker.errors import ConfigError, DataError
 from envhub.envs.base import Split
 from envhub.envs.text.qa import QuestionAnswer, QuestionAnswerArgs
 
@@ -76,10 +76,10 @@ def test_parquet_reads_the_same(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"ask": ["p", "q"], "say": ["1", "2"], "more": [0, 0]}), path)
     env = QuestionAnswer(args(path, question="ask", answer="say", eval_share=0))
     assert sorted(asked(env, 2)) == ["p", "q"]
-    with pytest.raises(ConfigError, match=r"answer: 'answer' is not allowed; a column of .*, which has ask, say, more"):
+    with pytest.raises(DataError, match=r"a\.parquet:1: no column 'answer'; it has ask, more, say"):
         QuestionAnswer.check(args(path, question="ask", eval_share=0))
     (tmp_path / "b.parquet").write_bytes(b"no parquet")
-    with pytest.raises(UserError, match="not a readable Parquet file"):
+    with pytest.raises(ConfigError, match=r"^path: .*b\.parquet' is not allowed; not a Parquet file: "):
         QuestionAnswer.check(args(str(tmp_path / "b.parquet")))
     null = str(tmp_path / "c.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"question": ["p", None], "answer": ["1", "2"]}), null)
@@ -97,10 +97,10 @@ def test_the_reference_may_follow_a_marker(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("{", "not a JSON object: "),
-        ("[1]", "not a JSON object: "),
-        (r'{"question": "\ud83d", "answer": "1"}', "not a JSON object: "),
-        ('{"question": "q", "answer": NaN}', "not a JSON object: "),
+        ("{", "not JSON: "),
+        ("[1]", "the row is not an object"),
+        (r'{"question": "\ud83d", "answer": "1"}', "not JSON: it holds half of a surrogate pair"),
+        ('{"question": "q", "answer": NaN}', "not JSON: it holds NaN"),
         ('{"question": "q"}', "no column 'answer'; it has question"),
         ('{"question": "", "answer": "a"}', "column 'question' holds '', not a text"),
         ('{"question": "q", "answer": null}', "column 'answer' holds None, not a text"),

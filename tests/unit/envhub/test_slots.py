@@ -158,12 +158,12 @@ def test_late_groups_are_given_up_as_soon_as_they_cannot_be_trained() -> None:
     assert slots.advanced(4) == []
     assert slots.advanced(5) == [
         AbortEpisode("drop", 0),
-        CloseTicket("drop", "late", "oldest token of version 3, version 5 is being trained, max_staleness 1"),
+        CloseTicket("drop", "late", "oldest token of version 3, learner at version 5, max_staleness 1"),
     ]
     assert slots.jobs == ["wait"]
     slots.offer(job("again", size=1, max_staleness=1), 0.0)
     assert slots.sampled("again", 3)[-1] == CloseTicket(
-        "again", "late", "oldest token of version 3, version 5 is being trained, max_staleness 1"
+        "again", "late", "oldest token of version 3, learner at version 5, max_staleness 1"
     )
 
 

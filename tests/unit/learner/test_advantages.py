@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from broker.contract import wire
 from broker.settings.registry import resolve
-from learner.algorithm.advantages import ADVANTAGES, WHOLE_BATCH, grpo, reinforce, rloo
+from learner.algorithm.advantages import ADVANTAGES, grpo, reinforce, rloo
+from learner.algorithm_checks import declaring
 from learner.config import AlgorithmSection
 
 REWARDS = st.lists(st.floats(-100, 100, allow_subnormal=False), min_size=1, max_size=12)
@@ -98,7 +99,7 @@ def test_reinforce_gives_each_turn_what_came_after():
     assert values.tolist() == [0, 4, 4, 0, 3, 0]
 
 
-@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - WHOLE_BATCH))
+@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - set(declaring("whole_batch"))))
 def test_every_estimator_gives_one_finite_array_per_trajectory_and_nothing_off_the_mask(name):
     group = [trajectory(r, [(2, 4, r / 2), (5, 7, r / 2)], 8) for r in (0.0, 1.0, 0.25)] + [trajectory(0.5, [], 3)]
     group[1] = msgspec.structs.replace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ import pytest
 from broker.errors import ConfigError, UserError
 from broker.settings.registry import resolve
 from broker.settings.runspec import load, validate
-from learner.algorithm.advantages import ADVANTAGES, NEEDS_GROUPS, WHOLE_BATCH
+from learner.algorithm.advantages import ADVANTAGES
 from learner.algorithm.corrections import CORRECTIONS
 from learner.algorithm.losses import LOSSES
+from learner.algorithm.traits import EstimatorTraits
+from learner.algorithm_checks import declaring
 from learner.config import AlgorithmSection
 from rollout.engines.args import HFArgs
 
@@ -72,11 +75,39 @@ def test_an_unknown_preset_lists_those_there_are(name: str) -> None:
     assert str(caught.value) == f"algorithm: {name!r} is not allowed; known: {', '.join(PRESETS)}"
 
 
-def test_the_tables_that_settings_are_checked_by_are_true() -> None:
-    assert {
-        name for name in ADVANTAGES if getattr(resolve("advantages", name, ADVANTAGES), "needs_batch", False)
-    } == WHOLE_BATCH
-    assert set(ADVANTAGES) >= NEEDS_GROUPS
+def test_what_the_estimators_and_losses_declare() -> None:
+    assert {trait.name: declaring(trait.name) for trait in fields(EstimatorTraits)} == {
+        "whole_batch": ["gae", "reinforce++", "reinforce++_baseline"],
+        "needs_critic": ["gae"],
+        "compares_group": ["dr_grpo", "gigpo", "grpo", "reinforce++_baseline", "rloo"],
+        "counts_episodes": ["dr_grpo", "gigpo", "grpo", "rloo"],
+        "compares_steps": ["gigpo"],
+        "greedy_baseline": ["remax"],
+    }
+    traits = {name: resolve("losses", name, LOSSES).traits for name in LOSSES}
+    assert {name for name, found in traits.items() if found.dual_clip} == {"ppo", "starpo", "starpo_s"}
+    assert {name for name, found in traits.items() if not found.kl} == {"starpo_s"}
+
+
+def test_a_users_estimator_and_loss_are_checked_by_what_they_declare(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from learner.algorithm.traits import EstimatorTraits, LossTraits, declares\n"
+        "def free(trajectories, algorithm): return []\n"
+        "@declares(EstimatorTraits(needs_critic=True))\n"
+        "def with_critic(trajectories, algorithm): return []\n"
+        "@declares(LossTraits(kl=False))\n"
+        "def without_kl(tokens, algorithm): return tokens.logprobs, {}\n"
+    )
+    config = load("quickstart", [f"algorithm.adv_estimator={file}:with_critic"])
+    with pytest.raises(
+        ConfigError, match=r"critic\.enabled: False is not allowed; true with .*:with_critic, which needs"
+    ):
+        validate(config)
+    config = load("quickstart", [f"algorithm.pg_variant={file}:without_kl", "algorithm.kl_coef=0.1"])
+    with pytest.raises(ConfigError, match=r"kl_coef: 0\.1 is not allowed; 0 with algorithm\.pg_variant .*:without_kl"):
+        validate(config)
+    validate(load("quickstart", [f"algorithm.adv_estimator={file}:free"]))
 
 
 LAKE = {

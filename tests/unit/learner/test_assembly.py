@@ -12,9 +12,10 @@ from test_more_advantages import trajectory
 
 from broker.contract import wire
 from broker.settings.registry import resolve
-from learner.algorithm.advantages import ADVANTAGES, WHOLE_BATCH
+from learner.algorithm.advantages import ADVANTAGES
 from learner.algorithm.assembly import SampleAssembler, scores_needed
 from learner.algorithm.samples import SampleScores, TrainSample
+from learner.algorithm_checks import declaring
 from learner.config import AlgorithmSection, CriticSection, RewardNormalization
 
 
@@ -57,7 +58,7 @@ def trained(samples: Sequence[TrainSample]) -> list[list[float]]:
     return [one.advantages[one.positions].tolist() for one in samples]
 
 
-@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - WHOLE_BATCH))
+@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - set(declaring("whole_batch"))))
 def test_a_whole_step_gives_what_streaming_gives(name: str) -> None:
     settings: dict[str, Any] = {"reward_clip": 3.0, "advantage_clip": 0.6, "format_penalty": 0.1}
     streamed = [one for each in GROUPS for one in assembly(name, **settings).stream(each)]
@@ -71,7 +72,9 @@ def test_a_whole_step_gives_what_streaming_gives(name: str) -> None:
 
 def test_what_waits_for_the_whole_step() -> None:
     assert not assembly().needs_batch
-    assert all(assembly(name, critic=CriticSection(enabled=name == "gae")).needs_batch for name in WHOLE_BATCH)
+    assert all(
+        assembly(name, critic=CriticSection(enabled=name == "gae")).needs_batch for name in declaring("whole_batch")
+    )
     reasons: list[dict[str, Any]] = [
         {"num_epochs": 2},
         {"num_minibatches": 2},

@@ -92,7 +92,7 @@ def test_the_command_refuses_in_one_line(tmp_path, machine):
         (
             "x",
             [],
-            "error: --gpus 'x' is not allowed; write a list such as 0,2 or a range such as 4-7, or cpu, or auto\n",
+            "error: --gpus: expected cpu, auto, a list such as 0,2 or a range such as 4-7, got 'x'\n",
         ),
     ):
         done = subprocess.run([*command, spec, *rest], capture_output=True, text=True, check=False, timeout=100)

@@ -13,8 +13,6 @@ from broker.errors import ConfigError
 from broker.settings.registry import resolve
 from learner.algorithm.advantages import (
     ADVANTAGES,
-    COUNT_EPISODES,
-    WHOLE_BATCH,
     dr_grpo,
     gae,
     gigpo,
@@ -23,6 +21,7 @@ from learner.algorithm.advantages import (
     remax,
 )
 from learner.algorithm.advantages.base import BatchRow, discounted, token_rewards, whiten
+from learner.algorithm_checks import declaring
 from learner.config import AlgorithmSection
 
 some = settings(max_examples=60, deadline=None)
@@ -200,7 +199,7 @@ def test_step_independent_samples_are_the_same_steps() -> None:
     )
 
 
-@pytest.mark.parametrize("name", sorted(COUNT_EPISODES - {"gigpo"}))
+@pytest.mark.parametrize("name", sorted(set(declaring("counts_episodes")) - {"gigpo"}))
 def test_an_episode_cut_into_steps_counts_once(name: str) -> None:
     whole = [
         trajectory([(1, 2, 0.0, "A"), (3, 5, 2.0, "B")], 5, episode=0),
@@ -240,7 +239,7 @@ def test_gigpo_with_a_weight_of_zero_is_grpo(rewards: list[float]) -> None:
 # ------------------------------------------------------------------------------------------------------- properties
 
 
-@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - WHOLE_BATCH))
+@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - set(declaring("whole_batch"))))
 def test_masking_a_token_equals_removing_it(name: str) -> None:
     # What the environment says between turns may be long or short, or anything at all.
     short = [
@@ -257,7 +256,7 @@ def test_masking_a_token_equals_removing_it(name: str) -> None:
         assert a[x.loss_mask.array() == 1] == pytest.approx(b[y.loss_mask.array() == 1])
 
 
-@pytest.mark.parametrize("name", sorted(WHOLE_BATCH))
+@pytest.mark.parametrize("name", declaring("whole_batch"))
 def test_whole_batch_estimators_leave_out_what_is_not_trained(name: str) -> None:
     # A row without gradient changes no whitening; where it has a group it still counts in the group's mean.
     estimator = resolve("advantages", name, ADVANTAGES)

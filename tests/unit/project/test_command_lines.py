@@ -145,7 +145,7 @@ def test_bad_options_of_all_that_join(
             ["--model", "/nope", "--policy", "judge"],
             "error: --model: '/nope' is not allowed; no such folder",
         ),
-        ("rollout-server", ["--gpus", "x"], "error: --gpus 'x' is not allowed; write a list such as 0,2"),
+        ("rollout-server", ["--gpus", "x"], "error: --gpus: expected cpu, auto, a list such as 0,2"),
         ("envhub", ["--n", "0"], "argument --n: '0' is not allowed; a whole number of at least 1"),
         ("envhub", ["--domains", "a.b"], "argument --domains: 'a.b' is not allowed; use 1-64 letters"),
         ("rewardhub", ["--pools", "a", "--rewards", "b"], "argument --rewards: not allowed with argument --pools"),

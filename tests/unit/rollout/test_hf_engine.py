@@ -300,7 +300,7 @@ def test_weights_are_served_only_once_their_probe_matched(qwen3: Path) -> None:
     with opened(qwen3) as core:
         in_flight(core, context)
         core.submit(models.request("late", context, seed=1), 0.0)
-        with pytest.raises(TransferFailed, match="loaded wrong"):
+        with pytest.raises(TransferFailed, match="loaded incorrectly"):
             core.update(tensors, 1, "recompute", probe_of(old))
         assert core.version == NO_VERSION
         turn(core, steps=3)

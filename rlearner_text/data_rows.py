@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from broker.contract import strict
 from broker.errors import ConfigError, DataError
 
 Row = dict[str, Any]
 
+PARQUET: Final = (".parquet", ".pq")
+
 
 def read_rows(path: str | Path, key: str = "data") -> Iterator[tuple[int, Row]]:
-    """Return (number from 1, row) of every row: non-empty lines of a JSONL file, or rows of a ``.parquet`` file.
+    """Yield (number from 1, row): non-empty lines of a JSONL file, or rows of a Parquet file (``.parquet``, ``.pq``).
 
     Args:
         key: of the configuration, for error messages.
@@ -22,7 +24,7 @@ def read_rows(path: str | Path, key: str = "data") -> Iterator[tuple[int, Row]]:
         ConfigError: if the file cannot be read, is not a Parquet file, or pyarrow is missing.
         DataError: if a line is not a JSON object; names file and line.
     """
-    return _parquet(path, key) if str(path).endswith(".parquet") else _jsonl(path, key)
+    return _parquet(path, key) if str(path).lower().endswith(PARQUET) else _jsonl(path, key)
 
 
 def _jsonl(path: str | Path, key: str) -> Iterator[tuple[int, Row]]:

@@ -1,0 +1,65 @@
+"""What advantage estimators and losses declare about themselves; settings are checked against it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class EstimatorTraits:
+    """What an estimator needs and supports.
+
+    Attributes:
+        whole_batch: takes the rows of a whole step (a ``BatchEstimator``) instead of one group's trajectories.
+        needs_critic: reads ``BatchRow.values`` and sets ``AdvantageEstimate.returns``.
+        compares_group: compares the episodes of a group, so a group needs at least two.
+        counts_episodes: an episode counts once, however many samples it is cut into (``context: steps``).
+        compares_steps: compares single steps, so episodes need several, each a sample.
+        greedy_baseline: takes the group's greedy episode as the baseline of all others.
+    """
+
+    whole_batch: bool = False
+    needs_critic: bool = False
+    compares_group: bool = False
+    counts_episodes: bool = False
+    compares_steps: bool = False
+    greedy_baseline: bool = False
+
+
+@dataclass(frozen=True)
+class LossTraits:
+    """Which settings take effect with a loss; others are refused.
+
+    Attributes:
+        dual_clip: ``algorithm.dual_clip`` bounds it.
+        kl: a KL term may be added to it (``algorithm.kl_coef``).
+    """
+
+    dual_clip: bool = False
+    kl: bool = True
+
+
+def declares(traits: EstimatorTraits | LossTraits) -> Callable[[F], F]:
+    """Attach traits to an estimator or a loss; the settings of one without them are not checked."""
+
+    def attach(plugin: F) -> F:
+        plugin.traits = traits  # type: ignore[attr-defined]
+        return plugin
+
+    return attach
+
+
+def estimator_traits(estimator: Any) -> EstimatorTraits | None:
+    """Return the traits that an estimator declares, or None."""
+    found = getattr(estimator, "traits", None)
+    return found if isinstance(found, EstimatorTraits) else None
+
+
+def loss_traits(loss: Any) -> LossTraits | None:
+    """Return the traits that a loss declares, or None."""
+    found = getattr(loss, "traits", None)
+    return found if isinstance(found, LossTraits) else None
