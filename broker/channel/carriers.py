@@ -86,9 +86,8 @@ def load_channel(kind: str) -> RequestChannel:
     """
     found = resolve("channels", kind, CHANNELS)
     if not isinstance(found, RequestChannel):
-        raise ConfigError(
-            "broker.channel", kind, f"a broker.channel.carriers.RequestChannel, not {type(found).__name__}"
-        )
+        allowed = f"a broker.channel.carriers.RequestChannel, not {type(found).__name__}"
+        raise ConfigError("broker.channel", kind, allowed)
     return found
 
 

@@ -22,6 +22,7 @@ TIMEOUTS_S: Final = (2.0, 3.0, 4.0)  # of one attempt; a leader that has just fa
 NO_JETSTREAM_AFTER_S: Final = 10.0
 CATCH_UP_S: Final = 30.0  # for a replica that answers for a stream before it has caught up with the others
 CATCH_UP_PAUSE_S: Final = 0.5
+EPHEMERAL: Final[dict[str, Any]] = {"ack_policy": "none", "mem_storage": True, "num_replicas": 1}  # consumer settings
 NO_STREAM: Final = 10059
 NO_MESSAGE: Final = 10037
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import suppress
-from typing import Any, Final
+from typing import Final
 
-from broker.jetstream.api import StoredEntry, ask
+from broker.jetstream.api import EPHEMERAL, StoredEntry, ask
 from broker.jetstream.delivery import delivery_numbers
 from broker.nats.client import Msg
 from broker.nats.connection import PAUSE_S, NatsLink
@@ -36,14 +36,8 @@ async def latest(link: NatsLink, stream_name: str, pattern: str) -> list[StoredE
 
 async def _read(link: NatsLink, stream_name: str, pattern: str) -> list[StoredEntry] | None:
     """Read the messages once; return None if an answer was lost."""
-    config: dict[str, Any] = {
-        "ack_policy": "none",
-        "mem_storage": True,
-        "num_replicas": 1,
-        "inactive_threshold": int(FORGET_AFTER_S * 1e9),
-        "deliver_policy": "last_per_subject",
-        "filter_subject": pattern,
-    }
+    config = EPHEMERAL | {"deliver_policy": "last_per_subject", "filter_subject": pattern}
+    config["inactive_threshold"] = int(FORGET_AFTER_S * 1e9)
     made = await ask(link, f"CONSUMER.CREATE.{stream_name}", {"stream_name": stream_name, "config": config})
     if not made.get("num_pending"):
         return []

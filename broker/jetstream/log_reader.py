@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, Final
 
-from broker.jetstream.api import StoredEntry, ask, bounds
+from broker.jetstream.api import EPHEMERAL, StoredEntry, ask, bounds
 from broker.jetstream.delivery import delivery_numbers
 from broker.nats.client import Msg
 from broker.nats.connection import NatsLink
@@ -74,14 +74,7 @@ class _Attachment:
         self._link.on_disconnect.add(self._lost)
         subscribed = await self._link.subscribe(f"{self._inbox}.*", self._queue.put)
         self._close = subscribed.close
-        config = {
-            "ack_policy": "none",
-            "max_ack_pending": -1,
-            "mem_storage": True,
-            "num_replicas": 1,
-            "inactive_threshold": int(FORGET_AFTER_S * 1e9),
-            **start,
-        }
+        config = EPHEMERAL | {"max_ack_pending": -1, "inactive_threshold": int(FORGET_AFTER_S * 1e9)} | start
         if (first := start.get("opt_start_seq")) is not None:
             self._newest = first - 1
         else:  # before the consumer is created: it delivers what is stored in between

@@ -31,16 +31,15 @@ def loopback(value: str) -> str:
     """Return a loopback address.
 
     Raises:
-        ValueError: if it is another one, because traffic is neither encrypted nor authenticated yet.
+        ValueError: if it is another one.
     """
     try:
         is_loopback = value == "localhost" or ipaddress.ip_address(value).is_loopback
     except ValueError:
         is_loopback = False
     if not is_loopback:
-        raise ValueError(
-            "only a loopback address such as 127.0.0.1, because traffic is neither encrypted nor authenticated yet"
-        )
+        reason = "traffic is neither encrypted nor authenticated yet"
+        raise ValueError(f"only a loopback address such as 127.0.0.1, because {reason}")
     return value
 
 
