@@ -1,3 +1,1 @@
-"""What every process shares: the wire contract, NATS and request channels, settings, process runtime, weight transfer.
-Imports no role.
-"""
+"""Shared by all processes: wire contract, messaging, settings, process runtime, weights; imports no role."""

@@ -1,4 +1,4 @@
-"""The command ``broker``: run a private broker, see what is on one, look at dead letters, tell a run what to do."""
+"""Run a private broker, show the runs on a broker and its dead letters, control runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from broker.settings.arguments import ArgumentParser, complete, natural, port, p
 from broker.system.entry import enter
 
 LOOK_EVERY_S: Final = 0.5
-DEADLINE_S: Final = 2.0  # for a broker to answer an operator
+DEADLINE_S: Final = 2.0  # default of --connect-deadline
 STATES: Final = get_args(get_type_hints(wire.DesiredState)["state"])
 
 EXAMPLES: Final = {
@@ -41,7 +41,7 @@ Operation = Callable[[Bus, argparse.Namespace], Awaitable[None]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; its exit code."""
+    """Run the command ``broker``; return its exit code."""
 
     def run() -> int:
         options = parser().parse_args(argv)
@@ -52,68 +52,58 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's arguments."""
+    """Return the command's argument parser."""
     root = ArgumentParser(prog="broker", description=__doc__)
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="run a private nats-server until stopped")
     serve.add_argument("--port", type=port, default=4222, help="0 picks a free one (%(default)s)")
     serve.add_argument("--bind", default="127.0.0.1", metavar="ADDRESS", help="a loopback address (%(default)s)")
-    serve.add_argument("--store", default="runs/broker", metavar="FOLDER", help="where streams are kept (%(default)s)")
-    serve.add_argument(
-        "--store-max-gib", type=positive, default=8.0, metavar="GIB", help="most that they may take (%(default)s)"
-    )
+    serve.add_argument("--store", default="runs/broker", metavar="FOLDER", help="folder of the streams (%(default)s)")
+    text = "largest size of the store (%(default)s)"
+    serve.add_argument("--store-max-gib", type=positive, default=8.0, metavar="GIB", help=text)
     serve.add_argument("--sync-always", action="store_true", help="fsync every message before it is confirmed")
-    serve.add_argument(
-        "--cluster", metavar="NAME", help="make it one of three servers of this cluster (with the next three)"
-    )
-    serve.add_argument("--node", metavar="NAME", help="of this server, unique in the cluster")
-    serve.add_argument("--cluster-port", type=port, metavar="PORT", help="where the other servers reach it")
+    serve.add_argument("--cluster", metavar="NAME", help="one of three servers of this cluster (with the next three)")
+    serve.add_argument("--node", metavar="NAME", help="name of this server, unique in the cluster")
+    serve.add_argument("--cluster-port", type=port, metavar="PORT", help="port for the other servers")
     serve.add_argument("--routes", metavar="HOST:PORT,…", help="cluster ports of the other servers")
     serve.set_defaults(body=_serve)
 
-    status = commands.add_parser("status", help="the runs on a broker, their processes and what is in their streams")
+    status = commands.add_parser("status", help="show the runs on a broker, their processes and streams")
     _add_operator_options(status, runs.status)
 
-    control = commands.add_parser("control", help="what every process of a run follows")
-    control.add_argument("state", choices=STATES, help="the state to put the run in")
+    control = commands.add_parser("control", help="set the state that all processes of a run follow")
+    control.add_argument("state", choices=STATES, help="the desired state of the run")
     control.add_argument("--reason", default="", help="one line that the processes log")
     _add_operator_options(control, runs.control)
 
-    dead = commands.add_parser("dead", help="messages that nobody could use").add_subparsers(
-        dest="dead", required=True, metavar="COMMAND"
-    )
-    _add_operator_options(dead.add_parser("list", help="one line each"), dead_letters.list_letters)
-    show = dead.add_parser("show", help="one of them whole")
-    show.add_argument("number", type=natural, help="as `broker dead list` shows it")
-    show.add_argument("--raw", action="store_true", help="write the original bytes to standard output and nothing else")
+    letters = commands.add_parser("dead", help="messages that could not be used")
+    dead = letters.add_subparsers(dest="dead", required=True, metavar="COMMAND")
+    _add_operator_options(dead.add_parser("list", help="list them, one line each"), dead_letters.list_letters)
+    show = dead.add_parser("show", help="show one completely")
+    show.add_argument("number", type=natural, help="number in `broker dead list`")
+    show.add_argument("--raw", action="store_true", help="write only the original bytes to standard output")
     _add_operator_options(show, dead_letters.show_letter)
-    again = dead.add_parser("retry", help="do it again now, to look at what happens; nothing of it is trained on")
-    again.add_argument("number", type=natural, help="as `broker dead list` shows it")
-    again.add_argument(
-        "--timeout", type=positive, default=300.0, metavar="SECONDS", help="wait so long for each process (%(default)s)"
-    )
+    again = dead.add_parser("retry", help="process one again now to see the result, which is not trained on")
+    again.add_argument("number", type=natural, help="number in `broker dead list`")
+    text = "longest wait for each process (%(default)s)"
+    again.add_argument("--timeout", type=positive, default=300.0, metavar="SECONDS", help=text)
     _add_operator_options(again, dead_letters.retry_letter)
     purge = dead.add_parser("purge", help="delete them")
-    purge.add_argument("--through", type=natural, default=None, metavar="NUMBER", help="only up to this one")
+    purge.add_argument("--through", type=natural, default=None, metavar="NUMBER", help="only up to this number")
     _add_operator_options(purge, dead_letters.purge_letters)
     return complete(root, EXAMPLES)
 
 
 def _add_operator_options(parser: argparse.ArgumentParser, operation: Operation) -> None:
-    default = os.environ.get("RL_BROKER") or process.DEFAULT_BROKER
-    parser.add_argument(
-        "--broker", metavar="URL", default=default, help="address of the broker (RL_BROKER, %(default)s)"
-    )
-    parser.add_argument(
-        "--run", metavar="NAME", default=os.environ.get("RL_RUN") or None, help="which run (RL_RUN, else the only one)"
-    )
-    parser.add_argument(
-        "--connect-deadline", type=positive, default=DEADLINE_S, metavar="SECONDS", help="give up after (%(default)s)"
-    )
+    url, run = os.environ.get("RL_BROKER") or process.DEFAULT_BROKER, os.environ.get("RL_RUN") or None
+    parser.add_argument("--broker", metavar="URL", default=url, help="broker address (RL_BROKER, %(default)s)")
+    parser.add_argument("--run", metavar="NAME", default=run, help="which run (RL_RUN, else the only one)")
+    text = "give up after (%(default)s)"
+    parser.add_argument("--connect-deadline", type=positive, default=DEADLINE_S, metavar="SECONDS", help=text)
 
     async def body(options: argparse.Namespace, stop: Stop) -> None:
-        logging.getLogger().setLevel("ERROR")  # what matters is printed
+        logging.getLogger().setLevel("ERROR")  # the result is printed
         working = asyncio.create_task(operate(options))
         asked = asyncio.create_task(stop.asked.wait())
         await asyncio.wait([working, asked], return_when=asyncio.FIRST_COMPLETED)
@@ -128,15 +118,12 @@ def _add_operator_options(parser: argparse.ArgumentParser, operation: Operation)
 
 
 async def operate(options: argparse.Namespace) -> None:
-    """Connect, perform the operation that the arguments named, disconnect."""
+    """Connect, perform the operation of the arguments, disconnect."""
     bus = await Bus.connect(options.broker, "", name=f"operator-{os.getpid()}", deadline_s=options.connect_deadline)
     try:
         await options.operation(bus, options)
     finally:
         await bus.close()
-
-
-# ------------------------------------------------------------------------------------------------------- serve
 
 
 async def _serve(options: argparse.Namespace, stop: Stop) -> None:
@@ -151,25 +138,20 @@ async def _serve(options: argparse.Namespace, stop: Stop) -> None:
     await asyncio.to_thread(server.start)
     try:
         print(f"broker at {server.url}, store {server.store}, log {server.log_path}", flush=True)
-        # a service manager starts a dead broker again, and is told so by our own end
-        keeper = ServerSupervisor(server, revive=False)
+        keeper = ServerSupervisor(server, revive=False)  # this command exits so that a service manager restarts it
         while server.running and not stop.asked.is_set():
             for event in await asyncio.to_thread(keeper.look):
                 print(event, flush=True)
             await _sleep_unless(stop, LOOK_EVERY_S)
         if not server.running:
-            raise UserError(f"nats-server ended by itself, see {server.log_path}")
+            raise UserError(f"nats-server exited unexpectedly, see {server.log_path}")
     finally:
         await asyncio.to_thread(server.stop)
 
 
 def _cluster(options: argparse.Namespace) -> ClusterConfig | None:
-    given = {
-        "--cluster": options.cluster,
-        "--node": options.node,
-        "--cluster-port": options.cluster_port,
-        "--routes": options.routes,
-    }
+    names = ("--cluster", "--node", "--cluster-port", "--routes")
+    given = dict(zip(names, (options.cluster, options.node, options.cluster_port, options.routes), strict=True))
     if not any(given.values()):
         return None
     if missing := [name for name, value in given.items() if not value]:

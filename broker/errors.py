@@ -1,24 +1,24 @@
-"""Every error the project raises on purpose, one tree.
+"""The project's exceptions.
 
 RlearnerError
-├── UserError            bad input: one clear line, exit code 2, never a traceback
+├── UserError            bad input: one line, exit code 2, no traceback
 │   ├── ConfigError      a key, its value, and what is allowed
 │   ├── DataError        a file and a line
-│   ├── NotInstalled     a package or a program that a setting asks for is not on this machine
-│   └── BrokerUnreachable   the broker did not answer before the deadline the user set
-├── WireError            bytes that are not a message: unknown field, wrong type, bad length, NaN, over the cap
-│   └── TooLarge         a message that was to be sent is over the cap
+│   ├── NotInstalled     a required package or program is not installed
+│   └── BrokerUnreachable   the broker did not answer before the deadline
+├── WireError            not a valid message: unknown field, wrong type, bad length, NaN, too large
+│   └── TooLarge         a message to be sent exceeds the limit
 ├── Fenced               a newer incarnation of this process owns the run
-├── LostState            the broker remembers less than the learner: names both numbers
-├── RequestFailed        a request/reply call that got no usable answer
-└── TransferFailed       a weight transfer that broke, timed out or did not match its digest
+├── LostState            the broker has less than the learner stored
+├── RequestFailed        a request got no usable reply
+└── TransferFailed       a weight transfer broke, timed out or did not match its digest
 """
 
 from __future__ import annotations
 
 
 class RlearnerError(Exception):
-    """Base of the tree."""
+    """Base class of the project's exceptions."""
 
 
 class UserError(RlearnerError):
@@ -26,7 +26,7 @@ class UserError(RlearnerError):
 
 
 class ConfigError(UserError):
-    """A configuration key holds something that is not allowed."""
+    """A configuration key has a value that is not allowed."""
 
     def __init__(self, key: str, value: object, allowed: str) -> None:
         super().__init__(f"{key}: {value!r} is not allowed; {allowed}")
@@ -42,7 +42,7 @@ class DataError(UserError):
 
 
 class NotInstalled(UserError):
-    """What a setting asks for is not on this machine; says how to get it."""
+    """A package or program that a setting requires is not installed; the message says how to get it."""
 
 
 class BrokerUnreachable(UserError):
@@ -54,7 +54,7 @@ class WireError(RlearnerError):
 
 
 class TooLarge(WireError):
-    """A message that was to be sent is larger than it may be."""
+    """A message to be sent exceeds the size limit."""
 
 
 class Fenced(RlearnerError):
@@ -62,11 +62,11 @@ class Fenced(RlearnerError):
 
 
 class LostState(RlearnerError):
-    """The broker's stream ends before what the learner knows was issued."""
+    """The broker's stream ends before records that the learner knows were stored."""
 
 
 class RequestFailed(RlearnerError):
-    """A request got no usable answer; the asker may retry elsewhere."""
+    """A request got no usable reply; the requester may retry elsewhere."""
 
 
 class TransferFailed(RlearnerError):

@@ -1,8 +1,7 @@
-"""Several messages of the request channel in one: what leaves together travels together.
+"""Packs several messages of the request channel into one, as a MessagePack list of (token, message) pairs.
 
-Requests and answers come in bursts, for a generation server answers many after one decoding step. ZeroMQ takes as long
-for one small message as for many in one, and its own thread is woken for each. A bundle is a MessagePack list of pairs
-of a token and a message.
+Requests and replies come in bursts, because a generation server answers many after one decoding step. ZeroMQ takes as
+long for one small message as for a bundle, and wakes its I/O thread for each.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from broker.errors import WireError
 Entry = tuple[str, bytes]  # token and message
 
 FULL_AT: Final = 256  # messages in one bundle
-FULL_BYTES: Final = 64 * 1024  # of messages in one bundle; a larger one travels alone
+FULL_BYTES: Final = 64 * 1024  # of messages in one bundle; a larger message is sent alone
 MAX_TOKEN_CHARS: Final = 64
 MAX_BUNDLE_BYTES: Final = MAX_PAYLOAD_BYTES + 4 * MAX_TOKEN_CHARS + 16  # one message of the largest size
 
@@ -30,7 +29,7 @@ _unpack: Final = msgspec.msgpack.Decoder(_Entries).decode
 
 
 def cut(entries: Sequence[Entry]) -> Iterator[Sequence[Entry]]:
-    """Entries in the same order, as many at a time as go into one bundle."""
+    """Yield the entries in order, each time as many as fit into one bundle."""
     begin = size = 0
     for index, (_, data) in enumerate(entries):
         if index > begin and (size + len(data) > FULL_BYTES or index - begin == FULL_AT):
@@ -42,13 +41,13 @@ def cut(entries: Sequence[Entry]) -> Iterator[Sequence[Entry]]:
 
 
 def unpack(data: bytes) -> list[Entry]:
-    """The entries of a bundle.
+    """Return the entries of a bundle.
 
     Raises:
-        WireError: it is none.
+        WireError: if the data is not a bundle.
     """
     try:
         found: list[Entry] = _unpack(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise WireError(f"no bundle of messages: {' '.join(str(error).split())[:200]}") from None
+        raise WireError(f"not a bundle of messages: {' '.join(str(error).split())[:200]}") from None
     return found

@@ -1,9 +1,8 @@
-"""The fast side: generation requests go straight from the asker to one server and back.
+"""The request channel: generation requests go directly from a client to one server and back.
 
-Two carriers with one contract, chosen by ``broker.channel``: ZeroMQ (DEALER/ROUTER, address from presence) and NATS
-request/reply, for sites without a direct route. Neither stores anything: a request that gets no answer is asked again
-elsewhere by the asker. What the carriers have in common stands in ``channel_desk`` (server) and ``channel_asker``
-(client).
+``broker.channel`` selects one of two carriers: ZeroMQ (DEALER/ROUTER, address from presence) or NATS request/reply,
+for sites without a direct route. Neither stores anything: a client sends an unanswered request to another server. The
+code common to the carriers is in ``endpoint`` (server) and ``client``.
 """
 
 from __future__ import annotations
@@ -20,61 +19,54 @@ from broker.settings.registry import resolve
 Handler = Callable[[wire.GenerateRequest], Awaitable[wire.GenerateReply]]
 AbortHandler = Callable[[str], None]
 
-CHANNELS: Final[dict[str, str]] = {
-    "zmq": "broker.channel.over_zmq:CHANNEL",
-    "nats": "broker.channel.over_nats:CHANNEL",
-}
+CHANNELS: Final = {"zmq": "broker.channel.over_zmq:CHANNEL", "nats": "broker.channel.over_nats:CHANNEL"}
 
 
 class ChannelServer(Protocol):
     """Answers requests; handlers run concurrently, one task per request.
 
-    A request that does not decode goes to the dead letters and is answered with finish_reason ``error``, as is one
-    whose handler raises.
-
-    Attributes:
-        address: what presence announces; known once started.
+    A request that does not decode becomes a dead letter and is answered with finish_reason ``error``, as is one whose
+    handler raises.
     """
 
-    address: str
+    address: str  # announced by presence; known once started
 
     async def start(self, handle: Handler, abort: AbortHandler) -> None:
-        """Begin to answer.
+        """Start answering requests.
 
         Args:
             handle: answers one request.
-            abort: told the request_id whose handler should return soon with what it has; unknown ids are to be ignored.
+            abort: called with the request_id whose handler should return early; must ignore unknown ids.
         """
         ...
 
     async def close(self) -> None:
-        """Take no more requests, abort those outstanding, answer them (with an error after a moment) and disconnect."""
+        """Stop accepting requests, abort and answer pending ones, after a moment with an error, and disconnect."""
         ...
 
 
 class ChannelClient(Protocol):
-    """Asks any number of servers, many requests at once."""
+    """Sends requests to any number of servers, many at once."""
 
     async def generate(self, address: str, request: wire.GenerateRequest, *, timeout_s: float) -> wire.GenerateReply:
-        """Ask the server at ``address``. When cancelled or out of time, the server is told to abort.
+        """Send a request to the server at ``address``; abort it there on cancellation and timeout.
 
         Raises:
-            RequestFailed: no answer within ``timeout_s``, nobody there, the connection broke, or an answer that does
-            not decode.
-            WireError: the request breaks its own rules; nothing was sent.
+            RequestFailed: if the server cannot be reached or the connection breaks, or the reply is late or malformed.
+            WireError: if the request breaks its own rules; nothing was sent.
         """
         ...
 
     async def abort(self, address: str, request_id: str) -> None:
-        """Ask the server to end a request early; its reply then comes to ``generate`` as usual."""
+        """Ask the server to end a request early; ``generate`` returns its reply as usual."""
         ...
 
     async def forget(self, address: str) -> None:
-        """The server is gone: fail its outstanding requests at once with RequestFailed."""
+        """Fail the pending requests of a server that no longer exists with RequestFailed."""
         ...
 
     async def close(self) -> None:
-        """Fail what is outstanding with RequestFailed and disconnect."""
+        """Fail pending requests with RequestFailed and disconnect."""
         ...
 
 
@@ -94,9 +86,8 @@ def load_channel(kind: str) -> RequestChannel:
     """
     found = resolve("channels", kind, CHANNELS)
     if not isinstance(found, RequestChannel):
-        raise ConfigError(
-            "broker.channel", kind, f"a broker.channel.carriers.RequestChannel, not {type(found).__name__}"
-        )
+        allowed = f"a broker.channel.carriers.RequestChannel, not {type(found).__name__}"
+        raise ConfigError("broker.channel", kind, allowed)
     return found
 
 

@@ -1,4 +1,4 @@
-"""The client's side of every carrier: send a request, wait for its answer, give up in time."""
+"""The client side of every carrier: sends requests and waits for their replies, with timeouts."""
 
 from __future__ import annotations
 
@@ -15,47 +15,43 @@ from broker.jetstream.bus import Bus
 
 CLOCK_S: Final = 0.001  # a timer may be early by the resolution of the loop's clock
 
-# address, for the answer, until when, timeout_s, request_id
-_Waiting = tuple[str, asyncio.Future[bytes], float, float, str]
+_Waiting = tuple[str, asyncio.Future[bytes], float, float, str]  # address, reply, deadline, timeout_s, request_id
 
 
 class RequestCarrier(Protocol):
-    """What an asker needs of a carrier."""
+    """A transport for requests."""
 
     def post(self, address: str, token: str, data: bytes, asker: asyncio.Future[bytes] | None) -> bool:
-        """Send as soon as possible, unless the asker is done by then. False: it takes ``send``; this spares a task.
+        """Send soon, unless ``asker`` is done before; return False if only ``send``, which costs a task, can do it.
 
         Raises:
-            RequestFailed: it cannot be sent.
+            RequestFailed: if it cannot be sent.
         """
         ...
 
     async def send(self, address: str, token: str, data: bytes) -> None:
-        """Send to the server at ``address``; an answer comes with the same token. An empty token asks for none.
+        """Send to a server, whose reply has the same token; an empty token requests no reply. May await a connection.
 
         Raises:
-            RequestFailed: it cannot be sent. May wait while there is no connection.
+            RequestFailed: if it cannot be sent.
         """
         ...
 
 
 class RequestClient:
-    """Keeps the requests of one client that wait for an answer."""
+    """The pending requests of one client."""
 
     def __init__(self, bus: Bus, carrier: RequestCarrier) -> None:
         self._bus, self._carrier = bus, carrier
         self._tokens = itertools.count(1)
         self._waiting: dict[str, _Waiting] = {}
-        # one for all: a timer for each request costs more than looking for the next
-        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm: asyncio.TimerHandle | None = None  # for all requests: cheaper than a timer for each
         self._alarm_at = math.inf
         self._background: set[asyncio.Task[None]] = set()
 
     async def generate(self, address: str, request: wire.GenerateRequest, *, timeout_s: float) -> wire.GenerateReply:
         """See ``broker.channel.carriers.ChannelClient.generate``."""
-        data = codec.encode(request)
-        token = str(next(self._tokens))
-        loop = asyncio.get_running_loop()
+        data, token, loop = codec.encode(request), str(next(self._tokens)), asyncio.get_running_loop()
         future: asyncio.Future[bytes] = loop.create_future()
         until = loop.time() + timeout_s
         self._waiting[token] = (address, future, until, timeout_s, request.request_id)
@@ -71,7 +67,7 @@ class RequestClient:
         finally:
             del self._waiting[token]
             if future.done() and not future.cancelled():
-                future.exception()  # it may have failed while the sending failed; that counts as looked at
+                future.exception()  # mark as retrieved, since it may have failed while sending failed
         return self._read(address, request, answer)
 
     async def abort(self, address: str, request_id: str) -> None:
@@ -80,33 +76,33 @@ class RequestClient:
             async with asyncio.timeout(1.0):
                 await self._carrier.send(address, "", codec.encode(wire.AbortRequest(request_id=request_id)))
         except (TimeoutError, RequestFailed):
-            return  # a server that cannot be reached has nothing to abort
+            return  # an unreachable server has nothing to abort
 
     def answered(self, token: str, data: bytes) -> None:
-        """The carrier got an answer; one that nobody waits for any more is dropped."""
+        """Deliver a reply to its request; drop it if no request is waiting."""
         waiting = self._waiting.get(token)
         if waiting is not None and not waiting[1].done():
             waiting[1].set_result(data)
 
     def failed(self, token: str, reason: str) -> None:
-        """The carrier knows that no answer will come."""
+        """Fail a request that will get no reply."""
         waiting = self._waiting.get(token)
         if waiting is not None and not waiting[1].done():
             waiting[1].set_exception(RequestFailed(f"{waiting[0]}: {reason}"))
 
     def fail_all(self, reason: str, address: str | None = None) -> None:
-        """No answer will come from this address (None: from any)."""
+        """Fail all requests to this address (None: to any)."""
         for token, (asked, *_) in list(self._waiting.items()):
             if address is None or asked == address:
                 self.failed(token, reason)
 
     def refuse(self, address: str, reason: str, data: bytes) -> None:
-        """What came from this address tells nobody whom it answers: to the dead letters, and its requests elsewhere."""
+        """Store an unreadable message as a dead letter and fail all requests to its sender, as any may be meant."""
         bury(self._bus, self._background, reason, data)
         self.fail_all(reason, address)
 
     async def close(self) -> None:
-        """Fail everything outstanding."""
+        """Fail all pending requests."""
         self.fail_all("the client was closed")
         if self._alarm is not None:
             self._alarm.cancel()
@@ -120,9 +116,7 @@ class RequestClient:
         self._alarm, self._alarm_at = loop.call_at(at, self._expire), at
 
     def _expire(self) -> None:
-        """Fail who has waited too long, and wake again for the next; none is waited for where all have their
-        answers.
-        """
+        """Fail the requests that are due, and set the timer for the next one, if any."""
         loop = asyncio.get_running_loop()
         now = loop.time() + CLOCK_S
         next_at, self._alarm, self._alarm_at = math.inf, None, math.inf
@@ -143,7 +137,7 @@ class RequestClient:
         task.add_done_callback(self._background.discard)
 
     async def _until(self, future: asyncio.Future[bytes], sending: Coroutine[Any, Any, None]) -> None:
-        """Send, but no longer than there is hope for an answer."""
+        """Send until done, or until the future is done."""
         task = asyncio.create_task(sending)
         either: list[asyncio.Future[Any]] = [task, future]
         try:

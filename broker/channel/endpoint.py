@@ -1,4 +1,4 @@
-"""The server's side of every carrier: decode a request, hand it to the handler, answer it."""
+"""The server side of every carrier: decodes requests, passes them to the handler, sends the replies."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ log = logging.getLogger(__name__)
 
 Reply = Callable[[bytes], Awaitable[None]]
 
-CLOSE_WITHIN_S: Final = 2.0  # how long aborted handlers have to return their partial output
+CLOSE_WITHIN_S: Final = 2.0  # for aborted handlers to return their partial output
 
 
 def error_reply(server_id: str, request_id: str, error: str) -> wire.GenerateReply:
-    """The answer to a request that cannot be served."""
+    """Return the reply to a request that cannot be served."""
     nothing = wire.column((), "<i4")
     return wire.GenerateReply(
         request_id=request_id,
@@ -36,9 +36,7 @@ def error_reply(server_id: str, request_id: str, error: str) -> wire.GenerateRep
 
 
 class RequestEndpoint:
-    """Takes the requests of one server, runs each in a task of its own, and answers through what the carrier gave
-    it.
-    """
+    """Receives the requests of one server and runs each in its own task."""
 
     def __init__(self, bus: Bus, server_id: str, handle: Handler, abort: AbortHandler) -> None:
         self._bus, self._server_id, self._handle, self._abort = bus, server_id, handle, abort
@@ -47,12 +45,7 @@ class RequestEndpoint:
         self._closing = False
 
     def receive(self, data: bytes, reply: Reply) -> None:
-        """One message from a client; returns at once.
-
-        Args:
-            data: the encoded message.
-            reply: sends the bytes of the reply to the requester.
-        """
+        """Start handling one encoded message from a client, to which ``reply`` sends the encoded reply."""
         try:
             message: wire.Message = codec.decode(data, wire.GenerateRequest, wire.AbortRequest)
         except WireError as error:
@@ -67,12 +60,12 @@ class RequestEndpoint:
             self._spawn("", self._reject(message.request_id, "the server is closing", reply))
 
     def refuse(self, reason: str, data: bytes) -> None:
-        """Bytes that are no request, to the dead letters."""
+        """Store an unreadable request as a dead letter."""
         log.warning("malformed request: %s", reason)
         bury(self._bus, self._burying, reason, data)
 
     async def close(self) -> None:
-        """Abort outstanding requests; handlers that do not return soon are cancelled and answered with an error."""
+        """Abort pending requests; cancel handlers that do not return soon and reply with an error."""
         self._closing = True
         for request_id in filter(None, list(self._answering.values())):
             self._tell_abort(request_id)
@@ -96,7 +89,7 @@ class RequestEndpoint:
     def _tell_abort(self, request_id: str) -> None:
         try:
             self._abort(request_id)
-        except Exception:  # it must not end the reading of requests
+        except Exception:  # must not stop the server from reading requests
             log.exception("aborting %s failed", request_id)
 
     async def _reject(self, request_id: str, error: str, reply: Reply) -> None:
@@ -110,7 +103,7 @@ class RequestEndpoint:
                 raise
             await self._reject(request.request_id, "the server is closing", reply)
             return
-        except Exception as error:  # one bad request or engine error costs only itself; the asker is told
+        except Exception as error:  # a bad request or engine error must not affect other requests
             log.exception("request %s failed", request.request_id)
             await self._reject(request.request_id, f"{type(error).__name__}: {error}", reply)
             return
@@ -118,13 +111,13 @@ class RequestEndpoint:
 
 
 def bury(bus: Bus, burying: set[asyncio.Task[None]], reason: str, data: bytes) -> None:
-    """Put bytes nobody could use to the dead letters without waiting for it."""
+    """Start storing unusable bytes as a dead letter."""
 
     async def work() -> None:
         try:
             await bus.dead_letter(GENERATE, seq=0, ticket=0, reason=reason, data=data)
         except RlearnerError as error:
-            log.warning("a malformed message could not be put to the dead letters: %s", error)
+            log.warning("cannot store a malformed message as a dead letter: %s", error)
 
     task = asyncio.create_task(work())
     burying.add(task)

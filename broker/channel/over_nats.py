@@ -1,6 +1,6 @@
-"""Generation requests over the broker's own request/reply, for sites without a direct route between hub and server.
+"""Generation requests over NATS request/reply, for sites without a direct route from hub to server.
 
-Delivery: at most once. Each asker has one inbox for all its answers; the broker says at once when nobody listens.
+Delivery is at most once. Each client has one inbox for all replies; NATS reports at once if nothing listens.
 """
 
 from __future__ import annotations
@@ -20,23 +20,21 @@ from broker.nats.subscription import LinkSubscription
 
 
 class NatsServer:
-    """Answers on the subject of its id."""
+    """Answers requests on the subject of its id."""
 
     def __init__(self, bus: Bus, server_id: str, bind: str) -> None:
-        self.address = server_id
-        self._bus = bus
+        self.address, self._bus = server_id, bus
         self._desk: RequestEndpoint | None = None
         self._subscribed: LinkSubscription | None = None
 
     async def start(self, handle: Handler, abort: AbortHandler) -> None:
-        """Subscribe and begin to answer."""
+        """Subscribe and start answering."""
         self._desk = RequestEndpoint(self._bus, self.address, handle, abort)
-        self._subscribed = await self._bus.link.subscribe(
-            GENERATE.subject(self._bus.run, self.address), self._on_request
-        )
+        subject = GENERATE.subject(self._bus.run, self.address)
+        self._subscribed = await self._bus.link.subscribe(subject, self._on_request)
 
     async def close(self) -> None:
-        """Answer what is outstanding, then unsubscribe."""
+        """Answer pending requests, then unsubscribe."""
         if self._desk is not None and self._subscribed is not None:
             await self._desk.close()
             await self._subscribed.close()
@@ -52,7 +50,7 @@ class NatsServer:
         self._desk.receive(message.data, reply)
 
     async def _reply(self, subject: str, data: bytes) -> None:
-        """The asker may still be connected while we are not, so wait for the connection."""
+        """Send a reply, waiting for the connection if necessary: the client may still be connected."""
         link = self._bus.link
         while not link.closed:
             try:
@@ -64,7 +62,7 @@ class NatsServer:
 
 
 class NatsClient:
-    """Asks servers by their ids."""
+    """Sends requests to servers by their ids."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus, self._link = bus, bus.link
@@ -76,7 +74,7 @@ class NatsClient:
         self.generate, self.abort = self._asker.generate, self._asker.abort
 
     def post(self, address: str, token: str, data: bytes, asker: asyncio.Future[bytes] | None) -> bool:
-        """Never: the client of the broker has only coroutines."""
+        """Return False: nats-py has only coroutines."""
         return False
 
     async def send(self, address: str, token: str, data: bytes) -> None:
@@ -92,18 +90,17 @@ class NatsClient:
             raise RequestFailed(f"{address}: {error}") from None
 
     async def _listen(self) -> None:
-        """Subscribe to the answers, once."""
         async with self._listening:
             if self._subscribed is None:
                 self._subscribed = await self._link.subscribe(f"{self._inbox}.*", self._on_reply)
                 self._link.on_disconnect.add(self._on_disconnect)
 
     async def forget(self, address: str) -> None:
-        """Fail its outstanding requests."""
+        """Fail the pending requests to a server."""
         self._asker.fail_all("the server is gone", address)
 
     async def close(self) -> None:
-        """Fail everything outstanding and unsubscribe."""
+        """Fail all pending requests and unsubscribe."""
         self._closed = True
         await self._asker.close()
         self._link.on_disconnect.discard(self._on_disconnect)
@@ -114,7 +111,7 @@ class NatsClient:
     async def _on_reply(self, message: Msg) -> None:
         token = message.subject.rpartition(".")[2]
         if message.headers is not None and message.headers.get("Status") == "503":
-            self._asker.failed(token, "nobody listens there")
+            self._asker.failed(token, "nothing listens there")
         else:
             self._asker.answered(token, message.data)
 

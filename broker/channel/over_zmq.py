@@ -1,8 +1,7 @@
-"""Generation requests over ZeroMQ: the asker's DEALER to the server's ROUTER, one socket per server address.
+"""Generation requests over ZeroMQ: the client's DEALER to the server's ROUTER, one socket per server.
 
-Delivery: at most once. A message is lost when the connection breaks; the asker sees the break and asks elsewhere.
-Each message of ZeroMQ is a bundle (see ``channel_bundle``) of pairs (token, message) in either direction; a token is
-chosen by the asker and empty for an abort.
+Delivery is at most once: if the connection breaks, messages are lost, and the client retries elsewhere. Each ZeroMQ
+message is a ``bundle`` of (token, message) pairs; the client chooses the token, which is empty for an abort.
 """
 
 from __future__ import annotations
@@ -24,18 +23,17 @@ from broker.errors import RequestFailed, WireError
 from broker.jetstream.bus import Bus
 from broker.server.private_server import require_loopback
 
-LINGER_MS: Final = 1000  # how long close waits for answers to leave
-# from the last answer to the end of the connection: with IMMEDIATE, what an asker has not read by then is lost
-FAREWELL_S: Final = 0.1
+LINGER_MS: Final = 1000  # how long close waits for replies to be sent
+FAREWELL_S: Final = 0.1  # from the last reply to closing: with IMMEDIATE, unread replies are then lost
 HEARTBEAT_MS: Final = 2000
-SILENT_MS: Final = 10_000  # a peer that answers no heartbeat for this long is gone, even if TCP has not noticed
-LOST: Final = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED  # an answer can no longer come; nobody listens
+SILENT_MS: Final = 10_000  # without a heartbeat, after which a peer counts as gone even if TCP has not noticed
+LOST: Final = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED  # no reply can arrive; nothing listens
 
 
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
-    socket.setsockopt(zmq.SNDHWM, 0)  # a full ROUTER drops answers silently; slots bound what is outstanding
+    socket.setsockopt(zmq.SNDHWM, 0)  # a full ROUTER silently drops replies; slots limit the pending requests
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_BUNDLE_BYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
@@ -45,7 +43,7 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[by
 
 
 class ZmqServer:
-    """Answers on a free port of a loopback address."""
+    """Answers requests on a free port of a loopback address."""
 
     def __init__(self, bus: Bus, server_id: str, bind: str) -> None:
         require_loopback(bind)
@@ -56,7 +54,7 @@ class ZmqServer:
         self._desk: RequestEndpoint | None = None
 
     async def start(self, handle: Handler, abort: AbortHandler) -> None:
-        """Bind a free port and begin to answer."""
+        """Bind a free port and start answering."""
         host = "127.0.0.1" if self._bind == "localhost" else f"[{self._bind}]" if ":" in self._bind else self._bind
         socket = _socket(self._context, zmq.ROUTER)
         socket.bind(f"tcp://{host}:*")
@@ -65,7 +63,7 @@ class ZmqServer:
         self._socket = LoopSocket(socket, self._receive)
 
     async def close(self) -> None:
-        """Answer what is outstanding, then disconnect."""
+        """Answer pending requests, then disconnect."""
         if self._socket is not None and self._desk is not None:
             await self._desk.close()
             await asyncio.sleep(FAREWELL_S)
@@ -104,12 +102,11 @@ class _Line:
 
 
 class ZmqClient:
-    """Asks servers by their addresses."""
+    """Sends requests to servers by their addresses."""
 
     def __init__(self, bus: Bus) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        # a line takes three, and the default is 1,023
-        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))  # a line takes 3, the default is 1,023
         self._lines: dict[str, _Line] = {}
         self._asker = RequestClient(bus, self)
         self._closed = False
@@ -120,7 +117,7 @@ class ZmqClient:
         line = self._lines.get(address)
         if line is None:
             if not token:
-                return True  # nothing was ever asked there
+                return True  # no request was ever sent there
             line = self._connect(address)
         line.socket.post(b"", token, data, asker)
         return True
@@ -130,14 +127,14 @@ class ZmqClient:
         self.post(address, token, data, None)
 
     async def forget(self, address: str) -> None:
-        """Fail its outstanding requests and close its socket."""
+        """Fail the pending requests to a server and close its socket."""
         line = self._lines.pop(address, None)
         self._asker.fail_all("the server is gone", address)
         if line is not None:
             _hang_up(line)
 
     async def close(self) -> None:
-        """Fail everything outstanding and disconnect."""
+        """Fail all pending requests and disconnect."""
         self._closed = True
         await self._asker.close()
         lines = list(self._lines.values())
@@ -154,8 +151,7 @@ class ZmqClient:
         except zmq.ZMQError as error:
             raise RequestFailed(f"{address}: no connection can be opened: {error}") from None
         try:
-            # send only where someone is, instead of queueing for a server that is gone
-            socket.setsockopt(zmq.IMMEDIATE, 1)
+            socket.setsockopt(zmq.IMMEDIATE, 1)  # do not queue messages for a server that is gone
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
             monitor = socket.get_monitor_socket(LOST)
         except zmq.ZMQError as error:
@@ -167,7 +163,7 @@ class ZmqClient:
             socket.disable_monitor()
             monitor.close(0)
             socket.close(0)
-            raise RequestFailed(f"{address} is no address of a server: {error}") from None
+            raise RequestFailed(f"{address} is not a server address: {error}") from None
         line = LoopSocket(socket, lambda frames: self._receive(address, frames))
         watch = LoopSocket(monitor, lambda frames: self._lost(address, line, frames))
         self._lines[address] = _Line(line, watch, socket)
@@ -184,22 +180,19 @@ class ZmqClient:
             self._asker.answered(token, message)
 
     def _lost(self, address: str, socket: LoopSocket, frames: Frames) -> None:
-        """A server that closes answers first, so what had arrived before the connection ended is read before it
-        counts.
-        """
         refused = parse_monitor_message(frames)["event"] == zmq.EVENT_CONNECT_RETRIED
-        socket.read_all()
-        self._asker.fail_all("nobody listens there" if refused else "the connection broke", address)
+        socket.read_all()  # a server replies before it closes
+        self._asker.fail_all("nothing listens there" if refused else "the connection broke", address)
 
 
 def _hang_up(line: _Line) -> None:
-    line.inner.disable_monitor()  # while it is open
+    line.inner.disable_monitor()  # before it is closed
     line.monitor.close()
     line.socket.close()
 
 
 async def _terminate(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    """Wait, off the event loop, until what was sent has left or the linger time is over."""
+    """Wait in a thread until pending messages are sent or the linger time is over."""
     with contextlib.suppress(zmq.ZMQError):  # already terminated
         await asyncio.to_thread(context.term)
 

@@ -1,13 +1,11 @@
-"""A plain ZeroMQ socket on the running event loop: calls back with what arrives, and sends in batches.
+"""A ZeroMQ socket on the running event loop that calls back with messages and sends them in batches.
 
-Reading: the loop watches the socket's file descriptor, which is edge-triggered. It tells that something happened, not
-that something is there, and sending may take the news off it. So a sender looks once more after sending, and looking
-continues until there is nothing left. Against ``zmq.asyncio`` this saves a future, a task step and a timer for every
-message.
+Reading: the socket's file descriptor, which the loop watches, is edge-triggered, and sending may consume an event. So
+every event and every send is followed by reads until nothing is left. Compared with ``zmq.asyncio`` this saves a
+future, a task step and a timer per message.
 
-Sending: a message that finds ZeroMQ's own thread asleep has to wake it, which costs more than all the rest of sending,
-as at the other end. So messages wait for the end of the loop's turn, or for some more of them, and leave together, in
-one bundle for each peer.
+Sending: waking ZeroMQ's I/O thread costs more than the rest of sending, at both ends. So messages wait for the end of
+the loop's turn, or until there are several, and are sent as one bundle per peer.
 """
 
 from __future__ import annotations
@@ -23,19 +21,19 @@ from broker.channel.bundle import Entry, cut, pack
 
 log = logging.getLogger(__name__)
 
-DONTWAIT: Final = int(zmq.DONTWAIT)  # as plain integers: an enumeration's operators cost as much as the sending
+DONTWAIT: Final = int(zmq.DONTWAIT)  # plain integers: the operators of an enumeration cost as much as sending
 MORE: Final = int(zmq.DONTWAIT | zmq.SNDMORE)
-READ_AT_ONCE: Final = 1000  # messages, before others get their turn on the loop
-SEND_AT: Final = 32  # messages that do not wait for the end of the loop's turn: it may be some milliseconds away
+READ_AT_ONCE: Final = 1000  # messages, before other callbacks of the loop run
+SEND_AT: Final = 32  # messages that are sent before the end of the loop's turn, which may be milliseconds away
 
 Frames = list[bytes]
 
 
 class LoopSocket:
-    """One socket; all calls from the event loop's thread.
+    """One socket, used only from the event loop's thread.
 
     Args:
-        socket: owned from now on.
+        socket: owned by this object.
         receive: called with the frames of every message; must not raise.
     """
 
@@ -44,26 +42,20 @@ class LoopSocket:
         self._loop = asyncio.get_running_loop()
         self._unsent: dict[bytes, list[tuple[Entry, asyncio.Future[Any] | None]]] = {}  # by route
         self._num_unsent = 0  # since the last attempt to send
-        self._blocked = False  # nobody was there to send to
-        self._look: asyncio.Handle | None = None  # news are to be looked at, though the file descriptor tells of none
+        self._blocked = False  # no peer was connected
+        self._look: asyncio.Handle | None = None  # a scheduled check for events that the file descriptor may not signal
         self._fd = int(socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._on_news)
         self._look_again()
 
     def post(self, route: bytes, token: str, data: bytes, asker: asyncio.Future[Any] | None = None) -> None:
-        """Send soon, in the order of the calls; when nobody is there to send to, once somebody is.
+        """Send soon, in the order of the calls, or when a peer connects.
 
         Args:
-            route: which of the socket's peers to send to; empty where it has one only.
-            token: goes with the message.
-            data: the message.
-            asker: the message is not sent any more once this is done.
+            route: which of the socket's peers to send to; empty if there is only one.
+            asker: once this is done, the message is no longer sent.
         """
-        entry = ((token, data), asker)
-        if route in self._unsent:
-            self._unsent[route].append(entry)
-        else:
-            self._unsent[route] = [entry]
+        self._unsent.setdefault(route, []).append(((token, data), asker))
         self._num_unsent += 1
         if self._num_unsent >= SEND_AT and not self._blocked:
             self._flush()
@@ -71,12 +63,12 @@ class LoopSocket:
             self._look_again()
 
     def read_all(self) -> None:
-        """Call back with everything that has arrived by now."""
+        """Call back with everything that has arrived."""
         while self._read():
             pass
 
     def close(self) -> None:
-        """Call back no more; what can be sent leaves within the linger time."""
+        """Stop calling back; unsent messages are sent within the linger time if possible."""
         if self._socket.closed:
             return
         self._flush()
@@ -97,7 +89,7 @@ class LoopSocket:
             self._look = None
         self._flush()
         more = self._read()
-        if self._blocked and not self._socket.closed:  # either of the two may have taken the news of the other off
+        if self._blocked and not self._socket.closed:  # reading and sending may consume each other's events
             events = int(self._socket.get(zmq.EVENTS))
             more = more or bool(events & (zmq.POLLIN | zmq.POLLOUT))
         if more:
@@ -122,13 +114,12 @@ class LoopSocket:
             del self._unsent[route]
 
     def _send(self, route: bytes, data: bytes) -> None:
-        """(A message is taken whole or, at its first frame, not at all.)"""
         if route:
-            self._socket.send(route, MORE)
+            self._socket.send(route, MORE)  # may raise Again; the frames that follow never do
         self._socket.send(data, DONTWAIT)
 
     def _read(self) -> bool:
-        """Read messages; whether there may be more."""
+        """Read messages; return whether there may be more."""
         socket: Any = self._socket
         for _ in range(READ_AT_ONCE):
             if socket.closed:  # by the callback

@@ -1,3 +1,1 @@
-"""What crosses a process: messages, streams, and the rules that their values keep. ``docs/wire.md`` is generated from
-here.
-"""
+"""The wire contract: messages, streams and the rules of their values; source of ``docs/wire.md``."""

@@ -14,8 +14,7 @@ from broker.errors import TooLarge, WireError
 M = TypeVar("M", bound=wire.Message)
 
 _ENCODER = msgspec.msgpack.Encoder()
-# what decodes these types, and most bytes of any
-_DECODERS: dict[tuple[type[wire.Message], ...], tuple[Callable[[Buffer], Any], int]] = {}
+_DECODERS: dict[tuple[type[wire.Message], ...], tuple[Callable[[Buffer], Any], int]] = {}  # decoder and most bytes
 
 
 class _Nothing(wire.Message, frozen=True, tag=""):
@@ -26,8 +25,8 @@ def encode(message: wire.Message) -> bytes:
     """Check and encode one message.
 
     Raises:
-        TooLarge: it is larger than ``wire.MAX_BYTES`` or ``max_items`` say.
-        WireError: it breaks a rule of ``check``, or holds what MessagePack cannot.
+        TooLarge: if it exceeds ``wire.MAX_BYTES`` or ``max_items``.
+        WireError: if it breaks a rule of ``check``, or holds a value that MessagePack cannot express.
     """
     checks.check(message)
     try:
@@ -46,7 +45,7 @@ def decode(data: Buffer, *types: type[M]) -> M:
     """Decode one message of one of the given types and check it.
 
     Raises:
-        WireError: too large, not MessagePack, unknown field, wrong type, or a rule of ``check`` is broken.
+        WireError: if it is too large or not MessagePack, has an unknown field or a wrong type, or breaks a rule.
     """
     decoder, limit = _DECODERS.get(types) or _decoder(types)
     if len(data) > limit:
@@ -62,7 +61,7 @@ def decode(data: Buffer, *types: type[M]) -> M:
 
 
 def _decoder(types: tuple[type[wire.Message], ...]) -> tuple[Callable[[Buffer], Any], int]:
-    union: Any = _Nothing  # one type alone would be read without its name, too
+    union: Any = _Nothing  # a decoder of a single type would accept messages without its name
     for kind in types:
         union = union | kind
     limit = max(wire.MAX_BYTES.get(kind, MAX_SMALL_BYTES) for kind in types)

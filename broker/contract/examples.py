@@ -1,4 +1,4 @@
-"""One example of every message: shown in docs/wire.md, read back by other programs in the tests."""
+"""One example of every message, shown in docs/wire.md and decoded by other programs in the tests."""
 
 from __future__ import annotations
 
@@ -6,20 +6,17 @@ from typing import Final
 
 from broker.contract import wire
 
+_TURNS: Final = [
+    wire.Turn(start=start, end=end, reward=reward, valid=True, finish_reason="stop", server="rollout-7c1", anchor=seen)
+    for start, end, reward, seen in [(3, 5, 0.0, "S at (0, 0)"), (7, 9, 1.0, "S at (0, 1)")]
+]
 _EPISODE: Final = wire.Trajectory(
     episode=0,
     token_ids=wire.column([1, 318, 27, 905, 2, 44, 27, 871, 2], "<i4"),
     loss_mask=wire.column([0, 0, 0, 1, 1, 0, 0, 1, 1], "|u1"),
     logprobs=wire.column([0, 0, 0, -0.25, -0.0625, 0, 0, -1.5, -0.125], "<f4"),
     version_runs=wire.column([11, 3, 12, 1], "<i4"),
-    turns=[
-        wire.Turn(
-            start=3, end=5, reward=0.0, valid=True, finish_reason="stop", server="rollout-7c1", anchor="S at (0, 0)"
-        ),
-        wire.Turn(
-            start=7, end=9, reward=1.0, valid=True, finish_reason="stop", server="rollout-7c1", anchor="S at (0, 1)"
-        ),
-    ],
+    turns=_TURNS,
     reward=1.0,
     reward_parts={"env": 1.0},
     success=True,
@@ -28,15 +25,21 @@ _EPISODE: Final = wire.Trajectory(
     metrics={"num_turns": 2.0},
 )
 
+_RULES: Final = {"steps": 200, "groups_per_step": 16, "max_staleness": 1, "on_late": "wait", "seed": 0}
+_PROBE: Final = wire.Probe(
+    token_ids=wire.column([1, 318, 27], "<i4"), logprobs=wire.column([-3.5, -0.75], "<f4"), tolerance=0.01
+)
 _GUIDE: Final = wire.Guide(schema='{"type": "object"}', before="<tool_call>\n", after="\n</tool_call>")
+_SAMPLING: Final = wire.SamplingParams(
+    max_tokens=64, temperature=1.0, top_p=0.95, seed=1234, stop=["</answer>"], guides=[_GUIDE]
+)
 
 EXAMPLES: Final[dict[type[wire.Message], wire.Message]] = {
     type(example): example
     for example in (
         wire.Ticket(
             number=417, domain="lake", task_index=208, seed=1_640_531_527, min_version=10, max_staleness=1,
-            group_size=8,
-            min_group_size=6, deadline_s=600.0,
+            group_size=8, min_group_size=6, deadline_s=600.0,
         ),
         wire.EvalTicket(
             number=3, domain="lake", task_index=2, seed=77, eval_step=20, policy="actor", min_version=20, group_size=1,
@@ -46,23 +49,18 @@ EXAMPLES: Final[dict[type[wire.Message], wire.Message]] = {
             ticket=417, domain="lake", task_index=208, min_version=10, hub="envhub-2f0", deliveries=1, pools=["judge"],
             trajectories=[_EPISODE], prompt="Reach the goal.", generate_s=0.84, env_step_s=0.002,
         ),
-        wire.Closed(ticket=418, domain="lake", reason="env_error", detail="step() raised ValueError: no such "
-        "move", by="envhub-2f0"),
-        wire.RulesChange(
-            epoch=2,
-            rules={"steps": 200, "groups_per_step": 16, "max_staleness": 1, "on_late": "wait", "seed": 0,
-                "domains": [{"name": "lake"}]},
+        wire.Closed(
+            ticket=418, domain="lake", reason="env_error", detail="step() raised ValueError: no such move",
+            by="envhub-2f0",
         ),
+        wire.RulesChange(epoch=2, rules=_RULES | {"domains": [{"name": "lake"}]}),
         wire.Parted(
             ticket=419, domain="lake", upload="5f1d9c02ab34e678", size=9_437_212, part_bytes=1_048_576,
             digest="8c2b41f09ad7e6532f60c1d7be94a058",
         ),
         wire.WeightsOffer(
             epoch=2, version=12, digest="9f86d081884c7d65", plan="60303ae22b998861", size_bytes=1_048_576,
-            backend="gloo",
-            probe=wire.Probe(
-                token_ids=wire.column([1, 318, 27], "<i4"), logprobs=wire.column([-3.5, -0.75], "<f4"), tolerance=0.01
-            ),
+            backend="gloo", probe=_PROBE,
             adapter=wire.Adapter(base="b4d2a18c0f7e93d1", targets=["q_proj", "v_proj"], rank=16, scale=2.0),
             segment="4711/23/rlearner-weights-9f86d081884c7d65",
         ),
@@ -72,32 +70,28 @@ EXAMPLES: Final[dict[type[wire.Message], wire.Message]] = {
         ),
         wire.GenerateRequest(
             request_id="lake-417-0-1", conversation_id="lake-417-0", token_ids=wire.column([1, 318, 27], "<i4"),
-            sampling=wire.SamplingParams(max_tokens=64, temperature=1.0, top_p=0.95, seed=1234, stop=["</answer>"],
-                guides=[_GUIDE]),
-            min_version=10, deadline_s=60.0, expected_tokens=24,
+            sampling=_SAMPLING, min_version=10, deadline_s=60.0, expected_tokens=24,
         ),
         wire.AbortRequest(request_id="lake-417-0-1"),
         wire.GenerateReply(
             request_id="lake-417-0-1", server="rollout-7c1", token_ids=wire.column([905, 2], "<i4"),
             logprobs=wire.column([-0.25, -0.0625], "<f4"), version_runs=wire.column([11, 2], "<i4"),
-            finish_reason="stop",
-            policy_version=11, prefix_hit_tokens=2, reshaped=wire.column([1, 0], "|u1"),
+            finish_reason="stop", policy_version=11, prefix_hit_tokens=2, reshaped=wire.column([1, 0], "|u1"),
         ),
         wire.Metrics(
             role="rollout", id="rollout-7c1", time=1_767_225_600.0, values={"perf/tokens_per_s": 4120.5},
             text={"state": "serving"},
         ),
         wire.DeadLetter(
-            stream="episodes", sequence=93, ticket=419, reason="Group: Object contains unknown field "
-            "`score`", by="rewardhub-a19",
-            data=b"\x81\xa5score\x01",
+            stream="episodes", sequence=93, ticket=419, reason="Group: Object contains unknown field `score`",
+            by="rewardhub-a19", data=b"\x81\xa5score\x01",
         ),
         wire.Attempt(deaths=2, hub="envhub-2f0", process="7c1e3b9a-4d52/pid:[4026531836]/4711/902166", alone=True),
         wire.DesiredState(state="paused", reason="disk being replaced"),
         wire.Presence(
-            role="rollout", id="rollout-7c1", host="node-3", pid=4711, state="serving",
-            address="tcp://127.0.0.1:41234", channel="zmq",
-            engine="hf", epoch=2, policy_version=12, slots=64, running=41, waiting=3, speed=5200.0, idle_ratio=0.0,
+            role="rollout", id="rollout-7c1", host="node-3", pid=4711, state="serving", engine="hf", channel="zmq",
+            address="tcp://127.0.0.1:41234", epoch=2, policy_version=12, slots=64, running=41, waiting=3,
+            speed=5200.0, idle_ratio=0.0,
         ),
         wire.RunSpec(
             run="demo", wire_version=wire.WIRE_VERSION, epoch=2, config={"train": {"steps": 200, "lr": 1e-6}},

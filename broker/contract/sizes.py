@@ -1,7 +1,7 @@
-"""What a message may weigh, looked at before it is decoded: its bytes, and how many values stand in it.
+"""Size limits of messages, checked before decoding: bytes and number of values.
 
-The bytes alone say little about the memory that decoding takes: an empty list is one byte in MessagePack and more than
-fifty in Python. Decoding may take twice the largest message, and no message more than that.
+Bytes alone do not limit the memory of decoding: an empty list is one byte in MessagePack and over fifty in Python. The
+limits bound it to twice the largest message.
 """
 
 from __future__ import annotations
@@ -11,36 +11,32 @@ from typing import Final
 Buffer = bytes | bytearray | memoryview
 
 MAX_PAYLOAD_BYTES: Final = 8 * 1024 * 1024
-MAX_GROUP_BYTES: Final = 1 << 30  # of a group that travels in parts
-# of a group's encoding in one message; a larger one would hold up what is behind it on a slow link
-INLINE_BYTES: Final = 2 << 20
+MAX_GROUP_BYTES: Final = 1 << 30  # of a group in parts
+INLINE_BYTES: Final = 2 << 20  # of a group in one message; a larger one would block others on a slow link
 PART_BYTES: Final = 1 << 20
 LEAST_PART_BYTES: Final = 64 * 1024
 HEADER_BYTES: Final = 512  # room for headers in addition to the largest message
 MAX_SMALL_BYTES: Final = 192 * 1024  # of messages without columns or bytes: at worst each byte is a list of 72
-COUNT_FROM_BYTES: Final = 1024 * 1024  # below, whatever stands in a message takes less than the limit
-MAX_ITEMS: Final = 80_000  # values and keys of a larger one, for every MAX_PAYLOAD_BYTES or fewer
+COUNT_FROM_BYTES: Final = 1024 * 1024  # smaller messages need less memory than the limit in any case
+MAX_ITEMS: Final = 80_000  # values and keys of larger messages, per MAX_PAYLOAD_BYTES begun
 
-_FIXED: Final = {  # bytes that follow the first one
+_FIXED: Final = {  # first byte: number of bytes that follow
     0xC0: 0, 0xC1: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2,
-    0xD2: 4, 0xD3: 8,
-    0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17,
+    0xD2: 4, 0xD3: 8, 0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17,
 }  # fmt: skip
-# bytes of the length that follows
+# first byte: bytes of the length that follows
 _SIZED: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-# bytes of the count that follows, values for each
+# first byte: bytes of the count that follows, values per item
 _COUNTED: Final = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
 
 
 def max_items(num_bytes: int) -> int:
-    """Most values and keys of a message of this size, so that decoding takes memory in proportion to it."""
+    """Return the most values and keys for a message of this size, which bounds the memory of decoding it."""
     return max(MAX_ITEMS, MAX_ITEMS * num_bytes // MAX_PAYLOAD_BYTES)
 
 
 def has_too_many_items(data: Buffer) -> bool:
-    """Whether a large message holds more than ``max_items`` values and keys; one that is cut short is the decoder's to
-    refuse.
-    """
+    """Return whether a large message holds more than ``max_items`` values and keys; truncated ones pass."""
     if len(data) < COUNT_FROM_BYTES:
         return False
     position, left, end = 0, 1, len(data)

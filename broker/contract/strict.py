@@ -1,8 +1,7 @@
-"""Text and JSON from outside, checked where they enter: what cannot be encoded again is refused in one line.
+"""Strict parsing of external text and JSON: refuses values that could not be encoded again.
 
-JSON can spell half of a surrogate pair (``"\\ud83d"``, an emoji cut in two), and Python's own parser accepts NaN and
-Infinity. Neither can be sent on: no encoding has the first, and JSON and the wire refuse the second. A NUL is an
-ordinary character and passes.
+JSON can spell half of a surrogate pair (``"\\ud83d"``), which UTF-8 cannot encode, and Python's parser accepts NaN and
+Infinity, which JSON and the wire refuse. A NUL is an ordinary character.
 """
 
 from __future__ import annotations
@@ -13,44 +12,44 @@ from typing import Any, Final, NoReturn
 
 
 class BadJson(ValueError):
-    """The text is not JSON, or holds what JSON must not; says why in one line."""
+    """The text is not JSON, or holds values that JSON must not; the message is one line."""
 
 
 def text_problem(text: str) -> str:
-    """Why a text cannot be encoded as UTF-8; empty if it can."""
+    """Return why a text cannot be encoded as UTF-8, empty if it can."""
     if text.isascii():
         return ""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        return f"no valid Unicode: half of a surrogate pair at {error.start}"
+        return f"not valid Unicode: half of a surrogate pair at {error.start}"
     return ""
 
 
 def loads(data: str | bytes | bytearray) -> Any:
-    """The value of a JSON text; bytes must be UTF-8.
+    """Parse a JSON text; bytes must be UTF-8.
 
     Raises:
-        BadJson: it is not JSON or nested too deeply, or holds NaN, an infinite number or half of a surrogate pair.
+        BadJson: if it is not JSON, nested too deeply, or holds NaN, an infinite number or half of a surrogate pair.
     """
     text = _decoded(data).strip(_WHITE)
     value, end = decode_prefix(text)
     if end != len(text):
-        raise BadJson("extra data behind the value")
+        raise BadJson("extra data after the value")
     return value
 
 
 def decode_prefix(text: str, start: int = 0) -> tuple[Any, int]:
-    """The JSON value that begins at ``start``, and where it ends.
+    """Parse the JSON value that begins at ``start``; return it and the index after it.
 
     Raises:
-        BadJson: see ``loads``.
+        BadJson: as ``loads`` does.
     """
     try:
         value, end = _DECODER.raw_decode(text, start)
         read = text[start:end]
         if ("\\u" in read or not read.isascii()) and text_problem(json.dumps(value, ensure_ascii=False)):
-            raise BadJson("it holds half of a surrogate pair, which is no text")
+            raise BadJson("it holds half of a surrogate pair, which is not text")
     except BadJson:
         raise
     except json.JSONDecodeError as error:

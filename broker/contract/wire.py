@@ -1,13 +1,11 @@
-"""The messages that cross process boundaries, as typed ``msgspec`` Structs.
+"""The messages between processes, as typed ``msgspec`` structs.
 
-``broker.contract.codec`` encodes and decodes them as MessagePack maps. The field ``type`` holds the name of the
-message. Unknown fields are refused, sizes are checked before decoding, and ``broker.contract.checks`` refuses what
-types cannot express (NaN, ranges, lengths that disagree), before encoding and after decoding. Nothing is ever pickled.
+``broker.contract.codec`` encodes and decodes them as MessagePack maps, whose field ``type`` holds the message's name.
+Unknown fields are refused, sizes are checked before decoding, and ``broker.contract.checks`` checks what types cannot
+express (NaN, ranges, lengths that disagree), before encoding and after decoding. Nothing is ever pickled.
 
-Per-token data travels as columns: raw little-endian bytes with a dtype, not lists (1-2 against 26-158 microseconds for
-a trajectory of 2,048 tokens).
-
-Each field has one comment with its meaning and unit; ``broker.docs`` generates ``docs/wire.md`` from them.
+Per-token data is sent as columns, raw little-endian bytes with a dtype: 1-2 microseconds for a trajectory of 2,048
+tokens, where lists take 26-158. Each field's comment is its meaning and unit; ``docs/wire.md`` is generated from them.
 """
 
 from __future__ import annotations
@@ -26,10 +24,10 @@ from broker.contract.sizes import MAX_GROUP_BYTES, MAX_SMALL_BYTES
 
 WIRE_VERSION: Final = 8
 MAX_PAYLOAD_BYTES: Final = sizes.MAX_PAYLOAD_BYTES
-ACTOR: Final = "actor"  # the policy that is trained
-EVAL_HEADER: Final = "Rl-Eval-Step"  # eval_step of messages that belong to an evaluation; absent from training
+ACTOR: Final = "actor"  # the policy being trained
+EVAL_HEADER: Final = "Rl-Eval-Step"  # eval_step of messages of an evaluation; absent in training
 TICKET_HEADER: Final = "Rl-Ticket"  # ticket number, so that a body that does not decode still closes its ticket
-NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")  # whatever becomes part of a subject or key
+NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")  # parts of subjects and keys
 
 Dtype = Literal["<i4", "<f4", "|u1"]
 Array = npt.NDArray[Any]
@@ -48,12 +46,12 @@ class Column(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     data: bytes  # the array's bytes, C order
 
     def array(self) -> Array:
-        """The values as a read-only numpy array of shape (n,), without a copy."""
+        """Return the values as a read-only numpy array of shape (n,), without a copy."""
         return np.frombuffer(self.data, dtype=self.dtype)
 
 
 def growing(column: Column) -> array[Any]:
-    """The values of a column as an array that can grow; for short columns several times as fast as by numpy."""
+    """Return the values of a column as a growable array; for short columns several times faster than numpy."""
     if column.dtype not in _TYPECODES:
         return array(_NATIVE[column.dtype], column.array().tolist())
     found: array[Any] = array(_TYPECODES[column.dtype])
@@ -63,7 +61,7 @@ def growing(column: Column) -> array[Any]:
 
 def column(values: Any, dtype: Dtype) -> Column:
     """Pack a sequence or array of shape (n,) into a column."""
-    if type(values) is array and values.typecode == _TYPECODES.get(dtype):  # 13 times faster than numpy, at every turn
+    if type(values) is array and values.typecode == _TYPECODES.get(dtype):  # 13 times faster than numpy
         return Column(dtype, values.tobytes())
     if type(values) is bytearray and dtype == "|u1":
         return Column(dtype, bytes(values))
@@ -77,28 +75,28 @@ class Ticket(Message, frozen=True, tag="Ticket"):
     """Permission to start one group; its number is its sequence in the tickets stream."""
 
     number: int  # 1, 2, 3, … within the run
-    domain: str  # which domain's environment to run
-    task_index: int  # position in the domain's own sequence of tasks, from 0
+    domain: str  # domain whose environment to run
+    task_index: int  # position in the domain's sequence of tasks, from 0
     seed: int  # seeds environment and sampling; a pure function of run seed, domain and task_index
-    min_version: int  # no token may come from an older policy version
-    max_staleness: int  # versions a token may lag behind the version being trained
+    min_version: int  # oldest policy version that may sample a token
+    max_staleness: int  # versions that a token may lag behind the version being trained
     group_size: int  # episodes in the group
-    min_group_size: int  # episodes that suffice once the deadline has passed
-    deadline_s: float  # seconds from the first delivery until the group closes with what it has
-    num_greedy: int = 0  # the last num_greedy episodes are sampled at temperature 0: a baseline, never trained on
-    num_redundant: int = 0  # spare episodes: once all but this many have finished, the rest are aborted
+    min_group_size: int  # episodes that suffice after the deadline
+    deadline_s: float  # seconds from the first delivery until the group closes with the episodes it has
+    num_greedy: int = 0  # the last num_greedy episodes are sampled at temperature 0 as a baseline, never trained on
+    num_redundant: int = 0  # spare episodes: when all but this many have finished, the rest are aborted
 
 
 class EvalTicket(Message, frozen=True, tag="EvalTicket"):
-    """Asks for a group that is measured and never trained on; no credit, no ledger state."""
+    """Requests a group that is measured and never trained on; it has no credit and no ledger state."""
 
     number: int  # 1, 2, 3, … within the run
-    domain: str  # which domain's environment to run
-    task_index: int  # which held-out task, from 0
-    seed: int  # the same for a task at every evaluation
-    eval_step: int  # the optimizer step after which the evaluation was asked for
+    domain: str  # domain whose environment to run
+    task_index: int  # index of the held-out task, from 0
+    seed: int  # the same for a task in every evaluation
+    eval_step: int  # the optimizer step after which the evaluation was requested
     policy: str  # which rollout servers may answer: `actor`, or a baseline such as `random`
-    min_version: int  # the answering policy is at least this version
+    min_version: int  # oldest policy version that may answer
     group_size: int  # episodes in the group
     temperature: float  # sampling temperature, 0 is greedy
     deadline_s: float  # seconds from the first delivery until the group closes
@@ -110,34 +108,33 @@ FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 EpisodeEnd = Literal["terminated", "truncated", "timeout", "length"]
 ClosedReason = Literal[
     "late", "deadline", "env_error", "reward_error", "too_large", "malformed", "timeout", "too_many_deliveries",
-    "poisonous", "aborted",
-    "lost",
+    "poisonous", "aborted", "lost",
 ]  # fmt: skip
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """One span of sampled tokens and what the environment made of it."""
+    """One span of sampled tokens and the environment's reaction to it."""
 
     start: int  # first sampled token, as an index into the trajectory
     end: int  # one past the last sampled token
-    reward: float  # reward the environment gave for this turn
+    reward: float  # reward from the environment for this turn
     valid: bool  # whether the text parsed to an action of the environment
     finish_reason: FinishReason  # why generation of this turn ended
     server: str  # id of the rollout server that sampled it
-    anchor: str = ""  # the observation acted on, identical for identical states (step groups of GiGPO)
+    anchor: str = ""  # the observation acted on, the same for equal states (step groups of GiGPO)
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """One training sequence: all tokens of a conversation, in the order in which the policy saw and sampled them."""
+    """One training sequence: all tokens of a conversation, in the order in which the policy read and sampled them."""
 
-    episode: int  # which episode of the group, from 0; step-independent samples share it
+    episode: int  # index of the episode in the group, from 0; samples of one episode's turns share it
     token_ids: Column  # <i4, shape (n,): prompt, sampled and environment tokens
     loss_mask: Column  # |u1, shape (n,): 1 where the token was sampled by the policy
     logprobs: Column  # <f4, shape (n,): natural log of the sampling probability; 0 where the mask is 0
     version_runs: Column  # <i4, shape (2k,): pairs (policy_version, number of sampled tokens), in token order
     turns: list[Turn]  # spans of sampled tokens, in order
-    reward: float  # total reward so far; hubs add their parts to it
-    reward_parts: dict[str, float]  # what each reward gave, by name; its notes as name/note
+    reward: float  # total reward so far; reward hubs add their parts
+    reward_parts: dict[str, float]  # value of each reward by name; its notes as name/note
     success: bool  # whether the task was solved, as the environment or the reward defines it
     end: EpisodeEnd  # why the episode ended
     response: str = ""  # text of the last sampled turn, for rewards that read text
@@ -146,26 +143,26 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Group(Message, frozen=True, tag="Group"):
-    """The finished episodes of one ticket, scored once `pools` is empty."""
+    """The finished episodes of one ticket, completely scored when `pools` is empty."""
 
     ticket: int  # the ticket's number
     domain: str  # the ticket's domain
     task_index: int  # the ticket's task
     min_version: int  # the ticket's min_version
     hub: str  # id of the environment hub that ran it
-    deliveries: int  # how many times the ticket had been delivered to any hub, 1 = first try
+    deliveries: int  # how often the ticket was delivered to any hub, from 1
     pools: list[str]  # reward pools still to visit, in order
     trajectories: list[Trajectory]  # at least one
     prompt: str = ""  # the question as text, for rewards that read text
     reference: str = ""  # the reference answer, for rewards that compare with one
     eval_step: int = -1  # of the EvalTicket, -1 for training
-    policy: str = ACTOR  # who acted: `actor` or a baseline
+    policy: str = ACTOR  # the acting policy: `actor` or a baseline
     generate_s: float = 0.0  # seconds spent waiting for generation, mean over episodes
     env_step_s: float = 0.0  # seconds spent in the environment, mean over episodes
     reward_s: float = 0.0  # seconds spent in reward hubs
     reward_hubs: list[str] = []  # ids of the reward hubs that scored it, in order
     frames: list[str] = []  # text frames of episode 0, for replays; evaluation only
-    temperature: float = 1.0  # at which the trained tokens were sampled
+    temperature: float = 1.0  # sampling temperature of the trained tokens
 
 
 class Closed(Message, frozen=True, tag="Closed"):
@@ -173,37 +170,36 @@ class Closed(Message, frozen=True, tag="Closed"):
 
     ticket: int  # the ticket's number
     domain: str  # the ticket's domain
-    reason: ClosedReason  # why; `late` counts as dropped, everything else as dead
+    reason: ClosedReason  # `late` counts as dropped, all others as dead
     detail: str  # one line for the operator
     by: str  # id of the process that gave up
     eval_step: int = -1  # of the EvalTicket, -1 for training
 
 
 class RulesChange(Message, frozen=True, tag="RulesChange"):
-    """From this record on the learner runs by these rules; it appends one each time it takes the run over."""
+    """The learner's rules from this record on; it appends one each time it starts or takes over the run."""
 
     epoch: int  # incarnation of the learner that appended it
     rules: dict[str, Any]  # steps, groups_per_step, max_staleness, domains …; see learner/credit/ticket_rules.py
 
 
 class Parted(Message, frozen=True, tag="Parted"):
-    """Stands for a Group whose encoding is too large for one message: its parts, one after the other, are that
-    encoding.
+    """Refers to a Group whose encoding is too large for one message; its parts, concatenated, are the encoding.
 
     Part i is at `rl.{run}.parts.{kind}.{ticket}.{upload}.{i}`, from 0, kind `t` for training and `e` for an evaluation.
     """
 
     ticket: int  # the group's ticket
     domain: str  # the group's domain
-    upload: str  # id of this upload; each attempt to publish a group has its own
+    upload: str  # id of this upload, unique per attempt to publish a group
     size: int  # bytes of the encoding
-    part_bytes: int  # bytes of each part but the last, which has what is left
+    part_bytes: int  # bytes of each part but the last, which has the rest
     digest: str  # of the encoding: the first 16 bytes of its SHA-256, as hex
     eval_step: int = -1  # the group's eval_step
 
     @property
     def num_parts(self) -> int:
-        """How many parts there are."""
+        """The number of parts."""
         return -(-self.size // self.part_bytes)
 
 
@@ -211,7 +207,7 @@ class Parted(Message, frozen=True, tag="Parted"):
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fixed tokens and the logprobs the new weights give them."""
+    """Fixed tokens and their logprobs under the new weights."""
 
     token_ids: Column  # <i4, shape (n,)
     logprobs: Column  # <f4, shape (n - 1,): log p(token[i + 1] | token[: i + 1]) at temperature 1
@@ -219,51 +215,49 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A low-rank adapter sent instead of a model: factors A and B of some of its weights W, which become W + B A *
-    scale.
-    """
+    """A low-rank adapter sent instead of a model: factors A and B, which change weights W to W + B A * scale."""
 
-    base: str  # hex digest of the model that they belong to, laid out by its own bucket plan
-    targets: list[str]  # last names of the layers whose weights they change
+    base: str  # hex digest of the adapted model, in the layout of its bucket plan
+    targets: list[str]  # last part of the names of the adapted layers
     rank: int  # columns of B, rows of A
     scale: float  # alpha / rank
 
 
 class WeightsOffer(Message, frozen=True, tag="WeightsOffer"):
-    """The newest weights, on offer until replaced; ordered by epoch, then version."""
+    """The newest weights, offered until replaced; ordered by epoch, then version."""
 
     epoch: int  # incarnation of the learner
     version: int  # policy version, equal to the optimizer steps taken
-    digest: str  # hex digest over all buckets, see broker.weights.digest; empty while they are still being packed
+    digest: str  # hex digest over all buckets, see broker.weights.digest; empty while they are being packed
     plan: str  # hex digest of the bucket plan: names, shapes, dtypes, order
     size_bytes: int  # bytes on the wire
-    backend: Literal["gloo", "nccl"]  # what carries the buckets
+    backend: Literal["gloo", "nccl"]  # transport of the buckets
     probe: Probe  # checked after loading, before serving
-    adapter: Adapter | None = None  # the buckets hold its factors; without it they hold the whole model
-    segment: str = ""  # process/file/name of memory that also holds the buckets, for servers that can open it
+    adapter: Adapter | None = None  # if set, the buckets hold its factors instead of the whole model
+    segment: str = ""  # process/file/name of shared memory that also holds the buckets, for servers that can open it
 
 
 class WeightsJoin(Message, frozen=True, tag="WeightsJoin"):
-    """A server asks the learner to send it the offered version."""
+    """A server's request to receive the offered version."""
 
     server: str  # id of the rollout server
-    epoch: int  # of the offer it answers
-    version: int  # of the offer it answers
+    epoch: int  # epoch of the offer
+    version: int  # version of the offer
     plan: str  # hex digest of the server's own bucket plan
     shared: bool = False  # the server has opened the offer's segment and reads the buckets there
 
 
 class WeightsSession(Message, frozen=True, tag="WeightsSession"):
-    """The learner's answer: which communicator to meet in, or why not."""
+    """The learner's reply: which communicator to join, or why none."""
 
-    session: str  # id of the communicator; a known one is reused, an unknown one is built
+    session: str  # id of the communicator; a known one is reused, an unknown one is created
     rank: int  # rank of the server in it; the learner is 0
     world_size: int  # processes in it
     host: str  # address of the rendezvous store
     port: int  # port of the rendezvous store
     version: int  # version that will be sent
-    timeout_s: float  # longest wait for any one bucket
-    error: str = ""  # non-empty: refused, with the reason
+    timeout_s: float  # longest wait for one bucket
+    error: str = ""  # reason of a refusal, else empty
     shared: bool = False  # reads the buckets from the offer's segment; such ranks start at world_size
 
 
@@ -271,7 +265,7 @@ class WeightsSession(Message, frozen=True, tag="WeightsSession"):
 
 
 class Guide(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A form of an output: a JSON value between two texts, and nothing else."""
+    """A required form of the output: a JSON value between two texts."""
 
     schema: str  # JSON schema of the value, as JSON
     before: str = ""  # may name special tokens
@@ -279,60 +273,59 @@ class Guide(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to sample; the returned logprobs are those of the distribution after all of these."""
+    """How to sample; returned logprobs are of the distribution after all of these."""
 
     max_tokens: int  # most tokens to sample
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0  # nucleus mass, 1 is off
     top_k: int = 0  # most candidates, 0 is off
     min_p: float = 0.0  # smallest probability relative to the best candidate, 0 is off
-    seed: int | None = None  # same seed, same prompt, same weights: same tokens
+    seed: int | None = None  # the same seed, prompt and weights give the same tokens
     stop: list[str] = []  # strings that end generation; their tokens are kept
     stop_token_ids: list[int] = []  # tokens that end generation, in addition to the model's own; kept in the output
-    ignore_eos: bool = False  # whether the model's own end tokens are ordinary tokens
-    frequency_penalty: float = 0.0  # taken off a token's logit for each time that it was sampled in this output
-    presence_penalty: float = 0.0  # taken off a token's logit once it was sampled in this output
-    logit_bias: dict[int, float] = {}  # added to the logits of tokens
-    guides: list[Guide] = []  # the output keeps to one of these, and ends behind it; none: it is free
+    ignore_eos: bool = False  # whether to treat the model's end tokens as ordinary tokens
+    frequency_penalty: float = 0.0  # subtracted from a token's logit for each time it was sampled in this output
+    presence_penalty: float = 0.0  # subtracted from a token's logit if it was sampled in this output
+    logit_bias: dict[int, float] = {}  # added to the logits of these tokens
+    guides: list[Guide] = []  # forms of which the output must match one, ending after it; empty: any output
     top_logprobs: int = 0  # number of likeliest tokens to return at each sampled one, if the engine can
 
 
 class GenerateRequest(Message, frozen=True, tag="GenerateRequest"):
-    """Token ids in; asked of one server, and again of another if it does not answer."""
+    """A request for one server to generate tokens; sent to another one if it does not answer."""
 
     request_id: str  # unique per attempt
     conversation_id: str  # requests of one conversation extend the same prefix
     token_ids: Column  # <i4, shape (n,): the whole context
     sampling: SamplingParams  # how to sample
-    min_version: int = 0  # the server waits until it serves at least this version
+    min_version: int = 0  # oldest version that may answer; the server waits for it
     deadline_s: float = 60.0  # seconds after receipt at which the partial output is returned
-    expected_tokens: int = 0  # expected output length, 0 unknown; the longest go first
+    expected_tokens: int = 0  # expected output length, 0 unknown; the longest are scheduled first
     prompt_top_k: int = 0  # above 0: sample nothing, return this many likeliest tokens at each context position
 
 
 class AbortRequest(Message, frozen=True, tag="AbortRequest"):
-    """Stop a request; its reply follows with finish_reason `abort` and the partial output."""
+    """Stops a request; its reply has finish_reason `abort` and the partial output."""
 
-    request_id: str  # of the GenerateRequest
+    request_id: str  # id of the GenerateRequest
 
 
 class GenerateReply(Message, frozen=True, tag="GenerateReply"):
-    """Token ids out."""
+    """The generated tokens."""
 
-    request_id: str  # of the request
+    request_id: str  # id of the request
     server: str  # id of the rollout server
-    token_ids: Column  # <i4, shape (k,): sampled tokens, the stop token included
+    token_ids: Column  # <i4, shape (k,): sampled tokens, including the stop token
     logprobs: Column  # <f4, shape (k,)
     version_runs: Column  # <i4, shape (2r,): pairs (policy_version, number of tokens)
-    finish_reason: FinishReason  # `error`: see error, no tokens
-    policy_version: int  # the server's version when it answered
+    finish_reason: FinishReason  # `error`: no tokens, see error
+    policy_version: int  # the server's version when it replied
     prefix_hit_tokens: int = 0  # context tokens found in the cache
     error: str = ""  # one line, with finish_reason `error`
-    # With prompt_top_k for each context token but the first, at temperature 1; with sampling.top_logprobs for each
-    # sampled token, under the distribution that it was drawn from. Where that has fewer tokens, its last one is
-    # repeated.
+    # With prompt_top_k, for each context token but the first, at temperature 1; with sampling.top_logprobs, for each
+    # sampled token, under its distribution. If that has fewer tokens, the last one is repeated.
     top_ids: Column | None = None  # <i4, top_logprobs or prompt_top_k for each token
-    top_logprobs: Column | None = None  # <f4, of top_ids, in falling order
+    top_logprobs: Column | None = None  # <f4, of top_ids, in descending order
     reshaped: Column | None = None  # |u1, shape (k,): 1 where a guide, penalty or bias applied; None: nowhere
 
 
@@ -346,82 +339,79 @@ class Metrics(Message, frozen=True, tag="Metrics"):
     id: str  # the process
     time: float  # unix seconds, for display only
     values: dict[str, float]  # metric name to value
-    text: dict[str, str] = {}  # what is no number: a state, a last error
+    text: dict[str, str] = {}  # other values: a state, the last error
 
 
 class DeadLetter(Message, frozen=True, tag="DeadLetter"):
-    """Bytes nobody could use, kept for the operator."""
+    """A message that could not be used, kept for the operator."""
 
-    stream: str  # where they came from
-    sequence: int  # their sequence there, 0 if none
-    ticket: int  # the ticket they belonged to, 0 if unknown
+    stream: str  # stream of the message
+    sequence: int  # its sequence there, 0 if none
+    ticket: int  # its ticket, 0 if unknown
     reason: str  # one line
     by: str  # id of the process that gave up
     data: bytes  # the original bytes, cut to 1 MiB
 
 
 class Attempt(Message, frozen=True, tag="Attempt"):
-    """What is known of a ticket that was delivered more than once, until it ends. A hub that plays it puts its name
-    here first.
-    """
+    """The state of a ticket that was delivered more than once, until it ends; written by a hub before it runs it."""
 
-    deaths: int  # processes that may have died while they played it
-    hub: str = ""  # id of the environment hub that plays it, empty: none does
-    process: str = ""  # that hub's process, as its Presence names it
-    alone: bool = False  # that hub plays nothing else: if it dies, the ticket is poisonous
+    deaths: int  # processes that may have died while running it
+    hub: str = ""  # id of the environment hub that runs it, empty if none
+    process: str = ""  # that hub's process, as in its Presence
+    alone: bool = False  # that hub runs nothing else, so if it dies, the ticket is poisonous
 
 
 class DesiredState(Message, frozen=True, tag="DesiredState"):
-    """What the operator wants of the run."""
+    """The state that the operator wants for the run."""
 
     state: Literal["running", "paused", "draining", "stopped"]  # every process follows it
     reason: str = ""  # one line
 
 
 class Presence(Message, frozen=True, tag="Presence"):
-    """I am here; alive while its revision changes within the TTL on the reader's own clock."""
+    """A heartbeat; the process is alive while the revision changes within the TTL on the reader's clock."""
 
     role: str  # rollout, envhub, rewardhub, learner
     id: str  # the process
     host: str  # machine name
-    pid: int  # process id there
-    state: Literal["starting", "serving", "draining", "failed"]  # what it does
-    address: str = ""  # where it answers requests, for example tcp://127.0.0.1:41234
+    pid: int  # process id on the host
+    state: Literal["starting", "serving", "draining", "failed"]  # what the process is doing
+    address: str = ""  # address of its request channel, for example tcp://127.0.0.1:41234
     channel: str = ""  # name of the request channel: zmq, nats
-    policy: str = ACTOR  # rollout: whose policy it serves
+    policy: str = ACTOR  # rollout: the policy it serves
     engine: str = ""  # rollout: engine name
-    epoch: int = 0  # learner: its epoch; rollout: of the weights served
+    epoch: int = 0  # learner: its epoch; rollout: epoch of the served weights
     policy_version: int = -1  # newest version held, -1 none
-    slots: int = 0  # how much it takes at once
-    running: int = 0  # how much it is doing
-    waiting: int = 0  # how much is queued inside it
+    slots: int = 0  # requests or groups it handles at once
+    running: int = 0  # requests or groups it is handling
+    waiting: int = 0  # requests or groups queued in it
     serves: list[str] = []  # envhub: domains; rewardhub: pools
-    speed: float = 0.0  # rollout: tokens per second it generates when busy, 0 unknown
+    speed: float = 0.0  # rollout: tokens per second when busy, 0 unknown
     idle_ratio: float = -1.0  # rollout: share of the last second without work, -1 unknown
     problem: str = ""  # one line: why it takes no work, empty while it does
     process: str = ""  # learner, envhub: boot id, PID namespace, pid, start time; see broker/system/process_identity.py
-    said: str = ""  # newest WARNING or ERROR logged, with its time, at most 300 characters; empty after 10 minutes
+    said: str = ""  # latest WARNING or ERROR logged, with its time, at most 300 characters; empty after 10 minutes
 
 
 class RunSpec(Message, frozen=True, tag="RunSpec"):
-    """All that a process needs to join a run; a process that cannot match it is refused."""
+    """Everything a process needs to join a run; a process that does not match it is refused."""
 
     run: str  # the run's name
     wire_version: int  # WIRE_VERSION of the learner
     epoch: int  # incarnation of the learner that wrote it
     config: dict[str, Any]  # the resolved configuration, every section
     model_path: str  # folder or hub name of the policy's first weights and tokenizer
-    data_digests: dict[str, str] = {}  # file path to content digest, for data sets that hubs read
+    data_digests: dict[str, str] = {}  # file path to content digest, for data sets read by hubs
     created: float = 0.0  # unix seconds, for display only
 
 
 MESSAGES: Final[tuple[type[Message], ...]] = (
     Ticket, EvalTicket, Group, Closed, RulesChange, Parted, WeightsOffer, WeightsJoin, WeightsSession, GenerateRequest,
-    AbortRequest,
-    GenerateReply, Metrics, DeadLetter, Attempt, DesiredState, Presence, RunSpec,
+    AbortRequest, GenerateReply, Metrics, DeadLetter, Attempt, DesiredState, Presence, RunSpec,
 )  # fmt: skip
 
-# Messages that hold columns or bytes may be large; of all others whatever is larger was not made by this program.
+# only messages with columns or bytes may be large
 MAX_BYTES: Final[dict[type[Message], int]] = {kind: MAX_SMALL_BYTES for kind in MESSAGES} | {
     Group: MAX_GROUP_BYTES, GenerateRequest: MAX_PAYLOAD_BYTES, GenerateReply: MAX_PAYLOAD_BYTES,
     DeadLetter: (1 << 20) + MAX_SMALL_BYTES,

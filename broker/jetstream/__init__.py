@@ -1,1 +1,1 @@
-"""The durable side: work queues, logs, key-value buckets, dead letters. At-least-once, never less."""
+"""Durable messaging on JetStream: work queues, logs, key-value buckets, dead letters; at least once."""

@@ -1,4 +1,4 @@
-"""In-progress marks from a thread of its own: a busy event loop cannot starve them, a dead one stops them."""
+"""Sends in-progress marks from a separate thread, which a busy event loop cannot starve."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ CONFIRM_WITHIN_S = 3.0
 
 
 class AckProgress:
-    """Marks held deliveries as in progress every two seconds, those that are due together in one write.
+    """Marks held deliveries as in progress every two seconds, due ones together.
 
-    The thread has its own event loop and its own connection. It watches the process's event loop turn; when that stands
-    still for ``hang_after_s()``, the process counts as dead although its thread lives, and its work goes to others.
+    The thread has its own event loop and connection. If the process's event loop does not turn for ``hang_after_s()``
+    seconds, the process counts as dead: marks stop, and other processes get its work.
     """
 
     def __init__(self, url: str, name: str, hang_after_s: Callable[[], float]) -> None:
@@ -32,28 +32,26 @@ class AckProgress:
         self._lock = threading.Lock()
         self._turned = time.monotonic()
         self._thread: threading.Thread | None = None
-        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)  # the thread's
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)  # of the thread
         self._stop = asyncio.Event()  # of the thread's loop
         self._beat: asyncio.TimerHandle | None = None
-        self._asking: asyncio.Task[None] | None = None  # whether marks arrive
+        self._asking: asyncio.Task[None] | None = None  # checks that marks arrive
 
     def start(self) -> None:
-        """Begin to watch the running event loop and to mark; does nothing when started."""
+        """Start marking and watching the running event loop, if not started yet."""
         if self._thread is None:
             self._turn()
-            self._runner.get_loop()  # made here, so that ``close`` may call it however early
+            self._runner.get_loop()  # created here so that ``close`` can use it at any time
             self._thread = threading.Thread(target=self._run, name="in-progress-marks", daemon=True)
             self._thread.start()
 
     def hold(self, ack_subject: str) -> None:
-        """Mark this delivery every two seconds, the first time in one to two: what came together is not marked together
-        for ever.
-        """
+        """Mark this delivery every two seconds, first after one to two, to spread deliveries that arrived together."""
         with self._lock:
             self._held[ack_subject] = time.monotonic() + IN_PROGRESS_EVERY_S * random.uniform(0.5, 1.0)
 
     def release(self, ack_subject: str) -> None:
-        """No more marks for this delivery."""
+        """Stop marking this delivery."""
         with self._lock:
             self._held.pop(ack_subject, None)
 
@@ -72,9 +70,9 @@ class AckProgress:
 
     def _run(self) -> None:
         with self._runner:
-            self._runner.run(self._mark_for_ever())
+            self._runner.run(self._mark_forever())
 
-    async def _mark_for_ever(self) -> None:
+    async def _mark_forever(self) -> None:
         link = NatsLink(self._url, f"{self._name} marks")
         opening = asyncio.create_task(link.open())
         hanging = False
@@ -84,13 +82,14 @@ class AckProgress:
                 stood_s = time.monotonic() - self._turned
                 if (stood_s > self._hang_after_s()) != hanging:
                     hanging = not hanging
-                    log.error(
-                        "event loop stands still for %.1f s; others get its work", stood_s
-                    ) if hanging else log.info("event loop turns again")
+                    if hanging:
+                        log.error("event loop blocked for %.1f s; other processes get its work", stood_s)
+                    else:
+                        log.info("event loop runs again")
                 if not hanging:
                     await self._mark_due(link)
         finally:
-            tasks = [opening, *([self._asking] if self._asking else [])]
+            tasks = [opening] if self._asking is None else [opening, self._asking]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -108,18 +107,16 @@ class AckProgress:
             if due and (self._asking is None or self._asking.done()):
                 self._asking = asyncio.create_task(_ask(link, due[-1]))
         except Disconnected:
-            with self._lock:  # so that they are the first thing sent when the broker is back
+            with self._lock:  # they are sent first when the broker is back
                 self._held.update({subject: now for subject in due if subject in self._held})
 
 
 async def _ask(link: NatsLink, subject: str) -> None:
-    """Have one mark confirmed: a server that is cut off from its cluster takes them and passes none on, so the link
-    must leave it.
-    """
+    """Have one mark confirmed: a server cut off from its cluster accepts marks but does not pass them on."""
     try:
         await link.call(subject, IN_PROGRESS, timeout_s=CONFIRM_WITHIN_S)
     except Disconnected:
-        log.debug("the mark is repeated")
+        log.debug("connection lost; the mark is sent again")
     except NoResponders:
         link.doubt("marks")
     except TimeoutError:

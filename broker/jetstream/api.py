@@ -1,4 +1,4 @@
-"""JetStream's management API: idempotent requests, repeated until they are answered, and what they tell of a stream."""
+"""Client of JetStream's management API: idempotent requests, repeated until they are answered."""
 
 from __future__ import annotations
 
@@ -18,36 +18,33 @@ from broker.nats.nats_errors import ApiError, Disconnected, ErrorDescription, No
 
 log = logging.getLogger(__name__)
 
-TIMEOUTS_S: Final = (2.0, 3.0, 4.0)  # of one attempt; a request to a leader that has just died is never answered
+TIMEOUTS_S: Final = (2.0, 3.0, 4.0)  # of one attempt; a leader that has just failed never answers
 NO_JETSTREAM_AFTER_S: Final = 10.0
-CATCH_UP_S: Final = 30.0  # given to a replica that answers for a stream before it has caught up with the others
+CATCH_UP_S: Final = 30.0  # for a replica that answers for a stream before it has caught up with the others
 CATCH_UP_PAUSE_S: Final = 0.5
+EPHEMERAL: Final[dict[str, Any]] = {"ack_policy": "none", "mem_storage": True, "num_replicas": 1}  # consumer settings
 NO_STREAM: Final = 10059
 NO_MESSAGE: Final = 10037
 
 
 @dataclass(frozen=True, slots=True)
 class StoredEntry:
-    """One stored message as read.
-
-    Attributes:
-        time: when the broker stored it, as RFC 3339 text of its clock; empty where it was not asked for.
-    """
+    """One stored message."""
 
     seq: int
     subject: str
     headers: dict[str, str] | None
     data: bytes
-    time: str = ""
+    time: str = ""  # when the broker stored it, as RFC 3339 text of its clock; empty unless requested
 
 
 async def ask(link: NatsLink, request: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The answer to one request.
+    """Send a request and return the reply.
 
     Raises:
-        ApiError: refused.
-        UserError: the broker runs without JetStream.
-        Disconnected: if the link was closed while waiting.
+        ApiError: if JetStream refuses the request.
+        UserError: if the broker runs without JetStream.
+        Disconnected: if the link is closed while waiting.
     """
     payload = json.dumps(body).encode() if body else b""
     started, attempts = time.monotonic(), 0
@@ -60,7 +57,7 @@ async def ask(link: NatsLink, request: str, body: dict[str, Any] | None = None) 
             if isinstance(error, TimeoutError):
                 attempts += 1
                 if attempts > 1:
-                    log.warning("%s: no answer within %g s; asking again", request, timeout_s)
+                    log.warning("%s: no answer within %g s; retrying", request, timeout_s)
                 link.doubt(request, timeout_s)
             started = time.monotonic()
             await asyncio.sleep(PAUSE_S)
@@ -68,9 +65,8 @@ async def ask(link: NatsLink, request: str, body: dict[str, Any] | None = None) 
         except NoResponders:
             link.doubt(request)
             if not link.has_jetstream and time.monotonic() - started > NO_JETSTREAM_AFTER_S:
-                raise UserError(
-                    f"the broker at {link.where} runs without JetStream; start nats-server with -js"
-                ) from None
+                message = f"the broker at {link.where} runs without JetStream; start nats-server with -js"
+                raise UserError(message) from None
             await asyncio.sleep(0.2)
             continue
         if "error" not in answer:
@@ -78,11 +74,8 @@ async def ask(link: NatsLink, request: str, body: dict[str, Any] | None = None) 
             return dict(answer)
         refusal = msgspec.convert(answer["error"], ErrorDescription)
         if refusal.err_code == NO_STREAM:
-            raise NoStream(
-                refusal.code,
-                refusal.err_code,
-                f"{request}: no such stream on {link.where}; it was purged, or the store was lost",
-            )
+            reason = f"{request}: no such stream on {link.where}; it was purged, or the store was lost"
+            raise NoStream(refusal.code, refusal.err_code, reason)
         if refusal.code != 503:  # 503: no leader yet, or JetStream is still starting
             link.trust(request)
             raise ApiError(refusal.code, refusal.err_code, refusal.description)
@@ -91,7 +84,7 @@ async def ask(link: NatsLink, request: str, body: dict[str, Any] | None = None) 
 
 
 async def find(link: NatsLink, stream_name: str, *, seq: int | None = None, last_of: str = "") -> StoredEntry | None:
-    """One message as the stream's leader has it, by its sequence or the newest of a subject; None when it has none."""
+    """Return one message from the stream's leader, by its sequence or the newest of a subject; None if missing."""
     query: dict[str, Any] = {"last_by_subj": last_of} if seq is None else {"seq": seq}
     try:
         found = (await ask(link, f"STREAM.MSG.GET.{stream_name}", query))["message"]
@@ -106,13 +99,11 @@ async def find(link: NatsLink, stream_name: str, *, seq: int | None = None, last
 
 
 async def bounds(link: NatsLink, stream_name: str, *, known: int = 0) -> tuple[int, int]:
-    """Return the (first kept, last ever stored) sequence of a stream; (last + 1, last) when it is empty.
+    """Return the (first kept, last ever stored) sequence of a stream; (last + 1, last) if it is empty.
 
     Args:
-        known: a sequence that was stored. Where a stream of several replicas ends before it, a server that comes back
-        from a
-            partition may be answering for the others; it is asked again for up to ``CATCH_UP_S`` seconds. A stream of
-            one replica has lost what it does not have.
+        known: a sequence that was stored. If a stream of several replicas ends before it, the server that answers may
+            be behind the others after a partition; it is queried again for up to ``CATCH_UP_S`` seconds.
     """
     started = time.monotonic()
     while True:
@@ -122,7 +113,5 @@ async def bounds(link: NatsLink, stream_name: str, *, known: int = 0) -> tuple[i
         replicas = int(answer.get("config", {}).get("num_replicas", 1))
         if last >= known or replicas < 2 or time.monotonic() - started > CATCH_UP_S:
             return (first, last) if state["messages"] else (last + 1, last)
-        log.warning(
-            "%s ends at %d on the server that answers, but %d was stored; asking again", stream_name, last, known
-        )
+        log.warning("%s ends at %d on the server that answers, but %d was stored; retrying", stream_name, last, known)
         await asyncio.sleep(CATCH_UP_PAUSE_S)

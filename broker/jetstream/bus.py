@@ -1,4 +1,4 @@
-"""The durable side: publish, fetch, acknowledge, read a log, last values, key-value. At-least-once, never less."""
+"""One process's access to a run's streams: publish, work queues, logs, last values, key-value buckets."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from broker.contract import codec, wire
 from broker.contract.sizes import HEADER_BYTES, Buffer
 from broker.contract.streams import DEAD, EVALS, STREAMS, Stream, StreamKind
 from broker.errors import LostState, TooLarge
+from broker.jetstream import provision
 from broker.jetstream.ack_progress import AckProgress
 from broker.jetstream.api import StoredEntry, ask, bounds, find
 from broker.jetstream.consumers import find_consumer
@@ -21,14 +22,7 @@ from broker.jetstream.delivery import DEAD_BYTES, Delivery, decode, decode_aside
 from broker.jetstream.kv import KeyValue
 from broker.jetstream.log_reader import follow
 from broker.jetstream.parts import EVALUATION, TRAINING, GroupParts
-from broker.jetstream.provision import (
-    REPLICAS_IN_CLUSTER,
-    delete_stream,
-    ensure_stream,
-    require_safe_cluster,
-    stream_config,
-    stream_names,
-)
+from broker.jetstream.provision import REPLICAS_IN_CLUSTER, ensure_stream, stream_config
 from broker.jetstream.publish import EXPECTED_LAST_SEQ, MESSAGE_ID, store
 from broker.jetstream.reserve import release
 from broker.jetstream.work_queue import WorkQueue
@@ -47,31 +41,24 @@ DELETE_FAILED: Final = (10037, 10043, 10057)
 
 @dataclass(frozen=True, slots=True)
 class LogRecord:
-    """One entry of a log; exactly one of ``message`` and ``error`` is set.
-
-    Attributes:
-        message: a ``Parted`` only where the reader did not want its group.
-        error: why it did not decode.
-        ticket: from the TICKET_HEADER, 0 if absent.
-        data: the message's encoding: of a group that came in parts, the parts' bytes.
-    """
+    """One entry of a log; exactly one of ``message`` and ``error`` is set."""
 
     seq: int
-    message: wire.Message | None
-    error: str
-    ticket: int
-    data: bytes | bytearray
+    message: wire.Message | None  # a ``Parted`` only if the reader did not want its group
+    error: str  # why it did not decode
+    ticket: int  # from the TICKET_HEADER, 0 if absent
+    data: bytes | bytearray  # the message's encoding; for a group in parts, the bytes of all parts
 
 
 class Bus:
-    """One process's connection to the broker, for one run. Reconnects for ever; publishes wait while disconnected.
+    """One process's connection to the broker for one run. Reconnects forever; publishes wait while disconnected.
 
     Attributes:
-        run: the run; may be set once after ``connect`` when its name had to be found first.
-        name: who this is, in the broker's lists and in dead letters.
-        replicas: servers that hold each message of the streams made from now on; None: three in a cluster, else one.
-        hang_after_s: in-progress marks stop when the event loop has not turned for this long.
-        link: the connection below, for what crosses the broker without being stored.
+        run: the run; may be set once after ``connect``, if its name has to be found first.
+        name: the process's name in the broker's lists and in dead letters.
+        replicas: servers that hold each message of streams created from now on; None: three in a cluster, else one.
+        hang_after_s: in-progress marks stop if the event loop has not turned for this long.
+        link: the underlying connection, for messages that are not stored.
     """
 
     def __init__(self, link: NatsLink, run: str) -> None:
@@ -81,24 +68,21 @@ class Bus:
         self._marks = AckProgress(link.url, link.name, lambda: self.hang_after_s)
         self._parts = GroupParts(link, lambda: self.run)
         self._in_flight = asyncio.Semaphore(MAX_IN_FLIGHT)
-        self._made: set[str] = set()  # streams that were there when this bus asked for all of them
+        self._made: set[str] = set()  # streams that ``ensure_streams`` found or created
         self._buckets: dict[str, KeyValue] = {}
         self._queues: dict[tuple[str, str], asyncio.Task[WorkQueue]] = {}
 
     @classmethod
     async def connect(cls, url: str, run: str, *, name: str, deadline_s: float | None = None) -> Bus:
-        """Keep trying and say so every few seconds.
+        """Connect, retrying until the deadline and logging that every few seconds.
 
         Raises:
-            BrokerUnreachable: no answer within ``deadline_s`` (None: for ever).
+            BrokerUnreachable: if no broker answers within ``deadline_s`` (None: no limit).
         """
         link = NatsLink(url, name)
         await link.open(deadline_s)
-        if link.max_payload < wire.MAX_PAYLOAD_BYTES + HEADER_BYTES:
-            log.warning(
-                "the broker takes messages of %d bytes only; larger requests fail (set max_payload: 9MB there)",
-                link.max_payload,
-            )
+        if (limit := link.max_payload) < wire.MAX_PAYLOAD_BYTES + HEADER_BYTES:
+            log.warning("the broker's max_payload is %d bytes; larger requests fail (set max_payload: 9MB)", limit)
         return cls(link, run)
 
     async def close(self) -> None:
@@ -108,38 +92,38 @@ class Bus:
         await self._marks.close()
         await self.link.close()
 
-    # ---------------------------------------------------------------------------------------- streams
-
     async def ensure_streams(self) -> None:
-        """Create this run's streams and buckets; does nothing for those that exist.
+        """Create those of this run's streams and buckets that do not exist.
 
         Raises:
-            UserError: no JetStream, no room for another run, or a cluster of servers that are too old.
+            UserError: if the broker has no JetStream or no room for another run, or its cluster is too old.
         """
-        require_safe_cluster(self.link)
+        link = self.link
+        provision.require_safe_cluster(link)
         configs = [config for stream in STREAMS if (config := self._config(stream, self.run))]
-        there = await stream_names(self.link, f"rl.{self.run}.>") | await stream_names(self.link, "$KV.>")
-        await asyncio.gather(*(ensure_stream(self.link, config) for config in configs if config["name"] not in there))
+        found = await provision.stream_names(link, f"rl.{self.run}.>") | await provision.stream_names(link, "$KV.>")
+        await asyncio.gather(*(ensure_stream(link, config) for config in configs if config["name"] not in found))
         self._made = {config["name"] for config in configs}
 
     def _config(self, stream: Stream, run: str) -> dict[str, Any] | None:
         return stream_config(stream, run, self.replicas or (REPLICAS_IN_CLUSTER if self.link.clustered else 1))
 
     async def delete_streams(self) -> None:
-        """Remove this run's streams with all that is in them, and its keys."""
+        """Delete this run's streams with all their messages, and its keys."""
         for stream in STREAMS:
             config = stream_config(stream, self.run)
             if config is None:
                 continue
             if stream.kind is not StreamKind.KV:
-                await delete_stream(self.link, config["name"])
+                await provision.delete_stream(self.link, config["name"])
             else:
                 bucket = await self.key_value(stream)
                 for key in await bucket.keys():
-                    if key == self.run or key.startswith(f"{self.run}."):
+                    if self._is_ours(key):
                         await bucket.delete(key)
 
-    # ---------------------------------------------------------------------------------------- publish
+    def _is_ours(self, key: str) -> bool:
+        return key == self.run or key.startswith(f"{self.run}.")
 
     async def publish(
         self,
@@ -151,23 +135,21 @@ class Bus:
         message_id: str = "",
         expected_last_seq: int | None = None,
     ) -> int | None:
-        """Store one message and return its sequence once the broker has confirmed it; retried until it has.
+        """Store one message, retrying until the broker confirms it; return its sequence.
 
-        A group that is too large for one message is stored in parts, and then a ``Parted`` that stands for it.
+        A group too large for one message is stored in parts, followed by a ``Parted`` that refers to them.
         ``message_id`` lets the broker drop a repetition within two minutes. None: ``expected_last_seq`` did not match.
 
         Raises:
-            TooLarge: the message is larger than the wire or the broker allows; nothing was sent.
-            WireError: the message breaks its own rules; nothing was sent.
-            LostState: the broker has no such stream.
+            TooLarge: if the message is larger than the wire or the broker allows; nothing was sent.
+            WireError: if the message breaks its own rules; nothing was sent.
+            LostState: if the broker has no such stream.
         """
         data = await aside(_weight(message), partial(codec.encode, message))
         if isinstance(message, wire.Group) and wire.Parted in stream.messages and len(data) > self._parts.inline_bytes:
             data = codec.encode(await self._parts.put(message, data))
-        if len(data) + HEADER_BYTES > self.link.max_payload:
-            raise TooLarge(
-                f"{type(message).__name__} is {len(data)} bytes, the broker's limit is {self.link.max_payload}"
-            )
+        if len(data) + HEADER_BYTES > (limit := self.link.max_payload):
+            raise TooLarge(f"{type(message).__name__} is {len(data)} bytes, the broker's limit is {limit}")
         headers = {MESSAGE_ID: message_id or f"{self.link.inbox}.{self.link.next_token()}"}
         if ticket:
             headers[wire.TICKET_HEADER] = str(ticket)
@@ -178,48 +160,42 @@ class Bus:
         async with self._in_flight:
             name, subject = stream.stream_name(self.run), stream.subject(self.run, key)
             essential = stream.essential or isinstance(message, wire.RulesChange)
-            return await store(
-                self.link, name, subject, data, headers, partial(release, self.link, self.run) if essential else None
-            )
+            make_room = partial(release, self.link, self.run) if essential else None
+            return await store(self.link, name, subject, data, headers, make_room)
 
     async def last_seq(self, stream: Stream) -> int:
-        """Sequence of the newest message ever stored, 0 when none."""
-        return (await bounds(self.link, stream.stream_name(self.run)))[1]
+        """Return the sequence of the newest message ever stored, 0 if none."""
+        return (await self.bounds(stream))[1]
 
     async def first_seq(self, stream: Stream) -> int:
-        """Sequence of the oldest message kept; one past the newest when there is none."""
-        return (await bounds(self.link, stream.stream_name(self.run)))[0]
+        """Return the sequence of the oldest message kept; one past the newest if none is kept."""
+        return (await self.bounds(stream))[0]
 
     async def bounds(self, stream: Stream, *, known: int = 0) -> tuple[int, int]:
-        """Return the oldest kept and the newest ever stored sequence, of one moment; (last + 1, last) when there is
-        none.
+        """Return the oldest kept and the newest ever stored sequence; (last + 1, last) if none is kept.
 
         Args:
-            known: a sequence that was stored; replicas that have not caught up with it are waited for, see
-            ``api.bounds``.
+            known: a sequence that was stored; waits for replicas that are behind it, see ``api.bounds``.
         """
         return await bounds(self.link, stream.stream_name(self.run), known=known)
 
     async def missing(self, stream: Stream, seqs: Collection[int]) -> set[int]:
-        """Return those of these sequences that were stored and are not kept any more."""
+        """Return those of these sequences that were stored and are no longer kept."""
         if not seqs:
             return set()
-        state = (await ask(self.link, f"STREAM.INFO.{stream.stream_name(self.run)}", {"deleted_details": True}))[
-            "state"
-        ]
+        state = (await self.info(stream, {"deleted_details": True}))["state"]
         deleted, first, last = set(state.get("deleted") or ()), int(state["first_seq"]), int(state["last_seq"])
         return {seq for seq in seqs if seq <= last and (seq < first or seq in deleted or not state["messages"])}
 
-    async def info(self, stream: Stream) -> dict[str, Any]:
-        """JetStream's own description of a stream: its configuration and state."""
-        return await ask(self.link, f"STREAM.INFO.{stream.stream_name(self.run)}")
+    async def info(self, stream: Stream, details: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return JetStream's description of a stream: its configuration and state, with the requested details."""
+        return await ask(self.link, f"STREAM.INFO.{stream.stream_name(self.run)}", details)
 
     async def depth(self, stream: Stream) -> dict[str, int]:
-        """For a work queue, messages per key not yet acknowledged; for a log, {'': messages kept}."""
-        body = {"subjects_filter": stream.all_subjects(self.run)} if stream.kind is StreamKind.WORK_QUEUE else None
-        state = (await ask(self.link, f"STREAM.INFO.{stream.stream_name(self.run)}", body))["state"]
+        """Return the unacknowledged messages per key of a work queue, or {'': messages kept} of a log."""
         if stream.kind is not StreamKind.WORK_QUEUE:
-            return {"": int(state["messages"])}
+            return {"": int((await self.info(stream))["state"]["messages"])}
+        state = (await self.info(stream, {"subjects_filter": stream.all_subjects(self.run)}))["state"]
         return {subject.rpartition(".")[2]: int(count) for subject, count in (state.get("subjects") or {}).items()}
 
     async def trim(self, stream: Stream, before_seq: int) -> None:
@@ -228,22 +204,22 @@ class Bus:
             await ask(self.link, f"STREAM.PURGE.{stream.stream_name(self.run)}", {"seq": before_seq})
 
     async def delete(self, stream: Stream, seq: int) -> bool:
-        """Delete one message by its sequence; False when it is not there (any more).
+        """Delete one message by its sequence; return False if it is not there.
 
-        A consumer that holds it already may still acknowledge it; nobody gets it again.
+        A consumer that already holds it may still acknowledge it; it is not delivered again.
         """
         name = stream.stream_name(self.run)
         try:
             await ask(self.link, f"STREAM.MSG.DELETE.{name}", {"seq": seq, "no_erase": True})
         except ApiError as error:
-            # Servers use several codes, a general one among them, for a message that is not there.
+            # servers use several codes, including a general one, for a missing message
             if error.err_code not in DELETE_FAILED or await find(self.link, name, seq=seq) is not None:
                 raise
             return False
         return True
 
     async def last_delivered(self, stream: Stream, key: str) -> int:
-        """Return the highest sequence of a work queue's key that was ever delivered to anyone, 0 if none was."""
+        """Return the highest sequence of a work queue's key that was ever delivered, 0 if none."""
         name, consumer = stream.stream_name(self.run), key
         while True:
             try:
@@ -254,23 +230,21 @@ class Bus:
                 found = await find_consumer(self.link, name, key, stream.subject(self.run, key))
                 if found is None or found["durable_name"] == consumer:
                     return 0
-                consumer = found["durable_name"]  # another program made it
+                consumer = found["durable_name"]  # created by another program
             else:
                 return int(info["delivered"]["stream_seq"])
 
     async def trim_parts(self, log: Stream, keep: Callable[[int], bool]) -> int:
-        """Delete the parts of all tickets of a log that are not to be kept; how many tickets had some.
+        """Delete the parts of every ticket of a log that ``keep`` rejects; return how many tickets had some.
 
         Args:
             log: SAMPLES or EVALS.
-            keep: whether a record of this ticket may still be read, or come.
+            keep: whether a record of this ticket may still be read or arrive.
         """
         return await self._parts.trim(EVALUATION if log is EVALS else TRAINING, keep)
 
-    # ------------------------------------------------------------------------------------------- read
-
     async def work_queue(self, stream: Stream, key: str) -> WorkQueue:
-        """The queue of one key; the same object each time."""
+        """Return the queue of one key, the same object each time."""
         task = self._queues.get((stream.name, key))
         if task is None or (task.done() and (task.cancelled() or task.exception())):
             task = self._queues[stream.name, key] = asyncio.create_task(self._open_queue(stream, key))
@@ -284,39 +258,35 @@ class Bus:
     async def read_log(
         self, stream: Stream, start_seq: int, *, wanted: Callable[[int], bool] = lambda _: True
     ) -> AsyncGenerator[LogRecord, None]:
-        """Every record from ``start_seq`` on, in order, without gaps, across reconnects; waits at the end.
+        """Yield every record from ``start_seq`` on, in order, without gaps, across reconnects; wait at the end.
 
         A log with a size limit may have lost its oldest records; reading then starts at the oldest kept.
 
         Args:
-            wanted: whether to fetch the group of this ticket where it travels in parts; asked when the record's turn
-            comes. A record
-                that is not wanted has the ``Parted`` as its message; one whose parts are gone or damaged has an error.
+            wanted: whether to fetch this ticket's group if it is stored in parts; called when the record's turn comes.
+                Other records have the ``Parted`` as message; one whose parts are missing or damaged has an error.
 
         Raises:
-            LostState: the log ends before ``start_seq - 1``, or has lost records it should have kept.
+            LostState: if the log ends before ``start_seq - 1``, or has lost records it should have kept.
         """
         name = stream.stream_name(self.run)
         following = max(start_seq, 1)
 
         async def start() -> dict[str, Any]:
-            first, last = await bounds(self.link, name, known=following - 1)
-            if last < following - 1:
-                raise LostState(
-                    f"{name} ends at {last}, but {following - 1} had been read from it; the broker lost its store"
-                )
+            read = following - 1
+            first, last = await bounds(self.link, name, known=read)
+            if last < read:
+                raise LostState(f"{name} ends at {last}, but {read} was already read; the broker lost its store")
             if first > following and not stream.max_bytes:
-                raise LostState(
-                    f"{name} starts at {first}, but {following} is still to be read; it was trimmed too far"
-                )
+                raise LostState(f"{name} starts at {first}, but {following} is not read yet; it was trimmed too far")
             return {"deliver_policy": "by_start_sequence", "opt_start_seq": following}
 
         async with aclosing(follow(self.link, name, start)) as entries:
             async for entry in entries:
-                # A replica that came back from a crash or a partition may lack what the others have.
+                # a replica back from a crash or a partition may lack messages that the others have
                 skipped = range(following, entry.seq) if not stream.max_bytes else ()
                 for seq in skipped:
-                    log.warning("%s: %d did not come before %d; asking the stream's leader", name, seq, entry.seq)
+                    log.warning("%s: %d is missing before %d; asking the stream's leader", name, seq, entry.seq)
                     if (missed := await find(self.link, name, seq=seq)) is not None:
                         following = seq + 1
                         yield await self.record(missed, stream, wanted)
@@ -327,7 +297,7 @@ class Bus:
     async def record(
         self, entry: StoredEntry, stream: Stream, wanted: Callable[[int], bool] = lambda _: True
     ) -> LogRecord:
-        """Decode one entry of a log, with its parts if they are wanted."""
+        """Decode one entry of a log, with its parts if wanted."""
         message, error = await decode_aside(entry.data, stream.messages)
         data: bytes | bytearray = entry.data
         if isinstance(message, wire.Parted) and wanted(message.ticket):
@@ -336,7 +306,7 @@ class Bus:
         return LogRecord(entry.seq, message, error, ticket_of(entry.headers), data)
 
     async def watch_last(self, stream: Stream) -> AsyncGenerator[wire.Message, None]:
-        """The newest value now and every newer one; intermediate values may be skipped."""
+        """Yield the newest value and every newer one; intermediate values may be skipped."""
         newest = 0
 
         async def start() -> dict[str, Any]:
@@ -354,13 +324,13 @@ class Bus:
                     yield message
 
     async def key_value(self, stream: Stream) -> KeyValue:
-        """The bucket of a KV row; shared by all runs, its keys begin with the run."""
+        """Return the bucket of a KV row; all runs share it, their keys begin with the run."""
         if stream.name in self._buckets:
             return self._buckets[stream.name]
 
         async def malformed(key: str, seq: int, reason: str, data: bytes) -> None:
             log.warning("%s %s: %s", stream.name, key, reason)
-            if key == self.run or key.startswith(f"{self.run}."):
+            if self._is_ours(key):
                 await self.dead_letter(stream, seq=seq, ticket=0, reason=f"{key}: {reason}", data=data)
 
         config = self._config(stream, self.run or "any")
@@ -368,31 +338,23 @@ class Bus:
         ensure = partial(ensure_stream, self.link, config)
         if config["name"] not in self._made:
             await ensure()
-        return self._buckets.setdefault(
-            stream.name, KeyValue(self.link, stream, config["name"].removeprefix("KV_"), malformed, ensure)
-        )
+        bucket = KeyValue(self.link, stream, config["name"].removeprefix("KV_"), malformed, ensure)
+        return self._buckets.setdefault(stream.name, bucket)
 
     async def dead_letter(self, stream: Stream, *, seq: int, ticket: int, reason: str, data: Buffer) -> None:
-        """Put bytes nobody could use where the operator finds them; once, however many readers stumble over them."""
+        """Store unusable bytes for the operator, once even if several readers report them."""
+        name, reason = stream.name, " ".join(reason.split())
         letter = wire.DeadLetter(
-            stream=stream.name,
-            sequence=seq,
-            ticket=ticket,
-            reason=" ".join(reason.split()),
-            by=self.name,
-            data=bytes(data[:DEAD_BYTES]),
+            stream=name, sequence=seq, ticket=ticket, reason=reason, by=self.name, data=bytes(data[:DEAD_BYTES])
         )
-        await self.publish(
-            DEAD, letter, key=stream.name, ticket=ticket, message_id=f"dead.{stream.name}.{seq}" if seq else ""
-        )
+        await self.publish(DEAD, letter, key=name, ticket=ticket, message_id=f"dead.{name}.{seq}" if seq else "")
 
 
 def _weight(message: wire.Message) -> int:
-    """About how many bytes encoding takes through its hands; 0 for what is small, or not as it should be."""
+    """Estimate the bytes to encode; 0 for small and for malformed messages."""
     if not isinstance(message, wire.Group):
         return 0
     try:
-        # an id, a logprob and a mask for each token
-        return 9 * sum(len(one.loss_mask.data) for one in message.trajectories)
+        return 9 * sum(len(one.loss_mask.data) for one in message.trajectories)  # id, logprob and mask of each token
     except (TypeError, AttributeError):
-        return 0  # encoding says what is wrong
+        return 0  # encoding reports the error

@@ -1,6 +1,4 @@
-"""The durable consumer of a work queue: its settings, and what becomes of one that another program made with other
-settings.
-"""
+"""Settings of a work queue's durable consumer, and how one created by another program is adopted."""
 
 from __future__ import annotations
 
@@ -16,29 +14,28 @@ from broker.nats.nats_errors import ApiError, NoStream
 log = logging.getLogger(__name__)
 
 MAX_WAITING_PULLS: Final = 8192  # hubs that may wait at one queue
-LONGEST_ACK_WAIT_S: Final = 60.0  # of another program's; as long as a dead hub's tickets lie still
-KEPT: Final[tuple[str, ...]] = ("max_waiting", "mem_storage", "num_replicas")  # cannot be changed, and do no harm
-# Settings of which a queue works with one value only, with the server's name for "not set".
+LONGEST_ACK_WAIT_S: Final = 60.0  # accepted from another program; delays a dead hub's tickets that long
+KEPT: Final[tuple[str, ...]] = ("max_waiting", "mem_storage", "num_replicas")  # harmless, and cannot be changed
+# settings for which a queue needs exactly this value
 OTHERS: Final[dict[str, Any]] = {
     "deliver_subject": "", "replay_policy": "instant", "headers_only": False, "priority_policy": "", "max_batch": 0,
-    "max_expires": 0,
-    "max_bytes": 0, "inactive_threshold": 0, "backoff": [], "filter_subjects": [], "mem_storage": False,
-    "num_replicas": 0,
+    "max_expires": 0, "max_bytes": 0, "inactive_threshold": 0, "backoff": [], "filter_subjects": [],
+    "mem_storage": False, "num_replicas": 0,
 }  # fmt: skip
 UNSET: Final[tuple[Any, ...]] = (None, "", 0, False, [], "none")
 SECONDS: Final = ("ack_wait", "max_expires", "inactive_threshold")  # in nanoseconds on the wire
 
 
 def settings(name: str, subject: str) -> dict[str, Any]:
-    """JetStream's configuration of the consumer of one queue."""
+    """Return JetStream's configuration of one queue's consumer."""
     return {
         "durable_name": name,
         "filter_subject": subject,
         "ack_policy": "explicit",
         "ack_wait": int(ACK_WAIT_S * 1e9),
         "deliver_policy": "all",
-        "max_ack_pending": -1,  # the default of 1,000 stalls a fleet without a word
-        "max_deliver": -1,  # the hub closes a ticket that comes too often; the broker never forgets one
+        "max_ack_pending": -1,  # the default of 1,000 silently stalls a fleet
+        "max_deliver": -1,  # hubs close a ticket that is delivered too often; the broker must not drop it
         "max_waiting": MAX_WAITING_PULLS,
     }
 
@@ -46,15 +43,11 @@ def settings(name: str, subject: str) -> dict[str, Any]:
 def differences(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the settings in which a consumer differs from what is wanted, with both values."""
     pairs = {name: (found.get(name), value) for name, value in (OTHERS | wanted).items()}
-    return {
-        name: pair for name, pair in pairs.items() if pair[0] != pair[1] and not (pair[0] in UNSET and pair[1] in UNSET)
-    }
+    return {name: (a, b) for name, (a, b) in pairs.items() if a != b and not (a in UNSET and b in UNSET)}
 
 
 def adopted(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that a consumer of another program gets: the wanted ones, except those of its own that do no
-    harm.
-    """
+    """Return the settings for another program's consumer: the wanted ones, except harmless ones of its own."""
     kept = {name: found[name] for name in KEPT if name in found}
     if wanted["ack_wait"] <= found.get("ack_wait", 0) <= LONGEST_ACK_WAIT_S * 1e9:
         kept["ack_wait"] = found["ack_wait"]
@@ -62,11 +55,11 @@ def adopted(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 async def ensure_consumer(link: NatsLink, stream_name: str, wanted: dict[str, Any]) -> str:
-    """Make the consumer of a queue, or adopt the one that is there. Return its name.
+    """Create the consumer of a queue, or adopt the existing one; return its name.
 
     Raises:
-        UserError: the one that is there cannot be used, and why.
-        ApiError: refused for another reason.
+        UserError: if the existing one cannot be used.
+        ApiError: if the broker refuses for another reason.
     """
     try:
         await _create(link, stream_name, wanted, action="create")
@@ -89,11 +82,9 @@ async def _adopt(link: NatsLink, stream_name: str, found: dict[str, Any], wanted
             raise ApiError(400, 0, "it takes messages of other subjects")
     except ApiError as error:
         raise UserError(
-            f"the consumer {name} of stream {stream_name}, which another program made, cannot serve "
-            f"{wanted['filter_subject']}: "
-            f"{error.description}; it has {_listed(differences(found, changed))}; delete it (nats consumer rm "
-            f"{stream_name} {name}), "
-            "and it is made as docs/wire.md says"
+            f"the consumer {name} of stream {stream_name}, created by another program, cannot serve "
+            f"{wanted['filter_subject']}: {error.description}; it has {_listed(differences(found, changed))}; "
+            f"delete it with `nats consumer rm {stream_name} {name}` to have it created as in docs/wire.md"
         ) from None
     if kept := differences(changed, wanted):
         kept.pop("durable_name", None)
@@ -102,24 +93,22 @@ async def _adopt(link: NatsLink, stream_name: str, found: dict[str, Any], wanted
 
 
 async def find_consumer(link: NatsLink, stream_name: str, name: str, subject: str) -> dict[str, Any] | None:
-    """Return the configuration of the consumer of that name, else of one that takes that subject's messages; None if
-    there is none.
-    """
+    """Return the configuration of the consumer with that name, else of one that takes that subject, else None."""
     configs: list[dict[str, Any]] = []
     while True:
         page = await ask(link, f"CONSUMER.LIST.{stream_name}", {"offset": len(configs)})
         configs += [one["config"] for one in page.get("consumers") or []]
         if not page.get("consumers") or len(configs) >= int(page.get("total", 0)):
             break
-    configs = [
-        {"filter_subject": "", **one, "durable_name": one.get("durable_name") or one.get("name", "")} for one in configs
-    ]
+    for one in configs:
+        one.setdefault("filter_subject", "")
+        one["durable_name"] = one.get("durable_name") or one.get("name", "")
     named = [one for one in configs if one["durable_name"] == name]
     return next(iter(named + [one for one in configs if _takes(one["filter_subject"], subject)]), None)
 
 
 def _takes(pattern: str, subject: str) -> bool:
-    """Whether a filter takes a subject; an empty one takes all."""
+    """Return whether a filter matches a subject; an empty one matches all."""
     tokens, parts = (pattern or ">").split("."), subject.split(".")
     if tokens[-1] == ">" and len(parts) >= len(tokens):
         tokens, parts = tokens[:-1], parts[: len(tokens) - 1]
@@ -127,10 +116,8 @@ def _takes(pattern: str, subject: str) -> bool:
 
 
 def _listed(differing: dict[str, tuple[Any, Any]]) -> str:
-    return ", ".join(
-        f"{name} {_shown(name, has)} instead of {_shown(name, should)}"
-        for name, (has, should) in sorted(differing.items())
-    )
+    items = sorted(differing.items())
+    return ", ".join(f"{name} {_shown(name, has)} instead of {_shown(name, want)}" for name, (has, want) in items)
 
 
 def _shown(name: str, value: Any) -> str:

@@ -1,6 +1,4 @@
-"""Messages that cross the broker without being stored: metrics, requests and replies. Best effort; the requester
-retries.
-"""
+"""Messages that the broker passes on without storing them: metrics, requests and replies."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ Handler = Callable[[wire.Message], Awaitable[wire.Message | None]]
 
 
 async def publish_metrics(bus: Bus, metrics: wire.Metrics) -> None:
-    """Lost while disconnected or when nobody listens. Values that are no finite number are left out."""
+    """Publish metrics, without those that are not finite; lost if disconnected or if nothing listens."""
     finite = {name: value for name, value in metrics.values.items() if math.isfinite(value)}
     subject = METRICS.subject(bus.run, f"{metrics.role}.{metrics.id}")
     try:
@@ -42,7 +40,7 @@ async def publish_metrics(bus: Bus, metrics: wire.Metrics) -> None:
 
 
 async def watch_metrics(bus: Bus, role: str = "") -> AsyncGenerator[wire.Metrics, None]:
-    """Metrics of every process of the run, or of one role, from now on; a reader that is too slow misses the oldest."""
+    """Yield the metrics of every process of the run, or of one role; a reader that is too slow misses the oldest."""
     waiting: deque[Msg] = deque(maxlen=MAX_WAITING_METRICS)
     arrived = asyncio.Event()
 
@@ -69,22 +67,20 @@ async def watch_metrics(bus: Bus, role: str = "") -> AsyncGenerator[wire.Metrics
 async def request(
     bus: Bus, stream: Stream, key: str, message: wire.Message, *, timeout_s: float, reply: type[M] | tuple[type[M], ...]
 ) -> M:
-    """Ask who responds under that key; the answer is a message of a type in ``reply``.
+    """Send a request to the responder of that key; return its reply, of a type in ``reply``.
 
     Raises:
-        RequestFailed: nobody listens, no answer in time, or an answer that does not decode.
+        RequestFailed: if nothing listens, or the reply is late or does not decode.
     """
     subject = stream.subject(bus.run, key)
     try:
         data = codec.encode(message)
-        if len(data) > bus.link.max_payload:
-            raise TooLarge(
-                f"{type(message).__name__} is {len(data)} bytes, the broker's limit is {bus.link.max_payload}"
-            )
+        if len(data) > (limit := bus.link.max_payload):
+            raise TooLarge(f"{type(message).__name__} is {len(data)} bytes, the broker's limit is {limit}")
         answer = await bus.link.call(subject, data, timeout_s=timeout_s)
         return codec.decode(answer.data, *(reply if isinstance(reply, tuple) else (reply,)))
     except NoResponders:
-        raise RequestFailed(f"{subject}: nobody listens") from None
+        raise RequestFailed(f"{subject}: nothing listens") from None
     except TimeoutError:
         raise RequestFailed(f"{subject}: no answer within {timeout_s:g} s") from None
     except (Disconnected, WireError) as error:
@@ -92,9 +88,9 @@ async def request(
 
 
 async def respond(bus: Bus, stream: Stream, key: str, handle: Handler) -> LinkSubscription:
-    """Answer requests, each in a task of its own, until the returned subscription is closed.
+    """Answer requests, each in its own task, until the returned subscription is closed.
 
-    ``None`` answers nothing. A request that does not decode goes to the dead letters; its asker times out.
+    A handler that returns None sends no reply. A request that does not decode becomes a dead letter and times out.
     """
     tasks: set[asyncio.Task[None]] = set()
 
@@ -108,7 +104,7 @@ async def respond(bus: Bus, stream: Stream, key: str, handle: Handler) -> LinkSu
             try:
                 await bus.link.send(request.reply, codec.encode(reply))
             except Disconnected:
-                log.debug("%s: no connection to answer on; the asker asks again", stream.name)
+                log.debug("%s: not connected, reply lost; the requester retries", stream.name)
 
     async def receive(request: Msg) -> None:
         task = asyncio.create_task(answer(request))

@@ -1,4 +1,4 @@
-"""One message of a work queue: what it holds, and how it is acknowledged or handed back."""
+"""One message received from a work queue: its content, and how to acknowledge it or hand it back."""
 
 from __future__ import annotations
 
@@ -22,27 +22,26 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Decoded = tuple[wire.Message | None, str]  # message, or None and why it does not decode
+
 ACK: Final = b"+ACK"
 CONFIRM_WITHIN_S: Final = 5.0
 CONFIRM_TRIES: Final = 3
-DEAD_BYTES: Final = 1 << 20  # of a dead letter
-MAX_DIGITS: Final = 18  # of a number in a header; more do not fit into 64 bits
+DEAD_BYTES: Final = 1 << 20  # in a dead letter
+MAX_DIGITS: Final = 18  # of a number in a header; more may not fit into 64 bits
 
 
 class Delivery:
-    """One message of a work queue, ours until acknowledged; in-progress marks are sent until then.
-
-    The marks come from a thread with a connection of its own, so that a busy event loop cannot starve them; they stop
-    when the event loop has not turned for ``Bus.hang_after_s``.
+    """One message of a work queue, held by this process until acknowledged; in-progress marks are sent until then.
 
     Attributes:
-        message: the decoded message, None when it did not decode; a ``Parted`` until ``load`` was awaited.
+        message: the decoded message, None if it did not decode; a ``Parted`` until ``load`` was awaited.
         error: why it did not decode, else empty.
-        ticket: from the TICKET_HEADER, 0 if absent or no number.
-        eval_step: from the EVAL_HEADER, -1 (training) if absent or no number.
+        ticket: from the TICKET_HEADER, 0 if absent or not a number.
+        eval_step: from the EVAL_HEADER, -1 (training) if absent or not a number.
         seq: its sequence in the stream.
-        num_delivered: how many times it was delivered to anyone, 1 = first.
-        data: the bytes as they came; of a group that came in parts, no more than dead letters hold.
+        num_delivered: how often it was delivered to any process, this delivery included.
+        data: the received bytes; for a group in parts, at most what a dead letter holds.
     """
 
     __slots__ = (
@@ -57,14 +56,7 @@ class Delivery:
         """Decode one message of a queue."""
         return cls(link, marks, parts, message, await decode_aside(message.data, types))
 
-    def __init__(
-        self,
-        link: NatsLink,
-        marks: AckProgress,
-        parts: GroupParts,
-        message: Msg,
-        decoded: tuple[wire.Message | None, str],
-    ) -> None:
+    def __init__(self, link: NatsLink, marks: AckProgress, parts: GroupParts, message: Msg, decoded: Decoded) -> None:
         self._link, self._marks, self._parts, self._subject = link, marks, parts, message.reply
         self.num_delivered, self.seq, _ = delivery_numbers(message.reply)
         self.ticket = ticket_of(message.headers)
@@ -74,11 +66,10 @@ class Delivery:
         self._parted = self.message if isinstance(self.message, wire.Parted) else None
 
     async def load(self) -> wire.Message | None:
-        """The message; a group that travels in parts is fetched first. ``error`` and ``data`` become those of the
-        group.
+        """Return the message, fetching a group in parts first and setting ``error`` and ``data`` to the group's.
 
         Raises:
-            LostState: there is no stream for parts.
+            LostState: if there is no stream for parts.
         """
         if isinstance(self.message, wire.Parted):
             self.message, self.error, data = await self._parts.load(self.message)
@@ -86,23 +77,21 @@ class Delivery:
         return self.message
 
     async def ack(self) -> None:
-        """Done for good; confirmed by the broker. Any number may be awaited at once. Parts of the message are
-        deleted.
-        """
+        """Acknowledge the message with confirmation and delete its parts; any number may be awaited at once."""
         try:
             await self._settle(ACK)
         finally:
-            self._marks.release(self._subject)  # after the confirmation: while the broker is away, it is still ours
+            self._marks.release(self._subject)  # after the confirmation: until then the message is still held
         if self._parted is not None:
             await self._parts.drop(self._parted)
 
     async def nak(self, delay_s: float = 0.0) -> None:
-        """Hand back for someone else, after a delay."""
+        """Hand the message back for redelivery after a delay."""
         self._marks.release(self._subject)
         await self._settle(nak_payload(delay_s))
 
     async def _settle(self, payload: bytes) -> None:
-        """Without a confirmation it comes again, which is allowed: at-least-once."""
+        """Send an acknowledgement; without a confirmation the message comes again, as at-least-once allows."""
         for _ in range(CONFIRM_TRIES):
             try:
                 while True:
@@ -120,36 +109,36 @@ class Delivery:
 
 
 def delivery_numbers(ack_subject: str) -> tuple[int, int, int]:
-    """(times delivered, stream sequence, consumer sequence) from a message's acknowledgement subject."""
+    """Return (times delivered, stream sequence, consumer sequence) from an acknowledgement subject."""
     tokens = ack_subject.split(".")
     first = 4 if len(tokens) == 9 else 6  # longer with a JetStream domain and account in it
     return int(tokens[first]), int(tokens[first + 1]), int(tokens[first + 2])
 
 
 def ticket_of(headers: dict[str, str] | None) -> int:
-    """The number in the TICKET_HEADER, 0 if absent or none."""
+    """Return the number in the TICKET_HEADER, 0 if absent or not a number."""
     return number_of(headers, wire.TICKET_HEADER, 0)
 
 
 def number_of(headers: dict[str, str] | None, name: str, otherwise: int) -> int:
-    """The natural number in a header, ``otherwise`` if the header is absent or holds something else."""
+    """Return the natural number in a header, ``otherwise`` if the header is absent or holds something else."""
     text = headers.get(name, "") if headers else ""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS else otherwise
 
 
-def decode(data: Buffer, types: tuple[type[wire.Message], ...]) -> tuple[wire.Message | None, str]:
-    """The message or why it is none."""
+def decode(data: Buffer, types: tuple[type[wire.Message], ...]) -> Decoded:
+    """Return the message, or None and why it does not decode."""
     try:
         return codec.decode(data, *types), ""
     except WireError as error:
         return None, str(error)
 
 
-async def decode_aside(data: Buffer, types: tuple[type[wire.Message], ...]) -> tuple[wire.Message | None, str]:
-    """The same without holding up the event loop for a large one."""
+async def decode_aside(data: Buffer, types: tuple[type[wire.Message], ...]) -> Decoded:
+    """Decode as ``decode`` does, a large message in a thread."""
     return await aside(len(data), partial(decode, data, types))
 
 
 def nak_payload(delay_s: float) -> bytes:
-    """Negative acknowledgement, with a delay in nanoseconds if there is one."""
+    """Return a negative acknowledgement, with the delay in nanoseconds if there is one."""
     return b"-NAK" + (b" " + json.dumps({"delay": int(delay_s * 1e9)}).encode() if delay_s > 0 else b"")

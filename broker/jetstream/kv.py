@@ -25,22 +25,22 @@ OPERATION: Final = "KV-Operation"
 MARKER_REASON: Final = "Nats-Marker-Reason"
 
 READ_AGAIN_S: Final = 20.0  # a plain subscription may miss a message
-AFTER_TAP_S: Final = (0.0, 0.1, 0.3, 1.0, 3.0)  # reads after a message was seen: it may come before it is stored
+AFTER_TAP_S: Final = (0.0, 0.1, 0.3, 1.0, 3.0)  # reads after a message, which may arrive before it is stored
 
 log = logging.getLogger(__name__)
 
 Malformed = Callable[[str, int, str, bytes], Awaitable[None]]
-Told = Callable[[str, wire.Message | None], None]
+OnPut = Callable[[str, wire.Message | None], None]
 
 
 class KeyValue:
     """One KV bucket, typed by its row in the table. Keys are full keys, for example ``demo.rollout.r1``.
 
-    Who watches has no consumer on the broker: a put is a publish on the key's subject, which a plain subscription sees
-    for the price of one delivery. It also sees a put that is refused, and may miss one, so what counts is read.
+    Watching needs no consumer on the broker: a put is a publish on the key's subject, which a plain subscription
+    receives. That includes refused puts and may miss some, so a message only triggers a read of the stored value.
 
     Attributes:
-        ensure: makes the bucket where it is not there; a restart of the broker ends one that is kept in memory.
+        ensure: creates the bucket if it is missing; a bucket in memory does not survive a restart of the broker.
     """
 
     def __init__(
@@ -51,29 +51,27 @@ class KeyValue:
         self._malformed, self.ensure = malformed, ensure
 
     async def get(self, key: str) -> tuple[wire.Message, int] | None:
-        """Message and revision, or None.
+        """Return message and revision, or None.
 
         Raises:
-            WireError: what is there does not decode.
+            WireError: if the value does not decode.
         """
         found = await self.get_bytes(key)
         return None if found is None else (codec.decode(found[0], *self._stream.messages), found[1])
 
     async def get_bytes(self, key: str) -> tuple[bytes, int] | None:
-        """The value as it stands there and its revision, or None."""
+        """Return the encoded value and its revision, or None."""
         found = await self._last(key)
-        if found is None or found[2]:
-            return None
-        return found[0], found[1]
+        return None if found is None or found[2] else found[:2]
 
     async def put(self, key: str, message: wire.Message) -> int:
-        """Set the value; its revision."""
+        """Set the value; return its revision."""
         revision = await self._store(key, codec.encode(message), {})
         assert revision is not None
         return revision
 
     async def create(self, key: str, message: wire.Message) -> int | None:
-        """The revision, or None when the key exists."""
+        """Set the value of a new key; return its revision, or None if the key exists."""
         revision = await self.update(key, message, 0)
         if revision is None:
             found = await self._last(key)
@@ -82,23 +80,21 @@ class KeyValue:
         return revision
 
     async def update(self, key: str, message: wire.Message, revision: int) -> int | None:
-        """Compare-and-swap: the new revision, or None when the key moved on."""
+        """Compare and swap; return the new revision, or None if the key is no longer at ``revision``."""
         return await self._store(key, codec.encode(message), {EXPECTED_LAST_KEY_SEQ: str(revision)})
 
     async def delete(self, key: str) -> None:
-        """Remove the value; does nothing when there is none."""
+        """Remove the value, if any."""
         await self._store(key, b"", {OPERATION: "DEL"})
 
     async def keys(self) -> list[str]:
-        """Every key that holds a value, sorted."""
+        """Return every key that holds a value, sorted."""
         info = await ask(self._link, f"STREAM.INFO.{self._stream_name}", {"subjects_filter": f"{self._prefix}>"})
         names = [subject.removeprefix(self._prefix) for subject in (info["state"].get("subjects") or {})]
         return sorted([name for name in names if await self.get_bytes(name) is not None])
 
     async def values(self, prefix: str) -> dict[str, wire.Message]:
-        """Every key below a prefix that ends between two parts (``demo.rollout``) that holds a value, with it, read
-        once.
-        """
+        """Return every key below a prefix of whole parts (``demo.rollout``) that holds a value, with the value."""
         entries = await latest(self._link, self._stream_name, f"{self._prefix}{prefix}.>")
         found: dict[str, wire.Message] = {}
         for entry in entries:
@@ -109,10 +105,9 @@ class KeyValue:
         return found
 
     async def watch(self, key: str) -> AsyncGenerator[tuple[wire.Message | None, int], None]:
-        """(message or None when deleted, revision) of one key, now and from now on, as the stream's leader has it.
+        """Yield (message or None if deleted, revision) of one key, now and after each change, from the stream's leader.
 
-        Intermediate values may be skipped; an expired key gives no event. What does not decode goes to the dead
-        letters.
+        Skips intermediate values and expiries; a value that does not decode becomes a dead letter.
         """
         tapped = asyncio.Event()
 
@@ -135,26 +130,26 @@ class KeyValue:
                     message = None if is_deletion else await self._decoded(key, seen, data)
                     if is_deletion or message is not None:
                         yield message, seen
-                if await _heard(tapped, 0.0 if delays else READ_AGAIN_S * random.uniform(0.75, 1.25)):
+                if await _is_set_within(tapped, 0.0 if delays else READ_AGAIN_S * random.uniform(0.75, 1.25)):
                     delays = list(AFTER_TAP_S)
                 delays = delays or [0.0]
         finally:
             self._link.on_disconnect.discard(tapped.set)
             await subscribed.close()
 
-    async def tap(self, prefix: str, told: Told) -> LinkSubscription:
-        """Call back with (key, message or None when deleted) of every put below a prefix from now on, stored or not.
+    async def tap(self, prefix: str, on_put: OnPut) -> LinkSubscription:
+        """Call ``on_put`` with (key, message or None if deleted) of every later put below a prefix, stored or not.
 
-        For keys that are put again and again and never compared and swapped: what is missed comes again.
+        For keys that are put repeatedly and never compared and swapped: a missed value comes again.
         """
 
         async def tap(message: Msg) -> None:
             key = message.subject.removeprefix(self._prefix)
             if _is_deletion(message.headers):
-                told(key, None)
+                on_put(key, None)
                 return
             try:
-                told(key, codec.decode(message.data, *self._stream.messages))
+                on_put(key, codec.decode(message.data, *self._stream.messages))
             except WireError as error:
                 log.warning("%s %s: %s", self._stream.name, key, error)
 
@@ -170,24 +165,23 @@ class KeyValue:
     async def _store(self, key: str, data: bytes, headers: dict[str, str]) -> int | None:
         headers[MESSAGE_ID] = f"{self._link.inbox}.{self._link.next_token()}"
         make_room = partial(release, self._link, key.partition(".")[0]) if self._stream.essential else None
-        return await store(
-            self._link, self._stream_name, self._prefix + _checked(key, self._stream.name), data, headers, make_room
-        )
+        subject = self._prefix + _checked(key, self._stream.name)
+        return await store(self._link, self._stream_name, subject, data, headers, make_room)
 
     async def _last(self, key: str) -> tuple[bytes, int, bool] | None:
-        """(value, revision, whether it is a deletion) of the key's newest entry, from the stream's leader."""
+        """Return (value, revision, whether it is a deletion) of the key's newest entry, from the stream's leader."""
         subject = self._prefix + _checked(key, self._stream.name)
         found = await find(self._link, self._stream_name, last_of=subject)
         return None if found is None else (found.data, found.seq, _is_deletion(found.headers))
 
 
 def kv_stream_name(bucket: str) -> str:
-    """JetStream's name of the stream behind a bucket."""
+    """Return JetStream's name of the stream behind a bucket."""
     return f"KV_{bucket}"
 
 
 def kv_prefix(bucket: str) -> str:
-    """What stands before a key in the subjects of a bucket."""
+    """Return the subject prefix of a bucket's keys."""
     return f"$KV.{bucket}."
 
 
@@ -203,8 +197,8 @@ def _is_deletion(headers: dict[str, str] | None) -> bool:
     return headers is not None and (headers.get(OPERATION) in ("DEL", "PURGE") or MARKER_REASON in headers)
 
 
-async def _heard(event: asyncio.Event, timeout_s: float) -> bool:
-    """Whether it was set within that time; it is clear afterwards."""
+async def _is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
+    """Return whether the event is set within that time, and clear it."""
     try:
         if not event.is_set():
             async with asyncio.timeout(timeout_s):

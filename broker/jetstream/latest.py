@@ -1,52 +1,43 @@
-"""Reads the newest message of every subject of a stream once, with a consumer that is gone again afterwards."""
+"""Reads the newest message of every subject of a stream once, with a temporary consumer."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any, Final
+from contextlib import suppress
+from typing import Final
 
-from broker.jetstream.api import StoredEntry, ask
+from broker.jetstream.api import EPHEMERAL, StoredEntry, ask
 from broker.jetstream.delivery import delivery_numbers
 from broker.nats.client import Msg
 from broker.nats.connection import PAUSE_S, NatsLink
 from broker.nats.nats_errors import Disconnected
 
 BATCH: Final = 256
-ANSWER_S: Final = 3.0  # without any message of a pull: it is lost
+ANSWER_S: Final = 3.0  # without any message, after which a pull counts as lost
 FORGET_AFTER_S: Final = 10.0
 NO_MORE: Final = ("404", "408")
 
 
 async def latest(link: NatsLink, stream_name: str, pattern: str) -> list[StoredEntry]:
-    """Return the newest message of each subject that matches, in the order of the stream; repeated until the broker has
-    answered.
+    """Return the newest message of each matching subject, in stream order, retrying until the broker answers.
 
     Raises:
-        NoStream: it does not exist.
-        Disconnected: the link was closed.
+        NoStream: if the stream does not exist.
+        Disconnected: if the link was closed.
     """
     while True:
         await link.ready()
-        try:
-            entries = await _read(link, stream_name, pattern)
-        except Disconnected:
-            entries = None
-        if entries is not None:
-            return entries
+        with suppress(Disconnected):
+            if (entries := await _read(link, stream_name, pattern)) is not None:
+                return entries
         await asyncio.sleep(PAUSE_S)
 
 
 async def _read(link: NatsLink, stream_name: str, pattern: str) -> list[StoredEntry] | None:
-    """None: an answer was lost."""
-    config: dict[str, Any] = {
-        "ack_policy": "none",
-        "mem_storage": True,
-        "num_replicas": 1,
-        "inactive_threshold": int(FORGET_AFTER_S * 1e9),
-        "deliver_policy": "last_per_subject",
-        "filter_subject": pattern,
-    }
+    """Read the messages once; return None if an answer was lost."""
+    config = EPHEMERAL | {"deliver_policy": "last_per_subject", "filter_subject": pattern}
+    config["inactive_threshold"] = int(FORGET_AFTER_S * 1e9)
     made = await ask(link, f"CONSUMER.CREATE.{stream_name}", {"stream_name": stream_name, "config": config})
     if not made.get("num_pending"):
         return []
@@ -57,7 +48,7 @@ async def _read(link: NatsLink, stream_name: str, pattern: str) -> list[StoredEn
     subscribed = await link.subscribe(inbox, arrived.put)
     try:
         while True:
-            # no_wait without an expiry: the broker sends what is there and keeps no request.
+            # no_wait without an expiry: the broker sends what it has and keeps no request
             request = json.dumps({"batch": BATCH, "no_wait": True}).encode()
             await link.send(f"$JS.API.CONSUMER.MSG.NEXT.{stream_name}.{consumer}", request, reply=inbox)
             for _ in range(BATCH):
@@ -65,10 +56,9 @@ async def _read(link: NatsLink, stream_name: str, pattern: str) -> list[StoredEn
                     message = await arrived.get()
                 if message.headers and not message.reply and (status := message.headers.get("Status")):
                     return entries if status in NO_MORE else None
-                entries.append(
-                    StoredEntry(delivery_numbers(message.reply)[1], message.subject, message.headers, message.data)
-                )
-                if message.reply.endswith(".0"):  # how many are still to be delivered
+                _, seq, _ = delivery_numbers(message.reply)
+                entries.append(StoredEntry(seq, message.subject, message.headers, message.data))
+                if message.reply.endswith(".0"):  # the number of messages still to be delivered
                     return entries
     except TimeoutError:
         return None

@@ -1,6 +1,4 @@
-"""Reading a stream in order: an ephemeral consumer that is replaced, at the right place, whenever anything went
-missing.
-"""
+"""Reads a stream in order through an ephemeral consumer, which is replaced if a message is missing."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, Final
 
-from broker.jetstream.api import StoredEntry, ask, bounds
+from broker.jetstream.api import EPHEMERAL, StoredEntry, ask, bounds
 from broker.jetstream.delivery import delivery_numbers
 from broker.nats.client import Msg
 from broker.nats.connection import NatsLink
@@ -20,29 +18,26 @@ from broker.nats.nats_errors import ApiError, Disconnected, NoStream
 log = logging.getLogger(__name__)
 
 BATCH: Final = 256
-# at most as much is on the wire at once; a server gives up on a client that takes more than 10 s for that
-BATCH_BYTES: Final = 8 << 20
+BATCH_BYTES: Final = 8 << 20  # on the wire at once; a server drops a client that takes over 10 s to read them
 EXPIRES_S: Final = 10.0
 HEARTBEAT_S: Final = 2.0
-PROTOCOL_BYTES: Final = 4096  # of subjects, which the broker counts with the message
-SILENCE_S: Final = 5.0  # without even a heartbeat: the pull is lost
+PROTOCOL_BYTES: Final = 4096  # for the subject, which the broker counts with the message
+SILENCE_S: Final = 5.0  # without even a heartbeat, after which a pull counts as lost
 FORGET_AFTER_S: Final = 60.0
 REFUSED_PAUSE_S: Final = 0.5
-GOES_ON: Final = ("404", "408")  # the pull is over, the consumer is fine
+GOES_ON: Final = ("404", "408")  # the pull has ended, the consumer still exists
 
 
 async def follow(
     link: NatsLink, stream_name: str, start: Callable[[], Awaitable[dict[str, Any]]]
 ) -> AsyncGenerator[StoredEntry, None]:
-    """Entries in order, now and from now on.
+    """Yield stored and new entries in order, until the link is closed.
 
     Args:
-        link: the connection; when it is closed for good, the iteration ends.
-        stream_name: JetStream's name of the stream.
-        start: where to begin, as fields of a consumer's configuration; asked again each time the consumer is replaced.
+        start: returns where to begin, as fields of a consumer's configuration; called for each new consumer.
 
     Raises:
-        NoStream: it does not exist.
+        NoStream: if the stream does not exist.
     """
     while not link.closed:
         attachment = _Attachment(link, stream_name)
@@ -56,44 +51,36 @@ async def follow(
                 return
         except NoStream:
             raise
-        except ApiError as error:  # for example a broker that has only just come back; a reader can only wait
-            log.warning("%s: the broker refuses to have it read: %s; asking again", stream_name, error)
+        except ApiError as error:  # for example from a broker that has just restarted; a reader can only wait
+            log.warning("%s: the broker refuses to have it read: %s; retrying", stream_name, error)
             await asyncio.sleep(REFUSED_PAUSE_S)
         finally:
             await attachment.close()
 
 
 class _Attachment:
-    """One ephemeral consumer with its inbox; ends at the first sign that something is missing."""
+    """One ephemeral consumer with its inbox; ends at the first sign of a missing message."""
 
     def __init__(self, link: NatsLink, stream_name: str) -> None:
         self._link, self._stream_name = link, stream_name
         self._queue: asyncio.Queue[Msg | None] = asyncio.Queue()
         self._inbox = f"{link.inbox}.{link.next_token()}"
         self._consumer = ""
-        self._newest = 0  # sequence in the stream of what has come, or can no longer come
-        self._pending = 0  # messages that the consumer had to deliver when it was made
+        self._newest = 0  # stream sequence up to which messages have arrived, or can no longer arrive
+        self._pending = 0  # messages that the consumer had to deliver when it was created
         self._close: Callable[[], Awaitable[None]] | None = None
 
     async def open(self, start: dict[str, Any]) -> None:
         self._link.on_disconnect.add(self._lost)
         subscribed = await self._link.subscribe(f"{self._inbox}.*", self._queue.put)
         self._close = subscribed.close
-        config = {
-            "ack_policy": "none",
-            "max_ack_pending": -1,
-            "mem_storage": True,
-            "num_replicas": 1,
-            "inactive_threshold": int(FORGET_AFTER_S * 1e9),
-            **start,
-        }
+        config = EPHEMERAL | {"max_ack_pending": -1, "inactive_threshold": int(FORGET_AFTER_S * 1e9)} | start
         if (first := start.get("opt_start_seq")) is not None:
             self._newest = first - 1
-        else:  # asked before the consumer is made: what is stored in between comes
+        else:  # before the consumer is created: it delivers what is stored in between
             self._newest = (await bounds(self._link, self._stream_name))[1]
-        answer = await ask(
-            self._link, f"CONSUMER.CREATE.{self._stream_name}", {"stream_name": self._stream_name, "config": config}
-        )
+        body = {"stream_name": self._stream_name, "config": config}
+        answer = await ask(self._link, f"CONSUMER.CREATE.{self._stream_name}", body)
         self._consumer = str(answer["name"])
         self._pending = int(answer.get("num_pending", 0))
 
@@ -105,7 +92,7 @@ class _Attachment:
             try:
                 await self._link.send(f"$JS.API.CONSUMER.DELETE.{self._stream_name}.{self._consumer}", b"")
             except Disconnected:
-                log.debug("the broker forgets the consumer by itself")
+                log.debug("not connected; the broker removes the consumer when it expires")
 
     def _lost(self) -> None:
         self._queue.put_nowait(None)
@@ -132,40 +119,32 @@ class _Attachment:
                 continue
             _, seq, consumer_seq = delivery_numbers(message.reply)
             if consumer_seq != delivered + 1:
-                log.warning("%s: a message got lost on the way; reading again", self._stream_name)
+                log.warning("%s: a message was lost on the way; reading again", self._stream_name)
                 return
             delivered, wanted, self._newest = consumer_seq, wanted - 1, max(seq, self._newest)
             yield StoredEntry(seq, message.subject, message.headers, message.data)
 
     async def _overlooked(self, delivered: int) -> bool:
-        """After a pull that brought nothing: whether the stream has more than the consumer knows.
+        """Return whether the stream has more than an empty pull of this consumer delivered.
 
-        After a partition a consumer may go on sending heartbeats from a replica that no longer tells it of new
-        messages. A consumer of some subjects only is replaced in vain when others grow; it then reads its last values
-        once more.
+        After a partition, a consumer may send heartbeats from a replica that no longer learns of new messages. A
+        consumer of some subjects is replaced needlessly when others grow; it then reads its last values once more.
         """
         last = (await bounds(self._link, self._stream_name))[1]
         known, self._newest = self._newest, max(last, self._newest)
         if last > known:
-            log.info("%s: ends at %d, %d is the newest that came; reading again", self._stream_name, last, known)
+            log.info("%s: ends at %d, the newest received is %d; reading again", self._stream_name, last, known)
         return last > known or delivered < self._pending
 
     async def _ask(self, pull: int) -> None:
-        most = max(BATCH_BYTES, self._link.max_payload + PROTOCOL_BYTES)  # or the largest message would never come
-        request = {
-            "batch": BATCH,
-            "max_bytes": most,
-            "expires": int(EXPIRES_S * 1e9),
-            "idle_heartbeat": int(HEARTBEAT_S * 1e9),
-        }
-        await self._link.send(
-            f"$JS.API.CONSUMER.MSG.NEXT.{self._stream_name}.{self._consumer}",
-            json.dumps(request).encode(),
-            reply=f"{self._inbox}.{pull}",
-        )
+        most = max(BATCH_BYTES, self._link.max_payload + PROTOCOL_BYTES)  # fits the largest message
+        expires, heartbeat = int(EXPIRES_S * 1e9), int(HEARTBEAT_S * 1e9)
+        request = {"batch": BATCH, "max_bytes": most, "expires": expires, "idle_heartbeat": heartbeat}
+        subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._stream_name}.{self._consumer}"
+        await self._link.send(subject, json.dumps(request).encode(), reply=f"{self._inbox}.{pull}")
 
     async def _next(self) -> Msg | None:
-        """The next message, None when the connection was lost, or when nothing comes and nothing is on its way."""
+        """Return the next message, or None if the connection is lost, or none arrives and none is on the wire."""
         if not self._queue.empty():
             return self._queue.get_nowait()
         coming = asyncio.ensure_future(self._queue.get())

@@ -1,8 +1,7 @@
-"""Bodies of large groups, in parts: stored in a stream of their own before the record that names them, fetched on
-demand.
+"""Stores large groups in parts, in a separate stream before the record that refers to them, and fetches them.
 
-The parts of one upload, one after the other, are the wire encoding of its group. Their subjects hold the ticket, so
-that they are purged by ticket; see docs/adr/0009-large-groups-travel-in-parts.md.
+The parts of one upload, concatenated, are the wire encoding of its group. Their subjects contain the ticket, so that
+they can be purged by ticket; see docs/adr/0009-large-groups-travel-in-parts.md.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from broker.system.aside import aside
 
 log = logging.getLogger(__name__)
 
-IN_FLIGHT: Final = 4  # parts of one process on their way at once, in each direction
+IN_FLIGHT: Final = 4  # parts of one process on the wire at once, in each direction
 NO_STREAM_AFTER_S: Final = 10.0
-TRAINING, EVALUATION = "t", "e"  # which tickets a number counts: each kind has numbers of its own
+TRAINING, EVALUATION = "t", "e"  # kinds of tickets, numbered separately
 
 
 class GroupParts:
     """The parts of one run.
 
     Args:
-        run: gives the run's name, which may be known only after connecting.
+        run: returns the run's name, which may be known only after connecting.
     """
 
     def __init__(self, link: NatsLink, run: Callable[[], str]) -> None:
@@ -48,24 +47,22 @@ class GroupParts:
 
     @property
     def inline_bytes(self) -> int:
-        """The largest encoding that travels in the record itself."""
+        """The largest encoding that is stored in the record itself."""
         return min(INLINE_BYTES, self._link.max_payload - HEADER_BYTES)
 
     async def put(self, group: wire.Group, data: bytes) -> wire.Parted:
-        """Store the encoding of a group; returns what stands for it once the broker has confirmed every part.
+        """Store the encoding of a group; return the record for it when the broker has confirmed every part.
 
         Raises:
-            TooLarge: the broker takes too few bytes in one message.
-            LostState: there is no stream for parts.
+            TooLarge: if the broker's messages are too small for parts.
+            LostState: if there is no stream for parts.
         """
-        part_bytes = min(PART_BYTES, self._link.max_payload - HEADER_BYTES)
+        part_bytes, upload = min(PART_BYTES, self._link.max_payload - HEADER_BYTES), secrets.token_hex(8)
         if part_bytes < LEAST_PART_BYTES:
-            raise TooLarge(
-                f"Group is {len(data)} bytes, and the broker takes messages of {self._link.max_payload} bytes only"
-            )
+            limit = self._link.max_payload
+            raise TooLarge(f"Group is {len(data)} bytes, and the broker takes messages of {limit} bytes only")
         parted = wire.Parted(
-            ticket=group.ticket, domain=group.domain, upload=secrets.token_hex(8), size=len(data),
-            part_bytes=part_bytes,
+            ticket=group.ticket, domain=group.domain, upload=upload, size=len(data), part_bytes=part_bytes,
             digest="", eval_step=group.eval_step,
         )  # fmt: skip
         view = memoryview(data)
@@ -75,16 +72,15 @@ class GroupParts:
             headers = {MESSAGE_ID: f"{parted.upload}.{number}", wire.TICKET_HEADER: str(parted.ticket)}
             await store(self._link, PARTS.stream_name(self._run()), self._subject(parted, number), part, headers)
 
-        found, _ = await asyncio.gather(
-            aside(len(data), partial(digest, data)), _each(parted.num_parts, send, self._out)
-        )
+        digesting, sending = aside(len(data), partial(digest, data)), _each(parted.num_parts, send, self._out)
+        found, _ = await asyncio.gather(digesting, sending)
         return msgspec.structs.replace(parted, digest=found)
 
     async def load(self, parted: wire.Parted) -> tuple[wire.Group | None, str, bytearray]:
-        """The group that a record stands for and its encoding, or why there is none.
+        """Return the group of a record, the reason if it cannot be loaded, and its encoding.
 
         Raises:
-            LostState: there is no stream for parts.
+            LostState: if there is no stream for parts.
         """
         try:
             data, found = await self._get(parted)
@@ -93,18 +89,16 @@ class GroupParts:
             return None, f"Group in parts, ticket {parted.ticket}, upload {parted.upload}: {error}", bytearray()
 
     async def drop(self, parted: wire.Parted) -> None:
-        """Delete one upload that nobody needs any more; best effort, trimming finds what is left."""
-        kind = EVALUATION if parted.eval_step >= 0 else TRAINING
-        purge = json.dumps(
-            {"filter": PARTS.all_subjects(self._run(), kind, str(parted.ticket), parted.upload)}
-        ).encode()
+        """Delete one upload that is no longer needed; best effort, trimming removes what remains."""
+        subjects = PARTS.all_subjects(self._run(), _kind(parted), str(parted.ticket), parted.upload)
+        purge = json.dumps({"filter": subjects}).encode()
         try:
             await self._link.send(f"$JS.API.STREAM.PURGE.{PARTS.stream_name(self._run())}", purge)
         except Disconnected:
             log.debug("parts of ticket %d stay until the next trimming", parted.ticket)
 
     async def trim(self, kind: str, keep: Callable[[int], bool]) -> int:
-        """Delete the parts of every ticket of one kind that is not to be kept; how many tickets had some."""
+        """Delete the parts of every ticket of one kind that ``keep`` rejects; return how many tickets had some."""
         run = self._run()
         name, ended = PARTS.stream_name(run), ended_tickets(await self._subjects(kind), keep)
         for ticket in ended:
@@ -112,7 +106,6 @@ class GroupParts:
         return len(ended)
 
     async def _subjects(self, kind: str) -> list[str]:
-        """Every subject of the parts of one kind of tickets."""
         run, found = self._run(), list[str]()
         while True:
             body = {"subjects_filter": PARTS.all_subjects(run, kind), "offset": len(found)}
@@ -123,11 +116,10 @@ class GroupParts:
                 return found
 
     def _subject(self, parted: wire.Parted, number: int) -> str:
-        kind = EVALUATION if parted.eval_step >= 0 else TRAINING
-        return PARTS.subject(self._run(), f"{kind}.{parted.ticket}.{parted.upload}.{number}")
+        return PARTS.subject(self._run(), f"{_kind(parted)}.{parted.ticket}.{parted.upload}.{number}")
 
     async def _get(self, parted: wire.Parted) -> tuple[bytearray, str]:
-        """The encoding and its digest, which is computed in a thread while parts still come."""
+        """Return the encoding and its digest, computed in a thread while further parts arrive."""
         data, hashed = bytearray(parted.size), sha256()
         view, loop = memoryview(data), asyncio.get_running_loop()
         came = [loop.create_future() for _ in range(parted.num_parts)]
@@ -136,7 +128,7 @@ class GroupParts:
             place = _place(view, parted, number)
             part = await self._part(self._subject(parted, number))
             if part is None:
-                raise WireError(f"part {number} of {parted.num_parts} is not there")
+                raise WireError(f"part {number} of {parted.num_parts} is missing")
             if len(part) != len(place):
                 raise WireError(f"part {number} of {parted.num_parts} has {len(part)} bytes; must be {len(place)}")
             place[:] = part
@@ -153,13 +145,12 @@ class GroupParts:
             await following
         finally:
             following.cancel()
-            await asyncio.gather(following, return_exceptions=True)  # the thread may be reading what is given away here
+            await asyncio.gather(following, return_exceptions=True)  # the thread may still read the returned buffer
         return data, _text(hashed.digest())
 
     async def _part(self, subject: str) -> bytes | None:
-        """One part, None when it is not stored."""
-        name = PARTS.stream_name(self._run())
-        loop = asyncio.get_running_loop()
+        """Return one part, None if it is not stored."""
+        name, loop = PARTS.stream_name(self._run()), asyncio.get_running_loop()
         attempts, since = 0, loop.time()
         while True:
             await self._link.ready()
@@ -171,7 +162,7 @@ class GroupParts:
                 continue
             except TimeoutError:
                 attempts += 1
-                log.warning("%s: no answer within %g s; asking again", subject, timeout_s)
+                log.warning("%s: no answer within %g s; retrying", subject, timeout_s)
                 self._link.doubt("parts", timeout_s)
                 continue
             except NoResponders:
@@ -184,13 +175,16 @@ class GroupParts:
             self._link.trust("parts")
             if "Status" not in (answer.headers or {}):
                 return answer.data
-            # a replica that answers may lack what the leader has confirmed
-            found = await find(self._link, name, last_of=subject)
+            found = await find(self._link, name, last_of=subject)  # from the leader: a replica may lack the part
             return found.data if found is not None else None
 
 
+def _kind(parted: wire.Parted) -> str:
+    return EVALUATION if parted.eval_step >= 0 else TRAINING
+
+
 def digest(data: Buffer) -> str:
-    """Of a whole encoding; SHA-256 because most processors compute it several times as fast as BLAKE2."""
+    """Return the digest of an encoding; SHA-256 is several times faster than BLAKE2 on most processors."""
     return _text(sha256(data).digest())
 
 
@@ -199,35 +193,31 @@ def _text(whole: bytes) -> str:
 
 
 def _place(view: memoryview, parted: wire.Parted, number: int) -> memoryview:
-    """The bytes of one part."""
     return view[number * parted.part_bytes : (number + 1) * parted.part_bytes]
 
 
 def ended_tickets(subjects: Iterable[str], keep: Callable[[int], bool]) -> list[int]:
-    """The tickets that these subjects of parts belong to, in order, without those to be kept."""
+    """Return the tickets in these subjects of parts that ``keep`` rejects, in order."""
     return sorted(ticket for ticket in {int(subject.split(".")[4]) for subject in subjects} if not keep(ticket))
 
 
 def put_together(parted: wire.Parted, data: bytearray, found: str) -> wire.Group:
-    """The group whose encoding this is, with this digest.
+    """Decode a group from its encoding, which has the digest ``found``.
 
     Raises:
-        WireError: it is damaged, no group, or another ticket's.
+        WireError: if it is damaged, not a group, or belongs to another ticket.
     """
     if found != parted.digest:
         raise WireError(f"its bytes are damaged: digest {found}; must be {parted.digest}")
     group = codec.decode(data, wire.Group)
-    if (group.ticket, group.eval_step, group.domain) != (parted.ticket, parted.eval_step, parted.domain):
-        raise WireError(
-            f"it holds the group of ticket {group.ticket}, domain {group.domain}, evaluation step {group.eval_step}"
-        )
+    ticket, step, domain = group.ticket, group.eval_step, group.domain
+    if (ticket, step, domain) != (parted.ticket, parted.eval_step, parted.domain):
+        raise WireError(f"it holds the group of ticket {ticket}, domain {domain}, evaluation step {step}")
     return group
 
 
 async def _each(count: int, work: Callable[[int], Awaitable[None]], window: asyncio.Semaphore) -> None:
-    """Do some work for each number below ``count``, in order, as many at once as the window allows; the first error
-    ends all.
-    """
+    """Await ``work`` for each number below ``count``, as many at once as the window allows, until the first error."""
     numbers = iter(range(count))
 
     async def run() -> None:

@@ -1,4 +1,4 @@
-"""Making the streams of the table on the broker, and removing them."""
+"""Creates and deletes the streams of the table on the broker."""
 
 from __future__ import annotations
 
@@ -20,35 +20,33 @@ log = logging.getLogger(__name__)
 DUPLICATE_WINDOW_S: Final = 120.0
 STREAM_EXISTS: Final = 10058
 NO_ROOM: Final = (10047, 10028)
-# a broker sets aside what a stream may hold at most
-RESERVED_MIB: Final = sum(stream.max_bytes for stream in STREAMS) >> 20
+RESERVED_MIB: Final = sum(stream.max_bytes for stream in STREAMS) >> 20  # a broker reserves each stream's maximum
 TOO_FEW_SERVERS: Final = (10005, 10074)
 REPLICAS_IN_CLUSTER: Final = 3
-OLDEST_CLUSTER: Final = (2, 10, 23)  # older ones may lose a stream when a process dies: jepsen.io/analyses/nats-2.12.1
+OLDEST_CLUSTER: Final = (2, 10, 23)  # older ones may lose a stream if a process dies: jepsen.io/analyses/nats-2.12.1
 
 
 def require_safe_cluster(link: NatsLink) -> None:
-    """A cluster must keep what it has confirmed.
+    """Check that a cluster is new enough to keep what it has confirmed.
 
     Raises:
-        UserError: its servers are too old for that.
+        UserError: if its servers are too old.
     """
     if link.clustered and link.server_version < OLDEST_CLUSTER:
         version, oldest = (".".join(map(str, numbers)) for numbers in (link.server_version, OLDEST_CLUSTER))
         raise UserError(
             f"the broker at {link.where} is a cluster of nats-server {version}, which may lose a stream when a process "
-            f"dies; "
-            f"run {oldest} or newer there"
+            f"dies; install {oldest} or newer there"
         )
 
 
 async def ensure_stream(link: NatsLink, config: dict[str, Any]) -> None:
-    """Create a stream; one that exists stays as it is, whatever its settings, for an operator may have changed them.
+    """Create a stream unless it exists; an existing one keeps its settings, which an operator may have changed.
 
     Waits until there are enough servers for its replicas.
 
     Raises:
-        UserError: the broker has no room for it.
+        UserError: if the broker has no room for it.
     """
     reminders = Reminders()
     while True:
@@ -59,24 +57,19 @@ async def ensure_stream(link: NatsLink, config: dict[str, Any]) -> None:
                 return
             if error.err_code in NO_ROOM:
                 if await _exists(link, config["name"]):
-                    return  # a store that is nearly full refuses before it looks whether there is anything to do
+                    return  # a nearly full store refuses before it checks whether the stream exists
                 raise UserError(
-                    f"the broker at {link.where} has no room for {config['name']}: {error.description}; "
-                    f"each run reserves {RESERVED_MIB} MiB, so let the broker store more "
-                    "(broker serve --store-max-gib, max_file_store, the account's limit)"
+                    f"the broker at {link.where} has no room for {config['name']}: {error.description}; each run "
+                    f"reserves {RESERVED_MIB} MiB, so let the broker store more (broker serve --store-max-gib, "
+                    "max_file_store, the account's limit)"
                 ) from None
             if error.err_code not in TOO_FEW_SERVERS:
                 raise
         else:
             return
         if reminders.due(time.monotonic()):
-            log.warning(
-                "%s needs %d servers in the broker's cluster at %s and there are fewer; waiting (broker.replicas=1 "
-                "needs one)",
-                config["name"],
-                config["num_replicas"],
-                link.where,
-            )
+            text = "%s needs %d servers in the cluster at %s, which has fewer; waiting (broker.replicas=1 needs one)"
+            log.warning(text, config["name"], config["num_replicas"], link.where)
         await asyncio.sleep(0.5)
 
 
@@ -89,9 +82,7 @@ async def _exists(link: NatsLink, name: str) -> bool:
 
 
 async def stream_names(link: NatsLink, pattern: str) -> set[str]:
-    """The names of the streams that take subjects of a pattern: one request, where asking for each to be made costs one
-    for each.
-    """
+    """Return the names of the streams that take subjects of a pattern; faster than a creation request for each."""
     names: set[str] = set()
     while True:
         answer = await ask(link, "STREAM.NAMES", {"subject": pattern, "offset": len(names)})
@@ -102,15 +93,15 @@ async def stream_names(link: NatsLink, pattern: str) -> set[str]:
 
 
 async def delete_stream(link: NatsLink, name: str) -> None:
-    """Delete a stream with all that is in it, if it is there."""
+    """Delete a stream with all its messages, if it exists."""
     try:
         await ask(link, f"STREAM.DELETE.{name}")
     except NoStream:
-        log.debug("%s was not there", name)
+        log.debug("%s did not exist", name)
 
 
 def stream_config(stream: Stream, run: str, replicas: int = 1) -> dict[str, Any] | None:
-    """JetStream's configuration of a row of the table, None for rows that are not stored. Durations are nanoseconds.
+    """Return JetStream's configuration of a row of the table, None if it is not stored; durations in nanoseconds.
 
     Args:
         replicas: servers that hold every message; fewer than half of them may fail.
@@ -135,15 +126,9 @@ def stream_config(stream: Stream, run: str, replicas: int = 1) -> dict[str, Any]
     elif stream.kind is StreamKind.LAST_VALUE:
         config |= {"max_msgs_per_subject": 1, "discard": "old"}
     elif stream.kind is StreamKind.KV:
-        config |= {
-            "name": kv_stream_name(name),
-            "subjects": [f"{kv_prefix(name)}>"],
-            "max_msgs_per_subject": 1,
-            "allow_rollup_hdrs": True,
-        }
-        if stream.ttl_s:
-            config |= {
-                "max_age": int(stream.ttl_s * 1e9),
-                "duplicate_window": int(min(stream.ttl_s, DUPLICATE_WINDOW_S) * 1e9),
-            }
+        config |= {"name": kv_stream_name(name), "subjects": [f"{kv_prefix(name)}>"]}
+        config |= {"max_msgs_per_subject": 1, "allow_rollup_hdrs": True}
+        if ttl_s := stream.ttl_s:
+            config["max_age"] = int(ttl_s * 1e9)
+            config["duplicate_window"] = int(min(ttl_s, DUPLICATE_WINDOW_S) * 1e9)
     return config

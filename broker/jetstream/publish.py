@@ -1,4 +1,4 @@
-"""Storing one message: published until the broker has confirmed it, and stored once however often that takes."""
+"""Stores one message exactly once, publishing it until the broker confirms."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ MESSAGE_ID: Final = "Nats-Msg-Id"
 EXPECTED_LAST_SEQ: Final = "Nats-Expected-Last-Sequence"
 EXPECTED_LAST_KEY_SEQ: Final = "Nats-Expected-Last-Subject-Sequence"
 WRONG_LAST_SEQUENCE: Final = (10071, 10164)
-IN_PROCESS: Final = 10158  # an earlier attempt under the same id is not settled yet
-CONFIRM_WITHIN_S: Final = (2.0, 3.0, 5.0)  # of one attempt; a leader that has just died never confirms
+IN_PROCESS: Final = 10158  # an earlier attempt with the same id is still pending
+CONFIRM_WITHIN_S: Final = (2.0, 3.0, 5.0)  # per attempt; a leader that has just failed never confirms
 NO_STREAM_AFTER_S: Final = 10.0
 
 
 class PubAck(msgspec.Struct):
-    """What the broker answers to a publish."""
+    """The broker's reply to a publish."""
 
     error: ErrorDescription | None = None
     seq: int = 0
@@ -47,17 +47,17 @@ async def store(
     headers: dict[str, str],
     make_room: Callable[[], Awaitable[None]] | None = None,
 ) -> int | None:
-    """Publish to a stream until it is confirmed; its sequence, or None when an expected sequence did not match.
+    """Publish to a stream until confirmed; return the sequence, or None if an expected sequence did not match.
 
-    The headers must hold a message id: a repetition within two minutes is then not stored again.
+    The headers must contain a message id, so that a repetition within two minutes is not stored again.
 
     Args:
-        make_room: for what must be stored although the broker is full: awaited before each repetition.
+        make_room: for messages that must be stored even if the broker is full: awaited before each retry.
 
     Raises:
-        LostState: no stream takes that subject.
-        RlearnerError: the broker refuses it for good.
-        Disconnected: if the link was closed while waiting.
+        LostState: if no stream takes the subject.
+        RlearnerError: if the broker refuses the message permanently.
+        Disconnected: if the link is closed while waiting.
     """
     with link.refusals.publish() as publish:
         return await _store(link, stream_name, subject, data, headers, make_room, publish)
@@ -90,54 +90,49 @@ async def _store(
             continue
         except NoResponders:
             link.doubt(subject)
-            if time.monotonic() - since > NO_STREAM_AFTER_S:  # no stream, or one that has no leader now
+            if time.monotonic() - since > NO_STREAM_AFTER_S:  # no stream, or one without a leader
                 await require_stream(link, stream_name, subject)
                 since = time.monotonic()
             await asyncio.sleep(0.1)
             continue
         ack = _PUB_ACK.decode(answer.data)
-        if ack.error is None:
+        if (error := ack.error) is None:
             link.trust(subject)
             return ack.seq
-        if ack.error.err_code in WRONG_LAST_SEQUENCE:
+        if error.err_code in WRONG_LAST_SEQUENCE:
             if await _still_expected(link, stream_name, subject, headers):
-                await asyncio.sleep(0.1)  # an earlier attempt, ours or another's, is being decided
+                await asyncio.sleep(0.1)  # an earlier attempt, from here or elsewhere, is still pending
                 continue
             return await _already_stored(link, stream_name, subject, headers) if attempts > 1 else None
-        if full := ack.error.err_code in FULL:
-            link.trust(subject)  # another server of the cluster has no more room
+        if full := error.err_code in FULL:
+            link.trust(subject)  # another server of the cluster has no more room either
         else:
             link.doubt(subject)
-        if not full and ack.error.code not in (429, 500, 503) and ack.error.err_code != IN_PROCESS:
-            raise RlearnerError(
-                f"{subject}: the broker refuses the message: {ack.error.description} ({ack.error.err_code})"
-            )
-        pause_s = publish.refused(subject, ack.error.description, full=full)
+        if not full and error.code not in (429, 500, 503) and error.err_code != IN_PROCESS:
+            raise RlearnerError(f"{subject}: the broker refuses the message: {error.description} ({error.err_code})")
+        pause_s = publish.refused(subject, error.description, full=full)
         if full and make_room is not None:
             await asyncio.sleep(FIRST_PAUSE_S)
-            await make_room()  # and publish at once, before others take it
+            await make_room()  # and publish at once, before others use the room
         else:
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 
 
 async def require_stream(link: NatsLink, stream_name: str, subject: str) -> None:
-    """Only the cluster as a whole knows that a stream is gone; this waits until it answers.
+    """Check that a stream exists, waiting until the cluster as a whole can answer.
 
     Raises:
-        LostState: it is.
+        LostState: if it does not.
     """
     try:
         await ask(link, f"STREAM.INFO.{stream_name}")
     except NoStream:
-        raise LostState(
-            f"the broker at {link.where} has no stream for {subject}; it was purged, or lost its store"
-        ) from None
+        message = f"the broker at {link.where} has no stream for {subject}; it was purged, or lost its store"
+        raise LostState(message) from None
 
 
 async def _still_expected(link: NatsLink, stream_name: str, subject: str, headers: dict[str, str]) -> bool:
-    """Whether what was refused as a wrong last sequence is the right one: a cluster also says so while a message waits
-    for its majority.
-    """
+    """Return whether the refused last sequence is right: clusters also refuse while a message awaits its majority."""
     if (expected := headers.get(EXPECTED_LAST_SEQ)) is not None:
         return (await bounds(link, stream_name))[1] == int(expected)
     found = await find(link, stream_name, last_of=subject)
@@ -145,9 +140,9 @@ async def _still_expected(link: NatsLink, stream_name: str, subject: str, header
 
 
 async def _already_stored(link: NatsLink, stream_name: str, subject: str, headers: dict[str, str]) -> int | None:
-    """After a lost confirmation, a wrong last sequence may be of our own making: is the message there under our id?
+    """Return the message's sequence if an earlier attempt stored it, which makes the last sequence wrong too.
 
-    The sequence check comes before the duplicate check on newer servers, after it on older ones.
+    Newer servers check the sequence before duplicates, older ones after.
     """
     expected = headers.get(EXPECTED_LAST_SEQ)
     found = await find(link, stream_name, seq=None if expected is None else int(expected) + 1, last_of=subject)

@@ -1,4 +1,4 @@
-"""A long pull that ends early when there is a reason to."""
+"""A long pull that ends early when one of several conditions holds."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from typing import Any, Final
 from broker.jetstream.delivery import Delivery
 from broker.jetstream.work_queue import WorkQueue
 
-LONG_PULL_S: Final = 30.0  # an idle process asks each of its queues this often
-# the answer of a broker that has messages comes sooner; given up before, a pull would cross with them
-LEAST_PULL_S: Final = 0.2
+LONG_PULL_S: Final = 30.0  # interval at which an idle process polls each of its queues
+LEAST_PULL_S: Final = 0.2  # enough for stored messages to arrive; a pull cancelled sooner would cross with them
 
 
 async def fetch_unless(queue: WorkQueue, limit: int, *reasons: Coroutine[Any, Any, object]) -> list[Delivery]:
-    """Up to ``limit`` messages; an empty list after 30 s, or soon after one of the reasons not to take any returns.
+    """Return up to ``limit`` messages, or none after 30 s or soon after one of the ``reasons`` not to fetch returns.
 
-    What arrives too late is handed back, also when this is cancelled. That counts as a delivery, so what was there when
-    this was called is waited for.
+    Messages that arrive too late, or after a cancellation, are handed back. That counts as a delivery, so messages
+    that are already stored are waited for.
 
     Raises:
-        LostState: the queue's stream is gone.
-        Disconnected: the bus was closed.
+        LostState: if the queue's stream does not exist.
+        Disconnected: if the bus was closed.
     """
     asked_at = time.monotonic()
     pull = asyncio.create_task(queue.fetch(limit, LONG_PULL_S))
@@ -31,7 +30,7 @@ async def fetch_unless(queue: WorkQueue, limit: int, *reasons: Coroutine[Any, An
     try:
         await asyncio.wait([pull, *others], return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait([pull], timeout=max(asked_at + LEAST_PULL_S - time.monotonic(), 0.0))
-        pull.cancel()  # does nothing when it is done
+        pull.cancel()  # no effect if done
         (found,) = await asyncio.gather(pull, return_exceptions=True)
     except asyncio.CancelledError:
         pull.cancel()

@@ -1,8 +1,7 @@
-"""Room that a run keeps in the broker's store for the few small messages that must be stored although it is full.
+"""Reserves room in the broker's store for the few small messages that must be stored even if it is full.
 
-The learner fills the reserve while there is room. A process that must store something essential (a learner's epoch, the
-operator's word, a weights offer) and is refused for lack of room purges it and publishes again; purging works in a full
-store.
+The learner fills the reserve while there is room. A process whose essential message (a learner's epoch, a desired
+state, a weights offer) is refused for lack of room purges the reserve and retries; purging works in a full store.
 """
 
 from __future__ import annotations
@@ -26,34 +25,29 @@ PIECES: Final = 16
 
 
 async def release(link: NatsLink, run: str) -> None:
-    """Give the reserve of a run up; does nothing where there is none."""
+    """Purge the reserve of a run, if any."""
     try:
         purged = (await ask(link, f"STREAM.PURGE.{RESERVE.stream_name(run)}")).get("purged", 0)
     except NoStream:
         return
     if purged:
-        log.warning(
-            "the store of the broker at %s is full; the reserve of run %s makes room for what must be stored",
-            link.where,
-            run,
-        )
+        log.warning("the store of the broker at %s is full; using the reserve of run %s", link.where, run)
 
 
 async def has_room(link: NatsLink, run: str) -> bool:
-    """Whether the broker stores one small message now. Only this tells where neither the account nor the operator names
-    a limit.
+    """Return whether the broker stores one small message now, which also works if no limit is configured.
 
     Raises:
-        Disconnected, TimeoutError, NoResponders, ApiError: nobody can say.
+        Disconnected, TimeoutError, NoResponders, ApiError: if that cannot be determined.
     """
     return await _put(link, run, "probe", b"")
 
 
 async def fill(link: NatsLink, run: str, held_bytes: int) -> bool:
-    """Store what the reserve lacks, given the bytes that it holds; False when there is no room for it.
+    """Fill the reserve, given the bytes that it holds; return False if there is no room.
 
     Raises:
-        Disconnected, TimeoutError, NoResponders, ApiError: nobody can say.
+        Disconnected, TimeoutError, NoResponders, ApiError: if that cannot be determined.
     """
     if held_bytes >= PIECES * PIECE_BYTES:
         return True

@@ -1,6 +1,4 @@
-"""One stored message by its sequence, with the time at which the broker stored it: for people, nothing decides on
-it.
-"""
+"""Reads one stored message by its sequence with the time at which it was stored, for display."""
 
 from __future__ import annotations
 
@@ -13,15 +11,13 @@ from broker.jetstream.bus import Bus, LogRecord
 
 @dataclass(frozen=True)
 class StoredRecord:
-    """A record and when it was stored, as RFC 3339 text of the broker's clock."""
+    """A record and the time at which it was stored, as RFC 3339 text of the broker's clock."""
 
     record: LogRecord
     time: str
 
 
 async def peek(bus: Bus, stream: Stream, seq: int) -> StoredRecord | None:
-    """The message, None when it is not kept."""
+    """Return the message, None if it is not kept."""
     found = await find(bus.link, stream.stream_name(bus.run), seq=seq)
-    if found is None:
-        return None
-    return StoredRecord(await bus.record(found, stream), found.time)
+    return None if found is None else StoredRecord(await bus.record(found, stream), found.time)

@@ -1,4 +1,4 @@
-"""Work queues: fetch what is there, and hand back what nobody waits for any more."""
+"""Fetches messages from a work queue and hands back those that are no longer wanted."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 from collections import deque
 from collections.abc import Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from broker.contract.sizes import INLINE_BYTES
@@ -24,49 +25,38 @@ from broker.nats.subscription import LinkSubscription
 
 log = logging.getLogger(__name__)
 
-TOO_LARGE: Final = "bytes"  # ended: the next message would have exceeded the pull's bytes
+TOO_LARGE: Final = "bytes"  # value of ended: the next message would have exceeded the pull's bytes
 
 LONGEST_PULL_S: Final = 30.0
-SHORTEST_PULL_S: Final = 0.05  # below, a pull takes what is there and does not wait at all
-GRACE_S: Final = 1.0  # beyond a pull's own expiry, before it may count as lost
-QUIET_S: Final = 0.25  # after a message, before those that have come are returned; the pull stays open for the others
-KEPT_S: Final = 3.0  # what came for nobody waits for the next fetch, then for another process
+SHORTEST_PULL_S: Final = 0.05  # a shorter pull takes what is stored and does not wait
+GRACE_S: Final = 1.0  # beyond a pull's expiry, before it may count as lost
+QUIET_S: Final = 0.25  # after a message, before received ones are returned; the pull stays open for the others
+KEPT_S: Final = 3.0  # that unfetched messages wait for the next fetch before they are handed back
 FIRST_PULL_BYTES: Final = 4 << 20
-LEAST_PULL_BYTES: Final = INLINE_BYTES + (64 << 10)  # the largest message that our own publishers send here
+LEAST_PULL_BYTES: Final = INLINE_BYTES + (64 << 10)  # the largest message that the project publishes here
 MOST_PULL_BYTES: Final = 16 << 20
-# a pull that is full sooner asks for more bytes next time, one that takes longer for fewer
-PULL_TAKES_S: Final = (0.25, 1.0)
+PULL_TAKES_S: Final = (0.25, 1.0)  # the next pull requests more bytes if one fills sooner, fewer if it takes longer
 
 
 @dataclass
 class _Pull:
-    """A request for messages that the broker has not ended yet.
-
-    Attributes:
-        wanted: messages that it may still bring.
-        expires_at: event loop time after which the broker ends it.
-        came: messages that it has brought.
-        began_at: when the first of them came.
-        newest_at: when the last of them came.
-        ended: the status that ended it.
-        lost: finds out whether an end that does not come is lost.
-    """
+    """A request for messages that the broker has not ended yet; times are those of the event loop."""
 
     number: int
-    wanted: int
-    expires_at: float
-    came: int = 0
-    began_at: float = 0.0
-    newest_at: float = 0.0
-    ended: str = ""
-    lost: asyncio.Task[None] | None = None
+    wanted: int  # messages that may still arrive
+    expires_at: float  # when the broker ends it
+    came: int = 0  # messages that have arrived
+    began_at: float = 0.0  # when the first arrived
+    newest_at: float = 0.0  # when the latest arrived
+    ended: str = ""  # the status that ended it
+    lost: asyncio.Task[None] | None = None  # finds out whether an overdue end is lost
 
 
 class WorkQueue:
-    """The one durable consumer of a work-queue subject, shared by everyone who fetches from it.
+    """The durable consumer of a work-queue subject, shared by all processes that fetch from it.
 
-    Bytes that are on their way to this process are never handed back: a pull stays open when its messages come slowly,
-    and what comes late goes to the next fetch. Messages that nobody fetches within ``KEPT_S`` are handed back.
+    Bytes on their way to this process are never handed back: a pull stays open while its messages arrive slowly, and
+    late ones go to the next fetch. Messages not fetched within ``KEPT_S`` are handed back.
     """
 
     def __init__(
@@ -74,10 +64,9 @@ class WorkQueue:
     ) -> None:
         self._link, self._marks, self._parts, self._types = link, marks, parts, stream.messages
         self._stream_name, self._key, self._filter = stream.stream_name(run), key, stream.subject(run, key)
-        self._consumer = key  # its name; another one's where another program made it
+        self._consumer = key  # its name, unless another program created it
         self._inbox = ""
-        # to the inbox; None before the first pull, and after one was given up
-        self._subscribed: LinkSubscription | None = None
+        self._subscribed: LinkSubscription | None = None  # to the inbox; None before the first pull and after giving up
         self._fetching = asyncio.Lock()
         self._number = 0  # of the newest pull
         self._pull: _Pull | None = None
@@ -89,26 +78,26 @@ class WorkQueue:
         self._ensuring: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Create the consumer if need be and listen."""
+        """Create the consumer if it is missing, and start listening."""
         self._marks.start()
         await self._ensure()
         self._link.on_disconnect.add(self._on_disconnect)
 
     async def close(self) -> None:
-        """Stop listening and hand back what was not fetched; deliveries in hand stay ours."""
+        """Stop listening and hand back unfetched messages; deliveries already returned are still held."""
         self._link.on_disconnect.discard(self._on_disconnect)
         if self._ensuring is not None:
             self._ensuring.cancel()
         self._give_up()
 
     async def fetch(self, limit: int, timeout_s: float) -> list[Delivery]:
-        """Up to ``limit`` messages; an empty list after ``timeout_s``. Survives reconnects.
+        """Return up to ``limit`` messages as soon as there is one, or none after ``timeout_s``, across reconnects.
 
-        Returns as soon as there is one, with whatever else is there. Cancelled, it hands back what had arrived.
+        When cancelled, hands back what had arrived.
 
         Raises:
-            LostState: the queue's stream is gone.
-            Disconnected: the bus was closed.
+            LostState: if the queue's stream does not exist.
+            Disconnected: if the bus was closed.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -119,10 +108,8 @@ class WorkQueue:
             try:
                 while not (messages := await self._next(limit, deadline)) and loop.time() < deadline:
                     pass
-                return [
-                    await Delivery.of(self._link, self._marks, self._parts, self._types, message)
-                    for message in messages
-                ]
+                of = partial(Delivery.of, self._link, self._marks, self._parts, self._types)
+                return [await of(message) for message in messages]
             except BaseException:
                 self._arrived.extendleft(reversed(messages))
                 self._give_up()
@@ -131,7 +118,7 @@ class WorkQueue:
                 self._unfetched = loop.call_later(KEPT_S, self._hand_back_unfetched)
 
     async def _next(self, limit: int, deadline: float) -> list[Msg]:
-        """What has come, after a wait for the pull that is open or a new one."""
+        """Return received messages, after waiting for the open pull or a new one."""
         loop = asyncio.get_running_loop()
         if self._arrived:
             return self._take(limit)
@@ -153,38 +140,31 @@ class WorkQueue:
         return messages
 
     async def _ask(self, limit: int, left_s: float) -> _Pull:
-        """Open a pull.
-
-        Raises:
-            Disconnected: there is no connection.
-        """
+        """Open a pull."""
         if self._subscribed is None:
             self._inbox = f"{self._link.inbox}.{self._link.next_token()}"
             self._subscribed = await self._link.subscribe(f"{self._inbox}.*", self._on_message)
         expires_s = min(left_s, LONGEST_PULL_S) if left_s >= SHORTEST_PULL_S else 0.0
         self._number += 1
         pull = self._pull = _Pull(self._number, limit, asyncio.get_running_loop().time() + expires_s)
-        # no_wait with an expiry is one-shot: the broker waits for a first message and then sends only what is there, so
-        # that no request stays behind to claim messages for someone who has stopped asking.
+        # no_wait with an expiry is one-shot: the broker waits for a first message and then sends only what it has, so
+        # that no request remains that would claim messages for a process that has stopped fetching
         request: dict[str, Any] = {"batch": limit, "no_wait": True, "max_bytes": self._pull_bytes}
-        await self._link.send(
-            f"$JS.API.CONSUMER.MSG.NEXT.{self._stream_name}.{self._consumer}",
-            json.dumps(request | ({"expires": int(expires_s * 1e9)} if expires_s else {})).encode(),
-            reply=f"{self._inbox}.{pull.number}",
-        )
+        if expires_s:
+            request["expires"] = int(expires_s * 1e9)
+        subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._stream_name}.{self._consumer}"
+        await self._link.send(subject, json.dumps(request).encode(), reply=f"{self._inbox}.{pull.number}")
         return pull
 
     async def _until_served(self, pull: _Pull, deadline: float, limit: int) -> None:
-        """Until there is enough, the pull is over or lost, messages come slowly, or the deadline has passed."""
+        """Wait until enough messages arrived, the pull ended or is lost, messages are slow, or the deadline passed."""
         loop = asyncio.get_running_loop()
         while pull.wanted and not pull.ended and len(self._arrived) < limit:
             before = len(self._arrived)
             self._changed.clear()
             until = deadline if pull.lost is not None else min(pull.expires_at, deadline) + GRACE_S
-            if (
-                await _wait(self._changed, QUIET_S if before else max(until - loop.time(), 0.0))
-                or len(self._arrived) > before
-            ):
+            wait_s = QUIET_S if before else max(until - loop.time(), 0.0)
+            if await _wait(self._changed, wait_s) or len(self._arrived) > before:
                 continue
             if before or pull.lost is not None or loop.time() < pull.expires_at + GRACE_S:
                 return
@@ -192,20 +172,18 @@ class WorkQueue:
             deadline = max(deadline, loop.time() + SHORTEST_PULL_S)  # enough, unless the link is slow
 
     async def _lose(self, pull: _Pull) -> None:
-        """End a pull whose end should have come, once it cannot come any more: 2.9 does not always say that one expired
-        half served.
-        """
+        """End an overdue pull once its end can no longer arrive: nats-server 2.9 does not always report an expiry."""
         await self._link.overdue(GRACE_S)
         pull.ended = pull.ended or "lost"
         self._changed.set()
 
     def _end(self, pull: _Pull) -> None:
-        """Forget a pull, and learn from it how much to ask for."""
+        """Forget a pull and adapt the bytes to request next."""
         if pull.lost is not None:
             pull.lost.cancel()
         if self._pull is pull:
             self._pull = None
-        if pull.ended == TOO_LARGE and not pull.came:  # a single message: nobody else could ever fetch it either
+        if pull.ended == TOO_LARGE and not pull.came:  # a single message that no other pull could fetch either
             self._pull_bytes = max(2 * self._pull_bytes, self._link.max_payload + PROTOCOL_BYTES)
         elif pull.came > 1:
             took_s = pull.newest_at - pull.began_at
@@ -218,16 +196,14 @@ class WorkQueue:
         return [self._arrived.popleft() for _ in range(min(limit, len(self._arrived)))]
 
     async def _recover(self, pull: _Pull) -> None:
-        """After a pull that gave nothing: nothing was there, or the consumer is not."""
+        """Pause after an empty pull, or create the consumer if it is missing."""
         if pull.ended == "503":
-            await self._ensure_beside()
+            await self._ensure_while_pulling()
         elif pull.ended not in ("408", "disconnected", "lost", TOO_LARGE, ""):
             await asyncio.sleep(0.2 if pull.ended != "404" else PAUSE_S)
 
-    async def _ensure_beside(self) -> None:
-        """Create the consumer if it is gone, and keep requesting from it: it may be back before the cluster can create
-        one.
-        """
+    async def _ensure_while_pulling(self) -> None:
+        """Create the consumer while pulls continue: it may be back before the cluster can create one."""
         await asyncio.sleep(0.2)
         if self._ensuring is None:
             self._ensuring = asyncio.create_task(self._ensure())
@@ -245,7 +221,7 @@ class WorkQueue:
                 self._changed.set()
             return
         if self._subscribed is None:
-            self._hand_back([message])  # of a pull that was given up
+            self._hand_back([message])  # of an abandoned pull
             return
         self._marks.hold(message.reply)
         self._arrived.append(message)
@@ -261,7 +237,7 @@ class WorkQueue:
         self._changed.set()
 
     def _give_up(self) -> None:
-        """Hand back what arrived, and leave the inbox: the broker drops a pull that nobody listens for any more."""
+        """Hand back what arrived and leave the inbox: the broker drops a pull without a listener."""
         if self._pull is not None:
             self._end(self._pull)
         if self._unfetched is not None:
@@ -269,20 +245,20 @@ class WorkQueue:
         self._hand_back(self._take(len(self._arrived)))
         subscribed, self._subscribed = self._subscribed, None
         if subscribed is not None:
-            self._beside(subscribed.drain())
+            self._run_in_background(subscribed.drain())
 
     def _hand_back_unfetched(self) -> None:
         if not self._fetching.locked():
             self._hand_back(self._take(len(self._arrived)))
-            if self._pull is not None:  # more may come
+            if self._pull is not None:  # more may arrive
                 self._unfetched = asyncio.get_running_loop().call_later(KEPT_S, self._hand_back_unfetched)
 
     def _hand_back(self, messages: list[Msg]) -> None:
         for message in messages:
             self._marks.release(message.reply)
-            self._beside(self._hand_back_one(message.reply))
+            self._run_in_background(self._hand_back_one(message.reply))
 
-    def _beside(self, work: Coroutine[Any, Any, None]) -> None:
+    def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -291,7 +267,7 @@ class WorkQueue:
         try:
             await self._link.send(ack_subject, nak_payload(0.0))
         except Disconnected:
-            log.debug("not handed back; the broker delivers it again by itself")
+            log.debug("not connected; the broker delivers the message again when its wait ends")
 
     async def _ensure(self) -> None:
         self._consumer = await ensure_consumer(self._link, self._stream_name, settings(self._key, self._filter))

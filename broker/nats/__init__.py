@@ -1,1 +1,1 @@
-"""One connection to NATS that never gives up, and calls over it. Knows nothing of streams."""
+"""A reconnecting NATS connection and request/reply calls on top of it, without JetStream streams."""

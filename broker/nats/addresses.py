@@ -1,4 +1,4 @@
-"""Where the broker is: ``nats://host:port``, or several servers of one cluster with commas between them."""
+"""Broker addresses: ``nats://host:port``, or several servers of one cluster separated by commas."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ SCHEMES: Final = ("nats", "tls", "ws", "wss")
 
 
 def split(url: str) -> list[str]:
-    """Every server named; those without a scheme have that of the first: ``nats://a:4222,b:4222``.
+    """Return the URL of each server; later ones without a scheme get that of the first: ``nats://a:4222,b:4222``.
 
     Raises:
-        BrokerUnreachable: one of them is no address.
+        BrokerUnreachable: if one of them is not a valid address.
     """
     first, *others = (one.strip() for one in url.split(","))
     scheme = first.partition("://")[0]
@@ -27,28 +27,24 @@ def split(url: str) -> list[str]:
         except ValueError:
             good = False
         if not good:
-            raise BrokerUnreachable(
-                f"{without_passwords(url)} is no address of a broker; write nats://host:port, several of a cluster "
-                f"with commas"
-            )
+            allowed = "expected nats://host:port, or several separated by commas"
+            raise BrokerUnreachable(f"{without_passwords(url)} is not a broker address; {allowed}")
     return servers
 
 
 def without_passwords(url: str) -> str:
-    """For showing."""
-    if "@" not in url:
-        return url
-    return ",".join(one.rpartition("@")[2] for one in url.split(","))
+    """Return the addresses without user names and passwords."""
+    return ",".join(one.rpartition("@")[2] for one in url.split(",")) if "@" in url else url
 
 
 def why_unreachable(error: Exception) -> str:
-    """Return what an attempt to connect failed with, in plain words."""
+    """Describe in plain words why a connection attempt failed."""
     if isinstance(error, ConnectionRefusedError):
         return "connection refused; no program listens there"
     if isinstance(error, socket.gaierror):
-        return f"the host's name is not known ({error.strerror})"
+        return f"unknown host name ({error.strerror})"
     if isinstance(error, TimeoutError):
         return "the attempt to connect timed out"
-    if "INFO" in str(error):  # what a NATS server says first
+    if "INFO" in str(error):  # the first message of a NATS server
         return "what answers there is not a NATS server"
     return str(error) or type(error).__name__

@@ -1,4 +1,4 @@
-"""Requests on their way to the broker, and the answers to them, which all come to one inbox."""
+"""Matches the replies that arrive in one inbox to pending requests."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ from broker.nats.nats_errors import Disconnected
 
 
 class PendingCalls:
-    """The requests of one link that have no answer yet.
-
-    Attributes:
-        inbox: where answers come to, with the request's token behind it.
-    """
+    """Unanswered requests of one link; the reply subject is ``inbox``, a dot and the request's token."""
 
     def __init__(self) -> None:
         self.inbox = f"_INBOX.{secrets.token_hex(8)}"
@@ -25,34 +21,33 @@ class PendingCalls:
         self._waiting: dict[str, asyncio.Future[Msg]] = {}
 
     def next_token(self) -> str:
-        """Unique in this inbox."""
+        """Return a token that is unique in this inbox."""
         return str(next(self._tokens))
 
     @contextmanager
     def expect(self) -> Iterator[tuple[str, asyncio.Future[Msg]]]:
-        """The subject for the answer to one request, and the answer."""
+        """Yield the reply subject of one request and the future of its reply."""
         token = self.next_token()
-        answer: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
-        self._waiting[token] = answer
+        answer = self._waiting[token] = asyncio.get_running_loop().create_future()
         try:
             yield f"{self.inbox}.{token}", answer
         finally:
             self._waiting.pop(token, None)
 
     async def answer(self, message: Msg) -> None:
-        """An answer that came in; one that nobody waits for any more is dropped."""
+        """Deliver a reply to its request; drop it if no request is waiting."""
         waiting = self._waiting.get(message.subject.rpartition(".")[2])
         if waiting is not None and not waiting.done():
             waiting.set_result(message)
 
     def drop(self, why: Disconnected) -> None:
-        """None of them will be answered."""
+        """Fail every pending request with this error."""
         for answer in self._waiting.values():
             fail(answer, why)
 
 
 def fail(answer: asyncio.Future[Msg], error: Exception) -> None:
-    """Fail the call with this error, unless its answer has come."""
+    """Fail the call with this error unless it has its reply."""
     if not answer.done():
         answer.set_exception(error)
-        answer.exception()  # counts as retrieved: who waits may be cancelled in this very moment
+        answer.exception()  # mark as retrieved: the waiting task may be cancelled at this moment

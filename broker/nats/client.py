@@ -1,7 +1,7 @@
-"""All that is used of nats-py, without the web client that it loads for WebSockets.
+"""The parts of nats-py that the project uses, imported without aiohttp.
 
-nats-py takes aiohttp where it is installed, and with it a quarter of the start of every process; it does as well
-without, and nothing here speaks WebSocket to a broker.
+nats-py imports aiohttp if it is installed, only for WebSockets, which the project does not use. The import would take a
+quarter of every process's startup time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from typing import Any, Final
 
 _WEB: Final = "aiohttp"
-_modules: dict[str, Any] = sys.modules  # None stands for a module that cannot be had
+_modules: dict[str, Any] = sys.modules  # None makes the import of a module fail
 _hidden = _WEB not in _modules
 if _hidden:
     _modules[_WEB] = None
@@ -26,17 +26,17 @@ finally:
 
 
 class GuardedClient(_Client):
-    """The client of nats-py, with one fault less."""
+    """The nats-py client with a bug fix."""
 
     async def _process_pong(self) -> None:
-        """Take the answer to a ping that was given up, too: nats-py 2.16 fails there and never reads again."""
+        """Accept the reply to an abandoned ping too: nats-py 2.16 fails there and stops reading."""
         if self._pongs and self._pongs[0].done():
             self._pongs[0] = asyncio.get_running_loop().create_future()
         await super()._process_pong()
 
     @property
     def has_stopped_reading(self) -> bool:
-        """Whether it counts as connected although nothing is read."""
+        """Whether the client reports a connection but no longer reads from it."""
         return bool(self.is_connected and self._reading_task is not None and self._reading_task.done())
 
 

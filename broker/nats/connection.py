@@ -1,7 +1,7 @@
-"""One connection to the broker that never gives up, and calls over it that know when their answer is lost.
+"""A connection to the broker that reconnects forever, with calls that fail as soon as it breaks.
 
-A call made before a disconnection and unanswered at it fails at once with ``Disconnected``; its caller waits for
-``connected`` and repeats it. So a retry starts when the broker is back, not when some timeout has passed.
+A call that is unanswered when the connection breaks fails at once with ``Disconnected``; its caller waits for
+``connected`` and repeats it. A retry thus starts when the broker is back, not after a timeout.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -28,15 +29,16 @@ from broker.system.reminders import Reminders
 
 log = logging.getLogger(__name__)
 
-NO_ANSWER: Final = "nothing has come back yet; a firewall, or a program that is not a NATS server"
+Headers = dict[str, str]
+
+NO_ANSWER: Final = "no reply; check for a firewall, or a program that is not a NATS server"
 CALL_TIMEOUT_S: Final = 5.0
 CLOSE_WITHIN_S: Final = 5.0
-PAUSE_S: Final = 0.02  # before a repetition, so that a connection not yet known to be gone is not hammered
+PAUSE_S: Final = 0.02  # before a retry, to spare a connection that is not yet known to be broken
 STUCK_AFTER_S: Final = 30.0
-# without a byte in either direction, after which a link that owes us bytes counts as stuck
-STALLED_AFTER_S: Final = 3.0
+STALLED_AFTER_S: Final = 3.0  # without a byte in either direction while one is due, the link counts as stuck
 PING_EVERY_S: Final = 5
-LOOK_EVERY_S: Final = 2.0  # at the traffic; below the interval of the client's own pings
+LOOK_EVERY_S: Final = 2.0  # at the traffic; below PING_EVERY_S
 
 
 class NatsLink:
@@ -57,20 +59,18 @@ class NatsLink:
         self._watching: asyncio.Task[None] | None = None
         self._moving: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[None] | None = None
-        self._tried = 0.0  # when the client last tried anything
+        self._tried = 0.0  # time of the client's latest connection attempt or loss
         self.refusals = RefusalTracker(self.where)
-        self._doubts = ServerHealth()  # requests of JetStream without an answer, although connected
-        self._avoid = ""  # the server that gave none, tried last
-        self.has_jetstream = False  # whether it has ever answered
+        self._doubts = ServerHealth()  # JetStream requests without a reply although connected
+        self._avoid = ""  # the server that did not reply; tried last
+        self.has_jetstream = False  # whether it has ever replied
         self._was_connected = False
 
-    # ------------------------------------------------------------------------------------------- life
-
     async def open(self, deadline_s: float | None = None) -> None:
-        """Connect, trying for ever or until the deadline.
+        """Connect, retrying forever or until the deadline.
 
         Raises:
-            BrokerUnreachable: no answer before the deadline, or no address.
+            BrokerUnreachable: if no broker answers before the deadline, or an address is not valid.
         """
         addresses.split(self.url)
         try:
@@ -78,28 +78,27 @@ class NatsLink:
                 await self._connect()
         except TimeoutError:
             await self._abandon()
-            raise BrokerUnreachable(
-                f"no broker answered at {self.where} within {deadline_s:g} s: {self._error or NO_ANSWER}"
-            ) from None
+            message = f"no broker answered at {self.where} within {deadline_s:g} s: {self._error or NO_ANSWER}"
+            raise BrokerUnreachable(message) from None
         await self.subscribe(f"{self.inbox}.*", self._calls.answer)
         self._watching = asyncio.create_task(self._watch())
         self._looking = asyncio.create_task(self._look())
 
     async def close(self) -> None:
-        """Flush and disconnect for good; outstanding calls fail with Disconnected."""
+        """Flush and disconnect permanently; pending calls fail with Disconnected."""
         self._closing = True
         for task in (self._reopening, self._watching, self._moving, self._looking):
             if task is not None:
                 task.cancel()
         await self._abandon()
         self._calls.drop(self._lost())
-        self.connected.set()  # wakes those who wait in ``ready``
+        self.connected.set()  # wakes tasks waiting in ``ready``
 
     async def ready(self) -> None:
         """Wait until there is a connection.
 
         Raises:
-            Disconnected: it was closed for good.
+            Disconnected: if ``close`` was called.
         """
         await self.connected.wait()
         if self._closing:
@@ -107,16 +106,16 @@ class NatsLink:
 
     @property
     def where(self) -> str:
-        """The address without a password."""
+        """The broker address without a password."""
         return addresses.without_passwords(self.url)
 
     @property
     def inbox(self) -> str:
-        """Where answers come to; one link's own."""
+        """The subject prefix of replies to this link."""
         return self._calls.inbox
 
     def next_token(self) -> str:
-        """Unique on this link; for inboxes and message ids."""
+        """Return a token that is unique on this link, for inboxes and message ids."""
         return self._calls.next_token()
 
     @property
@@ -126,18 +125,18 @@ class NatsLink:
 
     @property
     def clustered(self) -> bool:
-        """Whether the server that we are connected to is one of a cluster."""
+        """Whether the connected server belongs to a cluster."""
         return bool(self._client._server_info.get("cluster"))  # the client has no public name for it
 
     @property
     def server_version(self) -> tuple[int, int, int]:
-        """Of the nats-server that we are connected to."""
+        """The version of the connected nats-server."""
         version = self._client.connected_server_version
         return version.major, version.minor, version.patch
 
     @property
     def max_payload(self) -> int:
-        """Most bytes the broker takes in one message, headers included."""
+        """The most bytes that the broker accepts in one message, headers included."""
         return self._client.max_payload
 
     async def _connect(self) -> None:
@@ -146,14 +145,14 @@ class NatsLink:
         self._traffic.watch(self._client)
         await self._client.connect(
             servers,
-            dont_randomize=True,  # shuffled already
+            dont_randomize=True,  # already shuffled
             name=self.name,
             error_cb=self._on_error,
             disconnected_cb=self._on_disconnected,
             reconnected_cb=self._on_connected,
             closed_cb=self._on_closed,
             max_reconnect_attempts=-1,
-            reconnect_time_wait=0.25,  # type: ignore[arg-type]  # declared int, used as seconds of a sleep
+            reconnect_time_wait=0.25,  # type: ignore[arg-type]  # declared int, used as seconds to sleep
             connect_timeout=3,
             ping_interval=PING_EVERY_S,
             max_outstanding_pings=2,
@@ -165,26 +164,20 @@ class NatsLink:
         await self._on_connected()
 
     def _servers(self) -> list[str]:
-        """All that were named and all that the cluster has told of, in an order of chance, the one to avoid last."""
-        named = addresses.split(self.url)
-        known = {urlsplit(one).netloc.rpartition("@")[2] for one in named}
-        told = (
-            [uri.geturl() for uri in self._client.discovered_servers if uri.netloc not in known]
-            if "@" not in self.url
-            else []
-        )
-        servers = random.sample(named + told, len(named + told))
-        return sorted(servers, key=lambda one: urlsplit(one).netloc == self._avoid)
+        """Return configured and discovered servers in random order, the one to avoid last."""
+        servers = addresses.split(self.url)
+        if "@" not in self.url:
+            known = {urlsplit(one).netloc for one in servers}
+            servers += [uri.geturl() for uri in self._client.discovered_servers if uri.netloc not in known]
+        shuffled = random.sample(servers, len(servers))
+        return sorted(shuffled, key=lambda one: urlsplit(one).netloc == self._avoid)
 
     async def _abandon(self) -> None:
-        """Close the client; it fails an assertion when it never began to connect, and at writing to a socket that is
-        gone.
-        """
-        try:
+        try:  # the client fails an assertion if it never began to connect, and when it writes to a closed socket
             async with asyncio.timeout(CLOSE_WITHIN_S):
                 await self._client.close()
         except (OSError, nats_errors.Error, AssertionError, RuntimeError):
-            log.debug("closing a connection that was not open")
+            log.debug("closed a connection that was not open")
 
     async def _on_connected(self) -> None:
         if self._waiting.said:
@@ -202,7 +195,7 @@ class NatsLink:
             callback()
 
     async def _on_closed(self) -> None:
-        """The client gives up for good after some errors of the server; we do not."""
+        """Reconnect with a new client: after some server errors the old one gives up."""
         if not self._closing and self._reopening is None:
             self._reopening = asyncio.create_task(self._reopen())
 
@@ -212,49 +205,44 @@ class NatsLink:
         self._reopening = None
 
     async def _watch(self) -> None:
-        """Take a new client should the old one stop trying without a word."""
+        """Replace a client that has silently stopped trying to connect."""
         while True:
             await asyncio.sleep(STUCK_AFTER_S / 4)
-            if (
-                not self.connected.is_set()
-                and self._reopening is None
-                and time.monotonic() - self._tried > STUCK_AFTER_S
-            ):
-                log.warning("the connection to %s does not come back by itself; making a new one", self.where)
+            idle = not self.connected.is_set() and self._reopening is None
+            if idle and time.monotonic() - self._tried > STUCK_AFTER_S:
+                log.warning("the connection to %s does not come back; opening a new one", self.where)
                 await self._abandon()  # calls back to reopen
 
     async def _look(self) -> None:
-        """Keep a connection whose bytes move: behind many of them the answers to the client's own pings may take long.
+        """Keep a connection while bytes move, since ping replies queue behind them; replace one that stopped reading.
 
-        Not one that is not read any more: the client does not notice when its reader fails.
+        The client does not notice when its reader fails.
         """
         before = self._traffic.now()
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             if self.connected.is_set() and self._reopening is None and self._client.has_stopped_reading:
-                log.warning("the connection to %s is not read any more; making a new one", self.where)
+                log.warning("the connection to %s is no longer read; opening a new one", self.where)
                 await self._abandon()  # calls back to reopen
             elif self._traffic.moved_since(before):
-                self._client._pings_outstanding = 0  # the client counts answers to pings only
+                self._client._pings_outstanding = 0  # the client counts only ping replies as a sign of life
             before = self._traffic.now()
 
     def doubt(self, what: str, waited_s: float = 0.0) -> None:
-        """JetStream did not answer that. When it lasts, the server may be cut off from its cluster: go to another
-        one.
-        """
+        """Record that JetStream did not reply; if that lasts, switch away from a server cut off from its cluster."""
         now = time.monotonic()
         if not self._doubts.doubt(what, now, waited_s):
             return
         uri = self._client.connected_url
         if uri is None or not self.connected.is_set() or self._reopening is not None or len(self._servers()) < 2:
             return
-        log.warning("JetStream at %s gives no answer to %s; trying another server", uri.netloc.rpartition("@")[2], what)
+        log.warning("JetStream at %s does not answer %s; trying another server", uri.netloc.rpartition("@")[2], what)
         self._avoid = uri.netloc
         self._doubts.moved(now)
         self._moving = asyncio.create_task(self._abandon())  # calls back to reopen
 
     def trust(self, what: str) -> None:
-        """JetStream answered that."""
+        """Record that JetStream replied to such a request."""
         self._doubts.trust(what)
         self.has_jetstream = True
 
@@ -264,15 +252,11 @@ class NatsLink:
         if not self.connected.is_set() and not self._closing and self._waiting.due(now):
             log.warning("no broker at %s (%s); trying again", self.where, self._error)
 
-    # ------------------------------------------------------------------------------------------ calls
-
-    async def send(
-        self, subject: str, payload: Buffer, *, reply: str = "", headers: dict[str, str] | None = None
-    ) -> None:
-        """Publish without any confirmation.
+    async def send(self, subject: str, payload: Buffer, *, reply: str = "", headers: Headers | None = None) -> None:
+        """Publish without confirmation.
 
         Raises:
-            Disconnected: there is no connection now.
+            Disconnected: if there is no connection.
         """
         if not self.connected.is_set():
             raise Disconnected(f"no connection to {self.where}")
@@ -281,30 +265,24 @@ class NatsLink:
             await self._client.publish(subject, payload, reply, headers)  # type: ignore[arg-type]  # any buffer does
         except nats_errors.MaxPayloadError:
             raise
-        except (
-            nats_errors.Error,
-            OSError,
-            RuntimeError,
-        ) as error:  # RuntimeError: uvloop's word for a socket that is gone
+        except (nats_errors.Error, OSError, RuntimeError) as error:  # RuntimeError: uvloop's for a closed socket
             raise Disconnected(str(error)) from None
 
     async def call(
-        self, subject: str, payload: Buffer, *, headers: dict[str, str] | None = None, timeout_s: float = CALL_TIMEOUT_S
+        self, subject: str, payload: Buffer, *, headers: Headers | None = None, timeout_s: float = CALL_TIMEOUT_S
     ) -> Msg:
-        """Publish and wait for the one answer; for ``timeout_s`` and for as long as the question or the answer may be
-        on the wire.
+        """Publish and wait for one reply, up to ``timeout_s`` plus the time that either may be on the wire.
 
         Raises:
-            Disconnected: the connection is down, or broke before the answer came.
-            NoResponders: nobody listens there.
-            TimeoutError: no answer in time.
+            Disconnected: if the connection is down, or breaks before the reply arrives.
+            NoResponders: if nothing listens on the subject.
+            TimeoutError: if no reply arrives in time.
         """
         loop, overdue = asyncio.get_running_loop(), list[asyncio.Task[None]]()
         with self._calls.expect() as (reply, answered):
             await self.send(subject, payload, reply=reply, headers=headers)
-            timer = loop.call_later(
-                timeout_s, lambda: overdue.append(asyncio.create_task(self._expire(answered, timeout_s)))
-            )
+            expire = partial(self._expire, answered, timeout_s)
+            timer = loop.call_later(timeout_s, lambda: overdue.append(asyncio.create_task(expire())))
             try:
                 answer = await answered
             finally:
@@ -320,11 +298,11 @@ class NatsLink:
         fail(answered, TimeoutError())
 
     async def overdue(self, allowed_s: float) -> None:
-        """Return once what should have come within ``allowed_s`` cannot be on the wire any more.
+        """Return when a message due within ``allowed_s`` can no longer be on the wire.
 
-        A message to ourselves goes through the broker behind everything that was sent and comes behind everything that
-        the broker had to send. When it has come, what it waited behind gets as long again, up to ``allowed_s``. It is
-        not waited for when the connection is gone or no byte moves.
+        Sends a message to this link itself: it queues behind everything sent to the broker and everything the broker
+        has to send. When it arrives, waits as long again, up to ``allowed_s``. Returns early if the connection is lost
+        or no byte moves.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -345,15 +323,15 @@ class NatsLink:
         return Disconnected(f"lost the connection to {self.where}")
 
     async def subscribe(self, subject: str, callback: Callback, queue: str = "") -> LinkSubscription:
-        """Call back with every message from now on, across reconnects, in order, one at a time."""
+        """Call ``callback`` with every message from now on, in order, one at a time, across reconnects."""
         subscribed = LinkSubscription(self.forget, subject, callback, queue)
         self._subscribed.add(subscribed)
         try:
             await subscribed.attach(self._client)
         except nats_errors.Error:
-            log.debug("%s: no connection now; the next one subscribes", subject)
+            log.debug("%s: not connected; the next connection subscribes", subject)
         return subscribed
 
     def forget(self, subscribed: LinkSubscription) -> None:
-        """Do not restore it on the next connection."""
+        """Stop restoring a subscription on new connections."""
         self._subscribed.discard(subscribed)

@@ -1,4 +1,4 @@
-"""What may come back from a call to the broker instead of an answer."""
+"""Errors of calls to the broker."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from broker.errors import LostState, RlearnerError
 
 
 class Disconnected(RlearnerError):
-    """The connection broke before the answer came; it may or may not have been done."""
+    """The connection broke before the reply arrived; the request may or may not have taken effect."""
 
 
 class NoResponders(RlearnerError):
-    """Nobody listens on that subject."""
+    """Nothing listens on the subject."""
 
 
 class ApiError(RlearnerError):
-    """JetStream refused a request; ``err_code`` is its own number, ``code`` the HTTP-like class."""
+    """JetStream refused a request; ``code`` is the HTTP-like status, ``err_code`` the JetStream error number."""
 
     def __init__(self, code: int, err_code: int, description: str) -> None:
         super().__init__(f"{description} ({err_code})")
@@ -24,11 +24,11 @@ class ApiError(RlearnerError):
 
 
 class NoStream(ApiError, LostState):
-    """The stream does not exist: it was purged, or the broker lost its store."""
+    """The stream does not exist: the run was purged, or the broker lost its store."""
 
 
 class ErrorDescription(msgspec.Struct):
-    """The error part of every JetStream answer."""
+    """The error field of a JetStream reply."""
 
     code: int
     err_code: int = 0

@@ -1,29 +1,28 @@
-"""Decides when to switch away from a server that accepts connections but stops answering. Pure: times are arguments.
+"""Decides when to switch away from a server that accepts connections but stops answering.
 
-A server that is cut off from its cluster goes on answering some requests for half a minute: it takes itself for the
-leader of some streams until it has missed the others for long enough. So each kind of request is doubted by itself, and
-the answers to others say nothing about it.
+A server cut off from its cluster answers some requests for up to half a minute, because it still takes itself for the
+leader of some streams. Each kind of request is therefore tracked separately.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-MOVE_AFTER_S: Final = 8.0  # longer than most elections of a leader
-MOVE_AGAIN_AFTER_S: Final = 16.0  # when the move before was of no use: the leader is missing everywhere
-CALM_S: Final = 60.0  # without a move, after which the next one comes early again
-STALE_S: Final = 12.0  # without a word, after which a doubt counts no more: nobody asks any longer
+MOVE_AFTER_S: Final = 8.0  # longer than most leader elections
+MOVE_AGAIN_AFTER_S: Final = 16.0  # after a recent move that did not help: the leader is missing everywhere
+CALM_S: Final = 60.0  # without a move, after which MOVE_AFTER_S applies again
+STALE_S: Final = 12.0  # without a new failure, after which older failures no longer count
 
 
 class ServerHealth:
-    """What has had no answer, and since when. Times are seconds of one monotonic clock."""
+    """Kinds of requests without a reply, and since when. Times are seconds of one monotonic clock."""
 
     def __init__(self) -> None:
-        self._since: dict[str, tuple[float, float]] = {}  # (first asked in vain, last heard of that)
+        self._since: dict[str, tuple[float, float]] = {}  # (first failure, latest failure)
         self._moved = float("-inf")
 
     def doubt(self, what: str, now: float, waited_s: float = 0.0) -> bool:
-        """That request had no answer for ``waited_s``. Whether to go to another server now."""
+        """Record that a request had no reply for ``waited_s``; return whether to switch servers now."""
         first, last = self._since.get(what, (now - waited_s, now))
         if now - last > STALE_S:
             first = now - waited_s
@@ -31,14 +30,14 @@ class ServerHealth:
         return now - first >= (MOVE_AFTER_S if now - self._moved > CALM_S else MOVE_AGAIN_AFTER_S)
 
     def trust(self, what: str) -> None:
-        """It had one."""
+        """Record that a request of this kind had a reply."""
         self._since.pop(what, None)
 
     def moved(self, now: float) -> None:
-        """To another server, for that reason."""
+        """Record a switch to another server."""
         self._moved = now
         self._since.clear()
 
     def clear(self) -> None:
-        """A new connection knows nothing yet."""
+        """Forget all failures, for a new connection."""
         self._since.clear()

@@ -1,4 +1,4 @@
-"""A subscription that outlives the client it was made on."""
+"""A subscription that survives reconnecting with a new client."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Callback = Callable[[Msg], Awaitable[None]]
 
 
 class LinkSubscription:
-    """One subscription of a link; the link attaches it to every client it makes, until it is forgotten.
+    """One subscription of a link, which attaches it to every new client until it is forgotten.
 
     Args:
-        forget: takes it off the link's list.
+        forget: removes it from the link's list.
     """
 
     def __init__(
@@ -26,27 +26,24 @@ class LinkSubscription:
         self._inner: Subscription | None = None
 
     async def attach(self, client: GuardedClient) -> None:
-        """Subscribe on a new connection."""
+        """Subscribe on a new client."""
         self._inner = await client.subscribe(
             self.subject, self.queue, self.callback, pending_msgs_limit=0, pending_bytes_limit=0
-        )  # no limits: the client would drop what exceeds them
+        )  # no limits: the client would drop messages above them
 
     async def drain(self) -> None:
-        """Ask for no more, and return when all that was sent before has been called back with."""
-        self._forget(self)
-        inner, self._inner = self._inner, None
-        if inner is not None:
-            try:
-                await inner.drain()  # type: ignore[no-untyped-call]
-            except nats_errors.Error:
-                log.debug("%s: the connection went before its subscription", self.subject)
+        """Unsubscribe; return when the callback has handled every message sent before."""
+        await self._end(drain=True)
 
     async def close(self) -> None:
-        """Call back no more."""
+        """Unsubscribe at once."""
+        await self._end(drain=False)
+
+    async def _end(self, *, drain: bool) -> None:
         self._forget(self)
         inner, self._inner = self._inner, None
         if inner is not None:
             try:
-                await inner.unsubscribe()
+                await (inner.drain() if drain else inner.unsubscribe())  # type: ignore[no-untyped-call]
             except nats_errors.Error:
-                log.debug("%s: the connection went before its subscription", self.subject)
+                log.debug("%s: the connection closed before its subscription", self.subject)

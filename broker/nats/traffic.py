@@ -1,6 +1,4 @@
-"""What one connection has sent and received: tells a slow link, whose bytes still move, from a broker that does not
-answer.
-"""
+"""Counts sent and received bytes, to tell a slow connection from a broker that does not answer."""
 
 from __future__ import annotations
 
@@ -12,13 +10,13 @@ from typing import Final
 
 from broker.nats.client import GuardedClient
 
-_SIOCOUTQ: Final = termios.TIOCOUTQ  # Linux: bytes in the socket's send queue that the other side has not acknowledged
+_SIOCOUTQ: Final = termios.TIOCOUTQ  # Linux: bytes in the socket's send queue that the peer has not acknowledged
 
 
 class TrafficCounter:
-    """Counts the bytes of a client of nats-py.
+    """Counts the bytes of a nats-py client.
 
-    Headers and protocol are not counted exactly, so compare two looks only: bytes moved when either number grew.
+    Headers and protocol are not counted exactly, so only compare two readings: bytes moved if either number grew.
     """
 
     def __init__(self) -> None:
@@ -26,7 +24,7 @@ class TrafficCounter:
         self._written = 0
 
     def watch(self, client: GuardedClient) -> None:
-        """Count for this connection from now on."""
+        """Count the bytes of this client from now on."""
         self._client, self._written = client, 0
 
     def wrote(self, num_bytes: int) -> None:
@@ -34,21 +32,20 @@ class TrafficCounter:
         self._written += num_bytes
 
     def now(self) -> tuple[int, int]:
-        """(bytes that have left this machine, bytes that have come), of a message that is half received, too."""
+        """Return the bytes that have left and reached this machine, including those of incomplete messages."""
         client = self._client
         if client is None:
             return 0, 0
-        # the client has no public name for what is half received
-        received = client.stats["in_bytes"] + len(client._ps.buf)
+        received = client.stats["in_bytes"] + len(client._ps.buf)  # no public name for an incomplete message
         return self._written - self._unsent(client), received
 
     def moved_since(self, before: tuple[int, int]) -> bool:
-        """Whether any byte has left or come since that look."""
+        """Whether any byte was sent or received since that reading."""
         sent, received = self.now()
         return sent > before[0] or received > before[1]
 
     def _unsent(self, client: GuardedClient) -> int:
-        """Bytes on their way out: in the client, in the event loop's transport, and in the kernel where it tells."""
+        """Return the bytes waiting in the client, in the event loop's transport and, on Linux, in the kernel."""
         writer = getattr(client._transport, "_io_writer", None)
         waiting: int = client._pending_data_size
         if writer is None or writer.transport.is_closing():

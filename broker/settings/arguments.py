@@ -1,4 +1,4 @@
-"""Types of command-line arguments: what argparse says in one line when a value is none."""
+"""Types and helpers for argparse, with one-line error messages."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from broker.contract.streams import token
 from broker.errors import ConfigError
 from broker.system.entry import EXIT_USER_ERROR
 
-WIDTH: Final = 100  # of descriptions in a help text
+WIDTH: Final = 100  # of descriptions in help texts
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Says in one line what is wrong with a command line, as for any other bad input; commands below it do the same."""
+    """A parser that reports a bad command line in one line, as do its subcommands."""
 
     def error(self, message: str) -> NoReturn:
-        """Print it and exit with code 2."""
+        """Print the message and exit with code 2."""
         self.exit(EXIT_USER_ERROR, f"error: {self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")
 
 
 def count(text: str) -> int:
-    """A whole number from 1 on."""
+    """Parse a whole number of at least 1."""
     return _whole(text, 1)
 
 
 def natural(text: str) -> int:
-    """A whole number from 0 on."""
+    """Parse a whole number of at least 0."""
     return _whole(text, 0)
 
 
@@ -41,14 +41,14 @@ def _whole(text: str, least: int) -> int:
 
 
 def port(text: str) -> int:
-    """A TCP port; 0 is any free one."""
+    """Parse a TCP port; 0 is any free one."""
     if not text.isascii() or not text.isdigit() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; use 0 to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; use 0 to 65535")
     return int(text)
 
 
 def positive(text: str) -> float:
-    """A finite number above 0, of seconds for example."""
+    """Parse a finite number above 0."""
     value = _number(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a number above 0")
@@ -56,20 +56,20 @@ def positive(text: str) -> float:
 
 
 def share(text: str) -> float:
-    """A number from 0 to 1."""
+    """Parse a number from 0 to 1."""
     value = _number(text)
     if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a number from 0 to 1")
     return value
 
 
 def names(text: str) -> list[str]:
-    """Names between commas."""
+    """Parse names separated by commas."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def tokens(text: str) -> list[str]:
-    """Names between commas that may stand in subjects, of domains and of pools."""
+    """Parse names separated by commas that can be parts of subjects, such as domains and pools."""
     for name in (found := names(text)):
         try:
             token(name, "name")
@@ -81,34 +81,29 @@ def tokens(text: str) -> list[str]:
 def add_config(
     parser: argparse.ArgumentParser, *, file: str = "quickstart", setting: str = "train.steps=50", needed: bool = True
 ) -> None:
-    """CONFIG and any number of key=value."""
-    rest = "" if needed else "; without one, only the machine is looked at"
-    parser.add_argument(
-        "config",
-        metavar="CONFIG",
-        nargs=None if needed else "?",
-        help=f"YAML file, for example configs/{file}.yaml, or a run's folder{rest}",
-    )
-    text = f"settings that win over the file, for example {setting}"
+    """Add the arguments CONFIG and any number of key=value."""
+    rest = "" if needed else "; without one, only the machine is checked"
+    text = f"YAML file, for example configs/{file}.yaml, or a run's folder{rest}"
+    parser.add_argument("config", metavar="CONFIG", nargs=None if needed else "?", help=text)
+    text = f"settings that override the file, for example {setting}"
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
 
 
 def complete(parser: argparse.ArgumentParser, examples: Mapping[str, Sequence[str]]) -> argparse.ArgumentParser:
-    """Give a program --version and completion, and each of its commands examples at the end of its help; the parser.
+    """Add --version, shell completion, and examples to the help of each command; return the parser.
 
     Args:
-        examples: command lines by the command that they are of (``broker dead show``), each a line of the shell.
+        examples: shell lines by command (``broker dead show``).
     """
     parser.add_argument("--version", action=VersionAction, help="print the version and exit")
     for command in commands_of(parser):
-        lines = examples.get(command.prog)
-        if lines:
+        if lines := examples.get(command.prog):
             title = "example" if len(lines) == 1 else "examples"
             before = f"{command.epilog}\n\n" if command.epilog else ""
             command.epilog = before + "\n".join([f"{title}:", *(f"  {line}" for line in lines)])
             command.description = textwrap.fill(command.description or "", WIDTH)
             command.formatter_class = argparse.RawDescriptionHelpFormatter
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks what could come next
+    if "_ARGCOMPLETE" in os.environ:  # a shell requests completions
         from broker.settings.completion import offer
 
         offer(parser, commands_of(parser))
@@ -116,7 +111,7 @@ def complete(parser: argparse.ArgumentParser, examples: Mapping[str, Sequence[st
 
 
 def commands_of(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """A parser and those of its commands, at every depth."""
+    """Yield a parser and those of its commands, at every depth."""
     yield parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -125,7 +120,7 @@ def commands_of(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentPa
 
 
 class VersionAction(argparse.Action):
-    """Prints the version of the installed package and exits; it is looked up only then."""
+    """Prints the version of the installed package and exits."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=kwargs.get("help"))

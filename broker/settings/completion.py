@@ -1,7 +1,7 @@
-"""Completion of command lines in a shell: commands, options, settings and runs, by argcomplete.
+"""Shell completion of commands, options, settings and runs, with argcomplete.
 
-``eval "$(rlearner completion)"`` in a shell's start-up file turns it on; then the shell starts a command with
-``_ARGCOMPLETE`` set and reads what could come next. Without it nothing here is imported.
+``eval "$(rlearner completion)"`` in a shell's start-up file enables it: the shell then runs a command with
+``_ARGCOMPLETE`` set to get completions. Otherwise this module is not imported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RUNS: Final = "runs"
 
 
 def offer(parser: argparse.ArgumentParser, commands: Iterator[argparse.ArgumentParser]) -> None:
-    """Answer the shell and exit."""
+    """Print the completions for the shell and exit."""
     import argcomplete
 
     sources: dict[str, Callable[..., list[str]]] = {"overrides": settings, "run_name": runs}
@@ -32,7 +32,7 @@ def offer(parser: argparse.ArgumentParser, commands: Iterator[argparse.ArgumentP
 
 
 def settings(prefix: str, **_: object) -> list[str]:
-    """``train.lr=`` and the others that begin like that; below ``domains`` names are the user's own."""
+    """Return the settings that begin with the prefix, for example ``train.lr=``; names in ``domains`` are free."""
     head = prefix.partition(".")[0]
     found: list[str] = []
     for name, where in SECTIONS.items():
@@ -58,13 +58,13 @@ def _is_section(annotation: Any) -> bool:
 
 
 def runs(prefix: str, parsed_args: argparse.Namespace | None = None, **_: object) -> list[str]:
-    """Names of the runs below ``--dir``, or ``runs``."""
+    """Return the names of the runs in ``--dir``, or ``runs``."""
     folder = Path(getattr(parsed_args, "dir", None) or RUNS)
     return sorted(path.parent.name for path in folder.glob("*/config.yaml") if path.parent.name.startswith(prefix))
 
 
 def shell_code(shell: str) -> str:
-    """What a shell has to run to turn it on.
+    """Return the code that enables completion in a shell.
 
     Args:
         shell: ``bash``, ``zsh``, ``fish``, ``tcsh`` or ``powershell``.

@@ -1,4 +1,4 @@
-"""The configuration sections that several roles read: run, broker, domains. Each other role owns its own section."""
+"""The configuration sections that several roles read: run, broker and domains."""
 
 from __future__ import annotations
 
@@ -7,23 +7,15 @@ import re
 from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlsplit
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+import pydantic
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from broker.contract.streams import token
 from broker.errors import ConfigError
 
 
 class Section(BaseModel):
-    """Base of every section: unknown keys are refused, numbers are finite, values are frozen."""
+    """Base of every section: refuses unknown keys and infinite numbers; frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -39,16 +31,15 @@ def loopback(value: str) -> str:
     """Return a loopback address.
 
     Raises:
-        ValueError: if it is another one, because traffic is neither encrypted nor authenticated yet.
+        ValueError: if it is another one.
     """
     try:
         is_loopback = value == "localhost" or ipaddress.ip_address(value).is_loopback
     except ValueError:
         is_loopback = False
     if not is_loopback:
-        raise ValueError(
-            "only a loopback address such as 127.0.0.1, because traffic is neither encrypted nor authenticated yet"
-        )
+        reason = "traffic is neither encrypted nor authenticated yet"
+        raise ValueError(f"only a loopback address such as 127.0.0.1, because {reason}")
     return value
 
 
@@ -61,37 +52,34 @@ def _device(value: str) -> str:
 def _http_url(value: str) -> str:
     parts = urlsplit(value)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
-        raise ValueError(
-            "expected http://host:port/v1 or https://…, without a user in it; the key stands in api_key_env"
-        )
+        raise ValueError("expected http://host:port/v1 or https://…, without a user; api_key_env names the key")
     return value
 
 
-Token = Annotated[str, AfterValidator(_token)]  # may stand between the dots of a subject
+Token = Annotated[str, AfterValidator(_token)]  # can be one part of a subject
 Device = Annotated[str, AfterValidator(_device)]  # as torch names it
 HttpUrl = Annotated[str, AfterValidator(_http_url)]  # of an OpenAI-compatible endpoint
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class RunSection(Section):
-    """Names the run and its folder ``<dir>/<name>``."""
+    """The run's name and folder ``<dir>/<name>``."""
 
     name: Token | None = None  # None: the config file's name and the time
     dir: str = "runs"
     seed: Seed = 0
 
 
-PRIVATE_STORE_GIB: Final = 8.0  # what a private server may store unless broker.store_max_gib says otherwise
+PRIVATE_STORE_GIB: Final = 8.0  # default of broker.store_max_gib for a private server
 
 
 class BrokerSection(Section):
-    """How the processes talk."""
+    """How processes communicate."""
 
     channel: str = "zmq"  # how generation requests travel: a name of the registry in broker/channel/carriers.py
     bind: Annotated[str, AfterValidator(loopback)] = "127.0.0.1"
     sync_always: bool = False  # fsync every message before it is confirmed
-    # most that the broker may store; null: 8 where `rlearner up` starts it, else as it says
-    store_max_gib: PositiveFloat | None = None
+    store_max_gib: PositiveFloat | None = None  # null: 8 if `rlearner up` starts the broker, else the broker's limit
     replicas: Literal[1, 3] | None = None  # servers that hold each message; None: three in a cluster, else one
 
 
@@ -107,14 +95,14 @@ class Sampling(Section):
 
 
 class RewardConfig(Section):
-    """One part of a domain's reward; the environment's own reward is always part of it."""
+    """One part of a domain's reward, in addition to the environment's own."""
 
     name: str  # a name of the registry in rewardhub/rewards, or a dotted path or file path to a function
     weight: float = 1.0
     pool: Token = "default"  # which reward hubs may compute it
     args: dict[str, Any] = {}
 
-    @model_validator(mode="before")
+    @pydantic.model_validator(mode="before")
     @classmethod
     def _no_bare_name(cls, value: Any) -> Any:
         if isinstance(value, str):
@@ -123,25 +111,21 @@ class RewardConfig(Section):
 
 
 class DomainSection(Section):
-    """One kind of task: which environment, how groups are run and scored."""
+    """One kind of task: its environment, and how groups are run and scored."""
 
     env: str  # a name of the registry in envhub/envs, or a dotted path or file path to a class
     env_args: dict[str, Any] = {}
-    # where environments run; None: as the environment's class says
-    isolation: Literal["none", "thread", "process"] | None = None
+    isolation: Literal["none", "thread", "process"] | None = None  # None: the default of the environment's class
     system_prompt: str = ""
     weight: PositiveFloat = 1.0  # share among the domains
     group_size: PositiveInt = 8
     min_group_size: PositiveInt | None = None  # None: all of them
-    # extra episodes: the group closes with the first group_size to finish, the rest are aborted
-    group_size_redundancy: NonNegativeInt = 0
+    group_size_redundancy: NonNegativeInt = 0  # extra episodes; when group_size have finished, the rest are aborted
     max_turns: PositiveInt = 1
-    # whole conversation, or each turn for itself; auto: as the algorithm wants it
-    context: Literal["auto", "full", "steps"] = "auto"
-    history_length: NonNegativeInt = 2  # turns before the present one that a prompt of context steps shows
-    # drop: neither the environment nor later prompts see what stands before </think>
-    thinking: Literal["keep", "drop"] = "keep"
-    memory: str = "recent"  # what makes that prompt, or your own function of (opening, past, now, history_length)
+    context: Literal["auto", "full", "steps"] = "auto"  # whole conversation or single turns; auto: by algorithm
+    history_length: NonNegativeInt = 2  # previous turns in a prompt of context steps
+    thinking: Literal["keep", "drop"] = "keep"  # drop: hide text before </think> from environment and later prompts
+    memory: str = "recent"  # builds that prompt; or your own function of (opening, past, now, history_length)
     max_context_tokens: PositiveInt = 4096
     deadline_s: PositiveFloat | None = None  # per group; null: derived, see broker.settings.timeouts
     sampling: Sampling = Sampling()
@@ -149,36 +133,30 @@ class DomainSection(Section):
 
 
 def takes_steps(context: str, adv_estimator: str) -> bool:
-    """Whether each turn of a domain is a sample of its own; ``auto`` is so for gigpo, which compares steps."""
+    """Return whether each turn of a domain is a separate sample, as ``auto`` is for gigpo, which compares steps."""
     return context == "steps" or (context == "auto" and adv_estimator == "gigpo")
 
 
 def num_greedy(adv_estimator: str) -> int:
-    """Baseline episodes on top of a group: remax compares with one that is sampled at temperature 0."""
+    """Return the baseline episodes added to a group: one for remax, sampled at temperature 0."""
     return 1 if adv_estimator == "remax" else 0
 
 
 def check(config: dict[str, Any]) -> None:
-    """What the sections here cannot say alone.
+    """Check the domains' settings that must agree.
 
     Raises:
-        ConfigError: a group smaller than its smallest size, no room for a turn in the context, or a memory that nobody
-        would ask.
+        ConfigError: if min_group_size exceeds group_size, a turn exceeds the context, or the memory is not used.
     """
     for name, domain in config["domains"].items():
-        smallest, size = domain["min_group_size"], domain["group_size"]
+        where, smallest, size = f"domains.{name}", domain["min_group_size"], domain["group_size"]
         if smallest is not None and smallest > size:
-            raise ConfigError(f"domains.{name}.min_group_size", smallest, f"at most group_size, which is {size}")
+            raise ConfigError(f"{where}.min_group_size", smallest, f"at most group_size, which is {size}")
         if domain["context"] == "full":
             for key, allowed in (("memory", "recent"), ("history_length", "left out")):
                 if (value := domain[key]) != DomainSection.model_fields[key].default:
-                    raise ConfigError(
-                        f"domains.{name}.{key}",
-                        value,
-                        f"{allowed} with context full, which shows the whole conversation",
-                    )
+                    rule = f"{allowed} with context full, which shows the whole conversation"
+                    raise ConfigError(f"{where}.{key}", value, rule)
         tokens, context = domain["sampling"]["max_tokens"], domain["max_context_tokens"]
         if tokens >= context:
-            raise ConfigError(
-                f"domains.{name}.sampling.max_tokens", tokens, f"below max_context_tokens, which is {context}"
-            )
+            raise ConfigError(f"{where}.sampling.max_tokens", tokens, f"below max_context_tokens, which is {context}")

@@ -1,4 +1,4 @@
-"""Reading a configuration: a YAML file, what it inherits, and ``key=value`` overrides."""
+"""Reads a configuration: a YAML file, the files it inherits, and ``key=value`` overrides."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from broker.errors import ConfigError, UserError
 
 HERE: Final = "${here}"
-RUN_CONFIG: Final = "config.yaml"  # in the folder of a run: resolved, every value in it
+RUN_CONFIG: Final = "config.yaml"  # in the folder of a run: resolved, with every value
 Config = dict[str, Any]
 _PRESET = re.compile(r"[A-Za-z][\w+-]*")
 _KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
@@ -24,17 +24,16 @@ _KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
 def load(
     path: str, overrides: Sequence[str] = (), *, of_run: Callable[[Config], Config] = lambda config: config
 ) -> Config:
-    """Read a YAML file with what it inherits (key ``inherit``: file name or list, relative to it), apply ``key=value``
-    overrides.
+    """Read a YAML file with the files it inherits (key ``inherit``: relative file name or list), apply overrides.
 
-    The folder of a run stands for its ``config.yaml``, with ``run.name`` and ``run.dir`` as the folder is called now;
-    ``of_run`` gets that before the overrides are applied. Later files win over earlier ones, the file over what it
-    inherits, overrides over all. Mappings are merged, lists replaced. ``null`` takes a domain out. ``${here}`` in a
-    file stands for its folder, wherever a process is started. ``algorithm=<name>`` puts the preset
-    ``configs/algorithm/<name>.yaml`` in the section's place; overrides after it change the preset.
+    ``path`` may be the folder of a run, for its ``config.yaml``, with ``run.name`` and ``run.dir`` set to the folder's
+    current name; ``of_run`` transforms that before the overrides are applied. Later files win over earlier ones, a file
+    over inherited ones, overrides over all. Mappings are merged, lists replaced. ``null`` removes a domain. ``${here}``
+    in a file is its folder. ``algorithm=<name>`` replaces the section by the preset ``configs/algorithm/<name>.yaml``;
+    overrides after it change the preset.
 
     Raises:
-        UserError: missing or malformed file, an override that is not ``key=value``.
+        UserError: if a file is missing or malformed, or an override is not ``key=value``.
     """
     config = _read(_find(path), ())
     if (Path(path) / RUN_CONFIG).is_file():
@@ -49,7 +48,7 @@ def load(
 
 
 def _renamed(config: DictConfig, folder: Path) -> Config:
-    """A run's settings under the name of its folder, which is relative to the working folder where it is below that."""
+    """Return a run's settings with its folder's name and parent, relative to the working folder if below it."""
     settings: Config = OmegaConf.to_container(config, resolve=False)  # type: ignore[assignment]  # of a mapping
     parent, here = folder.parent, Path.cwd()
     if isinstance(run := settings.get("run"), dict):
@@ -58,27 +57,24 @@ def _renamed(config: DictConfig, folder: Path) -> Config:
 
 
 def _find(path: str) -> Path:
-    """The file relative to the working folder, that of a run's folder, else the one of that name that comes with the
-    package.
-    """
+    """Return the file, the one in a run's folder, or the one of that name that comes with the package."""
     for candidate in (Path(path), Path(path) / RUN_CONFIG):
         if candidate.is_file():
             return candidate
     if "=" in path:
-        raise UserError(f"{path!r} stands where a YAML file is expected: name that first, settings after it")
-    shipped = _shipped()
-    name = path.removeprefix("configs/")
+        raise UserError(f"expected a YAML file, found {path!r}; give the file first, then the settings")
+    shipped, name = _shipped(), path.removeprefix("configs/")
     for candidate in (shipped / name, shipped / f"{name}.yaml"):
         if not Path(path).is_absolute() and candidate.is_file():
             return candidate
     if Path(path).is_dir():
         raise UserError(f"{path}: a folder without {RUN_CONFIG}; give a YAML file, or the folder of a run")
     names = sorted(str(file.relative_to(shipped)) for file in shipped.glob("*.yaml"))
-    raise UserError(f"{path}: no such file; the package brings {', '.join(names)}")
+    raise UserError(f"{path}: no such file; the package has {', '.join(names)}")
 
 
 def _shipped() -> Path:
-    """Return the folder of the configurations that come with the package, which are data of the operator's command."""
+    """Return the folder of the configurations that come with the package."""
     return Path(str(resources.files("rlearner"))) / "configs"
 
 
@@ -103,7 +99,7 @@ def _read(path: Path, inheriting: tuple[Path, ...]) -> DictConfig:
     parents = own.pop("inherit", [])
     if not isinstance(parents, str) and not (isinstance(parents, ListConfig) or parents == []):
         raise UserError(
-            f"{path}: inherit: {parents} is not allowed; the name of a file in the same folder, or a list of such names"
+            f"{path}: inherit: {parents} is not allowed; a file name relative to this one, or a list of them"
         )
     names = [parents] if isinstance(parents, str) else list(parents)
     merged = OmegaConf.create({})
@@ -116,14 +112,13 @@ def _read(path: Path, inheriting: tuple[Path, ...]) -> DictConfig:
 
 
 def _check_keys(path: Path, node: yaml.Node | None, where: str) -> None:
-    """Refuse keys that are given twice, or without a value: that would silently replace a whole section, or a default,
-    by null.
+    """Check that no key is given twice or without a value, which would silently replace a section or a default.
 
     Args:
         where: the key of ``node``, empty at the top.
 
     Raises:
-        UserError: names the file, the line and the key.
+        UserError: if one is; names the file, the line and the key.
     """
     if isinstance(node, yaml.SequenceNode):
         for number, each in enumerate(node.value):
@@ -142,7 +137,7 @@ def _check_keys(path: Path, node: yaml.Node | None, where: str) -> None:
 
 
 def _placed(value: Any, folder: str) -> Any:
-    """Plain values with the folder of their file substituted for ``${here}``."""
+    """Return plain values with ``${here}`` replaced by the folder of their file."""
     if isinstance(value, dict):
         return {key: _placed(each, folder) for key, each in value.items()}
     if isinstance(value, list):
@@ -177,10 +172,10 @@ def _override(config: DictConfig, override: str) -> None:
 
 
 def _preset(name: str) -> DictConfig:
-    """An algorithm by name: the user's own ``configs/algorithm/<name>.yaml``, else the one that comes with the package.
+    """Read the user's ``configs/algorithm/<name>.yaml``, or the one that comes with the package.
 
     Raises:
-        ConfigError: there is none; lists those that come with the package.
+        ConfigError: if there is none; lists those that come with the package.
     """
     folder = _shipped() / "algorithm"
     candidates = (Path("configs", "algorithm", f"{name}.yaml"), folder / f"{name}.yaml")

@@ -1,6 +1,4 @@
-"""What was looked at before anything starts, one line a thing; pure. The doctor shows all of it, ``rlearner up``
-refuses to start by it.
-"""
+"""Findings of checks before a start, shown by ``rlearner doctor`` and enforced by ``rlearner up``."""
 
 from __future__ import annotations
 
@@ -12,16 +10,15 @@ Status = Literal["ok", "warning", "missing", "absent"]
 
 @dataclass(frozen=True, slots=True)
 class PreflightFinding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        area: what it belongs to, ``engines`` for example; findings of one area stand together.
-        name: of the thing.
-        status: ``missing``: the configuration cannot run without it. ``warning``: it can, and something will go wrong
-        sooner
-            or later. ``absent``: optional, and nothing here asks for it.
-        found: what is there, in a few words.
-        remedy: the command, or the setting, that changes it; empty where nothing need be done.
+        area: group of the check, for example ``engines``; findings of one area are shown together.
+        name: what was checked.
+        status: ``missing``: the configuration cannot run without it. ``warning``: it can, but will fail sooner or
+            later. ``absent``: optional and not used by the configuration.
+        found: the result in a few words.
+        remedy: the command or setting that changes it; empty if nothing needs to be done.
     """
 
     area: str

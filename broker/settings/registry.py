@@ -1,4 +1,4 @@
-"""Plug-ins by name: a registry's own table, an entry point, a dotted path or a file."""
+"""Resolves plug-ins by name: from a table, an entry point, a dotted path or a file."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ from broker.system.workers import fault
 
 
 def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
-    """The object behind a plug-in's name.
+    """Return the object that a plug-in's name refers to.
 
     Args:
-        kind: what is looked up, for example ``engines``; names the entry-point group ``rlearner.<kind>``.
-        name: a name of the table, ``package.module:attribute``, ``path/to/file.py:attribute``, or an entry point's
-        name.
-        table: the registry, name to ``module:attribute``; nothing is imported before it is asked for.
+        kind: kind of plug-in, for example ``engines``; names the entry-point group ``rlearner.<kind>``.
+        name: a name in the table or of an entry point, ``package.module:attribute`` or ``path/to/file.py:attribute``.
+        table: the registry, name to ``module:attribute``; modules are imported only when needed.
 
     Raises:
-        ConfigError: an unknown name (the known ones are listed), a module or file that is missing or fails to import,
-            or one that lacks the attribute.
+        ConfigError: if the name is unknown (lists the known ones), its module or file is missing or fails to import,
+            or lacks the attribute.
     """
     if name in table:
         return _load(kind, name, table[name])
@@ -41,21 +40,21 @@ def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
 
 
 def check_call(key: str, name: str, found: Any, parameters: Sequence[str]) -> None:
-    """Refuse what cannot be called with these arguments.
+    """Check that an object can be called with these arguments.
 
     Args:
         key: the setting that names it.
-        parameters: what each argument is, for people.
+        parameters: names of the arguments, for messages.
 
     Raises:
-        ConfigError: says what it must take, and what it takes.
+        ConfigError: if it cannot; names the expected and the found parameters.
     """
     wanted = f"it must be a function of ({', '.join(parameters)}), and is "
     if not callable(found):
         raise ConfigError(key, name, f"{wanted}an {type(found).__name__}")
     try:
         signature = inspect.signature(found)
-    except ValueError:  # some callables written in C tell nothing
+    except ValueError:  # some callables written in C have no signature
         return
     try:
         signature.bind(*parameters)
@@ -66,16 +65,16 @@ def check_call(key: str, name: str, found: Any, parameters: Sequence[str]) -> No
 def check_method(
     key: str, name: str, found: type, method: str, parameters: Sequence[str], *, base: type = object, why: str = ""
 ) -> None:
-    """Refuse a class that lacks a method, or whose method does not take these arguments; both with file and line.
+    """Check that a class has a method that takes these arguments.
 
     Args:
         key: the setting that names the class.
-        parameters: what each argument is, without ``self``.
-        base: a class whose own method of this name does not count.
-        why: what needs the method, added to the line.
+        parameters: names of the arguments, without ``self``.
+        base: a class whose method of this name does not count.
+        why: what needs the method, added to the message.
 
     Raises:
-        ConfigError: says what is missing, and where.
+        ConfigError: if the method is missing or takes other arguments; names file and line.
     """
     wanted = f"({', '.join(('self', *parameters))})"
     own = getattr(found, method, None)
@@ -85,14 +84,14 @@ def check_method(
     try:
         signature = inspect.signature(own)
         signature.bind(*(() if is_static else ("self",)), *parameters)
-    except ValueError:  # some callables written in C tell nothing
+    except ValueError:  # some callables written in C have no signature
         return
     except TypeError:
         raise ConfigError(key, name, f"{method}{signature}{_place(own)} must take {wanted}") from None
 
 
 def _place(found: Any) -> str:
-    """`` (my_env.py:12)``, or nothing where there is no source."""
+    """Return `` (my_env.py:12)``, or nothing if there is no source."""
     try:
         return f" ({Path(inspect.getsourcefile(found) or '').name}:{inspect.getsourcelines(found)[1]})"
     except (OSError, TypeError):
@@ -100,7 +99,7 @@ def _place(found: Any) -> str:
 
 
 def known(kind: str, table: Mapping[str, str]) -> list[str]:
-    """Every name that ``resolve`` takes, sorted: the table's and the installed entry points'."""
+    """Return the names of the table and of the installed entry points, sorted."""
     return sorted({*table, *(point.name for point in entry_points(group=f"rlearner.{kind}"))})
 
 
@@ -110,7 +109,7 @@ def _entry_point(kind: str, name: str) -> EntryPoint | None:
 
 def _known(kind: str, name: str, table: Mapping[str, str]) -> str:
     if name.endswith(".py"):
-        return f"add ':function' or ':Class', the name of what is meant in that file: {name}:NAME"
+        return f"add ':function' or ':Class', a name in that file: {name}:NAME"
     names = known(kind, table)
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
@@ -133,7 +132,7 @@ def _load(kind: str, name: str, target: str) -> Any:
 def _from_path(kind: str, name: str, module: str) -> ModuleType:
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # last, so that a user's folder never shadows a package of ours
+        sys.path.append(here)  # last, so that a user's folder never shadows an installed package
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -141,7 +140,7 @@ def _from_path(kind: str, name: str, module: str) -> ModuleType:
         if module == missing or module.startswith(missing + "."):
             raise ConfigError(kind, name, f"there is no module {module!r}") from None
         raise ConfigError(kind, name, f"it needs the package {missing!r}, which is not installed") from None
-    except (Exception, SystemExit) as error:  # a script that ends itself may not end us without a word
+    except (Exception, SystemExit) as error:  # a script that calls sys.exit must not silently end this process
         raise ConfigError(kind, name, f"{module} fails to import: {fault.told(error)}") from error
 
 
@@ -155,7 +154,7 @@ def _from_file(kind: str, name: str, path: Path) -> ModuleType:
         return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
-        raise ConfigError(kind, name, f"{path} is no Python file")
+        raise ConfigError(kind, name, f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # before it runs: dataclasses and pickles of worker processes look it up
     try:

@@ -1,4 +1,4 @@
-"""Configuration and the RunSpec: load, merge, override, validate whole; publish for others to join."""
+"""Loads and validates configurations, and publishes the RunSpec that processes use to join a run."""
 
 from __future__ import annotations
 
@@ -41,23 +41,22 @@ log = logging.getLogger(__name__)
 
 
 def load(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """See ``broker.settings.config_file.load``; imported when called, for who only joins a run reads no YAML."""
+    """Load a configuration, see ``config_file.load``; imported late, since processes that join a run read no YAML."""
     from broker.settings.config_file import load as read
 
     return read(path, overrides, of_run=_as_configured)
 
 
 def _as_configured(config: dict[str, Any]) -> dict[str, Any]:
-    """A run's resolved settings with derived timeouts null, so that they follow what is changed."""
+    """Return a run's resolved settings with derived timeouts null, so that they follow changes."""
     try:
         checked = validate(config)
-    except UserError:  # an override may put it right; else it is said when the whole is validated
+    except UserError:  # an override may correct it; else the validation of the whole reports it
         return config
     return timeouts.release(checked, _attribute(SCORING)(checked))
 
 
-# Section -> "module:attribute" of its pydantic model. Resolved lazily, so that no role imports another's code to run.
-# A value for `domains` is a mapping of names to DomainSection.
+# section -> pydantic model, imported late so that no role needs another's code; `domains` maps names to DomainSection
 SECTIONS: Final[dict[str, str]] = {
     "run": "broker.settings.config:RunSection",
     "broker": "broker.settings.config:BrokerSection",
@@ -76,10 +75,10 @@ SECTIONS: Final[dict[str, str]] = {
     "rewardhub": "rewardhub.config:RewardhubSection",
 }
 
-# Sections of other configurations than a run's, the most telling first, and the command that takes them.
+# sections of other configurations than a run's, the most specific first, and the command for them
 OFFLINE: Final[dict[str, str]] = {"dpo": "rlearner dpo", "distill": "rlearner distill", "data": "rlearner sft"}
 
-# Checks across sections, each a function of the resolved config that raises ConfigError.
+# checks across sections, each a function of the resolved config that raises ConfigError
 CHECKS: Final[tuple[str, ...]] = (
     "broker.settings.config:check",
     "learner.checks:check",
@@ -88,30 +87,26 @@ CHECKS: Final[tuple[str, ...]] = (
     "rewardhub.config:check",
 )
 
-SCORING: Final = "rewardhub.config:longest_scoring_s"  # how long rewards may take, for the timeouts
+SCORING: Final = "rewardhub.config:longest_scoring_s"  # longest time of rewards, for the timeouts
 
 S = TypeVar("S", bound=Section)
 
 POLL_S: Final = 0.25
 
 
-# --------------------------------------------------------------------------------------------------- validate
-
-
 def validate(
     config: dict[str, Any], sections: Mapping[str, str] | None = None, checks: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """Check every section and every combination; the same config with all defaults and timeouts filled in, JSON-able.
+    """Check all sections and their combinations; return the config with defaults and timeouts, ready for JSON.
 
     Args:
-        config: as ``load`` gives it.
-        sections: which there are; None: those of a run. Offline training has its own.
-        checks: across them; None: those of a run.
+        config: as returned by ``load``.
+        sections: the known sections; None: those of a run. Offline training has others.
+        checks: checks across sections; None: those of a run.
 
     Raises:
-        ConfigError: names the first bad key (``train.lr``), its value and what is allowed; unknown keys suggest the
-        nearest.
-        UserError: it is a configuration for another command.
+        ConfigError: if a value is not allowed; names the first key (``train.lr``), its value and what is allowed.
+        UserError: if it is a configuration for another command.
     """
     sections, checks = SECTIONS if sections is None else sections, CHECKS if checks is None else checks
     for name in config:
@@ -128,12 +123,12 @@ def validate(
 
 
 def section(config: dict[str, Any], name: str, model: type[S]) -> S:
-    """One section of a validated config, typed."""
+    """Return one section of a validated config, typed."""
     return model.model_validate(config.get(name) or {})
 
 
 def domains(config: dict[str, Any]) -> dict[str, DomainSection]:
-    """The domains of a validated config by name."""
+    """Return the domains of a validated config by name."""
     return {name: DomainSection.model_validate(value) for name, value in (config.get("domains") or {}).items()}
 
 
@@ -144,7 +139,7 @@ def _dump_section(name: str, value: Any, target: str) -> dict[str, Any]:
         raise ConfigError(name, value, "expected a mapping")
     if name != "domains":
         return parse(name, value, model).model_dump(mode="json")
-    # null takes an inherited one out
+    # null removes an inherited domain
     kept = {token(str(key), "domains"): entry for key, entry in value.items() if entry is not None}
     return {key: parse(f"domains.{key}", entry, model).model_dump(mode="json") for key, entry in kept.items()}
 
@@ -154,30 +149,27 @@ def _attribute(target: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-# --------------------------------------------------------------------------------------------- publish, wait
-
-
 async def newest_epoch(bus: Bus, run: str) -> int:
     """Return the newest epoch of a run, 0 if the broker does not know the run.
 
     Raises:
-        UserError: written by another wire version, or it does not decode.
+        UserError: if its RunSpec has another wire version, or does not decode.
     """
     found = await (await bus.key_value(RUNS)).get_bytes(run)
     return 0 if found is None else _decode(run, found[0]).epoch
 
 
 async def publish_runspec(bus: Bus, spec: wire.RunSpec, *, above: int = 0, seen: int | None = None) -> int:
-    """Write the RunSpec under the next epoch by compare-and-swap; that epoch, larger than ``above``.
+    """Write the RunSpec with the next epoch above ``above``, by compare-and-swap; return that epoch.
 
-    The process that held the run before is fenced by it. The ``epoch`` in ``spec`` is replaced.
+    This fences the previous owner of the run. Replaces the ``epoch`` in ``spec``.
 
     Args:
-        seen: newest epoch that the caller knows of; a newer one is left alone. None: take over from any.
+        seen: newest epoch that the caller knows; a newer one is not replaced. None: take over from any.
 
     Raises:
-        Fenced: there is a newer epoch than ``seen``.
-        UserError: the run exists and was written by another wire version.
+        Fenced: if there is a newer epoch than ``seen``.
+        UserError: if the run exists with another wire version.
     """
     runs = await bus.key_value(RUNS)
     while True:
@@ -193,16 +185,14 @@ async def publish_runspec(bus: Bus, spec: wire.RunSpec, *, above: int = 0, seen:
 
 
 async def wait_for_runspec(bus: Bus, run: str) -> wire.RunSpec:
-    """The RunSpec of a run, as soon as there is one; says every few seconds that it waits.
+    """Wait for the RunSpec of a run and return it, logging every few seconds.
 
     Raises:
-        UserError: written by another wire version, or it does not decode.
+        UserError: if it has another wire version, or does not decode.
     """
-    runs = await bus.key_value(RUNS)
-    reminders = Reminders()
+    runs, reminders = await bus.key_value(RUNS), Reminders()
     while True:
-        found = await runs.get_bytes(run)
-        if found is not None:
+        if (found := await runs.get_bytes(run)) is not None:
             return _decode(run, found[0])
         if reminders.due(time.monotonic()):
             others = ", ".join(sorted(await find_runs(bus)))
@@ -211,7 +201,7 @@ async def wait_for_runspec(bus: Bus, run: str) -> wire.RunSpec:
 
 
 async def find_runs(bus: Bus) -> dict[str, str]:
-    """Every run on the broker with its desired state; ``running`` where the operator never said anything."""
+    """Return every run on the broker with its desired state, ``running`` if the operator never set one."""
     runs, control = await bus.key_value(RUNS), await bus.key_value(CONTROL)
     states: dict[str, str] = {}
     for run in await runs.keys():
@@ -221,10 +211,10 @@ async def find_runs(bus: Bus) -> dict[str, str]:
 
 
 async def discover_run(bus: Bus) -> str:
-    """The name of the only run that is not stopped; waits until there is one and says so.
+    """Wait for a run that is not stopped and return its name.
 
     Raises:
-        UserError: there are several; names them.
+        UserError: if there are several; names them.
     """
     reminders = Reminders()
     while True:
@@ -232,41 +222,34 @@ async def discover_run(bus: Bus) -> str:
         if len(active) == 1:
             return active[0]
         if active:
-            raise UserError(
-                f"several runs on this broker: {', '.join(active)}; choose one with --run or RL_RUN, or end one with "
-                f"`rlearner stop`"
-            )
+            choices = "choose one with --run or RL_RUN, or end one with `rlearner stop`"
+            raise UserError(f"several runs on this broker: {', '.join(active)}; {choices}")
         if reminders.due(time.monotonic()):
             log.info("waiting for a run to start on the broker")
         await asyncio.sleep(POLL_S)
 
 
 def _decode(run: str, data: bytes) -> wire.RunSpec:
-    """Look at the wire version first: a newer RunSpec may hold fields that this one cannot read."""
+    """Decode a RunSpec, checking the wire version first: a newer one may have unknown fields."""
     try:
         raw = msgspec.msgpack.decode(data)
         version = raw.get("wire_version") if isinstance(raw, dict) else None
     except msgspec.DecodeError:
         version = None
     if isinstance(version, int) and version != wire.WIRE_VERSION:
-        raise UserError(
-            f"run {run} speaks wire version {version}, this program {wire.WIRE_VERSION}; install the version that "
-            f"started the run"
-        )
+        found = f"run {run} uses wire version {version}, this program {wire.WIRE_VERSION}"
+        raise UserError(f"{found}; install the version that started the run")
     try:
         return codec.decode(data, wire.RunSpec)
     except WireError as error:
         raise UserError(f"the RunSpec of run {run} does not decode: {error}") from None
 
 
-# ----------------------------------------------------------------------------------------------- data digests
-
-
 def digest_file(path: str) -> str:
-    """Hex BLAKE2b of a data file's content.
+    """Return the hex BLAKE2b digest of a data file.
 
     Raises:
-        UserError: the file cannot be read.
+        UserError: if the file cannot be read.
     """
     try:
         with open(path, "rb") as file:
@@ -276,10 +259,10 @@ def digest_file(path: str) -> str:
 
 
 def check_digests(digests: Mapping[str, str]) -> None:
-    """Refuse data files that differ from the ones the run was started with.
+    """Check that data files are the ones with which the run was started.
 
     Raises:
-        UserError: a file is missing or has other content; names it.
+        UserError: if a file is missing or differs; names it.
     """
     for path, expected in digests.items():
         if (found := digest_file(path)) != expected:

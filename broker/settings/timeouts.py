@@ -1,4 +1,4 @@
-"""The timeouts of a run, each derived from the next inner one where the configuration leaves it null.
+"""The timeouts of a run; each that the configuration leaves null is derived from the next inner one.
 
 A turn < an episode < a group < a ticket:
 
@@ -8,11 +8,11 @@ key                         null means
 envhub.generate_timeout_s   sampling.max_tokens / envhub.min_tokens_per_s, at least 120 s
 envhub.episode_timeout_s    max_turns * (a turn + envhub.step_timeout_s) + 2 * envhub.step_timeout_s
 domains.*.deadline_s        (waves + 1) * an episode; waves = episodes of a group / envhub.n, rounded up
-train.ticket_timeout_s      2 * (deadline_s + what reward hubs may take for a group)
+train.ticket_timeout_s      2 * (deadline_s + longest time of reward hubs for a group)
 eval.timeout_s              train.ticket_timeout_s, at least 600 s
 ==========================  =========================================================================================
 
-The sections envhub, train and eval hold one value for all domains: the longest. A value that is set bounds what is
+The sections envhub, train and eval hold one value for all domains: the longest. A value that is set limits the values
 derived inside it.
 """
 
@@ -26,10 +26,10 @@ from typing import Any, Final
 from broker.errors import ConfigError
 from broker.settings.config import num_greedy
 
-TURN_S: Final = 120.0  # of a short turn: a server that loads new weights, a retry on another one
+TURN_S: Final = 120.0  # for a short turn: time to load new weights, and for a retry on another server
 EVALUATION_S: Final = 600.0
-TRIES: Final = 2  # a hub may be killed at the end of a group; another one plays it from the beginning
-CALLS: Final = 2  # of an environment beyond its steps: it is made, and reset
+TRIES: Final = 2  # a hub may be killed at the end of a group; another one then runs it from the beginning
+CALLS: Final = 2  # of an environment in addition to its steps: creation and reset
 
 GENERATE, EPISODE, TICKET = "envhub.generate_timeout_s", "envhub.episode_timeout_s", "train.ticket_timeout_s"
 
@@ -42,18 +42,16 @@ def derive(config: dict[str, Any], scoring_s: Mapping[str, float]) -> None:
         scoring_s: by domain, the longest time that reward hubs take for one group, in seconds.
 
     Raises:
-        ConfigError: two timeouts that are set contradict each other; names both.
+        ConfigError: if two timeouts that are set contradict each other; names both.
     """
     envhub, train, domains = config["envhub"], config["train"], config["domains"]
     _refuse_contradictions(envhub, train, domains)
     turn, episode, ticket = envhub["generate_timeout_s"], envhub["episode_timeout_s"], train["ticket_timeout_s"]
-    greedy = num_greedy(config["algorithm"]["adv_estimator"])
+    greedy, step_s = num_greedy(config["algorithm"]["adv_estimator"]), envhub["step_timeout_s"]
     turns, episodes = [TURN_S], [0.0]
     for domain in domains.values():
         turn_s = turn or max(TURN_S, domain["sampling"]["max_tokens"] / envhub["min_tokens_per_s"])
-        episode_s = (
-            episode or domain["max_turns"] * (turn_s + envhub["step_timeout_s"]) + CALLS * envhub["step_timeout_s"]
-        )
+        episode_s = episode or domain["max_turns"] * (turn_s + step_s) + CALLS * step_s
         if domain["deadline_s"] is None:
             waves = math.ceil((domain["group_size"] + greedy + domain["group_size_redundancy"]) / envhub["n"])
             most_s = math.inf if ticket is None else max(ticket / TRIES, episode or turn or 0.0)
@@ -72,9 +70,9 @@ def derive(config: dict[str, Any], scoring_s: Mapping[str, float]) -> None:
 
 
 def release(config: dict[str, Any], scoring_s: Mapping[str, float]) -> dict[str, Any]:
-    """A resolved configuration with each timeout null again that ``derive`` would fill in just so.
+    """Return a resolved configuration in which timeouts that ``derive`` would fill in equally are null again.
 
-    They follow what is changed afterwards, as they did when the run was first configured.
+    They then follow later changes, as they did when the run was first configured.
     """
     released = copy.deepcopy(config)
     places = [(domain, "deadline_s") for domain in released["domains"].values()]
@@ -90,39 +88,36 @@ def release(config: dict[str, Any], scoring_s: Mapping[str, float]) -> dict[str,
 
 
 def seconds(value: float | None) -> float:
-    """A timeout of a checked configuration, where none is null any more."""
+    """Return a timeout of a checked configuration, which is not null."""
     if value is None:
         raise ValueError("a timeout is null: broker.settings.runspec.validate derives it, or give it")
     return value
 
 
 def note(config: dict[str, Any]) -> str:
-    """The chain of a checked configuration in one line, for the operator."""
-    envhub, deadlines = config["envhub"], [domain["deadline_s"] for domain in config["domains"].values()]
+    """Return the timeouts of a checked configuration in one line, for the operator."""
+    envhub, deadlines = config["envhub"], {domain["deadline_s"] for domain in config["domains"].values()}
+    groups = " or ".join(f"{each:g}" for each in sorted(deadlines))
     return (
-        f"timeouts: a turn {envhub['generate_timeout_s']:g} s, an episode {envhub['episode_timeout_s']:g} s, "
-        f"a group {' or '.join(f'{each:g}' for each in sorted(set(deadlines)))} s, a ticket "
-        f"{config['train']['ticket_timeout_s']:g} s "
-        "from its first delivery on: steps, pauses and waiting for a hub may take any time"
+        f"timeouts: a turn {envhub['generate_timeout_s']:g} s, an episode {envhub['episode_timeout_s']:g} s, a group "
+        f"{groups} s, a ticket {config['train']['ticket_timeout_s']:g} s from its first delivery on: steps, pauses and "
+        "waiting for a hub may take any time"
     )
 
 
 def _refuse_contradictions(envhub: Mapping[str, Any], train: Mapping[str, Any], domains: Mapping[str, Any]) -> None:
-    """Compare what is set; what is derived cannot contradict it."""
+    """Compare the timeouts that are set; derived ones cannot contradict them."""
     turn, episode, ticket = envhub["generate_timeout_s"], envhub["episode_timeout_s"], train["ticket_timeout_s"]
     if turn is not None and episode is not None and turn > episode:
         raise ConfigError(GENERATE, turn, f"at most {EPISODE}, which is {episode:g}")
     inner = [(key, value) for key, value in ((GENERATE, turn), (EPISODE, episode)) if value is not None]
     deadlines = {f"domains.{name}.deadline_s": domain["deadline_s"] for name, domain in domains.items()}
     if inner and deadlines and None not in deadlines.values():
-        longest = max(deadlines, key=lambda key: deadlines[key])
+        longest, most = max(deadlines.items(), key=lambda item: item[1])
         for key, value in inner:
-            if value > deadlines[longest]:
-                raise ConfigError(
-                    key,
-                    value,
-                    f"at most {longest}{', the longest' * (len(deadlines) > 1)}, which is {deadlines[longest]:g}",
-                )
+            if value > most:
+                hint = ", the longest" * (len(deadlines) > 1)
+                raise ConfigError(key, value, f"at most {longest}{hint}, which is {most:g}")
     if ticket is not None:
         for key, value in (*inner, *deadlines.items()):
             if value is not None and ticket <= value:

@@ -88,7 +88,7 @@ async def test_a_consumer_that_cannot_be_used_is_named_with_what_is_wrong(
     with pytest.raises(UserError) as caught:
         await bus.work_queue(TICKETS, "lake")
     name = changes.get("durable_name", "lake")
-    assert f"the consumer {name} of stream {TICKETS.stream_name(bus.run)}, which another program made" in str(
+    assert f"the consumer {name} of stream {TICKETS.stream_name(bus.run)}, created by another program" in str(
         caught.value
     )
     assert says in str(caught.value)

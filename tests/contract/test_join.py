@@ -288,11 +288,11 @@ async def test_another_wire_version_is_refused_even_with_unknown_fields(bus: Bus
     )
     await store(bus.link, "KV_rl_runs", f"$KV.rl_runs.{bus.run}", newer, {MESSAGE_ID: f"newer-{bus.run}"})
     with pytest.raises(
-        UserError, match=rf"run {bus.run} speaks wire version {wire.WIRE_VERSION + 1}, this program {wire.WIRE_VERSION}"
+        UserError, match=rf"run {bus.run} uses wire version {wire.WIRE_VERSION + 1}, this program {wire.WIRE_VERSION}"
     ):
         async with join("envhub", options(broker_url, "--run", bus.run), Stop()):
             pass
-    with pytest.raises(UserError, match="speaks wire version"):
+    with pytest.raises(UserError, match="uses wire version"):
         await runspec.publish_runspec(bus, spec(bus.run))
     await (await bus.key_value(RUNS)).delete(bus.run)
 
@@ -330,7 +330,7 @@ async def test_bad_options(broker_url: str, name: str, value: str) -> None:
     "address", ["http://x:4222", "nats://x:port", "localhost", "nats://", "nats://a:1,http://b", "nats://a:1,"]
 )
 async def test_an_address_that_is_none(address: str) -> None:
-    with pytest.raises(BrokerUnreachable, match=f"{address} is no address of a broker; write nats://host:port"):
+    with pytest.raises(BrokerUnreachable, match=f"{address} is not a broker address; expected nats://host:port"):
         async with join("envhub", options(address), Stop()):
             pass
 

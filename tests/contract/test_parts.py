@@ -112,7 +112,7 @@ async def test_it_is_stored_once(bus: Bus) -> None:
 @pytest.mark.parametrize(
     ("number", "data", "why"),
     [
-        (3, None, "part 3 of 5 is not there"),
+        (3, None, "part 3 of 5 is missing"),
         (4, b"short", "part 4 of 5 has 5 bytes; must be"),
         (2, bytes(PART_BYTES), "its bytes are damaged: digest"),
     ],

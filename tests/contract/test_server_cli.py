@@ -102,7 +102,7 @@ def test_serve_says_when_the_server_ends_by_itself(tmp_path: Path) -> None:
         child.kill()
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 2
-    assert re.search(r"^error: nats-server ended by itself, see .*nats-server\.log$", errors, re.MULTILINE)
+    assert re.search(r"^error: nats-server exited unexpectedly, see .*nats-server\.log$", errors, re.MULTILINE)
 
 
 def test_serve_refuses_a_taken_port_and_other_addresses(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_serve_refuses_a_taken_port_and_other_addresses(tmp_path: Path) -> None:
     )
     result = broker("serve", "--port", "70000")
     assert result.returncode == 2
-    assert "'70000' is no port; use 0 to 65535" in result.stderr
+    assert "'70000' is not a port; use 0 to 65535" in result.stderr
 
 
 # ----------------------------------------------------------------------------------------------- status, control

@@ -122,7 +122,7 @@ async def test_it_is_said_once_and_once_more_when_it_is_over(
         assert sorted(await asyncio.gather(*publishes)) == list(range(1, 41))
     said = [record.getMessage() for record in caplog.records if "store" in record.getMessage()]
     assert len(said) == 2
-    assert said[1].startswith(f"the broker at {bus.link.where} stores again, after ")
+    assert said[1].startswith(f"the broker at {bus.link.where} stores again after ")
     assert not bus.link.refusals.full
 
 

@@ -60,7 +60,7 @@ def test_a_bundle_is_a_list_of_pairs_and_comes_back_as_it_was(entries: list[Entr
     ],
 )
 def test_what_is_no_bundle_is_refused(data: bytes) -> None:
-    with pytest.raises(WireError, match="no bundle of messages"):
+    with pytest.raises(WireError, match="not a bundle of messages"):
         unpack(data)
 
 

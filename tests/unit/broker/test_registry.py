@@ -68,7 +68,7 @@ def test_a_module_beside_the_user_is_found_last(tmp_path: Path, monkeypatch: pyt
     [
         ("nowhere.py:f", f"there is no file nowhere.py in {Path.cwd()}"),
         ("/nowhere/at_all.py:f", "there is no file /nowhere/at_all.py"),
-        ("./mine.py", "add ':function' or ':Class', the name of what is meant in that file: ./mine.py:NAME"),
+        ("./mine.py", "add ':function' or ':Class', a name in that file: ./mine.py:NAME"),
         ("no_such_module:f", "there is no module 'no_such_module'"),
         ("json:nothing", "json has no 'nothing'"),
         ("json:", "write 'package.module:attribute' or 'file.py:attribute'"),

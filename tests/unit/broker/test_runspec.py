@@ -111,7 +111,7 @@ def test_an_empty_override_is_refused(tmp_path: Path) -> None:
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"nothing\.yaml: no such file; the package brings .*quickstart\.yaml"):
+    with pytest.raises(UserError, match=r"nothing\.yaml: no such file; the package has .*quickstart\.yaml"):
         runspec.load("nothing.yaml")
     with pytest.raises(UserError, match=r"inherit: 'gone\.yaml': no such file"):
         runspec.load(write(tmp_path, "x.yaml", "inherit: gone.yaml\n"))
@@ -126,8 +126,8 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         ("- a\n- b\n", "expected a mapping of sections at the top"),
         ("train:\n  steps: ${nowhere}\n", "Interpolation key 'nowhere' not found"),
         ("train: 1\ntrain: 2\n", "train is given twice"),
-        ("inherit: 3\n", r"inherit: 3 is not allowed; the name of a file in the same folder, or a list of such names"),
-        ("inherit: {a: 1}\n", r"inherit: \{'a': 1\} is not allowed; the name of a file"),
+        ("inherit: 3\n", r"inherit: 3 is not allowed; a file name relative to this one, or a list of them"),
+        ("inherit: {a: 1}\n", r"inherit: \{'a': 1\} is not allowed; a file name relative"),
         ("inherit: x.yaml\n", r"inherits itself through x\.yaml -> x\.yaml"),
     ],
 )

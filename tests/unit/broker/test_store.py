@@ -159,5 +159,5 @@ async def test_a_stream_without_a_leader_is_waited_for_and_one_that_is_gone_is_t
 def test_several_addresses() -> None:
     assert split("nats://a:1,b:2, tls://c") == ["nats://a:1", "nats://b:2", "tls://c"]
     assert without_passwords("nats://u:p@a:1,nats://u:p@b:2") == "a:1,b:2"
-    with pytest.raises(BrokerUnreachable, match="a:1,b:x is no address"):
+    with pytest.raises(BrokerUnreachable, match="a:1,b:x is not a broker address"):
         split("nats://u:p@a:1,u:p@b:x")

@@ -29,7 +29,7 @@ VALUES = st.recursive(
         (b'"\xff"', "invalid start byte at byte 1; it must be UTF-8"),
         (b"\xff\xfe1\x00", "it must be UTF-8"),
         ("", "Expecting value"),
-        ("1 2", "extra data behind the value"),
+        ("1 2", "extra data after the value"),
         ("[" * 100_000, "recursion"),
         ("1" * 5000, "Exceeds the limit"),
     ],
@@ -50,7 +50,7 @@ def test_what_passes() -> None:
     assert [strict.text_problem(text) for text in ("", "é\0", "a\ud83d")] == [
         "",
         "",
-        "no valid Unicode: half of a surrogate pair at 1",
+        "not valid Unicode: half of a surrogate pair at 1",
     ]
 
 

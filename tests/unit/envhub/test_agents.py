@@ -348,7 +348,7 @@ async def test_an_agent_that_gives_up_on_a_cut_answer_is_judged_and_not_tried_ag
         ),
         ("nan", "the agent's result has reward nan, not a finite number"),
         ("huge_number", f"the agent's result has reward 1{'0' * 116}..., not a finite number"),
-        ("cut_emoji", "the agent's result has a response that is no valid Unicode: half of a surrogate pair at 0"),
+        ("cut_emoji", "the agent's result has a response that is not valid Unicode: half of a surrogate pair at 0"),
         ("cut_name", r"the agent's result has a metric named 'words\ud83d'; a name has 1-100 printable characters"),
         ("long_line", f"the last line that the agent printed is longer than 65536 bytes: '{'x' * 116}..."),
         (

@@ -119,7 +119,7 @@ FAULTS = {
     "returns_text_reward": "step returned reward str '1.0', not a number",
     "returns_text_done": "step returned done str 'False', not True or False",
     "returns_number_observation": "step returned an Observation whose text is int 17, not a text",
-    "returns_surrogates": "step returned an Observation whose text is no valid Unicode: half of a surrogate pair at 1",
+    "returns_surrogates": "step returned an Observation whose text is not valid Unicode: half of a surrogate pair at 1",
     "returns_ten_megabytes": "step returned an Observation whose text has 10000000 bytes, the limit is 1048576",
     "returns_ten_megabytes_of_anchor": "step returned an Observation whose anchor has 10000000 bytes, the limit is "
     "8388608",

@@ -86,7 +86,7 @@ def test_long_pairs_are_left_out_whole(tokenizer: Tokenizer, tmp_path: Path) -> 
         ({"prompt": "p", "chosen": "c", "rejected": "c"}, "chosen and rejected are the same"),
         (
             {"prompt": "p", "chosen": "c\ud83d", "rejected": "r"},
-            "not JSON: it holds half of a surrogate pair, which is no text",
+            "not JSON: it holds half of a surrogate pair, which is not text",
         ),
         ({"prompt": "p", "chosen": "c", "rejected": float("nan")}, "not JSON: it holds NaN"),
         (

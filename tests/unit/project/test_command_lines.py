@@ -164,7 +164,7 @@ def test_bad_options_of_all_that_join(
         (
             "rlearner",
             ["doctor", "train.steps=3"],
-            "error: 'train.steps=3' stands where a YAML file is expected: name that first",
+            "error: expected a YAML file, found 'train.steps=3'; give the file first",
         ),
         ("rlearner", ["up", "quickstart", "run.dir=/proc/nope"], "error: /proc/nope/quickstart-"),
         ("rlearner", ["trace", "run", "x"], "argument GROUP: 'x' is not allowed; a whole number of at least 0"),

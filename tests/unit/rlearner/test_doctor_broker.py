@@ -38,5 +38,5 @@ def test_an_address_that_is_none(url: str) -> None:
     assert (found.status, found.remedy) == ("missing", "export RL_BROKER=nats://127.0.0.1:4222")
     assert (
         found.found
-        == f"RL_BROKER: {url} is no address of a broker; write nats://host:port, several of a cluster with commas"
+        == f"RL_BROKER: {url} is not a broker address; expected nats://host:port, or several separated by commas"
     )
