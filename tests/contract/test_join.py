@@ -183,7 +183,7 @@ def test_a_hub_whose_broker_loses_its_store_ends_with_one_line(tmp_path: Path) -
 
 async def _publish_spec(url: str) -> None:
     async with connected(url, "r") as bus:
-        config = {"domains": {"qa": {"env": "qa", "rewards": [{"name": "math"}]}}, "rewardhub": {"workers": 1}}
+        config = {"domains": {"qa": {"env": "qa", "rewards": [{"name": "math_answer"}]}}, "rewardhub": {"workers": 1}}
         await runspec.publish_runspec(bus, spec("r", config=config))
 
 
