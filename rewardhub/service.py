@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -108,7 +108,7 @@ class RewardhubService:
         self._jobs: dict[int, _Job] = {}  # by sequence in the stream
         self._tasks: set[asyncio.Task[None]] = set()
         self._room = asyncio.Event()
-        self._state: str = "starting"
+        self._state: Literal["starting", "serving", "draining"] = "starting"
         self._feeds: dict[str, asyncio.Task[None]] = {}  # by pool
 
     def _rewards(self) -> dict[str, RewardConfig]:

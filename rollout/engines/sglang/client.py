@@ -83,7 +83,7 @@ def generate_body(
         params["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
     params |= {"ebnf": grammar} if grammar else {}
     params |= {"sampling_seed": sampling.seed % _SEEDS} if sampling.seed is not None else {}
-    body = {"rid": rid, "input_ids": list(context), "sampling_params": params}
+    body: dict[str, Any] = {"rid": rid, "input_ids": list(context), "sampling_params": params}
     body |= {"return_logprob": True, "extra_key": namespace}
     return body | ({"return_sampling_mask": True} if is_filtered(sampling) else {})
 
