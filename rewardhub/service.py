@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -108,7 +108,7 @@ class RewardhubService:
         self._jobs: dict[int, _Job] = {}  # by sequence in the stream
         self._tasks: set[asyncio.Task[None]] = set()
         self._room = asyncio.Event()
-        self._state: str = "starting"
+        self._state: Literal["starting", "serving", "draining"] = "starting"
         self._feeds: dict[str, asyncio.Task[None]] = {}  # by pool
 
     def _rewards(self) -> dict[str, RewardConfig]:
@@ -212,13 +212,8 @@ class RewardhubService:
         self.spec = self.member.spec
         self.domains = domains(self.spec.config)
         there, (pools, kinds) = all_pools(self.domains), self._chosen
-        chosen = (
-            [pool for pool in pools if pool in there]
-            if pools
-            else pools_of_kinds(self.domains, kinds)
-            if kinds
-            else there
-        )
+        named = [pool for pool in pools if pool in there]
+        chosen = named if pools else pools_of_kinds(self.domains, kinds) if kinds else there
         for pool in set(self.pools) - set(chosen):
             log.info("pool %s is no longer part of the run", pool)
             self._feeds.pop(pool).cancel()
@@ -333,11 +328,7 @@ class RewardhubService:
             id=self.member.id,
             host=socket.gethostname(),
             pid=os.getpid(),
-            state="starting"
-            if self._state == "starting"
-            else "draining"
-            if self._state == "draining"
-            else self.health.state,
+            state=self._state if self._state in {"starting", "draining"} else self.health.state,
             slots=self.settings.max_groups,
             running=len(self._jobs),
             serves=self.health.serves,

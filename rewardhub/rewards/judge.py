@@ -245,12 +245,8 @@ class JudgeReward:
 
     def _body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
         args = self._args
-        body = {
-            "messages": messages,
-            "temperature": args.temperature,
-            args.max_tokens_field: args.max_tokens,
-            **args.extra_body,
-        }
+        body: dict[str, Any] = {"messages": messages, "temperature": args.temperature}
+        body |= {args.max_tokens_field: args.max_tokens, **args.extra_body}
         if self._model:
             body.setdefault("model", self._model)
         return {name: value for name, value in body.items() if value is not None}

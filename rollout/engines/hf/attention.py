@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from broker.errors import UserError
 
@@ -86,8 +87,8 @@ class ForwardPass:
     max_context: int
     device: torch.device
     blocks: list[SegmentBlock] = field(init=False)
-    _index: dict[int, torch.Tensor] = field(default_factory=dict)
-    _masks: dict[tuple[int, int, int | None, torch.dtype], torch.Tensor | None] = field(default_factory=dict)
+    _index: dict[int, Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[int, int, int | None, torch.dtype], Tensor | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.blocks = join_segments(self.segments)
@@ -97,35 +98,30 @@ class ForwardPass:
         self._position = np.repeat(starts - ends + new, new) + np.arange(int(ends[-1]), dtype=np.int64)
         self._slot = np.repeat(np.array([s.slot for s in self.segments], dtype=np.int64), new)
 
-    def positions(self) -> torch.Tensor:
+    def positions(self) -> Tensor:
         """Return each row's position in its sequence, shape (1, rows)."""
         return torch.from_numpy(self._position)[None].to(self.device)
 
-    def index(self, num_heads: int) -> torch.Tensor:
-        """Return the cache row of each key, (rows * heads,), in a cache viewed as (slots * heads * max_context,
-        head_dim).
-        """
+    def index(self, num_heads: int) -> Tensor:
+        """Return the cache row of each key, (rows * heads,), in a cache of (slots * heads * max_context, head_dim)."""
         if num_heads not in self._index:
             flat = (self._slot[:, None] * num_heads + np.arange(num_heads)) * self.max_context + self._position[:, None]
             self._index[num_heads] = torch.from_numpy(flat.reshape(-1)).to(self.device)
         return self._index[num_heads]
 
-    def mask(self, block: SegmentBlock, groups: int, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
+    def mask(self, block: SegmentBlock, groups: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """Return an additive mask for (size, heads, groups * new, length); None if every row sees everything."""
         key = (block.row, groups, window, dtype)
         if key not in self._masks:
-            self._masks[key] = self._make_mask(block, groups, window, dtype)
+            self._masks[key] = self._mask(block, groups, window, dtype)
         return self._masks[key]
 
-    def _make_mask(
-        self, block: SegmentBlock, groups: int, window: int | None, dtype: torch.dtype
-    ) -> torch.Tensor | None:
+    def _mask(self, block: SegmentBlock, groups: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
         same_length = len(set(block.starts)) == 1
         if block.new == 1 and same_length and (window is None or block.length <= window):
             return None
         starts = torch.tensor(block.starts if not same_length else block.starts[:1], device=self.device)
-        # (segments or 1, new): position of each query
-        query = starts[:, None] + torch.arange(block.new, device=self.device)
+        query = starts[:, None] + torch.arange(block.new, device=self.device)  # (segments or 1, new): positions
         keys = torch.arange(block.length, device=self.device)
         hidden = keys > query[..., None]
         if window is not None:
@@ -144,8 +140,8 @@ class SlotAttention:
         self.device = device
         self.current: ForwardPass | None = None
         self.shapes: dict[int, tuple[int, int, int, torch.dtype]] = {}  # layer: KV heads, key size, value size, dtype
-        self._keys: dict[int, torch.Tensor] = {}
-        self._values: dict[int, torch.Tensor] = {}
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
 
     @property
     def bytes_per_token(self) -> int:
@@ -166,17 +162,17 @@ class SlotAttention:
     def __call__(
         self,
         module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
         scaling: float | None = None,
         dropout: float = 0.0,
         sliding_window: int | None = None,
         softcap: float | None = None,
-        s_aux: torch.Tensor | None = None,
+        s_aux: Tensor | None = None,
         **others: Any,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[Tensor, None]:
         """Compute attention as transformers calls it: query (1, heads, rows, size), result (1, rows, heads, size)."""
         if others.get("position_bias") is not None or others.get("is_causal") is False:
             raise UserError(f"engine hf does not run {type(module).__name__}: only plain causal attention is supported")
@@ -192,15 +188,8 @@ class SlotAttention:
         return self._slotted(self.current, layer, query, key, value, sliding_window, how)[None], None
 
     def _slotted(
-        self,
-        now: ForwardPass,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        window: int | None,
-        how: _How,
-    ) -> torch.Tensor:
+        self, now: ForwardPass, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None, how: _How
+    ) -> Tensor:
         keys, values = self._keys[layer], self._values[layer]
         index = now.index(how.kv_heads)
         keys.view(-1, keys.shape[-1]).index_copy_(0, index, key[0].transpose(0, 1).reshape(-1, keys.shape[-1]))
@@ -214,7 +203,7 @@ class SlotAttention:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros; on the CPU from calloc, whose pages cost nothing until written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -229,17 +218,10 @@ class _How:
     groups: int
     scale: float | None
     softcap: float | None
-    sinks: torch.Tensor | None
+    sinks: Tensor | None
 
 
-def _attend(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    block: SegmentBlock,
-    how: _How,
-) -> torch.Tensor:
+def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, block: SegmentBlock, how: _How) -> Tensor:
     """Compute attention of one block, shape (rows of the block, heads, head size).
 
     ``query`` is (1, heads, all rows of the pass, head size), ``keys`` and ``values`` are (segments, KV heads, length,
@@ -257,13 +239,8 @@ def _attend(
 
 
 def _explicit(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    block: SegmentBlock,
-    how: _How,
-) -> torch.Tensor:
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, block: SegmentBlock, how: _How
+) -> Tensor:
     """Compute attention without the fused kernel, which lacks soft-capped logits (Gemma 2) and sinks (gpt-oss)."""
     scale = how.scale if how.scale is not None else query.shape[-1] ** -0.5
     scores = torch.matmul(query, keys.transpose(2, 3)) * scale

@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from broker.contract import wire
 from broker.errors import TransferFailed, UserError
@@ -57,9 +58,8 @@ class EngineCore:
         self._reading: list[RequestRow] = []  # rows in prefill (more than one token to run), oldest first
         self._stalled = False  # whether the current weights failed their probe
         self._failures = 0
-        empty: tuple[list[RequestRow], SamplingBatch, npt.NDArray[np.uint64]]
-        empty = [], SamplingBatch.of([]), np.empty(0, np.uint64)
-        self._batch = empty
+        self._batch: tuple[list[RequestRow], SamplingBatch, npt.NDArray[np.uint64]]
+        self._batch = [], SamplingBatch.of([]), np.empty(0, np.uint64)
         self._busy_s = self._pause_s = 0.0
         self._generated = self._prefilled = self._hits = 0
         self._finished: Counter[str] = Counter()
@@ -166,9 +166,7 @@ class EngineCore:
                     self._end(row.job, "error", f"the forward pass failed: {str(error).splitlines()[0]}", keep=False)
         self._busy_s += time.perf_counter() - began
 
-    def update(
-        self, tensors: Mapping[str, torch.Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None
-    ) -> float:
+    def update(self, tensors: Mapping[str, Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None) -> float:
         """See ``Engine.update_weights``."""
         began = time.perf_counter()
         self.model.load_weights(tensors)
@@ -234,7 +232,7 @@ class EngineCore:
         rows = [self._rows[slot] for slot in sorted(self._rows) if share.get(slot, 1)]
         return rows, [Segment(row.job.slot, row.cached, share.get(row.job.slot, 1)) for row in rows]
 
-    def _forward(self, rows: list[RequestRow], segments: list[Segment]) -> torch.Tensor:
+    def _forward(self, rows: list[RequestRow], segments: list[Segment]) -> Tensor:
         """Return the logits of the rows that this pass completes."""
         parts = [row.tokens[row.cached : row.cached + s.new] for row, s in zip(rows, segments, strict=True)]
         ids = np.concatenate(parts)
@@ -245,7 +243,7 @@ class EngineCore:
         wanted = torch.from_numpy(ends[complete]).to(device)
         return self.model.forward(segments, torch.from_numpy(ids.astype(np.int64)).to(device), wanted)
 
-    def _sample(self, rows: list[RequestRow], segments: list[Segment], logits: torch.Tensor) -> None:
+    def _sample(self, rows: list[RequestRow], segments: list[Segment], logits: Tensor) -> None:
         for row, segment in zip(rows, segments, strict=True):
             row.cached += segment.new
         if self._reading:
@@ -275,9 +273,7 @@ class EngineCore:
                 self._end(row.job, reason)
 
     @torch.inference_mode()
-    def _reshaped(
-        self, rows: list[RequestRow], logits: torch.Tensor
-    ) -> tuple[list[RequestRow], torch.Tensor, dict[str, bool]]:
+    def _reshaped(self, rows: list[RequestRow], logits: Tensor) -> tuple[list[RequestRow], Tensor, dict[str, bool]]:
         """Return the rows that continue, their logits, and for each request whether its distribution was changed."""
         offsets: dict[int, npt.NDArray[np.float32]] = {}
         broken: set[int] = set()
@@ -302,7 +298,7 @@ class EngineCore:
         return [rows[index] for index in left], shaped[left] if broken else shaped, flags
 
     @torch.inference_mode()
-    def _tell(self, rows: list[RequestRow], tokens: list[int], logprobs: list[float], logits: torch.Tensor) -> None:
+    def _tell(self, rows: list[RequestRow], tokens: list[int], logprobs: list[float], logits: Tensor) -> None:
         """Collect the sampled tokens of requests that stream."""
         streamed = [index for index, row in enumerate(rows) if row.job.request_id in self._taps]
         tapped = [index for index in streamed if math.isfinite(logprobs[index])]
@@ -314,15 +310,14 @@ class EngineCore:
             ids, values = (part.tolist() for part in found)
             for index, row_ids, row_values in zip(wanting, ids, values, strict=True):
                 pairs = zip(row_ids, row_values, strict=True)
-                top[index] = [pair for pair in pairs if math.isfinite(pair[1])][
-                    : self._taps[rows[index].job.request_id]
-                ]
+                finite = [pair for pair in pairs if math.isfinite(pair[1])]
+                top[index] = finite[: self._taps[rows[index].job.request_id]]
         for index in tapped:
             piece = TokenEvent([tokens[index]], [logprobs[index]], self.version, [top[index]] if index in top else ())
             self.told.append((rows[index].job.request_id, piece))
 
     @torch.inference_mode()
-    def _draw(self, rows: list[RequestRow], logits: torch.Tensor) -> tuple[list[int], list[float]]:
+    def _draw(self, rows: list[RequestRow], logits: Tensor) -> tuple[list[int], list[float]]:
         if rows != self._batch[0]:
             seeds = np.array([row.seed for row in rows], dtype=np.uint64)
             self._batch = (rows, SamplingBatch.of([row.params for row in rows], self.model.device), seeds)

@@ -24,11 +24,8 @@ from broker.contract import wire
 MOST_CANDIDATES: Final = 4096  # of a filtered distribution
 SERVER_CANDIDATES: Final = 2 * MOST_CANDIDATES  # the server's limit; it aborts requests when ties make more
 _SEEDS: Final = 1 << 31  # every release accepts seeds below this
-_REASONS: Final[Mapping[object, Literal["stop", "length", "abort"]]] = {
-    "stop": "stop",
-    "length": "length",
-    "abort": "abort",
-}
+_Reason = Literal["stop", "length", "abort"]
+_REASONS: Final[Mapping[object, _Reason]] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 class SGLangRequestError(Exception):
@@ -86,13 +83,8 @@ def generate_body(
         params["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
     params |= {"ebnf": grammar} if grammar else {}
     params |= {"sampling_seed": sampling.seed % _SEEDS} if sampling.seed is not None else {}
-    body = {
-        "rid": rid,
-        "input_ids": list(context),
-        "sampling_params": params,
-        "return_logprob": True,
-        "extra_key": namespace,
-    }
+    body: dict[str, Any] = {"rid": rid, "input_ids": list(context), "sampling_params": params}
+    body |= {"return_logprob": True, "extra_key": namespace}
     return body | ({"return_sampling_mask": True} if is_filtered(sampling) else {})
 
 
@@ -133,10 +125,8 @@ def read_leg(reply: Mapping[str, Any], sampling: wire.SamplingParams) -> Generat
     if not all(math.isfinite(one) for one in logprobs):
         raise SGLangRequestError("the model's logits are not finite")
     runs, spans = _version_runs(meta, len(token_ids))
-    if (
-        sampling.ignore_eos
-        and (at := next((i for i, token in enumerate(token_ids) if token in sampling.stop_token_ids), None)) is not None
-    ):
+    ends = (i for i, token in enumerate(token_ids) if token in sampling.stop_token_ids)
+    if sampling.ignore_eos and (at := next(ends, None)) is not None:
         token_ids, logprobs, runs, reason = token_ids[: at + 1], logprobs[: at + 1], truncate_runs(runs, at + 1), "stop"
     prompt, cached = int(meta.get("prompt_tokens") or 0), int(meta.get("cached_tokens") or 0)
     return GenerateLeg(token_ids, [min(0.0, one) for one in logprobs], runs, reason, prompt, cached, spans)

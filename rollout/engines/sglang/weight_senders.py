@@ -80,12 +80,8 @@ class DiskSender:
         await asyncio.to_thread(self._write, tensors)
 
     async def send(self, tensors: Mapping[str, torch.Tensor], version: int, *, flush: bool) -> None:
-        body = {
-            "model_path": str(self._folder),
-            "weight_version": str(version),
-            "flush_cache": flush,
-            "abort_all_requests": False,
-        }
+        body: dict[str, Any] = {"model_path": str(self._folder), "weight_version": str(version)}
+        body |= {"flush_cache": flush, "abort_all_requests": False}
         try:
             await self._api.post("/update_weights_from_disk", body, self._args.update_timeout_s)
         except (SGLangRequestError, ConnectionError) as error:
@@ -221,16 +217,8 @@ def join_group(name: str, port: int, rank: int, size: int, timeout_s: float) -> 
     store.set_timeout(timeout)
     helper = distributed_c10d._new_process_group_helper
     option = "backend_options" if "backend_options" in inspect.signature(helper).parameters else "pg_options"
-    made: Any = helper(
-        size,
-        rank,
-        [],
-        Backend("gloo"),
-        PrefixStore(name, store),
-        group_name=GroupName(name),
-        timeout=timeout,
-        **{option: None},
-    )
+    options: dict[str, Any] = {"group_name": GroupName(name), "timeout": timeout, option: None}
+    made: Any = helper(size, rank, [], Backend("gloo"), PrefixStore(name, store), **options)
     # destroying it needs them
     distributed_c10d._world.pg_group_ranks[made[0]] = {number: number for number in range(size)}
     return made[0]

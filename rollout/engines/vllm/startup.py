@@ -35,8 +35,7 @@ _CAUSE: Final = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception): .*\S", re.MUL
 _MEMORY: Final = re.compile(r"memory|KV cache|cache blocks", re.IGNORECASE)
 _LOWER: Final = (
     "lower rollout.max_context_tokens or rollout.max_running, raise rollout.engine_args.kv_cache_gib or "
-    "gpu_memory_utilization, "
-    "or spread the model over more GPUs by rollout.engine_args.tensor_parallel"
+    "gpu_memory_utilization, or spread the model over more GPUs by rollout.engine_args.tensor_parallel"
 )
 
 
@@ -197,27 +196,17 @@ def _environment(config: EngineConfig, folder: Path, *, on_cpu: bool) -> None:
 def _logging(errors: Path) -> dict[str, Any]:
     """Return a logging configuration: warnings to stderr, errors also to a file, to find why a start failed."""
     plain = {"format": "%(asctime)s %(levelname)s vllm %(processName)s %(message)s"}
+    level = os.environ["VLLM_LOGGING_LEVEL"]
+    to_file = {"formatter": "bare", "level": "ERROR", "filename": str(errors), "delay": True}
     return {
         "version": 1,
         "disable_existing_loggers": False,
         "formatters": {"plain": plain, "bare": {"format": "%(message)s"}},
         "handlers": {
-            "stderr": {
-                "class": "logging.StreamHandler",
-                "formatter": "plain",
-                "level": os.environ["VLLM_LOGGING_LEVEL"],
-            },
-            "errors": {
-                "class": "logging.FileHandler",
-                "formatter": "bare",
-                "level": "ERROR",
-                "filename": str(errors),
-                "delay": True,
-            },
+            "stderr": {"class": "logging.StreamHandler", "formatter": "plain", "level": level},
+            "errors": {"class": "logging.FileHandler", **to_file},
         },
-        "loggers": {
-            "vllm": {"handlers": ["stderr", "errors"], "level": os.environ["VLLM_LOGGING_LEVEL"], "propagate": False}
-        },
+        "loggers": {"vllm": {"handlers": ["stderr", "errors"], "level": level, "propagate": False}},
     }
 
 
