@@ -5,9 +5,8 @@ reward ``code`` takes.
 
 A cheat succeeds when it scores anything at all. The last line is one JSON object: forms, cheats (the least number in
 any form), tried and succeeded (in all forms), canonical (the share of correct solutions that score 1, over all forms,
-at least 20 in each), per_form, and
-in_one_process: how many of the same cheats end well where their tests run in their own process, as they would without a
-second one.
+at least 20 in each), per_form, and in_one_process: how many of the same cheats end well where their tests run in their
+own process, as they would without a second one.
 """
 
 from __future__ import annotations

@@ -170,8 +170,7 @@ async def compare(
     engine: str, model: Path, folder: Path, requests: Requests, options: argparse.Namespace
 ) -> tuple[list[float], bool, list[float]]:
     """Ratios of the pairs, whose order changes from one to the next; whether all tokens were the same; what others
-    took.
-    """
+    took."""
     ratios: list[float] = []
     shares: list[float] = []
     identical = True

@@ -148,8 +148,7 @@ def advice(said: str, settings: Path = Path("/proc/sys")) -> str:
 @lru_cache(maxsize=4)
 def code(mode: Mode) -> bytes:
     """What ``inside.py`` and the modules of a mode compile to; the interpreter inside is the same. There it would take
-    milliseconds.
-    """
+    milliseconds."""
     return marshal.dumps((_compiled("inside"), {f"rlearner_sandbox.{name}": _compiled(name) for name in MODULES[mode]}))
 
 

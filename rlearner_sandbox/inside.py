@@ -1,6 +1,5 @@
 """Runs inside, before the program; sent by ``run.py`` as code. Imports little: every module costs a start a
-millisecond.
-"""
+millisecond."""
 
 # ruff: noqa: BLE001, SIM105 - a program may raise anything; contextlib costs a millisecond
 

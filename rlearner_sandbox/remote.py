@@ -191,9 +191,8 @@ class Program:
         if callable(value):
             self._callbacks.append(value)
             return ["yours", len(self._callbacks) - 1]
-        raise TypeError(
-            f"a {type(value).__name__} cannot be passed to the program; plain data, functions and its own objects can"
-        )
+        why = f"a {type(value).__name__} cannot be passed to the program; plain data, functions and its own objects can"
+        raise TypeError(why)
 
     def _obey(self, question: Any) -> Any:
         """The program calls a function of the tests'."""

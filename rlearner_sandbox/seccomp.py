@@ -46,10 +46,7 @@ _AARCH64: Final = {
     "kexec_load": 104, "kexec_file_load": 294, "reboot": 142, "swapon": 224, "swapoff": 225, "acct": 89, "quotactl": 60,
     "syslog": 116, "personality": 92,
 }  # fmt: skip
-MACHINES: Final = {
-    "x86_64": (0xC000003E, 56, 41, _X86_64),
-    "aarch64": (0xC00000B7, 220, 198, _AARCH64),
-}
+MACHINES: Final = {"x86_64": (0xC000003E, 56, 41, _X86_64), "aarch64": (0xC00000B7, 220, 198, _AARCH64)}
 CLONE3: Final = 435
 
 

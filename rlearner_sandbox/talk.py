@@ -83,8 +83,7 @@ class SandboxProcess:
 
     def register(self, selector: selectors.BaseSelector) -> None:
         """Have a selector wake up for it. What a script says is read in passing: to wake up for it would delay its
-        start.
-        """
+        start."""
         selector.register(self._handle, selectors.EVENT_READ, self)
         for fd in self._streams:
             os.set_blocking(fd, False)

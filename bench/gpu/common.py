@@ -108,8 +108,7 @@ def begin(options: argparse.Namespace) -> str:
 
 def make_model(folder: str | Path, shape: ModelShape, *, dtype: str = "bfloat16", seed: int = 0) -> str:
     """Write a Qwen3 of random weights, and a tokenizer of single characters that knows the first of its tokens; the
-    folder.
-    """
+    folder."""
     import torch
     import transformers
 

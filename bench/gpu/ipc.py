@@ -118,8 +118,7 @@ class _Server:
 
     def speeds(self, learner: _Learner) -> tuple[dict[str, Any], dict[str, bool]]:
         """Of readings of a version that lies there whole, and of one that is being packed, in turns with what this
-        process does alone.
-        """
+        process does alone."""
         exact = self.reads(0, learner.asks("address"))
         other = FlatBuffer(self.plan, self.kind)
 
@@ -160,8 +159,7 @@ class _Server:
 
     def overwritten(self, learner: _Learner) -> bool:
         """Whether a version that two newer ones are written over while it is read is refused, and the newest is
-        read.
-        """
+        read."""
 
         def overwrite(index: int) -> None:
             if index == 0:

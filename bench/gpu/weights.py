@@ -151,8 +151,7 @@ def _end(
     rank: int, port: int, kind: str, shape: common.ModelShape, bucket_mib: float, repeats: int, results: Any
 ) -> None:
     """One process: broadcasts in lockstep with the other; the receiver tells what was measured, for it sees the last
-    byte.
-    """
+    byte."""
     device = f"cuda:{rank}" if kind == "cuda" else "cpu"
     if kind == "cuda":
         torch.cuda.set_device(rank)

@@ -64,9 +64,8 @@ def check_contexts(configs: Sequence[dict[str, Any]]) -> None:
     estimators = [config["algorithm"]["adv_estimator"] for config in configs]
     for name, domain in configs[0]["domains"].items():
         if len({takes_steps(domain["context"], estimator) for estimator in estimators}) > 1:
-            raise ConfigError(
-                f"domains.{name}.context", domain["context"], "steps, so that all start from the same model"
-            )
+            allowed = "steps, so that all start from the same model"
+            raise ConfigError(f"domains.{name}.context", domain["context"], allowed)
 
 
 def warm_start(folder: Path, config_path: str, overrides: Sequence[str]) -> str:

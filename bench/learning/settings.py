@@ -73,8 +73,7 @@ class ArmSettings:
     @property
     def context(self) -> str:
         """``steps`` where each turn is a prompt and a sample of its own, else ``full``; each has a warm start on such
-        prompts.
-        """
+        prompts."""
         config = self.config()
         steps = takes_steps(config["domains"]["lake"]["context"], config["algorithm"]["adv_estimator"])
         return CONTEXTS[1] if steps else CONTEXTS[0]

@@ -1,6 +1,5 @@
 """One core's worth of work: arms in on standard input, one JSON line each; results as files, and a line for each one
-done.
-"""
+done."""
 
 from __future__ import annotations
 

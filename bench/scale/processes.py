@@ -47,8 +47,7 @@ METRICS: Final = {f"envhub/measured_{number}": 0.5 for number in range(15)}
 
 def measure() -> dict[str, Any]:
     """Rows of (processes, broker_cores, per_process_ms): CPU seconds of the broker per second, and milliseconds of it
-    per process.
-    """
+    per process."""
     logging.getLogger().setLevel("ERROR")
     raise_file_limit()
     return {"processes": [_measure(size) for size in SIZES]}

@@ -93,8 +93,7 @@ def _write_checkpoint(folder: Path, ledger: Ledger) -> None:
 
 def resume(folder: Path) -> dict[str, float]:
     """All that a learner does at its start to the files that grow with the run; seconds, and memory of this process in
-    MiB.
-    """
+    MiB."""
     began = time.monotonic()
     found = checkpoint.newest_checkpoint(folder / "checkpoints")
     assert found is not None
@@ -104,9 +103,8 @@ def resume(folder: Path) -> dict[str, float]:
     records = LedgerRecorder(folder, ledger, SAMPLES, Stop())
     took_s, memory = time.monotonic() - began, _memory()
     if ahead.consumed <= ledger.state.position:
-        raise RuntimeError(
-            f"nothing was left to cut: {ahead.consumed} records consumed, {ledger.state.position} in the checkpoint"
-        )
+        why = f"nothing was left to cut: {ahead.consumed} records consumed, {ledger.state.position} in the checkpoint"
+        raise RuntimeError(why)
     metrics.close()
     records.close()
     return {"resume_s": took_s, **memory}

@@ -1,6 +1,5 @@
 """How well hubs spread their requests over servers: the real sampling and choosing, in virtual time, with
-one-second-old presence.
-"""
+one-second-old presence."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ WINDOW_S: Final = 60.0
 
 def measure() -> dict[str, Any]:
     """Rows of (servers, hubs, speeds, spread); spread is what was generated, divided by what full servers would
-    have.
-    """
+    have."""
     return {"spreads": [row(servers, hubs, speeds) for servers, hubs in ROWS for speeds in SPEEDS]}
 
 

@@ -76,7 +76,7 @@ def _start_learner(folder: Path, url: str) -> subprocess.Popen[bytes]:
                 "group_size": EPISODES,
                 "max_context_tokens": 512,
                 "sampling": {"max_tokens": 256},
-            },
+            }
         },
         "train": {
             "backend": f"{Path(__file__).with_name('null.py')}:NullBackend",

@@ -1,6 +1,5 @@
 """Where attempts to get out of the sandbox are made: things outside that would be worth having, and how an attempt is
-run.
-"""
+run."""
 
 from __future__ import annotations
 

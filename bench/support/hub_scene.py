@@ -79,8 +79,7 @@ class HubScene:
 
     async def full(self, share: float = 0.9, within_s: float = 60.0) -> None:
         """Wait until that share of the slots waits for the server, and then until what came with the start has
-        passed.
-        """
+        passed."""
         try:
             async with asyncio.timeout(within_s):
                 while self.server.waiting < share * self.n:  # noqa: ASYNC110 - the counter is no event

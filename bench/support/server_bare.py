@@ -1,6 +1,5 @@
 """The bare engine of ``bench.server``, in a process of its own: answers every line on stdin with one run of all
-requests.
-"""
+requests."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The asking half of ``bench.server --http``: every request is a stream of the server's OpenAI-compatible API, a chunk
-for each token.
-"""
+for each token."""
 
 from __future__ import annotations
 

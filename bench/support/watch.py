@@ -1,6 +1,5 @@
 """What is seen of a run from outside while its processes are killed: steps, tickets in flight, and how long a recovery
-takes.
-"""
+takes."""
 
 from __future__ import annotations
 
@@ -87,9 +86,8 @@ class FleetWatch:
             if self._blind is not None:
                 raise self._blind
             if time.monotonic() - began > timeout_s:
-                raise TimeoutError(
-                    f"not within {timeout_s:g} s; newest step {self.step()}, {len(self.first)} tickets ended"
-                )
+                why = f"not within {timeout_s:g} s; newest step {self.step()}, {len(self.first)} tickets ended"
+                raise TimeoutError(why)
             await asyncio.sleep(every_s)
         return time.monotonic() - began
 

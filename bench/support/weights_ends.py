@@ -1,6 +1,5 @@
 """The two processes of ``bench.weights``: what each sends and takes, in lockstep, through the parts that the learner
-and a server use.
-"""
+and a server use."""
 
 from __future__ import annotations
 
