@@ -127,7 +127,6 @@ def measure(size_bytes: int, seconds: float, *, sync_always: bool) -> float:
 
 
 def main() -> None:
-    """Measure and print; the last line is one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=5.0, help="length of one measurement")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of each kind; the median counts")

@@ -12,6 +12,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -83,11 +84,11 @@ def median_us(work: Callable[[], object], per_call: int, *, repeats: int) -> flo
 
 
 def main() -> None:
-    """Measure and print; the last line is one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=2048, help="tokens per trajectory")
-    parser.add_argument("--group-size", type=int, default=8, help="trajectories per group")
-    parser.add_argument("--repeats", type=int, default=4000, help="calls over which the median is taken")
+    add = parser.add_argument
+    add("--tokens", type=int, default=2048, help="tokens per trajectory")
+    add("--group-size", type=int, default=8, help="trajectories per group")
+    add("--repeats", type=int, default=4000, help="calls over which the median is taken")
     options = parser.parse_args()
 
     size = options.group_size
@@ -96,13 +97,13 @@ def main() -> None:
     lists = [as_lists(one) for one in message.trajectories]
     list_encoder, list_decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(list[ListTrajectory])
     list_data = list_encoder.encode(lists)
-    figures = {
-        "encode_us": median_us(lambda: codec.encode(message), size, repeats=options.repeats),
-        "decode_us": median_us(lambda: codec.decode(data, wire.Group, wire.Closed), size, repeats=options.repeats),
-        "check_us": median_us(lambda: checks.check(message), size, repeats=options.repeats),
-        "lists_encode_us": median_us(lambda: list_encoder.encode(lists), size, repeats=options.repeats // 20),
-        "lists_decode_us": median_us(lambda: list_decoder.decode(list_data), size, repeats=options.repeats // 20),
-    }
+    few = options.repeats // 20
+    figures = {"encode_us": median_us(lambda: codec.encode(message), size, repeats=options.repeats)}
+    decode = partial(codec.decode, data, wire.Group, wire.Closed)
+    figures |= {"decode_us": median_us(decode, size, repeats=options.repeats)}
+    figures |= {"check_us": median_us(lambda: checks.check(message), size, repeats=options.repeats)}
+    figures |= {"lists_encode_us": median_us(lambda: list_encoder.encode(lists), size, repeats=few)}
+    figures |= {"lists_decode_us": median_us(lambda: list_decoder.decode(list_data), size, repeats=few)}
     print(f"{size} trajectories of {options.tokens} tokens: {len(data)} bytes as columns, {len(list_data)} as lists")
     print(json.dumps({name: round(value, 2) for name, value in figures.items()}))
 

@@ -57,18 +57,11 @@ async def row(folder: Path, n: int, latency_s: float, seconds: float) -> dict[st
         made.hub.kill()
         made.hub.wait()
         bare = await _bare(made, folder, seconds)
-    return {
-        "n": n,
-        "latency_s": latency_s,
-        "share": round(rate * latency_s / n, 3),
-        "bare_share": round(bare * latency_s / n, 3),
-        "episodes_per_s": round(rate / max(turns, 1.0), 1),
-        "failed": failed,
-        "group_size": group_size,
-        "hub_ms_per_turn": round(1e3 * cpu / max(rate, 1e-9), 3),
-        "hub_mib": round(mib, 1),
-        "load": round(os.getloadavg()[0], 1),
-    }
+    figures: dict[str, Any] = {"n": n, "latency_s": latency_s, "share": round(rate * latency_s / n, 3)}
+    figures |= {"bare_share": round(bare * latency_s / n, 3), "episodes_per_s": round(rate / max(turns, 1.0), 1)}
+    figures |= {"failed": failed, "group_size": group_size}
+    figures |= {"hub_ms_per_turn": round(1e3 * cpu / max(rate, 1e-9), 3), "hub_mib": round(mib, 1)}
+    return figures | {"load": round(os.getloadavg()[0], 1)}
 
 
 async def _bare(made: HubScene, folder: Path, seconds: float) -> float:
@@ -152,20 +145,13 @@ def _sizes(text: str) -> tuple[tuple[int, float], ...]:
 
 def main() -> int:
     """Measure; 0 when no episode failed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.envhub", description="How near one hub comes to what its server allows."
-    )
-    parser.add_argument("--full", action="store_true", help="also 512 and 4,096 environments")
-    parser.add_argument(
-        "--sizes",
-        type=_sizes,
-        default=None,
-        metavar="N@L,…",
-        help="environments and latencies instead, for example 128@0.1",
-    )
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement (%(default)s)")
-    parser.add_argument("--no-hangs", action="store_true", help="without environments that hang")
-    parser.add_argument("--bare", nargs=3, metavar=("N", "BROKER", "ADDRESS"), help=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(prog="python -m bench.envhub", description="Compare a hub with a bare client.")
+    add = parser.add_argument
+    add("--full", action="store_true", help="also 512 and 4,096 environments")
+    add("--sizes", type=_sizes, metavar="N@L,…", help="environments and latencies instead, for example 128@0.1")
+    add("--seconds", type=float, default=8.0, help="of each measurement (%(default)s)")
+    add("--no-hangs", action="store_true", help="without environments that hang")
+    add("--bare", nargs=3, metavar=("N", "BROKER", "ADDRESS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.bare:
         uvloop.run(ask_forever(int(options.bare[0]), *options.bare[1:]))

@@ -53,43 +53,20 @@ TINY: Final = {
 
 def config(folder: Path) -> dict[str, Any]:
     """A run that is stopped before its steps are done."""
-    (folder / "sums.jsonl").write_text(
-        "".join(f'{{"question": "{n}+{n}=", "answer": "{2 * n}"}}\n' for n in range(200))
-    )
+    questions = (f'{{"question": "{n}+{n}=", "answer": "{2 * n}"}}\n' for n in range(200))
+    (folder / "sums.jsonl").write_text("".join(questions))
     (folder / "length_reward.py").write_text(REWARD)
-    sums = {
-        "env": "qa",
-        "env_args": {"path": str(folder / "sums.jsonl")},
-        "group_size": 4,
-        "max_context_tokens": 64,
-        "deadline_s": 90,
-        "sampling": {"max_tokens": 8},
-        "rewards": [{"name": f"{folder / 'length_reward.py'}:length"}],
-    }
-    return validate(
-        {
-            "run": {"name": RUN, "dir": str(folder / "runs"), "seed": 5},
-            "model": {"path": None, "tiny": TINY},
-            "domains": {"sums": sums},
-            "train": {
-                "steps": 100_000,
-                "groups_per_step": 8,
-                "max_staleness": 1,
-                "micro_batch_tokens": 512,
-                "num_threads": 1,
-                "backend": f"{HERE / 'support' / 'simulated.py'}:SlowBackend",
-            },
-            "checkpoint": {"every_steps": 1},
-            "trackers": {"use": []},
-            "rollout": {
-                "engine": f"{HERE / 'support' / 'simulated.py'}:SlowEngine",
-                "max_context_tokens": 64,
-                "num_threads": 1,
-            },
-            "envhub": {"n": 64},
-            "rewardhub": {"workers": 1},
-        }
-    )
+    sums: dict[str, Any] = {"env": "qa", "env_args": {"path": str(folder / "sums.jsonl")}, "group_size": 4}
+    sums |= {"max_context_tokens": 64, "deadline_s": 90, "sampling": {"max_tokens": 8}}
+    sums |= {"rewards": [{"name": f"{folder / 'length_reward.py'}:length"}]}
+    simulated = HERE / "support" / "simulated.py"
+    train: dict[str, Any] = {"steps": 100_000, "groups_per_step": 8, "max_staleness": 1, "micro_batch_tokens": 512}
+    train |= {"num_threads": 1, "backend": f"{simulated}:SlowBackend"}
+    config: dict[str, Any] = {"run": {"name": RUN, "dir": str(folder / "runs"), "seed": 5}}
+    config |= {"model": {"path": None, "tiny": TINY}, "domains": {"sums": sums}, "train": train}
+    config |= {"checkpoint": {"every_steps": 1}, "trackers": {"use": []}}
+    config |= {"rollout": {"engine": f"{simulated}:SlowEngine", "max_context_tokens": 64, "num_threads": 1}}
+    return validate(config | {"envhub": {"n": 64}, "rewardhub": {"workers": 1}})
 
 
 async def hit(fleet: RunFleet, watch: FleetWatch, role: str, rng: random.Random, found: dict[str, list[float]]) -> None:
@@ -152,11 +129,8 @@ async def running(folder: Path) -> AsyncIterator[tuple[RunFleet, FleetWatch, dic
         os.kill(learner.pid, signal.SIGTERM)
         await fleet.wait_done([learner])
         audited = await asyncio.to_thread(run_audit, watch.folder, fleet.url)
-        figures |= {
-            "lost": audited["lost"],
-            "trained_twice": audited["trained_twice"],
-            "problems": audited["problems"] + fleet.crashes,
-        }
+        figures |= {"lost": audited["lost"], "trained_twice": audited["trained_twice"]}
+        figures |= {"problems": audited["problems"] + fleet.crashes}
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         await bus.close()
@@ -186,11 +160,8 @@ async def recoveries(folder: Path, kills: int, seed: int) -> dict[str, Any]:
     here."""
     rng, found = random.Random(seed), defaultdict[str, list[float]](list)
     async with running(folder) as (fleet, watch, figures):
-        for role in [
-            role
-            for _ in range(kills)
-            for role in rng.sample(("envhub", "rollout", "rewardhub", "broker", "learner"), 5)
-        ]:
+        roles = ("envhub", "rollout", "rewardhub", "broker", "learner")
+        for role in [role for _ in range(kills) for role in rng.sample(roles, 5)]:
             await hit(fleet, watch, role, rng, found)
             settled = watch.step() + 2
             await watch.until(
@@ -202,12 +173,10 @@ async def recoveries(folder: Path, kills: int, seed: int) -> dict[str, Any]:
 
 
 def _summary(found: Mapping[str, list[float]]) -> dict[str, Any]:
-    return {
-        "kills": sum(map(len, found.values())),
-        "kills_by_role": {role: len(times) for role, times in sorted(found.items())},
-        "recovery_p95_s": {role: round(_p95(times), 1) for role, times in sorted(found.items())},
-        "recovery_max_s": {role: round(max(times), 1) for role, times in sorted(found.items())},
-    }
+    figures: dict[str, Any] = {"kills": sum(map(len, found.values()))}
+    figures |= {"kills_by_role": {role: len(times) for role, times in sorted(found.items())}}
+    figures |= {"recovery_p95_s": {role: round(_p95(times), 1) for role, times in sorted(found.items())}}
+    return figures | {"recovery_max_s": {role: round(max(times), 1) for role, times in sorted(found.items())}}
 
 
 def _each(roles: list[str], rng: random.Random) -> Iterator[str]:
@@ -223,13 +192,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--kills-with-learner", type=int, default=5)
-    parser.add_argument(
-        "--recoveries",
-        type=int,
-        default=0,
-        metavar="N",
-        help="only measure recoveries, N of each role with short steps",
-    )
+    text = "only measure recoveries, N of each role with short steps"
+    parser.add_argument("--recoveries", type=int, default=0, metavar="N", help=text)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if options.recoveries:

@@ -47,26 +47,14 @@ LIMIT_S: Final = 240.0
 
 def config(folder: Path, steps: int, every: int) -> dict[str, Any]:
     """One domain whose environment is never run."""
-    lake = {
-        "env": "frozenlake",
-        "group_size": 4,
-        "max_context_tokens": 64,
-        "deadline_s": 60,
-        "sampling": {"max_tokens": 32},
-    }
-    return validate(
-        {
-            "run": {"name": RUN, "dir": str(folder), "seed": 11},
-            "model": {"path": None, "tiny": TINY},
-            "domains": {"lake": lake},
-            "train": {"steps": steps, "groups_per_step": 4, "micro_batch_tokens": 256, "lr": 1e-3, "num_threads": 1},
-            "algorithm": {"entropy_coef": 0.001},
-            "rollout": {"max_context_tokens": 64},
-            "checkpoint": {"every_steps": every},
-            "samples": {"keep": True},
-            "trackers": {"use": []},
-        }
-    )
+    lake: dict[str, Any] = {"env": "frozenlake", "group_size": 4, "max_context_tokens": 64, "deadline_s": 60}
+    lake |= {"sampling": {"max_tokens": 32}}
+    train = {"steps": steps, "groups_per_step": 4, "micro_batch_tokens": 256, "lr": 1e-3, "num_threads": 1}
+    config: dict[str, Any] = {"run": {"name": RUN, "dir": str(folder), "seed": 11}}
+    config |= {"model": {"path": None, "tiny": TINY}, "domains": {"lake": lake}, "train": train}
+    config |= {"algorithm": {"entropy_coef": 0.001}, "rollout": {"max_context_tokens": 64}}
+    config |= {"checkpoint": {"every_steps": every}, "samples": {"keep": True}, "trackers": {"use": []}}
+    return validate(config)
 
 
 def group(ticket: wire.Ticket, rng: random.Random) -> wire.Group:
@@ -127,13 +115,8 @@ async def disturbed(folder: Path, steps: int, resumes: int, seed: int) -> int:
 def undisturbed(folder: Path, first: int, last: int) -> dict[str, Any]:
     """What ``rlearner replay`` finds: see ``rlearner/ops/replaying.py``."""
     command = [sys.executable, "-m", "rlearner.cli", "replay", RUN, "--dir", str(folder / "runs"), "--json"]
-    done = subprocess.run(
-        [*command, "--from", str(first), "--to", str(last)],
-        capture_output=True,
-        text=True,
-        timeout=10 * LIMIT_S,
-        check=False,
-    )
+    command += ["--from", str(first), "--to", str(last)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10 * LIMIT_S, check=False)
     if not done.stdout.startswith("{"):
         raise RuntimeError(done.stderr)
     figures: dict[str, Any] = json.loads(done.stdout)
@@ -162,12 +145,9 @@ def main() -> None:
     if found["first_difference"]:
         print(f"the first difference: {found['first_difference']}")
     same = [one["replay"] == one["run"] for one in found["digests"].values()]
-    figures = {
-        "resumes": resumes,
-        "steps": options.steps,
-        "identical_losses": found["identical_steps"] == options.steps,
-        "identical_digest": bool(same) and all(same),
-    }
+    figures: dict[str, Any] = {"resumes": resumes, "steps": options.steps}
+    figures |= {"identical_losses": found["identical_steps"] == options.steps}
+    figures |= {"identical_digest": bool(same) and all(same)}
     print(json.dumps(figures))
 
 

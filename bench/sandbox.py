@@ -51,11 +51,9 @@ def cost(sandbox: Sandbox, pairs: int) -> dict[str, float]:
             added.append(inside - outside)
             alone.append(outside)
             confined.append(inside)
-    return {
-        "added_ms": round(statistics.median(added), 2),
-        "added_least_ms": round(min(confined) - min(alone), 2),
-        "bare_ms": round(statistics.median(alone), 2),
-    }
+    figures: dict[str, float] = {"added_ms": round(statistics.median(added), 2)}
+    figures |= {"added_least_ms": round(min(confined) - min(alone), 2)}
+    return figures | {"bare_ms": round(statistics.median(alone), 2)}
 
 
 def attempts() -> tuple[int, list[str]]:
@@ -66,19 +64,15 @@ def attempts() -> tuple[int, list[str]]:
         with scene() as here:
             result = escape.inside(sandbox, here)
             if escape.escaped(here, result) or result.how != escape.how:
-                print(
-                    f"{escape.name}: ended by {result.how or 'itself'} after {result.seconds:.1f} s, "
-                    f"{result.stdout[:200]!r}"
-                )
+                how, stdout = result.how or "itself", result.stdout[:200]
+                print(f"{escape.name}: ended by {how} after {result.seconds:.1f} s, {stdout!r}")
                 succeeded.append(escape.name)
     return len(ESCAPES), succeeded
 
 
 def main() -> int:
     """Measure; 0 when no escape succeeds."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.sandbox", description="What the sandbox costs, and whether it holds."
-    )
+    parser = argparse.ArgumentParser(prog="python -m bench.sandbox", description="Measure and attack the sandbox.")
     parser.add_argument("--pairs", type=int, default=60, help="pairs of starts (60)")
     parser.add_argument("--no-escapes", action="store_true", help="measure the cost alone")
     options = parser.parse_args()

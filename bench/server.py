@@ -127,19 +127,8 @@ async def serving(
         await runspec.publish_runspec(bus, spec)
         roster, client = Roster(bus), carriers.connect("zmq", bus)
         await roster.start()
-        command = [
-            sys.executable,
-            "-m",
-            "rollout.cli",
-            "--broker",
-            broker.url,
-            "--run",
-            RUN,
-            "--id",
-            "server",
-            "--gpus",
-            "cpu",
-        ]
+        command = [sys.executable, "-m", "rollout.cli", "--broker", broker.url, "--run", RUN, "--id", "server"]
+        command += ["--gpus", "cpu"]
         command += ["--engine", engine, *(["--policy", "baseline", "--model", str(model)] if frozen else [])]
         log = folder / f"server-{engine}.log"
         with log.open("ab") as said:
@@ -214,15 +203,16 @@ async def compare(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument("--warm-up", type=int, default=2)
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--engines", default=",".join(measurable()), help="those that are installed, of vllm and hf")
-    parser.add_argument("--http", action="store_true")
-    parser.add_argument("--others", type=float, default=0.25)
+    add = parser.add_argument
+    add("--pairs", type=int, default=9)
+    add("--warm-up", type=int, default=2)
+    add("--requests", type=int, default=64)
+    add("--hidden", type=int, default=256)
+    add("--layers", type=int, default=4)
+    add("--threads", type=int, default=1)
+    add("--engines", default=",".join(measurable()), help="those that are installed, of vllm and hf")
+    add("--http", action="store_true")
+    add("--others", type=float, default=0.25)
     options = parser.parse_args()
     figures: dict[str, Any] = {}
     same = True

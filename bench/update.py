@@ -209,25 +209,19 @@ async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
                 await asyncio.to_thread(movers.close)
     if not rates["nothing"]:
         raise SystemExit(NEVER_QUIET)
-    return {
-        "engine": options.engine,
-        **lost("tokens_lost_share", rates["updates"], rates["nothing"]),
-        "by_second_lost_share": round(median(by_seconds), 4),
-        "by_second_lost_share_interval": [round(bound, 4) for bound in interval(by_seconds)],
-        "by_second_pairs": len(by_seconds),
-        **(lost("moved_lost_share", rates["moved"], rates["nothing"]) if options.moved else {}),
-        **(lost("own_lost_share", rates["updates"], rates["moved"]) if options.moved else {}),
-        "pause_ms": round(1000 * median(list(reports.pauses.values())), 2),
-        "transfer_ms": round(1000 * median(list(reports.transfers.values())), 2),
-        "load_ms": round(1000 * median(list(reports.loads.values())), 2),
-        "tokens_per_s": round(median(rates["nothing"])),
-        "updates": len(reports.pauses),
-        "versions_seen": len(load.versions),
-        "model_mib": round(size_bytes / 2**20, 1),
-        "pairs": len(rates["nothing"]),
-        "disturbed": disturbed,
-        "others_share": round(median(shares), 3),
-    }
+    figures: dict[str, Any] = {"engine": options.engine}
+    figures |= {**lost("tokens_lost_share", rates["updates"], rates["nothing"])}
+    figures |= {"by_second_lost_share": round(median(by_seconds), 4)}
+    figures |= {"by_second_lost_share_interval": [round(bound, 4) for bound in interval(by_seconds)]}
+    figures |= {"by_second_pairs": len(by_seconds)}
+    figures |= lost("moved_lost_share", rates["moved"], rates["nothing"]) if options.moved else {}
+    figures |= lost("own_lost_share", rates["updates"], rates["moved"]) if options.moved else {}
+    figures |= {"pause_ms": round(1000 * median(list(reports.pauses.values())), 2)}
+    figures |= {"transfer_ms": round(1000 * median(list(reports.transfers.values())), 2)}
+    figures |= {"load_ms": round(1000 * median(list(reports.loads.values())), 2)}
+    figures |= {"tokens_per_s": round(median(rates["nothing"])), "updates": len(reports.pauses)}
+    figures |= {"versions_seen": len(load.versions), "model_mib": round(size_bytes / 2**20, 1)}
+    return figures | {"pairs": len(rates["nothing"]), "disturbed": disturbed, "others_share": round(median(shares), 3)}
 
 
 def lost(name: str, rates: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
@@ -238,18 +232,19 @@ def lost(name: str, rates: Sequence[float], others: Sequence[float]) -> dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", default=measurable()[0], help="vllm where it is installed, else hf")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--every", type=int, default=2)
-    parser.add_argument("--window", type=int, default=6)
-    parser.add_argument("--moved", action="store_true")
-    parser.add_argument("--others", type=float, default=0.25)
-    parser.add_argument("--settle", type=float, default=12.0)
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--length", type=int, default=192)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--threads", type=int, default=1)
+    add = parser.add_argument
+    add("--engine", default=measurable()[0], help="vllm where it is installed, else hf")
+    add("--rounds", type=int, default=15)
+    add("--every", type=int, default=2)
+    add("--window", type=int, default=6)
+    add("--moved", action="store_true")
+    add("--others", type=float, default=0.25)
+    add("--settle", type=float, default=12.0)
+    add("--requests", type=int, default=64)
+    add("--length", type=int, default=192)
+    add("--hidden", type=int, default=256)
+    add("--layers", type=int, default=4)
+    add("--threads", type=int, default=1)
     options = parser.parse_args()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)

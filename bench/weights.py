@@ -109,11 +109,8 @@ def measure_delta(end: EndProcess) -> dict[str, Any]:
                 for name in truth
             )
         )
-    return {
-        "pairs": pairs,
-        "bytes": [changes.plan.size_bytes / size for size in sent if size],
-        "exact": end.agreed("delta", end.rank == 0 or all(exact)),
-    }
+    figures: dict[str, Any] = {"pairs": pairs, "bytes": [changes.plan.size_bytes / size for size in sent if size]}
+    return figures | {"exact": end.agreed("delta", end.rank == 0 or all(exact))}
 
 
 def measure_fp8(end: EndProcess) -> dict[str, Any]:
@@ -136,12 +133,8 @@ def measure_fp8(end: EndProcess) -> dict[str, Any]:
 def run(rank: int, port: int, options: argparse.Namespace, results: Any) -> None:
     """All rounds of one end; the sender puts what was measured."""
     end = EndProcess(rank, port, options)
-    measured = {
-        "large": measure_large(end),
-        "small": measure_small(end),
-        "delta": measure_delta(end),
-        "fp8": measure_fp8(end),
-    }
+    measured: dict[str, Any] = {"large": measure_large(end), "small": measure_small(end), "delta": measure_delta(end)}
+    measured |= {"fp8": measure_fp8(end)}
     if rank == 0:
         results.put(measured)
     end.meet()
@@ -212,9 +205,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench.weights", description=__doc__.partition("\n")[0] if __doc__ else None
     )
-    parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--bucket-mib", type=float, default=32.0)
-    parser.add_argument("--layers", type=int, default=12)
+    add = parser.add_argument
+    add("--pairs", type=int, default=15)
+    add("--bucket-mib", type=float, default=32.0)
+    add("--layers", type=int, default=12)
     options = parser.parse_args()
     if options.pairs < 7:
         parser.error(f"--pairs {options.pairs} is not allowed; at least 7")

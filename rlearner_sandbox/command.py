@@ -15,13 +15,9 @@ from typing import Final, Literal
 Mode = Literal["script", "calls", "asserts", "tests"]
 
 DEVICES: Final = ("/dev/null", "/dev/urandom")
-ENVIRONMENT: Final = {
-    "PATH": "/usr/bin:/bin",
-    "HOME": "/tmp",
-    "TMPDIR": "/tmp",
-    "LANG": "C.UTF-8",
-    "OMP_NUM_THREADS": "1",
-}
+ENVIRONMENT: Final = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"} | dict.fromkeys(
+    ("HOME", "TMPDIR"), "/tmp"
+)
 CONTAINER: Final = (
     "docker run --security-opt seccomp=unconfined --security-opt apparmor=unconfined --security-opt "
     "systempaths=unconfined"
@@ -81,16 +77,8 @@ def inside(
         fd: of the socket to us.
         channel: of the socket between a program and its tests; -1: there is none.
     """
-    numbers = (
-        fd,
-        uid,
-        processes,
-        limits.cpu_s,
-        limits.memory_mib << 20,
-        limits.open_files,
-        limits.file_mib << 20,
-        channel,
-    )
+    numbers = [fd, uid, processes, limits.cpu_s, limits.memory_mib << 20, limits.open_files, limits.file_mib << 20]
+    numbers.append(channel)
     return [python(), "-I", "-S", "-X", "utf8", "-c", BOOT, str(len(code(mode))), *map(str, numbers), mode, *packages]
 
 
@@ -110,10 +98,8 @@ def jail(bwrap: str, filter_fd: int, limits: SandboxLimits, *, root: bool, packa
     spaces = [f"--unshare-{name}" for name in ("pid", "net", "ipc", "uts", "cgroup-try")]
     return [
         bwrap, *privileges, *spaces, "--die-with-parent", "--new-session", "--seccomp", str(filter_fd), "--hostname",
-        "sandbox",
-        "--perms", "1777", "--size", str(limits.file_mib << 20), "--tmpfs", "/tmp", *_root(tuple(packages)), "--proc",
-        "/proc",
-        "--remount-ro", "/", "--chdir", "/tmp", "--",
+        "sandbox", "--perms", "1777", "--size", str(limits.file_mib << 20), "--tmpfs", "/tmp", *_root(tuple(packages)),
+        "--proc", "/proc", "--remount-ro", "/", "--chdir", "/tmp", "--",
     ]  # fmt: skip
 
 
@@ -153,9 +139,8 @@ def code(mode: Mode) -> bytes:
 
 
 def _compiled(name: str) -> CodeType:
-    return compile(
-        Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8"), f"{name}.py", "exec", dont_inherit=True
-    )
+    source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+    return compile(source, f"{name}.py", "exec", dont_inherit=True)
 
 
 @lru_cache(maxsize=8)
@@ -175,12 +160,8 @@ def _root(packages: tuple[str, ...]) -> tuple[str, ...]:
     shown += map(os.path.abspath, packages)
     shown = [path for path in dict.fromkeys(map(os.path.realpath, shown)) if os.path.exists(path)]
     shown = [path for path in shown if not any(path.startswith(other + "/") for other in shown)]
-    above = {
-        str(folder): None
-        for path in (*shown, *DEVICES)
-        for folder in reversed(Path(path).parents)
-        if str(folder) not in ("/", "/tmp")
-    }
+    folders = (str(folder) for path in (*shown, *DEVICES) for folder in reversed(Path(path).parents))
+    above = dict.fromkeys(folder for folder in folders if folder not in ("/", "/tmp"))
     # else they get the modes they have outside
     result = [part for folder in above for part in ("--perms", "0755", "--dir", folder)]
     result += [part for path in shown for part in ("--ro-bind", path, path)]

@@ -51,6 +51,5 @@ class ProgramEnd:
     @property
     def out_of_memory(self) -> bool:
         """Whether it wanted more memory than it may have."""
-        return self.killed_for == "memory" or (
-            not self.killed_for and self.exit_code in (OUT_OF_MEMORY, 128 + signal.SIGKILL)
-        )
+        killed = not self.killed_for and self.exit_code in (OUT_OF_MEMORY, 128 + signal.SIGKILL)
+        return self.killed_for == "memory" or killed

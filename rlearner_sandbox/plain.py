@@ -15,13 +15,7 @@ from typing import Any
 
 Other = Callable[[Any], Any]
 SMALL = 1 << 63  # beyond it an integer travels in base 16: base 10 takes quadratic time and has a limit
-SEQUENCES: dict[str, Any] = {
-    "list": list,
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "deque": collections.deque,
-}
+SEQUENCES: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset, collections.deque)}
 TYPES: dict[str, Any] = {name: value for name, value in vars(builtins).items() if isinstance(value, type)}
 MUTABLE = (list, dict, set, bytearray, collections.deque)
 

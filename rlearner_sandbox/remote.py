@@ -144,18 +144,15 @@ class Program:
         """
         given = [to_json(one, self._theirs) for one in args]
         is_heard = sys.stdout is not sys.__stdout__  # the test looks at what is printed
-        answer = self._channel.ask(
-            [operation, given, {key: to_json(one, self._theirs) for key, one in named.items()}, is_heard]
-        )
+        sent = {key: to_json(one, self._theirs) for key, one in named.items()}
+        answer = self._channel.ask([operation, given, sent, is_heard])
         try:
             kind, printed, *rest = answer
             if printed and is_heard:
                 sys.stdout.write(str(printed))
             if kind == "value":
-                value, told = (
-                    from_json(rest[0], self._stand_in),
-                    [from_json(one, self._stand_in) for one in rest[1] or ()],
-                )
+                value = from_json(rest[0], self._stand_in)
+                told = [from_json(one, self._stand_in) for one in rest[1] or ()]
                 for old, new in zip(args, told, strict=False):
                     if new is not None and type(new) is type(old) and isinstance(old, MUTABLE):
                         put_back(old, new)
@@ -201,12 +198,8 @@ class Program:
                 raise question
             number, args, named = question
             given = {key: from_json(one, self._stand_in) for key, one in named.items()}
-            return [
-                "value",
-                to_json(
-                    self._callbacks[number](*(from_json(one, self._stand_in) for one in args), **given), self._theirs
-                ),
-            ]
+            taken = [from_json(one, self._stand_in) for one in args]
+            return ["value", to_json(self._callbacks[number](*taken, **given), self._theirs)]
         except Exception as error:  # noqa: BLE001 - what it raises goes to the program
             return ["raised", type(error).__name__, str(error)]
 

@@ -141,8 +141,7 @@ class Sandbox:
             command, passed = self._command(mode, theirs.fileno(), -1 if channel is None else channel.fileno(), files)
             child = subprocess.Popen(
                 command, stdin=files[0], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT, cwd="/",
-                pass_fds=passed,
-                start_new_session=True,
+                pass_fds=passed, start_new_session=True,
             )  # fmt: skip
         except OSError as error:
             ours.close()
@@ -158,36 +157,23 @@ class Sandbox:
     def _command(self, mode: Mode, control: int, channel: int, files: list[int]) -> tuple[list[str], tuple[int, ...]]:
         passed = (control,) if channel < 0 else (control, channel)
         if self._kind == "none":  # processes cannot be limited: the kernel counts all that this user has
-            return inside(
-                control, mode, self.limits, uid=0, processes=0, channel=channel, packages=self._packages
-            ), passed
+            own = inside(control, mode, self.limits, uid=0, processes=0, channel=channel, packages=self._packages)
+            return own, passed
         files.append(_file(self._filter))
         uid = 0
         if self._root:
             uid = free_uid(os.getpid() * 16 + next(self._numbers) % 16, _id_maps())
         head = jail(self._bwrap, files[-1], self.limits, root=self._root, packages=self._packages)
-        own = inside(
-            control,
-            mode,
-            self.limits,
-            uid=uid,
-            processes=self.limits.processes,
-            channel=channel,
-            packages=self._packages,
-        )
+        most, packages = self.limits.processes, self._packages
+        own = inside(control, mode, self.limits, uid=uid, processes=most, channel=channel, packages=packages)
         return head + own, (*passed, files[-1])
 
 
 def _together(host: ProgramEnd, judged: ProgramEnd) -> ProgramEnd:
     """A program's end, with the verdicts of its tests."""
     theirs = 0 if judged.exit_code == GONE else judged.exit_code
-    return replace(
-        host,
-        exit_code=host.exit_code or theirs,
-        killed_for=host.killed_for or judged.killed_for,
-        answers=judged.answers,
-        stderr=judged.stderr,
-    )
+    exit_code, killed_for = host.exit_code or theirs, host.killed_for or judged.killed_for
+    return replace(host, exit_code=exit_code, killed_for=killed_for, answers=judged.answers, stderr=judged.stderr)
 
 
 @lru_cache(maxsize=1)

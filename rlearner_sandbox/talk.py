@@ -53,11 +53,8 @@ class SandboxProcess:
         self._child, self._control, self._limits, self._wall_s = child, control, limits, wall_s
         assert child.stdout is not None
         assert child.stderr is not None
-        self._streams = {
-            child.stdout.fileno(): bytearray(),
-            child.stderr.fileno(): bytearray(),
-            control.fileno(): bytearray(),
-        }
+        fds = (child.stdout.fileno(), child.stderr.fileno(), control.fileno())
+        self._streams = {fd: bytearray() for fd in fds}
         self._handle = os.pidfd_open(child.pid)
         self._pending, self._then, self._token = _frames(texts), _frames(then), token
         self._killed_for: KilledFor = ""
@@ -195,15 +192,9 @@ class SandboxProcess:
                 exit_code = 0
             elif self._cpu_s >= self._limits.cpu_s:
                 exit_code = OUT_OF_TIME  # it ignored the signal that says so
-        return ProgramEnd(
-            exit_code=exit_code,
-            killed_for=self._killed_for,
-            compiled=exit_code != NO_PYTHON,
-            answers=_answers(said.decode("utf-8", "replace").split("\n")[:-1], self._token),
-            stdout=stdout,
-            stderr=stderr,
-            seconds=time.monotonic() - self._began,
-        )
+        answers = _answers(said.decode("utf-8", "replace").split("\n")[:-1], self._token)
+        seconds, compiled = time.monotonic() - self._began, exit_code != NO_PYTHON
+        return ProgramEnd(exit_code, self._killed_for, compiled, answers, stdout, stderr, seconds)
 
 
 class ProcessLoop:

@@ -18,8 +18,7 @@ from broker.system.gpus import existing
 # part of the device's counts. Sparse figures, which are twice as large, are nowhere.
 PEAK_FLOPS: Final[Mapping[str, float]] = {
     "B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "H20": 148e12, "A100": 312e12, "A10G": 70e12,
-    "A10": 125e12,
-    "L40S": 362e12, "L40": 181e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
+    "A10": 125e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
 }  # fmt: skip
 
 
@@ -120,10 +119,9 @@ def make_model(folder: str | Path, shape: ModelShape, *, dtype: str = "bfloat16"
     build_tiny(folder / "tokenizer", TinyModel(hidden_size=8, num_layers=1, head_dim=4, intermediate_size=8))
     config = transformers.Qwen3Config(
         vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim,
-        max_position_embeddings=shape.positions, tie_word_embeddings=True, bos_token_id=None, eos_token_id=2,
-        pad_token_id=0,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim, max_position_embeddings=shape.positions, tie_word_embeddings=True, bos_token_id=None,
+        eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(seed)
@@ -159,8 +157,7 @@ def finish(name: str, device: str, shape: ModelShape, figures: Mapping[str, Any]
     blocks, embedding = num_parameters(shape)
     line = {
         "bench": f"bench.gpu.{name}", "device": device, "model": asdict(shape) | {"parameters": blocks + embedding},
-        **figures,
-        "checks": dict(checks), "failed": failed,
+        **figures, "checks": dict(checks), "failed": failed,
     }  # fmt: skip
     print(json.dumps(line))
     return 1 if failed else 0

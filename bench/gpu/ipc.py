@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
@@ -129,9 +130,8 @@ class _Server:
 
         taken: dict[str, list[float]] = {"copy": [], "local": [], "ipc": []}
         for _ in range(self.options.repeats):
-            taken["copy"] += common.seconds(
-                lambda: other.buffer.copy_(self.flat.buffer), self.kind, repeats=1, warm_up=1
-            )
+            copy = partial(other.buffer.copy_, self.flat.buffer)
+            taken["copy"] += common.seconds(copy, self.kind, repeats=1, warm_up=1)
             taken["local"] += common.seconds(local, self.kind, repeats=1, warm_up=1)
             taken["ipc"] += common.seconds(lambda: self.read(0), self.kind, repeats=1, warm_up=1)
         learner.says("write", 1)

@@ -48,10 +48,8 @@ def sample(length: int, vocab: int, rng: np.random.Generator) -> TrainSample:
 
 def _measure(options: argparse.Namespace, device: str) -> int:
     shape, dtype = (common.TINY, "float32") if options.tiny else (common.HALF_BILLION, "bfloat16")
-    tokens, length = (
-        options.tokens or (1024 if options.tiny else 262_144),
-        options.length or (128 if options.tiny else 2048),
-    )
+    tokens = options.tokens or (1024 if options.tiny else 262_144)
+    length = options.length or (128 if options.tiny else 2048)
     train = TrainSection.model_validate(
         {
             "device": options.device, "backend": options.backend, "lr": 1e-6,
@@ -76,29 +74,16 @@ def _measure(options: argparse.Namespace, device: str) -> int:
     flops = common.train_flops_per_token(shape, length)
     rates = [read / each for each in taken]
     peak = common.peak_flops(device)
-    figures = {
-        "tokens_per_s": round(statistics.median(rates), 1),
-        "tokens_per_s_low": round(min(rates), 1),
-        "tokens_per_s_high": round(max(rates), 1),
-        "step_s": round(statistics.median(taken), 4),
-        "mfu": None if peak is None else round(common.mfu(statistics.median(rates), flops, peak) or 0.0, 4),
-        "flops_per_token": flops,
-        "peak_flops": peak,
-        "tokens_per_step": read,
-        "sequence_length": length,
-        "backend": options.backend,
-        "dtype": dtype,
-        "gradient_checkpointing": options.gradient_checkpointing,
-        "memory_gib": _memory(options.device),
-    }
+    figures: dict[str, Any] = {"tokens_per_s": round(statistics.median(rates), 1)}
+    figures |= {"tokens_per_s_low": round(min(rates), 1), "tokens_per_s_high": round(max(rates), 1)}
+    figures |= {"step_s": round(statistics.median(taken), 4)}
+    figures |= {"mfu": None if peak is None else round(common.mfu(statistics.median(rates), flops, peak) or 0.0, 4)}
+    figures |= {"flops_per_token": flops, "peak_flops": peak, "tokens_per_step": read, "sequence_length": length}
+    figures |= {"backend": options.backend, "dtype": dtype, "gradient_checkpointing": options.gradient_checkpointing}
+    figures |= {"memory_gib": _memory(options.device)}
     finite = all(math.isfinite(value) for step in found for value in step.values())
-    return common.finish(
-        "learner",
-        device,
-        shape,
-        figures,
-        {"all_metrics_are_finite": finite, "mfu_below_1": not (figures["mfu"] or 0) > 1},
-    )
+    checks = {"all_metrics_are_finite": finite, "mfu_below_1": not (figures["mfu"] or 0) > 1}
+    return common.finish("learner", device, shape, figures, checks)
 
 
 def _step(backend: Any, samples: list[TrainSample]) -> dict[str, float]:

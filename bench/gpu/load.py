@@ -67,8 +67,7 @@ def section(options: argparse.Namespace, number: int, context: int) -> RolloutSe
     """Settings of the engine that is measured."""
     return RolloutSection(
         engine=options.engine, engine_args=options.engine_args, max_running=number, max_context_tokens=context,
-        prefill_tokens=16384,
-        policy=POLICY,
+        prefill_tokens=16384, policy=POLICY,
     )  # fmt: skip
 
 
@@ -97,32 +96,24 @@ async def served(options: argparse.Namespace, model: str, settings: RolloutSecti
         bus = await Bus.connect(broker.url, "bench-gpu", name="bench", deadline_s=30.0)
         await bus.ensure_streams()
         domains = {"lake": {"env": "frozenlake", "max_context_tokens": 32, "sampling": {"max_tokens": 4}}}
-        config = runspec.validate(
-            {
-                "rollout": settings.model_dump(mode="json") | {"policy": "actor"},
-                "model": {"dtype": dtype},
-                "domains": domains,
-            }
-        )
-        await runspec.publish_runspec(
-            bus, wire.RunSpec(run="bench-gpu", wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=model)
-        )
+        rollout = settings.model_dump(mode="json") | {"policy": "actor"}
+        config = runspec.validate({"rollout": rollout, "model": {"dtype": dtype}, "domains": domains})
+        spec = wire.RunSpec(run="bench-gpu", wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=model)
+        await runspec.publish_runspec(bus, spec)
         roster, client = Roster(bus), carriers.connect("zmq", bus)
         await roster.start()
         log_path = Path(folder) / "server.log"
         gpus = "cpu" if options.device == "cpu" else "auto"
         command = [sys.executable, "-m", "rollout.cli", "--broker", broker.url, "--run", "bench-gpu", "--id", "bench-1"]
         with log_path.open("wb") as log:
-            child = spawn(
-                [*command, "--gpus", gpus, "--policy", POLICY], log, env={**os.environ, "RL_RUN": "", "RL_BROKER": ""}
-            )
+            environment = {**os.environ, "RL_RUN": "", "RL_BROKER": ""}
+            child = spawn([*command, "--gpus", gpus, "--policy", POLICY], log, env=environment)
         try:
             async with asyncio.timeout(START_S):
                 while (there := roster.get("bench-1")) is None or there.state != "serving":
                     if child.poll() is not None:
-                        raise UserError(
-                            f"the rollout server ended: {log_path.read_text(errors='replace').strip().splitlines()[-1]}"
-                        )
+                        last = log_path.read_text(errors="replace").strip().splitlines()[-1]
+                        raise UserError(f"the rollout server ended: {last}")
                     await roster.changed(0.5)
             address = there.address
 

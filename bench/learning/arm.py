@@ -170,17 +170,12 @@ def run_arm(config: dict[str, Any], model_path: str) -> dict[str, Any]:
         return await arm.success()
 
     solved = asyncio.run(work())
-    return {
-        "solved": solved,
-        "episodes_per_map": config["eval"]["group_size"],
-        "curve": [round(value, 4) for value in arm.curve],
-        "lateness": arm.lateness,
-        "tickets": arm.ledger.counts(),
-        "first": {name: arm.lines[0][name] for name in SHOWN if name in arm.lines[0]},
-        "last": {name: arm.lines[-1][name] for name in SHOWN if name in arm.lines[-1]},
-        "seconds": round(time.monotonic() - began, 2),
-        "cpu_s": round(time.process_time() - cpu, 2),
-    }
+    figures: dict[str, Any] = {"solved": solved, "episodes_per_map": config["eval"]["group_size"]}
+    figures |= {"curve": [round(value, 4) for value in arm.curve], "lateness": arm.lateness}
+    figures |= {"tickets": arm.ledger.counts()}
+    figures |= {"first": {name: arm.lines[0][name] for name in SHOWN if name in arm.lines[0]}}
+    figures |= {"last": {name: arm.lines[-1][name] for name in SHOWN if name in arm.lines[-1]}}
+    return figures | {"seconds": round(time.monotonic() - began, 2), "cpu_s": round(time.process_time() - cpu, 2)}
 
 
 def measure(config: dict[str, Any], model_path: str) -> dict[str, Any]:

@@ -91,17 +91,11 @@ def run_arm(config: dict[str, Any], model_path: str, every: int) -> dict[str, An
 
     asyncio.run(work())
     tasks = arm.points[arm.hub.version]
-    return {
-        "solved": tasks,
-        "episodes_per_map": config["eval"]["group_size"],
-        "points": {
-            str(step): sum(solved) / len(solved) / config["eval"]["group_size"] for step, solved in arm.points.items()
-        },
-        "curve": [round(value, 4) for value in arm.curve],
-        "tickets": arm.ledger.counts(),
-        "seconds": round(time.monotonic() - began, 1),
-        "cpu_s": round(time.process_time() - cpu, 1),
-    }
+    episodes = config["eval"]["group_size"]
+    points = {str(step): sum(solved) / len(solved) / episodes for step, solved in arm.points.items()}
+    row: dict[str, Any] = {"solved": tasks, "episodes_per_map": episodes, "points": points}
+    row |= {"curve": [round(value, 4) for value in arm.curve], "tickets": arm.ledger.counts()}
+    return row | {"seconds": round(time.monotonic() - began, 1), "cpu_s": round(time.process_time() - cpu, 1)}
 
 
 def report(start: dict[str, Any], found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -147,11 +141,8 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     folder: Path = options.out.absolute()
     names: list[str] = options.algorithms.split(",")
-    arms = [
-        (seed, name, [*MEASURED, f"run.seed={seed}", f"algorithm={name}", *options.overrides])
-        for seed in range(options.seeds)
-        for name in names
-    ]
+    overrides = {seed: [*MEASURED, f"run.seed={seed}"] for seed in range(options.seeds)}
+    arms = [(s, n, [*o, f"algorithm={n}", *options.overrides]) for s, o in overrides.items() for n in names]
     configs = [validate(load(options.config, [*settings, "run.name=arm"])) for _, _, settings in arms]
     check_contexts(configs)
     model = warm_start(folder, options.config, options.overrides)
@@ -177,12 +168,13 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", help="configuration with a warm start")
-    parser.add_argument("overrides", nargs="*", help="key=value, of the configuration")
-    parser.add_argument("--algorithms", default="grpo,gigpo", help="presets, with commas between")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--every", type=int, default=0, help="steps between two measurements; 0: at the end only")
-    parser.add_argument("--out", type=Path, default=Path("runs/compare"), help="where results are kept")
+    add = parser.add_argument
+    add("config", help="configuration with a warm start")
+    add("overrides", nargs="*", help="key=value, of the configuration")
+    add("--algorithms", default="grpo,gigpo", help="presets, with commas between")
+    add("--seeds", type=int, default=3)
+    add("--every", type=int, default=0, help="steps between two measurements; 0: at the end only")
+    add("--out", type=Path, default=Path("runs/compare"), help="where results are kept")
     try:
         print(json.dumps(compare(parser.parse_intermixed_args())))
     except UserError as error:

@@ -198,12 +198,9 @@ def _group(ticket: int, size: int) -> wire.Group:
     assert isinstance(example, wire.Group)
     n = (size - 16384) // 9 // EPISODES_IN_GROUP
     turn = msgspec.structs.replace(example.trajectories[0].turns[0], start=0, end=n)
-    columns = {
-        "token_ids": wire.column(np.full(n, ticket), "<i4"),
-        "loss_mask": wire.column(np.ones(n), "|u1"),
-        "logprobs": wire.column(np.full(n, -1.0), "<f4"),
-        "version_runs": wire.column([3, n], "<i4"),
-    }
+    columns: dict[str, Any] = {"token_ids": wire.column(np.full(n, ticket), "<i4")}
+    columns |= {"loss_mask": wire.column(np.ones(n), "|u1"), "logprobs": wire.column(np.full(n, -1.0), "<f4")}
+    columns |= {"version_runs": wire.column([3, n], "<i4")}
     episodes = []
     for episode in range(EPISODES_IN_GROUP):
         # memory of its own

@@ -85,9 +85,8 @@ def _measure(size: int) -> dict[str, Any]:
 async def _publish_spec(url: str) -> None:
     bus = await Bus.connect(url, RUN, name="learner", deadline_s=30)
     await bus.ensure_streams()
-    await publish_runspec(
-        bus, wire.RunSpec(run=RUN, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path="m")
-    )
+    spec = wire.RunSpec(run=RUN, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path="m")
+    await publish_runspec(bus, spec)
     await (await bus.key_value(CONTROL)).put(RUN, wire.DesiredState(state="running"))
     await bus.close()
 
@@ -139,8 +138,7 @@ async def _live(member: Member, index: int) -> None:
     address = f"tcp://127.0.0.1:{20000 + index}" if member.role == "rollout" else ""
     presence = wire.Presence(
         role=member.role, id=member.id, host="node-1", pid=index, state="serving", address=address, channel="zmq",
-        engine="vllm",
-        policy_version=0, slots=64, serves=["lake"],
+        engine="vllm", policy_version=0, slots=64, serves=["lake"],
     )  # fmt: skip
     member.announce(lambda: presence)
     member.report(lambda: METRICS)
@@ -199,13 +197,8 @@ async def _learner(stack: AsyncExitStack, url: str) -> None:
     roster = Roster(bus, beats=("rollout",), members=("envhub", "rewardhub"))
     await roster.start()
     stack.push_async_callback(bus.close)
-    member = Member(
-        bus,
-        wire.RunSpec(run=RUN, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path="m"),
-        "learner",
-        "learner",
-        Stop(),
-    )
+    spec = wire.RunSpec(run=RUN, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path="m")
+    member = Member(bus, spec, "learner", "learner", Stop())
     member.announce(
         lambda: wire.Presence(
             role="learner", id="learner", host="node-1", pid=1, state="serving", epoch=1, policy_version=0

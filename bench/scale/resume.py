@@ -144,11 +144,8 @@ def main(what: str, folder: Path, groups: int) -> dict[str, float]:
     began = time.monotonic()
     asyncio.run(write(folder, groups))
     size = sum(os.path.getsize(path) for path in folder.rglob("*") if path.is_file())
-    return {
-        "seconds": round(time.monotonic() - began, 1),
-        "cpu_s": round(time.process_time(), 1),
-        "mib": round(size / 2**20),
-    }
+    figures: dict[str, float] = {"seconds": round(time.monotonic() - began, 1), "cpu_s": round(time.process_time(), 1)}
+    return figures | {"mib": round(size / 2**20)}
 
 
 if __name__ == "__main__":

@@ -208,12 +208,8 @@ async def _soak(folder: Path) -> dict[str, Any]:
     ended = sum(counts[name] for name in ("trained", "filtered", "dropped", "dead"))
     reasons = dict(sorted(second.ledger.state.reasons.items()))
     days = asyncio.get_running_loop().time() / (24 * HOUR_S)
-    shown = {
-        "steps": second.ledger.state.version,
-        "dead": counts["dead"],
-        "lost": counts["issued"] - ended,
-        "dropped": counts["dropped"],
-    }
+    shown: dict[str, Any] = {"steps": second.ledger.state.version, "dead": counts["dead"]}
+    shown |= {"lost": counts["issued"] - ended, "dropped": counts["dropped"]}
     assert counts["trained"] == STEPS * GROUPS, counts
     return {"soak": shown | {"reasons": reasons, "played": fleet.num_played, "days": round(days, 1)}}
 

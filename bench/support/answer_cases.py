@@ -38,15 +38,8 @@ def _huge_numbers() -> Iterator[str]:
         yield f"\\left({n}!\\right)^{{{n}}}"
         yield f"\\sqrt{{2}}^{{{n}}}"
         yield f"{n}^{{{n}}} \\bmod 7"
-    yield from (
-        "5!!!!!!!!",
-        "(((9!)!)!)!",
-        "0.5^{-10^{12}}",
-        "e^{e^{e^{e^{10}}}}",
-        "10^{-10^{10^{10}}}",
-        "(10^{10^{10}})^{0}",
-        "\\pi^{10^{10^{8}}}",
-    )
+    yield from ("5!!!!!!!!", "(((9!)!)!)!", "0.5^{-10^{12}}", "e^{e^{e^{e^{10}}}}", "10^{-10^{10^{10}}}")
+    yield from ("(10^{10^{10}})^{0}", "\\pi^{10^{10^{8}}}")
 
 
 def _huge_sums() -> Iterator[str]:
@@ -126,18 +119,8 @@ def _code() -> Iterator[str]:
 
 
 def _odd() -> Iterator[str]:
-    yield from (
-        "\\frac{1}{0}",
-        "0^{0}",
-        "\\frac{0}{0}",
-        "\\infty-\\infty",
-        "NaN",
-        "nan",
-        "inf",
-        "\\sqrt{-1}^{i}",
-        "\\log 0",
-        "\\tan\\frac{\\pi}{2}",
-    )
+    yield from ("\\frac{1}{0}", "0^{0}", "\\frac{0}{0}", "\\infty-\\infty", "NaN", "nan", "inf", "\\sqrt{-1}^{i}")
+    yield from ("\\log 0", "\\tan\\frac{\\pi}{2}")
     yield from (
         "\U0001f600",
         "\x00",
@@ -153,23 +136,10 @@ def _odd() -> Iterator[str]:
         "$$",
         "\\(",
         "\\[",
-        "\\boxed",
-        "%",
-        "\\%",
-        "\\frac{1}{",
-        "^",
-        "_",
-        "&",
-        "#",
     )
-    yield from (
-        "\\begin{cases} x & y \\\\ z \\end{cases}",
-        "x=x=x=x",
-        "1<2<3<x<y",
-        "x\\in\\emptyset",
-        "\\text{" + "a" * 500 + "}",
-        "1,2,\\ldots,10^{9}",
-    )
+    yield from ("\\boxed", "%", "\\%", "\\frac{1}{", "^", "_", "&", "#")
+    yield from ("\\begin{cases} x & y \\\\ z \\end{cases}", "x=x=x=x", "1<2<3<x<y", "x\\in\\emptyset")
+    yield from ("\\text{" + "a" * 500 + "}", "1,2,\\ldots,10^{9}")
 
 
 def _prose() -> Iterator[str]:
@@ -212,16 +182,8 @@ def pairs() -> list[AnswerPair]:
 
 def _integers() -> Iterator[AnswerPair]:
     for n in (0, 7, 42, 1234, 36000, 1234567, -15):
-        forms = [
-            f"#### {n}",
-            f"#### {n:,}",
-            f"#### **{n}**",
-            f"#### {n}.",
-            f"#### {n}.00",
-            f"\\boxed{{{n}}}",
-            f"It is $\\boxed{{{n}}}$.",
-            f"The answer is {n}.",
-        ]
+        forms = [f"#### {n}", f"#### {n:,}", f"#### **{n}**", f"#### {n}.", f"#### {n}.00", f"\\boxed{{{n}}}"]
+        forms += [f"It is $\\boxed{{{n}}}$.", f"The answer is {n}."]
         forms += [
             f"#### {n} apples",
             f"#### \\boxed{{{n:,}}}",

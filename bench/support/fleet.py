@@ -28,12 +28,7 @@ LOOK_EVERY_S: Final = 0.05
 PATIENCE_S: Final = 150.0  # longest wait for processes to leave, on a busy machine
 FENCED: Final = "a newer learner took over"  # what a learner says that ends with 2 because another one has its run
 WAITS: Final = b"waiting for the learner to resume it"  # what a process says that joins a run that is stopped
-MODULES: Final = {
-    "learner": "rlearner.cli",
-    "rollout": "rollout.cli",
-    "envhub": "envhub.cli",
-    "rewardhub": "rewardhub.cli",
-}
+MODULES: Final = {"learner": "rlearner.cli"} | {role: f"{role}.cli" for role in ("rollout", "envhub", "rewardhub")}
 
 
 @dataclass
@@ -238,18 +233,8 @@ def free_port() -> int:
 
 def run_audit(folder: Path, url: str, tap: Path | None = None) -> dict[str, Any]:
     """What ``rlearner audit RUN --json`` prints, with its exit code as ``code``."""
-    command = [
-        sys.executable,
-        "-m",
-        "rlearner.cli",
-        "audit",
-        str(folder),
-        "--json",
-        "--broker",
-        url,
-        "--connect-deadline",
-        "90",
-    ]
+    command = [sys.executable, "-m", "rlearner.cli", "audit", str(folder), "--json", "--broker", url]
+    command += ["--connect-deadline", "90"]
     done = subprocess.run(
         [*command, *(["--tap", str(tap)] if tap else [])], capture_output=True, text=True, timeout=300, check=False
     )

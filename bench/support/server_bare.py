@@ -49,8 +49,7 @@ async def vllm_arm(folder: str, requests: list[tuple[list[int], int]], threads: 
     arguments = AsyncEngineArgs(
         model=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=CONTEXT, max_num_seqs=len(requests) + 2,
         max_num_batched_tokens=4096, kv_cache_memory_bytes=2**30, enforce_eager=True, disable_log_stats=True,
-        generation_config="vllm",
-        block_size=32, distributed_executor_backend=IN_PROCESS,
+        generation_config="vllm", block_size=32, distributed_executor_backend=IN_PROCESS,
     )  # fmt: skip
     llm = AsyncLLM.from_engine_args(arguments)
 

@@ -52,8 +52,7 @@ class StreamedServer:
     async def _one(self, session: aiohttp.ClientSession, request: wire.GenerateRequest) -> list[int]:
         body: dict[str, Any] = {
             "prompt": request.token_ids.array().tolist(), "max_tokens": request.sampling.max_tokens, "temperature": 0,
-            "ignore_eos": True,
-            "logprobs": 0, "stream": True, "prompt_cache_key": request.conversation_id,
+            "ignore_eos": True, "logprobs": 0, "stream": True, "prompt_cache_key": request.conversation_id,
         }  # fmt: skip
         tokens: list[int] = []
         async with session.post(self._url, json=body) as response:

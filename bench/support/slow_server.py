@@ -112,13 +112,8 @@ class SlowServer:
         )
 
     def _presence(self) -> wire.Presence:
-        common: dict[str, Any] = {
-            "role": "rollout",
-            "host": "bench",
-            "pid": os.getpid(),
-            "state": "serving",
-            "policy": wire.ACTOR,
-        }
+        common: dict[str, Any] = {"role": "rollout", "host": "bench", "pid": os.getpid(), "state": "serving"}
+        common |= {"policy": wire.ACTOR}
         return wire.Presence(
             id="bench-server",
             address=self.address,

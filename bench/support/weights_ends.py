@@ -39,12 +39,9 @@ def large_model(num_layers: int) -> dict[str, Tensor]:
     """Tensors of a decoder with hidden size 768: 7.1 M parameters a layer and 15.4 M in the embedding, fp32."""
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (20_000, 768)}
     for layer in range(num_layers):
-        shapes |= {
-            f"layers.{layer}.attn.qkvo.weight": (4 * 768, 768),
-            f"layers.{layer}.mlp.up.weight": (3072, 768),
-            f"layers.{layer}.mlp.down.weight": (768, 3072),
-            f"layers.{layer}.norm.weight": (768,),
-        }
+        at = f"layers.{layer}"
+        shapes |= {f"{at}.attn.qkvo.weight": (4 * 768, 768), f"{at}.mlp.up.weight": (3072, 768)}
+        shapes |= {f"{at}.mlp.down.weight": (768, 3072), f"{at}.norm.weight": (768,)}
     generator = torch.Generator().manual_seed(0)
     return {name: torch.rand(shape, generator=generator) for name, shape in shapes.items()}
 
@@ -97,14 +94,8 @@ class ChannelEnd:
         shared: bool,
         dtype: str | None,
     ) -> None:
-        self.store, self.port, self.rank, self.serial, self.model, self.shared = (
-            store,
-            port,
-            rank,
-            serial,
-            model,
-            shared,
-        )
+        self.store, self.port, self.rank = store, port, rank
+        self.serial, self.model, self.shared = serial, model, shared
         self.plan, self.dtype, self.copies = plan_of(model, bucket_mib, dtype=dtype), dtype, list[float]()
         self.window: SegmentReader | None = None
         segment = SharedSegment(self.plan) if rank == 0 and shared else None
@@ -234,9 +225,8 @@ class EndProcess:
         taken: list[list[float]] = []
         for pair in range(-WARM_UP, self.options.pairs):
             order = list(enumerate(calls))
-            seconds = {
-                which: self.timed(partial(call, pair + 100)) for which, call in (order if pair % 2 else order[::-1])
-            }
+            turn = order if pair % 2 else order[::-1]
+            seconds = {which: self.timed(partial(call, pair + 100)) for which, call in turn}
             if pair >= 0:
                 taken.append([seconds[which] for which in range(len(calls))])
         return taken
