@@ -39,7 +39,6 @@ class AnswerOutcome(NamedTuple):
 
 
 def sample(response: str, reference: str) -> Sample:
-    """One episode."""
     return Sample(
         domain="math", task_index=0, prompt="", response=response, reference=reference, reward=0.0, reward_parts={},
         success=False, end="terminated", num_turns=1, num_tokens=1, metrics={},
@@ -47,7 +46,7 @@ def sample(response: str, reference: str) -> Sample:
 
 
 async def judge(workers: RewardWorkerPool, cases: Sequence[AnswerPair], at_once: int) -> list[AnswerOutcome]:
-    """The outcome of each; no more of them at once than there are workers, so that none waits for another."""
+    """Judge all cases with at most ``at_once`` at a time, so that none waits for another."""
     room = asyncio.Semaphore(at_once)
 
     async def one(case: AnswerPair) -> AnswerOutcome:
@@ -71,7 +70,6 @@ async def judge(workers: RewardWorkerPool, cases: Sequence[AnswerPair], at_once:
 
 
 async def measure(num_workers: int, every: int) -> dict[str, float]:
-    """Judge every n-th case."""
     with tempfile.TemporaryDirectory() as folder:
         texts = [text.replace(CANARY, f"{folder}/made_{n}") for n, text in enumerate(adversarial())]
         attacks = [AnswerPair(text, "#### 18", False) for text in texts][::every]
@@ -106,7 +104,7 @@ async def measure(num_workers: int, every: int) -> dict[str, float]:
 
 
 def main() -> int:
-    """Measure; 0 when nothing was voided, late, executed or judged wrongly."""
+    """Measure; return 0 if no answer was voided, late, executed or judged wrongly."""
     parser = argparse.ArgumentParser(prog="python -m bench.answers", description="Check answers to math_answer.")
     parser.add_argument("--workers", type=int, default=2, help="worker processes (2)")
     parser.add_argument("--every", type=int, default=1, help="judge every n-th case only (1)")

@@ -34,7 +34,7 @@ WARM_UP_S = 1.0
 
 
 def group_of(size_bytes: int) -> wire.Group:
-    """A group of eight trajectories whose encoding has about that many bytes."""
+    """Return a group of eight trajectories that encodes to about this many bytes."""
     num_tokens = 8
     while len(codec.encode(_group(num_tokens))) < size_bytes:
         num_tokens += 4
@@ -77,7 +77,7 @@ async def write(url: str, run: str, size_bytes: int) -> None:
 
 
 async def read(url: str, run: str, seconds: float) -> float:
-    """Fetch and acknowledge; cycles per second after a warm-up."""
+    """Fetch and acknowledge; return cycles per second after a warm-up."""
     bus = await Bus.connect(url, run, name="bench-reader", deadline_s=20)
     queue = await bus.work_queue(EPISODES, POOL)
     loop = asyncio.get_running_loop()
@@ -103,14 +103,13 @@ async def read(url: str, run: str, seconds: float) -> float:
 
 
 async def prepare(url: str, run: str) -> None:
-    """Create the streams."""
     bus = await Bus.connect(url, run, name="bench", deadline_s=20)
     await bus.ensure_streams()
     await bus.close()
 
 
 def measure(size_bytes: int, seconds: float, *, sync_always: bool) -> float:
-    """Cycles per second against a fresh server."""
+    """Return cycles per second against a fresh server."""
     with (
         tempfile.TemporaryDirectory(prefix="rlearner-bench-") as store,
         BrokerServer(store, sync_always=sync_always) as server,

@@ -60,7 +60,7 @@ PAIRS: Final = [{"input": f"{n}\n", "output": f"{v}\n"} for n, v in ((2, 40503),
 
 
 def cheats(form: str) -> dict[str, tuple[str, str]]:
-    """Program and reference of each cheat, by name."""
+    """Return program and reference of each cheat by name."""
     if form == "pairs":
         return {name: (program, json.dumps(PAIRS)) for name, program in SCRIPTS.items()}
     reference = {"asserts": json.dumps(STATEMENTS), "test_file": CASES, "calls": json.dumps(CALLS)}[form]
@@ -71,7 +71,7 @@ def cheats(form: str) -> dict[str, tuple[str, str]]:
 
 
 def solutions(form: str) -> list[tuple[str, str]]:
-    """Programs that are right, and their references."""
+    """Return correct programs with their references."""
     if form == "pairs":
         return [(canonical.script(problem), canonical.pairs(problem)) for problem in canonical.PROBLEMS]
     write = {"asserts": canonical.asserts, "test_file": canonical.test_file, "calls": canonical.calls}[form]
@@ -80,7 +80,6 @@ def solutions(form: str) -> list[tuple[str, str]]:
 
 
 def score(code: CodeReward, program: str, reference: str) -> float:
-    """What the reward gives the program."""
     sample = Sample(
         domain="cheats", task_index=0, prompt="", response=f"```python\n{program}\n```", reference=reference,
         reward=0.0, reward_parts={}, success=False, end="terminated", num_turns=1, num_tokens=1, metrics={},
@@ -91,7 +90,7 @@ def score(code: CodeReward, program: str, reference: str) -> float:
 
 
 def ends_well(sandbox: Sandbox, program: str, reference: str) -> bool:
-    """Whether the process ends with exit code 0 where program and tests share it."""
+    """Decide whether a process shared by program and tests exits with code 0."""
     tests = parse(reference)
     assert isinstance(tests, StatementTests)
     head = "import math, sys, types\nsolution = sys.modules['solution'] = types.ModuleType('solution')\n"
@@ -103,7 +102,7 @@ def ends_well(sandbox: Sandbox, program: str, reference: str) -> bool:
 
 
 def main() -> int:
-    """Try them all; 0 when no cheat succeeds and every solution passes."""
+    """Try all cheats; return 0 if none succeeds and every solution passes."""
     parser = argparse.ArgumentParser(prog="python -m bench.cheats", description="Check that cheats fail the tests.")
     kinds = ("bubblewrap", "none")
     parser.add_argument("--sandbox", choices=kinds, default=kinds[0], help="none: without bubblewrap, for a look")

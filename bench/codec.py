@@ -21,7 +21,7 @@ from broker.contract import checks, codec, wire
 
 
 def trajectory(num_tokens: int, episode: int) -> wire.Trajectory:
-    """One turn that fills the second half of ``num_tokens`` tokens, sampled by two policy versions."""
+    """Return a trajectory with one turn in its second half, sampled by two policy versions."""
     rng = np.random.default_rng(episode)
     start = num_tokens // 2
     sampled = num_tokens - start
@@ -44,7 +44,7 @@ def trajectory(num_tokens: int, episode: int) -> wire.Trajectory:
 
 
 def group(num_tokens: int, group_size: int) -> wire.Group:
-    """A scored group of such trajectories."""
+    """Return a scored group of such trajectories."""
     return wire.Group(
         ticket=1,
         domain="bench",

@@ -40,19 +40,19 @@ Requests = list[tuple[list[int], int]]  # prompt, output length
 
 
 def make_requests(number: int, vocab_size: int, seed: int = 0) -> Requests:
-    """Prompts of 16-128 random tokens and outputs of 16-128, both inclusive."""
+    """Return prompts and output lengths of 16 to 128 random tokens."""
     rng = np.random.default_rng(seed)
     sizes = (rng.integers(16, 129) for _ in range(number))
     return [(rng.integers(3, vocab_size, size).tolist(), int(rng.integers(16, 129))) for size in sizes]
 
 
 def measurable() -> list[str]:
-    """Return the engines with a bare form to compare with that are installed here: vllm, where it is, and hf."""
+    """Return the installed engines that have a bare form to compare with."""
     return [*(["vllm"] if find_spec("vllm") else []), "hf"]
 
 
 def make_model(folder: str, hidden: int, layers: int) -> int:
-    """Write a small Qwen3 with random weights; its vocabulary size."""
+    """Write a small Qwen3 with random weights; return its vocabulary size."""
     config = transformers.Qwen3Config(
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -119,7 +119,6 @@ def continuous_arm(folder: str, requests: Requests, manager: Any) -> Callable[[]
 
 
 async def ours(engine: HFEngine, requests: Requests, turn: int) -> int:
-    """All requests at once on the engine."""
     asked = [
         wire.GenerateRequest(
             request_id=f"{turn}-{index}",
@@ -135,7 +134,6 @@ async def ours(engine: HFEngine, requests: Requests, turn: int) -> int:
 
 
 def timed(run: Callable[[], int]) -> float:
-    """Tokens a second of one run."""
     began = time.perf_counter()
     tokens = run()
     return tokens / (time.perf_counter() - began)
@@ -164,7 +162,7 @@ def main() -> None:
 
 
 async def turns_per_s(folder: str, options: argparse.Namespace, conversations: int = 128, turns: int = 8) -> float:
-    """Turns a second of many short conversations that grow together; the best of some runs, the first left out."""
+    """Return turns per second of many short growing conversations: the best run without the first."""
     section = RolloutSection(max_running=128, max_context_tokens=512, num_threads=options.threads)
     engine = HFEngine(EngineConfig(folder, section, policy_version=0))
     await engine.start()
@@ -194,7 +192,6 @@ async def turns_per_s(folder: str, options: argparse.Namespace, conversations: i
 
 
 def compare(folder: str, requests: Requests, options: argparse.Namespace) -> dict[str, float]:
-    """Run the arms in turns; what came of it."""
     section = RolloutSection(max_running=len(requests), max_context_tokens=512, num_threads=options.threads)
     rates: dict[str, list[float]] = {"static": [], "continuous": [], "engine": []}
     continuous_model = load(folder)

@@ -52,7 +52,7 @@ TINY: Final = {
 
 
 def config(folder: Path) -> dict[str, Any]:
-    """A run that is stopped before its steps are done."""
+    """Return the configuration of a run that is stopped before its last step."""
     questions = (f'{{"question": "{n}+{n}=", "answer": "{2 * n}"}}\n' for n in range(200))
     (folder / "sums.jsonl").write_text("".join(questions))
     (folder / "length_reward.py").write_text(REWARD)
@@ -70,7 +70,7 @@ def config(folder: Path) -> dict[str, Any]:
 
 
 async def hit(fleet: RunFleet, watch: FleetWatch, role: str, rng: random.Random, found: dict[str, list[float]]) -> None:
-    """Kill one of a role, and note how long it took until all work in flight had arrived."""
+    """Kill one process of a role and record how long the work in flight took to arrive."""
     victim: RunProcess | None = None if role == "broker" else rng.choice(fleet.of(role))
 
     async def strike() -> None:
@@ -92,7 +92,7 @@ async def phase(
     rng: random.Random,
     found: dict[str, list[float]],
 ) -> float:
-    """Kill one after the other; the effective share of the time."""
+    """Kill processes one after the other; return the effective share of the time."""
     before = watch.step()
     await watch.until(lambda: watch.step() > before, LIMIT_S)  # begin where a step begins
     began, first = time.monotonic(), watch.step()
@@ -110,7 +110,7 @@ async def phase(
 
 @asynccontextmanager
 async def running(folder: Path) -> AsyncIterator[tuple[RunFleet, FleetWatch, dict[str, Any]]]:
-    """A fleet that trains; the last one is filled with the audit's figures, once it has stopped."""
+    """Yield a training fleet; fill the figures of the audit in when it has stopped."""
     file = folder / "run.yaml"
     file.write_text(to_yaml(config(folder)), encoding="utf-8")
     figures: dict[str, Any] = {}
@@ -137,7 +137,6 @@ async def running(folder: Path) -> AsyncIterator[tuple[RunFleet, FleetWatch, dic
 
 
 async def run(folder: Path, kills: int, with_learner: int, seed: int) -> dict[str, Any]:
-    """All phases; the figures."""
     rng, found = random.Random(seed), defaultdict[str, list[float]](list)
     async with running(folder) as (fleet, watch, figures):
         began = time.monotonic()
@@ -180,7 +179,7 @@ def _summary(found: Mapping[str, list[float]]) -> dict[str, Any]:
 
 
 def _each(roles: list[str], rng: random.Random) -> Iterator[str]:
-    """Every kind in turn, in an order of chance."""
+    """Yield every kind in turn, in random order."""
     return cycle(rng.sample(roles, len(roles)))
 
 

@@ -46,7 +46,7 @@ LIMIT_S: Final = 240.0
 
 
 def config(folder: Path, steps: int, every: int) -> dict[str, Any]:
-    """One domain whose environment is never run."""
+    """Return a configuration with one domain whose environment never runs."""
     lake: dict[str, Any] = {"env": "frozenlake", "group_size": 4, "max_context_tokens": 64, "deadline_s": 60}
     lake |= {"sampling": {"max_tokens": 32}}
     train = {"steps": steps, "groups_per_step": 4, "micro_batch_tokens": 256, "lr": 1e-3, "num_threads": 1}
@@ -58,7 +58,7 @@ def config(folder: Path, steps: int, every: int) -> dict[str, Any]:
 
 
 def group(ticket: wire.Ticket, rng: random.Random) -> wire.Group:
-    """Random tokens with random rewards: what matters here is only that they are the same twice."""
+    """Return a group of reproducible random tokens and rewards."""
     numbers = np.random.default_rng([ticket.number, rng.randrange(1 << 30)])
     trajectories = []
     for episode in range(4):
@@ -74,7 +74,7 @@ def group(ticket: wire.Ticket, rng: random.Random) -> wire.Group:
 
 
 async def answer(bus: Bus, seed: int, pace_s: float) -> None:
-    """Take tickets and store their groups, in an order that the clock decides, until cancelled."""
+    """Take tickets and store their groups in an order that the clock decides, until cancelled."""
     rng, queue = random.Random(seed), await bus.work_queue(TICKETS, "lake")
     while True:
         deliveries = await queue.fetch(4, 5.0)
@@ -87,7 +87,7 @@ async def answer(bus: Bus, seed: int, pace_s: float) -> None:
 
 
 async def disturbed(folder: Path, steps: int, resumes: int, seed: int) -> int:
-    """Train with kills into ``folder/runs``; how often the learner resumed from a checkpoint."""
+    """Train with kills into ``folder/runs``; return how often the learner resumed from a checkpoint."""
     rng = random.Random(seed)
     file = folder / "run.yaml"
     file.write_text(to_yaml(config(folder / "runs", steps, 3)), encoding="utf-8")
@@ -113,7 +113,7 @@ async def disturbed(folder: Path, steps: int, resumes: int, seed: int) -> int:
 
 
 def undisturbed(folder: Path, first: int, last: int) -> dict[str, Any]:
-    """What ``rlearner replay`` finds: see ``rlearner/ops/replaying.py``."""
+    """Return what ``rlearner replay`` finds; see ``rlearner/ops/replaying.py``."""
     command = [sys.executable, "-m", "rlearner.cli", "replay", RUN, "--dir", str(folder / "runs"), "--json"]
     command += ["--from", str(first), "--to", str(last)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=10 * LIMIT_S, check=False)
@@ -124,7 +124,6 @@ def undisturbed(folder: Path, first: int, last: int) -> dict[str, Any]:
 
 
 async def _until(what: Callable[[], bool]) -> None:
-    """Look until it holds."""
     began = time.monotonic()
     while not what():
         if time.monotonic() - began > LIMIT_S:

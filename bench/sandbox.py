@@ -27,20 +27,19 @@ from rlearner_sandbox.command import ENVIRONMENT, python
 
 
 def bare() -> None:
-    """An empty Python, its outputs piped like those of the sandbox."""
+    """Run an empty Python program with piped outputs."""
     command = [python(), "-I", "-S", "-X", "utf8", "-c", "pass"]
     subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=ENVIRONMENT, check=True)
 
 
 def timed(run: Callable[[], object]) -> float:
-    """Milliseconds."""
     began = time.perf_counter()
     run()
     return 1e3 * (time.perf_counter() - began)
 
 
 def cost(sandbox: Sandbox, pairs: int) -> dict[str, float]:
-    """Medians over pairs whose order alternates; the first of them do not count."""
+    """Return medians over pairs in alternating order, without the warm-up pairs."""
     added, alone, confined = [], [], []
     for turn in range(-3, pairs):
         if turn % 2:
@@ -57,7 +56,7 @@ def cost(sandbox: Sandbox, pairs: int) -> dict[str, float]:
 
 
 def attempts() -> tuple[int, list[str]]:
-    """How many escapes were tried, and which of them succeeded."""
+    """Return how many escapes were tried and which of them succeeded."""
     sandbox = Sandbox(LIMITS)
     succeeded = []
     for escape in ESCAPES:
@@ -71,7 +70,7 @@ def attempts() -> tuple[int, list[str]]:
 
 
 def main() -> int:
-    """Measure; 0 when no escape succeeds."""
+    """Measure; return 0 if no escape succeeds."""
     parser = argparse.ArgumentParser(prog="python -m bench.sandbox", description="Measure and attack the sandbox.")
     parser.add_argument("--pairs", type=int, default=60, help="pairs of starts (60)")
     parser.add_argument("--no-escapes", action="store_true", help="measure the cost alone")

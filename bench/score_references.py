@@ -25,7 +25,7 @@ REWARD = RewardConfig(name="math_answer")
 
 
 def read(path: str) -> list[tuple[str, str]]:
-    """(question, answer) of every row.
+    """Return (question, answer) of every row.
 
     Raises:
         UserError: no such file.
@@ -50,8 +50,6 @@ def _final(answer: str) -> str:
 
 
 async def score_all(workers: RewardWorkerPool, pairs: Sequence[tuple[str, str, str]]) -> list[float]:
-    """The reward of each (question, response, reference)."""
-
     async def one(index: int, question: str, response: str, reference: str) -> float:
         sample = Sample(
             domain="math", task_index=index, prompt=question, response=response, reference=reference, reward=0.0,
@@ -64,7 +62,7 @@ async def score_all(workers: RewardWorkerPool, pairs: Sequence[tuple[str, str, s
 
 
 async def measure(path: str, num_workers: int) -> dict[str, float]:
-    """Score right and wrong solutions; prints the rows whose own solution does not score 1."""
+    """Score right and wrong solutions; print rows whose own solution does not score 1."""
     rows = read(path)
     workers = RewardWorkerPool(num_workers, 10.0, [REWARD])
     await workers.start()
@@ -86,7 +84,7 @@ async def measure(path: str, num_workers: int) -> dict[str, float]:
 
 
 def main() -> int:
-    """Measure; 0 when every solution scores 1 and every wrong one 0."""
+    """Measure; return 0 if every solution scores 1 and every wrong one 0."""
     parser = argparse.ArgumentParser(prog="python -m bench.score_references", description="Score reference solutions.")
     parser.add_argument("file", help="JSONL with question and answer, the answer ending in #### and a number")
     parser.add_argument("--workers", type=int, default=2, help="worker processes (2)")

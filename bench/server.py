@@ -71,7 +71,6 @@ class BareEngine:
                 return json.loads(text)
 
     async def run(self) -> tuple[float, list[list[int]]]:
-        """Seconds, and the tokens of every request."""
         self._commands.write(b"go\n")
         answer = await self.line()
         return answer["seconds"], answer["tokens"]
@@ -92,7 +91,6 @@ class ServedEngine:
         self.client, self.address, self.bus, self.roster = client, address, bus, roster
 
     async def run(self, requests: list[wire.GenerateRequest]) -> tuple[float, list[list[int]]]:
-        """Seconds, and the tokens of every request."""
         began = time.perf_counter()
         replies = await asyncio.gather(
             *(self.client.generate(self.address, request, timeout_s=600) for request in requests)

@@ -225,7 +225,7 @@ async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def lost(name: str, rates: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
-    """Median of what is missing of the others, round by round, and its interval."""
+    """Return the median of the lost share, round by round, and its interval."""
     shares = [1 - rate / other for rate, other in zip(rates, others, strict=True)]
     return {name: round(median(shares), 4), f"{name}_interval": [round(bound, 4) for bound in interval(shares)]}
 

@@ -50,7 +50,7 @@ LARGE: Final = ("transfer", "end_to_end", "end_to_end_copied")  # ratios to one 
 
 
 def measure_large(end: EndProcess) -> dict[str, Any]:
-    """One large model: bare broadcast; transfer alone and all of it, by either transport."""
+    """Measure one large model: bare broadcast, transfer alone, and the whole path over both transports."""
     model = large_model(end.options.layers)
     buffer = FlatBuffer(plan_of(model, end.options.bucket_mib)).buffer
     versions: dict[ChannelEnd, int] = {}  # in staging
@@ -70,7 +70,7 @@ def measure_large(end: EndProcess) -> dict[str, Any]:
 
 
 def measure_small(end: EndProcess) -> dict[str, Any]:
-    """Many small tensors: one broadcast each, and all through the channel."""
+    """Measure many small tensors: one broadcast each, and all through the channel."""
     model = small_tensors()
     shared, gloo = (end.channel(model, shared=transport == "shared") for transport in TRANSPORTS)
     tensors = list(model.values())
@@ -78,7 +78,7 @@ def measure_small(end: EndProcess) -> dict[str, Any]:
 
 
 def measure_delta(end: EndProcess) -> dict[str, Any]:
-    """Versions that differ in 3 % of their elements, against whole ones of the same model."""
+    """Measure versions that differ in 3 % of their elements against whole ones."""
     model = {name: tensor.bfloat16() for name, tensor in large_model(end.options.layers).items()}
     full, changes = end.channel(model, shared=False), end.channel(model, shared=False, delta=True)
     generator = torch.Generator().manual_seed(1)
@@ -114,7 +114,7 @@ def measure_delta(end: EndProcess) -> dict[str, Any]:
 
 
 def measure_fp8(end: EndProcess) -> dict[str, Any]:
-    """The large model as bfloat16, as it is and as FP8."""
+    """Measure the large model as bfloat16, and as FP8."""
     model = {name: tensor.bfloat16() for name, tensor in large_model(end.options.layers).items()}
     exact = True
     measured: dict[str, Any] = {}
@@ -150,7 +150,7 @@ def interval(values: Sequence[float]) -> list[float]:
 
 
 def figures_of(measured: dict[str, Any]) -> dict[str, Any]:
-    """The medians and their intervals."""
+    """Return the medians and their intervals."""
     large, small, delta = measured["large"], measured["small"], measured["delta"]
     ratios: dict[str, list[float]] = {}
     for column, carrier in enumerate(TRANSPORTS):
@@ -187,7 +187,6 @@ def figures_of(measured: dict[str, Any]) -> dict[str, Any]:
 
 
 def _result(results: Any, ends: Sequence[Any]) -> dict[str, Any]:
-    """What the sender measured; the program ends where one of the two has failed, which has said why."""
     while True:
         try:
             measured: dict[str, Any] = results.get(timeout=1.0)
@@ -201,7 +200,7 @@ def _result(results: Any, ends: Sequence[Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print, and end with one line of JSON."""
+    """Measure and print the result."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.weights", description=__doc__.partition("\n")[0] if __doc__ else None
     )

@@ -145,7 +145,7 @@ SETTINGS: Final = [
 
 
 def inputs() -> list[list[str]]:
-    """Every wrong command line, of all commands; the working folder holds ``FILES``."""
+    """Yield every wrong command line of all commands; the working folder holds ``FILES``."""
     good = ["configs/quickstart.yaml"]
     found = [["rlearner", "check", *good, setting] for setting in SETTINGS]
     configs = [name for name in FILES if name.endswith(".yaml") and "/" not in name]
@@ -225,7 +225,7 @@ def inputs() -> list[list[str]]:
 
 
 def attempt(command: list[str], folder: Path, number: int) -> str:
-    """How a command line ended wrongly, empty where it ended well."""
+    """Return how a command line failed badly, or an empty string."""
     environment = {name: value for name, value in os.environ.items() if name not in ("RL_BROKER", "RL_RUN")}
     environment |= {MARK: str(number), "OMP_NUM_THREADS": "1"}
     program = [sys.executable, "-m", MODULES[command[0]], *command[1:]]
@@ -254,7 +254,7 @@ def _is_of(process: psutil.Process, number: int) -> bool:
 
 
 def main(words: list[str]) -> int:
-    """Try them all; 1 when one was bad."""
+    """Try all inputs; return 1 if one failed badly."""
     commands = [command for command in inputs() if not words or any(word in " ".join(command) for word in words)]
     with tempfile.TemporaryDirectory(prefix="wrong-inputs-") as name, ThreadPoolExecutor(max_workers=2) as pool:
         folder = Path(name)

@@ -42,7 +42,7 @@ TINY: Final = ModelShape(64, 2, 2, 2, 32, 128, 512, 2048)
 
 
 def num_parameters(shape: ModelShape) -> tuple[int, int]:
-    """(in the blocks, in the embedding, which is tied to the output), norms included."""
+    """Return the parameters of the blocks and of the tied embedding, norms included."""
     # q, o, k, v; norms of q and k
     attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads) + 2 * shape.head_dim
     block = attention + 3 * shape.hidden * shape.intermediate + 2 * shape.hidden
@@ -60,17 +60,16 @@ def train_flops_per_token(shape: ModelShape, context: float) -> float:
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float | None) -> float | None:
-    """Share of the device's peak that the model's own operations come to; None where the peak is not known."""
+    """Return the model FLOPs utilization, or None if the peak of the device is unknown."""
     return None if not peak_flops else tokens_per_s * flops_per_token / peak_flops
 
 
 def peak_flops(device: str) -> float | None:
-    """Of a device by its name."""
     return next((flops for name, flops in PEAK_FLOPS.items() if name in device), None)
 
 
 def parser(text: str | None) -> argparse.ArgumentParser:
-    """The options that all scripts take."""
+    """Return a parser with the options that all scripts take."""
     first, _, rest = (text or "").partition("\n")
     made = argparse.ArgumentParser(description=first, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -131,7 +130,6 @@ def make_model(folder: str | Path, shape: ModelShape, *, dtype: str = "bfloat16"
 
 
 def settle(device: str) -> None:
-    """Everything that was asked of the device is done."""
     if device == "cuda":
         import torch
 
@@ -139,7 +137,7 @@ def settle(device: str) -> None:
 
 
 def seconds(work: Callable[[], object], device: str, *, repeats: int = 7, warm_up: int = 2) -> list[float]:
-    """Of each run of something, the first ones left out."""
+    """Return the seconds of each run without the warm-up runs."""
     taken = []
     for turn in range(warm_up + repeats):
         settle(device)
@@ -152,7 +150,6 @@ def seconds(work: Callable[[], object], device: str, *, repeats: int = 7, warm_u
 
 
 def finish(name: str, device: str, shape: ModelShape, figures: Mapping[str, Any], checks: Mapping[str, bool]) -> int:
-    """Print the last line; the exit code."""
     failed = [check for check, held in checks.items() if not held]
     blocks, embedding = num_parameters(shape)
     line = {
@@ -168,7 +165,7 @@ def run(
     made: argparse.ArgumentParser,
     arguments: Sequence[str] | None = None,
 ) -> int:
-    """Parse, look for the device, measure; the exit code."""
+    """Parse the arguments, check the device and measure; return the exit code."""
     options = made.parse_args(arguments)
     try:
         return body(options, begin(options))

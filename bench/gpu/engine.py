@@ -23,7 +23,6 @@ from broker.contract import wire
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure; the exit code."""
     made = common.parser(__doc__)
     common.engine_options(made)
     made.add_argument("--requests", type=int, default=None, help="at once (256, or 8)")
@@ -81,7 +80,7 @@ async def _compare(
 
 
 def _share(one: list[list[int]], other: list[list[int]]) -> float:
-    """Of the tokens before the first difference of each pair of outputs, in all of them."""
+    """Return the share of tokens before the first difference of each pair of outputs."""
     same = 0
     for a, b in zip(one, other, strict=True):
         same += next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -43,7 +43,6 @@ LEFT_BEHIND: Final = 0.25  # of the learner's two buffers may still be missing t
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure; the exit code."""
     made = common.parser(__doc__)
     made.add_argument("--bucket-mib", type=float, default=None, help="(256, or 0.0625)")
     made.add_argument("--repeats", type=int, default=7)
@@ -72,7 +71,6 @@ class _Learner:
         self.process, self._line = process, line
 
     def asks(self, *words: Any) -> Any:
-        """The answer to a request."""
         self.says(*words)
         return self.hears()
 
@@ -113,7 +111,7 @@ class _Server:
             process.join()
 
     def read(self, version: int, done: Callable[[int], None] = lambda index: None) -> str:
-        """Into ``flat``; the digest of what came."""
+        """Read the version into ``flat`` and return its digest."""
         assert self.window is not None, "open it first"
         return combine(self.window.take(version, self.flat, WaitMonitor(), timeout_s=5.0, done=done, peek=lambda: None))
 
@@ -204,17 +202,15 @@ class _Server:
         return all(torch.equal(self.flat.tensors[name], tensor + version) for name, tensor in self.tensors.items())
 
     def close(self) -> None:
-        """Let go of the learner's memory."""
         if self.window is not None:
             self.window.close()
             self.window = None
 
     def free_bytes(self) -> int:
-        """Of the GPU, by whomever the rest is used."""
+        """Return the free memory of the GPU, whichever process uses the rest."""
         return torch.cuda.mem_get_info()[0] if self.kind == "cuda" else 0
 
     def freed(self, before: int) -> bool:
-        """Whether what a learner had is free again."""
         least = before - int(LEFT_BEHIND * 2 * self.plan.size_bytes)
         deadline = time.monotonic() + LET_GO_S
         while self.free_bytes() < least and time.monotonic() < deadline:

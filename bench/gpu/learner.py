@@ -25,7 +25,6 @@ from rlearner_text.config import ModelSection
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure; the exit code."""
     made = common.parser(__doc__)
     made.add_argument("--backend", default="torch", help="one that trains in this process (%(default)s)")
     made.add_argument("--tokens", type=int, default=None, help="of one step (262144, or 1024)")
@@ -37,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def sample(length: int, vocab: int, rng: np.random.Generator) -> TrainSample:
-    """One sequence whose tokens but the first are all trained."""
+    """Return a sequence of which all tokens but the first are trained."""
     mask = np.ones(length, np.uint8)
     mask[0] = 0
     ids = rng.integers(3, vocab, length).astype(np.int32)
@@ -98,7 +97,7 @@ def _step(backend: Any, samples: list[TrainSample]) -> dict[str, float]:
 
 
 def _memory(device: str) -> float | None:
-    """Most that tensors took of the device, GiB."""
+    """Return the peak memory of tensors on the device in GiB."""
     if device != "cuda":
         return None
     import torch

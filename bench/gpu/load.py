@@ -64,7 +64,6 @@ def make_requests(
 
 
 def section(options: argparse.Namespace, number: int, context: int) -> RolloutSection:
-    """Settings of the engine that is measured."""
     return RolloutSection(
         engine=options.engine, engine_args=options.engine_args, max_running=number, max_context_tokens=context,
         prefill_tokens=16384, policy=POLICY,
@@ -73,7 +72,7 @@ def section(options: argparse.Namespace, number: int, context: int) -> RolloutSe
 
 @asynccontextmanager
 async def bare(options: argparse.Namespace, model: str, settings: RolloutSection, dtype: str) -> AsyncIterator[Engine]:
-    """The engine in this process, ready for requests."""
+    """Yield the engine in this process, ready for requests."""
     device = "cpu" if options.device == "cpu" else "cuda"
     engine: Engine = resolve("engines", options.engine, ENGINES)(
         EngineConfig(model, settings, dtype, device=device, policy_version=0)  # type: ignore[arg-type]
@@ -130,7 +129,6 @@ async def served(options: argparse.Namespace, model: str, settings: RolloutSecti
 
 
 def tokens_of(output: Any) -> list[int]:
-    """Of an engine's output or a server's reply."""
     found = output.token_ids
     return [int(token) for token in (found.array() if isinstance(found, wire.Column) else found)]
 

@@ -29,7 +29,6 @@ SPECIAL_TOKENS: Final = 6  # of the vocabulary of characters, see rlearner_text.
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure; the exit code."""
     made = common.parser(__doc__)
     common.engine_options(made)
     made.add_argument("--steps", type=int, default=None, help="optimizer steps (20, or 2)")
@@ -41,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def settings(options: argparse.Namespace, folder: str) -> list[str]:
-    """What is changed of configs/quickstart.yaml."""
+    """Return the overrides of configs/quickstart.yaml."""
     shape = shape_of(options)
     tiny = TinyModel(
         hidden_size=shape.hidden, num_layers=shape.layers, num_heads=shape.heads, num_kv_heads=shape.kv_heads,
@@ -66,7 +65,7 @@ def settings(options: argparse.Namespace, folder: str) -> list[str]:
 
 
 def shape_of(options: argparse.Namespace) -> common.ModelShape:
-    """The model that the run makes: the same blocks, a vocabulary of characters."""
+    """Return the shape of the model of the run: the same blocks with a vocabulary of characters."""
     given = common.TINY if options.tiny else common.HALF_BILLION
     positions = TinyModel().max_position_embeddings
     return common.ModelShape(**{**vars(given), "vocab": SPECIAL_TOKENS + len(CHARACTERS), "positions": positions})
@@ -130,7 +129,7 @@ def figures(lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _made(folder: Path) -> int | None:
-    """Parameters of the model that the run made; None where it made none."""
+    """Return the parameters of the model that the run made, or None."""
     from safetensors import safe_open
 
     total = 0

@@ -26,7 +26,6 @@ from rollout.engines.base import Engine
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure; the exit code."""
     made = common.parser(__doc__)
     common.engine_options(made)
     made.add_argument("--pairs", type=int, default=None, help="windows with and without updates (7, or 2)")
@@ -129,7 +128,6 @@ def _weights(engine: Engine, model: str, device: str) -> dict[str, torch.Tensor]
 
 
 def _nudged(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Each a little other than it was, in place."""
     for tensor in tensors.values():
         if tensor.is_floating_point():
             tensor.mul_(1.001)

@@ -28,7 +28,6 @@ WAIT_S: Final = 120.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure; the exit code."""
     made = common.parser(__doc__)
     made.add_argument("--bucket-mib", type=float, default=None, help="(256, or 1)")
     made.add_argument("--repeats", type=int, default=7)
@@ -52,7 +51,7 @@ def _measure(options: argparse.Namespace, device: str) -> int:
 
 
 def tensors_of(shape: common.ModelShape, device: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    """A model's tensors by name, random, on a device."""
+    """Return random tensors of a model by name."""
     hidden, inner = shape.hidden, shape.intermediate
     heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     sizes: dict[str, tuple[int, ...]] = {"embed": (shape.vocab, hidden), "norm": (hidden,)}
@@ -70,7 +69,6 @@ def tensors_of(shape: common.ModelShape, device: str, dtype: torch.dtype = torch
 def _alone(
     options: argparse.Namespace, shape: common.ModelShape, bucket_mib: float
 ) -> tuple[dict[str, Any], dict[str, bool]]:
-    """What one device can show."""
     tensors = tensors_of(shape, options.device)
     plan = plan_of(tensors, bucket_mib)
     flat = FlatBuffer(plan, options.device)
@@ -94,7 +92,6 @@ def _alone(
 
 
 def _between(options: argparse.Namespace, shape: common.ModelShape, bucket_mib: float) -> tuple[dict[str, Any], bool]:
-    """Two devices, a process each."""
     store, port = serve_store(HOST)
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
@@ -117,7 +114,7 @@ def _between(options: argparse.Namespace, shape: common.ModelShape, bucket_mib: 
 
 
 def _link(shape: common.ModelShape, options: argparse.Namespace) -> float:
-    """Copies from the first GPU to the second."""
+    """Measure copies from the first GPU to the second."""
     size = plan_of(tensors_of(shape, "meta"), 256.0).size_bytes
     source, target = (torch.zeros(size, dtype=torch.uint8, device=f"cuda:{index}") for index in range(2))
     taken = common.seconds(lambda: target.copy_(source), "cuda", repeats=options.repeats)

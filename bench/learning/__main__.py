@@ -40,7 +40,7 @@ def warm_start(folder: Path, context: str) -> str:
 
 
 def collect(folder: Path, arms: Sequence[settings.ArmSettings]) -> tuple[dict[str, Any], dict[str, list[list[float]]]]:
-    """The figures of what is there, and the curves of the first sweep."""
+    """Return the figures of all finished arms and the curves of the first sweep."""
     starts: dict[str, list[dict[str, Any]]] = {}
     contexts: dict[str, str] = {}
     algorithms: dict[str, list[dict[str, Any]]] = {}
@@ -64,7 +64,7 @@ def collect(folder: Path, arms: Sequence[settings.ArmSettings]) -> tuple[dict[st
 
 
 def main() -> int:
-    """Run what is missing and report; 0 when every arm has a result."""
+    """Run missing arms and report; return 0 if every arm has a result."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.learning", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -75,7 +75,6 @@ class TrainingArm:
         self.lines: list[dict[str, float]] = []
 
     async def run(self) -> None:
-        """All steps."""
         self._training = training = self._open()
         try:
             self._backend = await training.open()
@@ -91,7 +90,7 @@ class TrainingArm:
             await asyncio.to_thread(training.close)
 
     async def success(self) -> list[int]:
-        """Solved episodes of each held-out task, with the weights of now."""
+        """Return solved episodes of each held-out task with the current weights."""
         evaluations = EvaluationQueue(section(self._config, "eval", EvalSection), self._domains, self._seed)
         tickets = evaluations.start(self.hub.version, "actor", self.hub.version, 0.0)
         finished = None
@@ -161,7 +160,6 @@ class TrainingArm:
 
 
 def run_arm(config: dict[str, Any], model_path: str) -> dict[str, Any]:
-    """Train, then measure; what came of it."""
     began, cpu = time.monotonic(), time.process_time()
     arm = TrainingArm(config, model_path)
 
@@ -179,8 +177,6 @@ def run_arm(config: dict[str, Any], model_path: str) -> dict[str, Any]:
 
 
 def measure(config: dict[str, Any], model_path: str) -> dict[str, Any]:
-    """A model as it is."""
-
     async def work() -> list[int]:
         return await TrainingArm(config, model_path).success()
 

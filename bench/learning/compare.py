@@ -44,7 +44,6 @@ class WatchedArm(TrainingArm):
         self._every, self.points = every, dict[int, list[int]]()
 
     async def measure(self) -> None:
-        """Solved episodes by the weights of now."""
         self.points[self.hub.version] = await self.success()
 
     async def _step(self) -> None:
@@ -69,7 +68,7 @@ def check_contexts(configs: Sequence[dict[str, Any]]) -> None:
 
 
 def warm_start(folder: Path, config_path: str, overrides: Sequence[str]) -> str:
-    """The weights that all arms start from, made once."""
+    """Make the weights that all arms start from."""
     from learner.prepare import write_config
     from learner.warm_start import ModelPreparation
 
@@ -81,7 +80,6 @@ def warm_start(folder: Path, config_path: str, overrides: Sequence[str]) -> str:
 
 
 def run_arm(config: dict[str, Any], model_path: str, every: int) -> dict[str, Any]:
-    """Train and measure; what came of it."""
     began, cpu = time.monotonic(), time.process_time()
     arm = WatchedArm(config, model_path, every)
 
@@ -99,7 +97,7 @@ def run_arm(config: dict[str, Any], model_path: str, every: int) -> dict[str, An
 
 
 def report(start: dict[str, Any], found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Start, and each algorithm's seeds, mean and interval."""
+    """Return the start, and the seeds, mean and interval of each algorithm."""
     rng = np.random.default_rng(0)
     rows: dict[str, Any] = {"start": round(rate(start), 4)}
     for name, results in found.items():
@@ -118,7 +116,7 @@ def report(start: dict[str, Any], found: dict[str, list[dict[str, Any]]]) -> dic
 
 
 def kept(path: Path, settings: list[str]) -> dict[str, Any] | None:
-    """A result of exactly these settings."""
+    """Return the stored result of exactly these settings."""
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -127,7 +125,7 @@ def kept(path: Path, settings: list[str]) -> dict[str, Any] | None:
 
 
 def keep(path: Path, settings: list[str], found: dict[str, Any]) -> dict[str, Any]:
-    """Write a result down, whole or not at all."""
+    """Write a result atomically."""
     temporary = path.with_suffix(".new")
     temporary.write_text(json.dumps({"settings": settings, **found}) + "\n", encoding="utf-8")
     temporary.replace(path)
@@ -135,7 +133,6 @@ def keep(path: Path, settings: list[str], found: dict[str, Any]) -> dict[str, An
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
-    """Run what is missing."""
     import torch
 
     torch.set_num_threads(1)
@@ -162,7 +159,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    """0 when every arm has a result."""
+    """Run missing arms; return 0 if every arm has a result."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.learning.compare",
         description=__doc__,

@@ -13,7 +13,7 @@ Results = Mapping[str, Sequence[Mapping[str, Any]]]  # name -> results of its se
 
 
 def rate(found: Mapping[str, Any]) -> float:
-    """Solved share of an arm's held-out episodes."""
+    """Return the solved share of the held-out episodes of an arm."""
     return float(sum(found["solved"]) / (len(found["solved"]) * found["episodes_per_map"]))
 
 
@@ -50,7 +50,7 @@ def algorithm_rows(starts: Results, algorithms: Results) -> dict[str, dict[str, 
 
 
 def staleness_rows(results: Mapping[str, Results]) -> dict[str, dict[str, dict[str, float]]]:
-    """Loss -> max_staleness -> success with its interval, and seconds."""
+    """Return success with its interval, and seconds, by loss and max_staleness."""
     rng = np.random.default_rng(1)
     rows: dict[str, dict[str, dict[str, float]]] = {}
     for name, by_late in results.items():

@@ -53,7 +53,6 @@ class InlineHub:
 
     @property
     def version(self) -> int:
-        """Of the weights being sampled from."""
         return self._core.version
 
     def update(self, weights: Mapping[str, torch.Tensor], version: int, probe: wire.Probe) -> None:
@@ -65,7 +64,7 @@ class InlineHub:
         self._core.update(weights, version, "recompute", probe)
 
     async def play(self, asked: Sequence[TicketAssignment]) -> list[wire.Group]:
-        """One group for each ticket, in their order.
+        """Play one group for each ticket, in order.
 
         Raises:
             EpisodeFailed: an environment or the engine broke; here that is an error, nobody tries again.
@@ -80,7 +79,7 @@ class InlineHub:
         return groups.result()
 
     async def turn(self, ask: TurnRequest) -> SampledTurn:
-        """What ``envhub.servers.generate.TurnGenerator`` does over a network."""
+        """Generate one turn as ``envhub.servers.generate.TurnGenerator`` does over a network."""
         request = wire.GenerateRequest(
             request_id=str(next(self._numbers)),
             conversation_id=ask.conversation_id,

@@ -19,7 +19,7 @@ MAX_FAILURES: Final = 3  # arms that break one after the other before a worker g
 
 
 def result(folder: Path, arm: ArmSettings) -> dict[str, Any] | None:
-    """What an arm came to, if it was run with these settings."""
+    """Return the result of an arm if it was run with these settings."""
     try:
         found: dict[str, Any] = json.loads((folder / arm.path).read_text(encoding="utf-8"))
     except (OSError, ValueError):

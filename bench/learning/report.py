@@ -16,7 +16,6 @@ Rows = Mapping[str, Mapping[str, Any]]
 
 
 def tables(figures: Mapping[str, Any]) -> str:
-    """Both tables as Markdown."""
     lines = [
         "| algorithm | success at the end | 95 % | times the start | seeds | core-seconds | other settings than the "
         "preset's |"
@@ -62,7 +61,7 @@ def write(docs: Path, figures: Mapping[str, Any], curves: Mapping[str, Sequence[
 
 
 def draw(path: Path, figures: Mapping[str, Any], curves: Mapping[str, Sequence[Sequence[float]]]) -> None:
-    """Held-out success of each algorithm, rewards while training, and success against lateness."""
+    """Draw held-out success of each algorithm, training rewards, and success against staleness."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -66,25 +66,20 @@ class ArmSettings:
 
     @property
     def path(self) -> str:
-        """Of its result, below the output folder."""
         late = f".late{self.max_staleness}" if self.sweep == "staleness" else ""
         return f"{self.sweep}/{self.name}{late}.seed{self.seed}.json"
 
     @property
     def context(self) -> str:
-        """``steps`` where each turn is a prompt and a sample of its own, else ``full``; each has a warm start on such
-        prompts."""
         config = self.config()
         steps = takes_steps(config["domains"]["lake"]["context"], config["algorithm"]["adv_estimator"])
         return CONTEXTS[1] if steps else CONTEXTS[0]
 
     def config(self) -> dict[str, Any]:
-        """The whole configuration, validated."""
         return validate(load(CONFIG, self.overrides))
 
 
 def presets() -> list[str]:
-    """Names of all algorithms."""
     return sorted(
         path.name.removesuffix(".yaml")
         for path in (resources.files("rlearner") / "configs" / "algorithm").iterdir()
@@ -93,18 +88,16 @@ def presets() -> list[str]:
 
 
 def start(seed: int, context: str) -> ArmSettings:
-    """The warm start of one context, measured with four episodes a map."""
     overrides = (*COMMON, f"run.seed={seed}", "eval.group_size=4", f"domains.lake.context={context}")
     return ArmSettings("start", f"warm_{context}", seed, overrides=overrides, episodes_per_map=4)
 
 
 def starts(seed: int) -> list[ArmSettings]:
-    """Of both contexts."""
     return [start(seed, context) for context in CONTEXTS]
 
 
 def algorithm(name: str, seed: int) -> ArmSettings:
-    """A preset at the quickstart's staleness of 1."""
+    """Return the arm of a preset at the staleness of the quickstart, 1."""
     overrides = (
         *COMMON,
         f"run.seed={seed}",
@@ -117,7 +110,7 @@ def algorithm(name: str, seed: int) -> ArmSettings:
 
 
 def stale(name: str, max_staleness: int, seed: int) -> ArmSettings:
-    """A loss on groups that are exactly so late."""
+    """Return the arm of a loss on groups that are exactly this late."""
     late = f"train.max_staleness={max_staleness}"
     overrides = (*COMMON, f"run.seed={seed}", f"train.steps={STALE_STEPS}", late, *STALE[name])
     return ArmSettings("staleness", name, seed, max_staleness, overrides)

@@ -41,7 +41,7 @@ BARE: Final = "bare"
 
 
 def measure() -> dict[str, Any]:
-    """One row for each size."""
+    """Return one row per size."""
     with (
         tempfile.TemporaryDirectory(prefix="rlearner-groups-") as store,
         BrokerServer(store, store_max_gib=64) as server,
@@ -101,7 +101,7 @@ class _Side:
         _pipe(self._child.stdin).flush()
 
     def hear(self) -> float:
-        """Peak memory beyond idle and what is free, MiB.
+        """Return peak memory beyond idle and free memory in MiB.
 
         Raises:
             RuntimeError: the process has ended.
@@ -193,7 +193,7 @@ async def _take_bare(client: GuardedClient, run: str, num_mib: int) -> None:
 
 
 def _group(ticket: int, size: int) -> wire.Group:
-    """One whose encoding is a little below ``size``."""
+    """Return a group that encodes to slightly less than ``size`` bytes."""
     example = EXAMPLES[wire.Group]
     assert isinstance(example, wire.Group)
     n = (size - 16384) // 9 // EPISODES_IN_GROUP

@@ -54,7 +54,7 @@ def measure() -> dict[str, Any]:
 
 
 def roles(size: int) -> list[str]:
-    """10 % servers, 85 % hubs, the rest reward hubs."""
+    """Return 10 % rollout servers, 85 % environment hubs, the rest reward hubs."""
     servers, hubs = size // 10, size * 85 // 100
     return ["rollout"] * servers + ["envhub"] * hubs + ["rewardhub"] * (size - servers - hubs)
 
@@ -102,11 +102,9 @@ class MarksConnection:
         self._opening: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Connect."""
         self._opening = self._opening or asyncio.create_task(self._link.open())
 
     async def close(self) -> None:
-        """Disconnect."""
         await self._link.close()
 
 
@@ -192,7 +190,7 @@ async def _answer_reruns(member: Member) -> None:
 
 
 async def _learner(stack: AsyncExitStack, url: str) -> None:
-    """What the learner hears of the fleet."""
+    """Receive what a learner receives from the fleet."""
     bus = await Bus.connect(url, RUN, name="learner", deadline_s=JOIN_S)
     roster = Roster(bus, beats=("rollout",), members=("envhub", "rewardhub"))
     await roster.start()

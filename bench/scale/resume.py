@@ -83,7 +83,6 @@ async def write(folder: Path, groups: int) -> None:
 
 
 def _write_checkpoint(folder: Path, ledger: Ledger) -> None:
-    """Its description, without a model."""
     own = folder / "checkpoints" / checkpoint.name_of(ledger.state.version) / "learner"
     own.mkdir(parents=True)
     body = {"format": checkpoint.FORMAT, "step": ledger.state.version, "epoch": 1, "ledger": ledger.dump()}
@@ -124,7 +123,6 @@ def _in_child(what: str, folder: Path, groups: int) -> dict[str, float]:
 
 
 def measure() -> dict[str, Any]:
-    """Start after a million groups, and after a thousand."""
     with tempfile.TemporaryDirectory(prefix="rlearner-resume-") as scratch:
         found = {}
         for groups in (FEW, GROUPS):
@@ -137,7 +135,6 @@ def measure() -> dict[str, Any]:
 
 
 def main(what: str, folder: Path, groups: int) -> dict[str, float]:
-    """In the child."""
     if what == "resume":
         return resume(folder)
     folder.mkdir()

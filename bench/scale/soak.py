@@ -56,7 +56,6 @@ class SoakFleet:
         self._working: dict[asyncio.Task[None], wire.Ticket | wire.EvalTicket] = {}
 
     def alive(self, role: str) -> list[wire.Presence]:
-        """As a roster."""
         if role != "envhub" or not self.is_there:
             return []
         return [
@@ -66,7 +65,7 @@ class SoakFleet:
         ]
 
     def leave(self) -> None:
-        """Every hub is killed: what is in hand goes back to its queue."""
+        """Kill every hub: tickets in progress return to their queue."""
         self.is_there = False
         for task, ticket in self._working.items():
             task.cancel()
@@ -142,7 +141,7 @@ class SoakLearner:
         self.boundary = ledger.dump()
 
     async def run(self, until: int) -> None:
-        """Make steps until ``until`` are made; return between two steps."""
+        """Make steps up to ``until``; return between two steps."""
         change = wire.RulesChange(epoch=self.epoch, rules=self.rules.plain())
         await self.bus.publish(SAMPLES, change)
         for number in range(await self.bus.last_seq(TICKETS) + 1, self.ledger.state.issued + 1):
@@ -215,6 +214,6 @@ async def _soak(folder: Path) -> dict[str, Any]:
 
 
 def measure() -> dict[str, Any]:
-    """Return what became of the tickets of a soak in virtual time."""
+    """Return the ends of the tickets of a soak in virtual time."""
     with tempfile.TemporaryDirectory() as folder:
         return run(_soak(Path(folder)))

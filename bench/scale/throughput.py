@@ -81,7 +81,7 @@ def _start_learner(folder: Path, url: str) -> subprocess.Popen[bytes]:
 
 
 async def _answer(url: str, learner: subprocess.Popen[bytes]) -> float:
-    """Answer tickets until the learner has ended; KiB of one group on the wire."""
+    """Answer tickets until the learner exits; return the KiB of one group on the wire."""
     bus = await Bus.connect(url, RUN, name="hub")
     await bus.ensure_streams()
     queue = await bus.work_queue(TICKETS, "lake")
@@ -117,7 +117,6 @@ async def _end(bus: Bus, delivery: Delivery, group: wire.Group) -> None:
 
 
 def _group() -> wire.Group:
-    """A group of some ticket."""
     ticket = wire.Ticket(
         number=1, domain="lake", task_index=0, seed=0, min_version=0, max_staleness=1, group_size=EPISODES,
         min_group_size=EPISODES, deadline_s=600.0,

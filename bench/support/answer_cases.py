@@ -18,7 +18,7 @@ class AnswerPair(NamedTuple):
 
 
 def adversarial() -> list[str]:
-    """Responses to which 18 is the right answer; none of them is it."""
+    """Yield responses that are all wrong where 18 is the right answer."""
     formulas = dict.fromkeys(
         [*_huge_numbers(), *_huge_sums(), *_nested(), *_expansions(), *_transcendental(), *_long(), *_code(), *_odd()]
     )
@@ -162,7 +162,7 @@ def _prose() -> Iterator[str]:
 
 
 def pairs() -> list[AnswerPair]:
-    """Responses with references, equal and unequal ones."""
+    """Return responses with equal and unequal references."""
     families = (
         _integers,
         _fractions,

@@ -89,25 +89,25 @@ class HubScene:
         await asyncio.sleep(max(3 * self.server.latency_s, 1.0))
 
     async def turns_per_s(self, seconds: float) -> float:
-        """Turns that the server answers a second."""
+        """Return the turns per second that the server answers."""
         began, answered = time.perf_counter(), self.server.answered
         await asyncio.sleep(seconds)
         return (self.server.answered - answered) / (time.perf_counter() - began)
 
     def mib(self) -> float:
-        """Memory of the hub's process."""
+        """Return the memory of the hub process in MiB."""
         return float(psutil.Process(self.hub.pid).memory_info().rss) / (1 << 20)
 
     def cpu_s(self) -> float:
-        """Processor time of the hub's process."""
+        """Return the processor seconds of the hub process."""
         return cpu_s(self.hub.pid)
 
     def failed(self) -> int:
-        """Episodes that failed, those that were tried again included, by the hub's log."""
+        """Count failed episodes in the log of the hub, including those that were retried."""
         return self.log.read_text(errors="replace").count(" failed: ")
 
     async def turns_per_episode(self) -> float:
-        """On average over the groups in the log."""
+        """Return the mean over the groups in the log."""
         turns, last = [], await self.bus.last_seq(SAMPLES)
         async for record in self.bus.read_log(SAMPLES, max(last - 500, 1)):
             if isinstance(record.message, wire.Group):
@@ -171,7 +171,7 @@ async def scene(
 
 
 def _config(hanging: int | None) -> dict[str, Any]:
-    """The quickstart's lakes, with timeouts that nothing here comes near to."""
+    """Return the domains of the quickstart with timeouts that are never reached."""
     overrides = ["envhub.step_timeout_s=3600", "envhub.episode_timeout_s=3600"]
     if hanging is not None:
         overrides += [
@@ -184,7 +184,6 @@ def _config(hanging: int | None) -> dict[str, Any]:
 
 
 async def _joined(bus: Bus, hub: subprocess.Popen[bytes]) -> None:
-    """Wait until the hub says that it is there."""
     bucket = await bus.key_value(MEMBERS)
     async with asyncio.timeout(JOIN_S):
         while not any(".envhub." in key for key in await bucket.keys()):

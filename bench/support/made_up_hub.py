@@ -11,7 +11,7 @@ from broker.contract import wire
 def trajectory(
     episode: int, token_ids: Sequence[int], logprobs: Sequence[float], *, version: int, reward: float, **more: Any
 ) -> wire.Trajectory:
-    """One turn of one version: the last tokens are the answer, as many as there are logprobs.
+    """Return one turn of one version that ends with one answer token per logprob.
 
     Args:
         more: other fields.
@@ -36,7 +36,7 @@ def trajectory(
 
 
 def group(ticket: wire.Ticket | wire.EvalTicket, trajectories: list[wire.Trajectory], **more: Any) -> wire.Group:
-    """What a hub makes of a ticket.
+    """Return the group of a ticket as a hub makes it.
 
     Args:
         more: other fields.

@@ -19,7 +19,6 @@ CONTEXT = 512
 
 
 def asked(requests: list[tuple[list[int], int]], turn: str) -> list[wire.GenerateRequest]:
-    """The same requests under other names."""
     return [
         wire.GenerateRequest(
             request_id=f"{turn}-{index}", conversation_id=f"{turn}-{index}", token_ids=wire.column(prompt, "<i4"),
@@ -78,7 +77,6 @@ async def vllm_arm(folder: str, requests: list[tuple[list[int], int]], threads: 
 
 
 async def hf_arm(folder: str, requests: list[tuple[list[int], int]], threads: int) -> tuple[Run, Callable[[], None]]:
-    """HFEngine, called directly."""
     from rollout.config import RolloutSection
     from rollout.engines.base import EngineConfig
     from rollout.engines.hf.engine import HFEngine

@@ -59,7 +59,6 @@ class SlowServer:
         self._announcer = Announcer(bus, self._presence)
 
     async def start(self) -> None:
-        """Answer from now on."""
         socket = self._context.socket(zmq.ROUTER)
         for limit in (zmq.SNDHWM, zmq.RCVHWM):
             socket.setsockopt(limit, 0)
@@ -69,7 +68,6 @@ class SlowServer:
         await self._announcer.start()
 
     async def close(self) -> None:
-        """End it."""
         await self._announcer.close()
         self._due.clear()
         if self._socket is not None:

@@ -33,7 +33,6 @@ class ByteMovers:
             raise RuntimeError("the processes that move unrelated bytes did not start")
 
     def move(self) -> None:
-        """Begin one broadcast."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write(b"go\n")

@@ -61,21 +61,21 @@ class FleetWatch:
                     self.reasons[message.reason] = self.reasons.get(message.reason, 0) + 1
 
     def lines(self) -> list[dict[str, Any]]:
-        """What metrics.jsonl holds now."""
+        """Return the current contents of metrics.jsonl."""
         return read_lines(self.folder / "metrics.jsonl")
 
     def step(self) -> int:
-        """The newest step with a line."""
+        """Return the newest step with a line."""
         lines = self.lines()
         return int(lines[-1]["step"]) if lines else 0
 
     async def in_flight(self) -> set[int]:
-        """Tickets that went out and have no record in the log yet."""
+        """Return the issued tickets without a record in the log."""
         self._issued = await self._bus.last_seq(TICKETS)
         return set(range(1, self._issued + 1)) - self.first.keys()
 
     async def until(self, what: Callable[[], bool], timeout_s: float, every_s: float = LOOK_EVERY_S) -> float:
-        """Seconds until ``what`` holds.
+        """Return the seconds until ``what`` holds.
 
         Raises:
             TimeoutError: it does not in time.

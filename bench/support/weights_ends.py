@@ -112,7 +112,7 @@ class ChannelEnd:
         self.sent_bytes = 0
 
     def transfer(self, version: int, digest: str = "") -> None:
-        """What lies in staging, or is being packed, to the other end."""
+        """Send the staged or still packing version to the other end."""
         session = session_name(1, self.serial, self.uses)
         self.uses += 1
         if self.staging is not None:
@@ -196,19 +196,16 @@ class EndProcess:
         return ChannelEnd(self.store, self.port, self.rank, self.channels, model, self.options.bucket_mib, **more)  # type: ignore[arg-type]
 
     def meet(self) -> None:
-        """Both ends are here."""
         self.meetings += 1
         self.store.set(f"meet/{self.meetings}/{self.rank}", "")
         self.store.wait([f"meet/{self.meetings}/{1 - self.rank}"], WAIT)
 
     def agreed(self, what: str, mine: bool) -> bool:
-        """Whether both ends say yes."""
         self.store.set(f"agreed/{what}/{self.rank}", str(mine))
         self.store.wait([f"agreed/{what}/{1 - self.rank}"], WAIT)
         return mine and bool(self.store.get(f"agreed/{what}/{1 - self.rank}") == b"True")
 
     def timed(self, call: Callable[[], None]) -> float:
-        """Seconds until both ends are done."""
         self.meet()
         started = time.perf_counter()
         call()
@@ -216,12 +213,11 @@ class EndProcess:
         return time.perf_counter() - started
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Each by itself, one after the other."""
         for tensor in tensors:
             self.bare._issue(tensor).wait()
 
     def pairs(self, *calls: Callable[[int], None]) -> list[list[float]]:
-        """Seconds of each call, pair by pair; the order is turned round from pair to pair."""
+        """Return the seconds of each call, pair by pair in alternating order."""
         taken: list[list[float]] = []
         for pair in range(-WARM_UP, self.options.pairs):
             order = list(enumerate(calls))
