@@ -85,10 +85,10 @@ async def measure(num_workers: int, every: int) -> dict[str, float]:
             await judge(workers, plain, 40)
             neighbours_s = time.monotonic() - started
             await costly
-            texts = [
+            made = [
                 (f"{n} apples and 1 more.\n#### {n + 1}", f"{n}+1\n#### {n + 1:,}") for n in range(ORDINARY // every)
             ]
-            ordinary = [AnswerPair(*pair, True) for pair in texts]
+            ordinary = [AnswerPair(response, reference, True) for response, reference in made]
             ordinary[::2] = [AnswerPair(f"It is $\\boxed{{{n}}}$.", str(n), True) for n in range(len(ordinary[::2]))]
             started = time.monotonic()
             outcomes += await judge(workers, ordinary, 8 * num_workers)

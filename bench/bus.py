@@ -17,10 +17,11 @@ import subprocess
 import sys
 import tempfile
 
+import msgspec
 import numpy as np
 import uvloop
 
-from bench.codec import trajectory
+from bench.codec import group
 from broker.contract import codec, wire
 from broker.contract.streams import EPISODES
 from broker.jetstream.bus import Bus
@@ -42,16 +43,7 @@ def group_of(size_bytes: int) -> wire.Group:
 
 
 def _group(num_tokens: int) -> wire.Group:
-    return wire.Group(
-        ticket=1,
-        domain="bench",
-        task_index=0,
-        min_version=7,
-        hub="envhub-1",
-        deliveries=1,
-        pools=[POOL],
-        trajectories=[trajectory(num_tokens, episode) for episode in range(8)],
-    )
+    return msgspec.structs.replace(group(num_tokens, 8), pools=[POOL])
 
 
 async def write(url: str, run: str, size_bytes: int) -> None:

@@ -26,15 +26,16 @@ def trajectory(num_tokens: int, episode: int) -> wire.Trajectory:
     start = num_tokens // 2
     sampled = num_tokens - start
     mask = np.arange(num_tokens) >= start
+    turn = wire.Turn(start=start, end=num_tokens, reward=1.0, valid=True, finish_reason="stop", server="rollout-1")
+    token_ids = rng.integers(0, 151_936, num_tokens)
+    logprobs = np.where(mask, -rng.exponential(1.0, num_tokens), 0.0)
     return wire.Trajectory(
         episode=episode,
-        token_ids=wire.column(rng.integers(0, 151_936, num_tokens), "<i4"),
+        token_ids=wire.column(token_ids, "<i4"),
         loss_mask=wire.column(mask, "|u1"),
-        logprobs=wire.column(np.where(mask, -rng.exponential(1.0, num_tokens), 0.0), "<f4"),
+        logprobs=wire.column(logprobs, "<f4"),
         version_runs=wire.column([7, sampled // 2, 8, sampled - sampled // 2], "<i4"),
-        turns=[
-            wire.Turn(start=start, end=num_tokens, reward=1.0, valid=True, finish_reason="stop", server="rollout-1")
-        ],
+        turns=[turn],
         reward=1.0,
         reward_parts={"env": 1.0},
         success=True,

@@ -172,13 +172,9 @@ async def turns_per_s(folder: str, options: argparse.Namespace, conversations: i
         context = rng.integers(8, 90, 60).tolist()
         for turn in range(turns):
             sampling = wire.SamplingParams(max_tokens=2, ignore_eos=True)
+            ids, name_now = wire.column(context, "<i4"), f"{name}-{turn}"
             output = await engine.generate(
-                wire.GenerateRequest(
-                    request_id=f"{name}-{turn}",
-                    conversation_id=name,
-                    token_ids=wire.column(context, "<i4"),
-                    sampling=sampling,
-                )
+                wire.GenerateRequest(request_id=name_now, conversation_id=name, token_ids=ids, sampling=sampling)
             )
             context += [*output.token_ids, *rng.integers(8, 90, 25).tolist()]
 

@@ -41,13 +41,8 @@ BASE_STEPS: Final = 12
 LIMIT_S: Final = 180.0
 HERE: Final = Path(__file__).parent
 REWARD: Final = "def length(sample):\n    return min(1.0, len(sample.response) / 8)\n"
-TINY: Final = {
-    "hidden_size": 16,
-    "num_layers": 1,
-    "num_heads": 1,
-    "num_kv_heads": 1,
-    "head_dim": 16,
-    "intermediate_size": 32,
+TINY: Final = {"hidden_size": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 16} | {
+    "intermediate_size": 32
 }
 
 

@@ -65,11 +65,9 @@ def group(ticket: wire.Ticket, rng: random.Random) -> wire.Group:
         reward = float(numbers.random())
         token_ids = numbers.integers(6, 60, PROMPT + RESPONSE).tolist()
         logprobs = (-3 - numbers.random(RESPONSE)).tolist()
-        trajectories.append(
-            made_up_hub.trajectory(
-                episode, token_ids, logprobs, version=ticket.min_version, reward=reward, success=reward > 0.5
-            )
-        )
+        version, success = ticket.min_version, reward > 0.5
+        made = made_up_hub.trajectory(episode, token_ids, logprobs, version=version, reward=reward, success=success)
+        trajectories.append(made)
     return made_up_hub.group(ticket, trajectories)
 
 

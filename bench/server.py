@@ -138,11 +138,9 @@ async def serving(
                 ):
                     if process.poll() is not None:
                         words = log.read_text(errors="replace")
-                        raise (
-                            SystemExit(words.splitlines()[-1])
-                            if process.returncode == EXIT_USER_ERROR
-                            else RuntimeError(words[-2000:])
-                        )
+                        if process.returncode == EXIT_USER_ERROR:
+                            raise SystemExit(words.splitlines()[-1])
+                        raise RuntimeError(words[-2000:])
                     await roster.changed(0.5)
             yield ServedEngine(client, seen.address, bus, roster)
         finally:
@@ -177,13 +175,8 @@ async def compare(
                 share = others.share()
                 tokens = sum(length for _, length in requests)
                 same = plain[1] == whole[1]
-                verdict = (
-                    "warm-up"
-                    if turn < options.warm_up
-                    else "disturbed, does not count"
-                    if share > options.others
-                    else "counts"
-                )
+                verdict = "disturbed, does not count" if share > options.others else "counts"
+                verdict = "warm-up" if turn < options.warm_up else verdict
                 ratio = plain[0] / whole[0]
                 chunks = f"  {tokens / asking.chunks:.2f} tokens a chunk" if isinstance(asking, StreamedServer) else ""
                 rates = f"bare {tokens / plain[0]:.0f}  server {tokens / whole[0]:.0f} tokens/s"

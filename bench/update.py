@@ -157,11 +157,8 @@ async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         arm: [] for arm in ("nothing", "updates", "moved") if arm != "moved" or options.moved
     }
     async with serving(options.engine, folder / "model", folder, options, frozen=False) as served:
-        learner, reports, load = (
-            WeightOfferer(served, model),
-            ServerReports(served.bus),
-            RequestLoad(served, vocab_size, options.length),
-        )
+        learner, reports = WeightOfferer(served, model), ServerReports(served.bus)
+        load = RequestLoad(served, vocab_size, options.length)
         await learner.sender.start()
         movers = await asyncio.to_thread(ByteMovers, size_bytes) if options.moved else None
         happens = {"nothing": None, "updates": learner.offer, "moved": movers.move if movers is not None else None}
@@ -189,10 +186,8 @@ async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
                 verdict = (
                     "warm-up" if not number else "disturbed, does not count" if share > options.others else "counts"
                 )
-                print(
-                    f"tokens/s: {said}  lost {1 - now['updates'] / now['nothing']:.3f}  others {share:.2f}  {verdict}",
-                    flush=True,
-                )
+                ratio = 1 - now["updates"] / now["nothing"]
+                print(f"tokens/s: {said}  lost {ratio:.3f}  others {share:.2f}  {verdict}", flush=True)
                 for arm, rate in now.items() if verdict == "counts" else ():
                     rates[arm].append(rate)
                 shares += [share] if verdict == "counts" else []

@@ -103,12 +103,8 @@ def measure_delta(end: EndProcess) -> dict[str, Any]:
     for pair in range(end.options.pairs):
         step(pair)
         pairs.append([end.timed(partial(full.whole, pair + 1)), end.timed(partial(send_changes, pair + 1))])
-        exact.append(
-            all(
-                torch.equal(changes.flat.tensors[name].view(torch.int16), truth[name].view(torch.int16))
-                for name in truth
-            )
-        )
+        tensors, bits = changes.flat.tensors, torch.int16
+        exact.append(all(torch.equal(tensors[name].view(bits), truth[name].view(bits)) for name in truth))
     figures: dict[str, Any] = {"pairs": pairs, "bytes": [changes.plan.size_bytes / size for size in sent if size]}
     return figures | {"exact": end.agreed("delta", end.rank == 0 or all(exact))}
 
@@ -159,10 +155,8 @@ def figures_of(measured: dict[str, Any]) -> dict[str, Any]:
             ratios[f"ratio_{what}{suffix}"] = [pair[0] / pair[1 + row + column * len(LARGE)] for pair in large["pairs"]]
         ratios[f"ratio_to_per_tensor{suffix}"] = [pair[0] / pair[1 + column] for pair in small["pairs"]]
     transport = {name: "gloo" if name.endswith("_gloo") else "shared" for name in ratios} | {"delta": "gloo"}
-    ratios |= {
-        "delta_bytes_ratio": delta["bytes"],
-        "delta_speedup": [full / changes for full, changes in delta["pairs"]],
-    }
+    speedup = [full / changes for full, changes in delta["pairs"]]
+    ratios |= {"delta_bytes_ratio": delta["bytes"], "delta_speedup": speedup}
     for carrier, suffix in zip(TRANSPORTS, ("", "_gloo"), strict=True):
         for what, key in (("copy", "copies"), ("end_to_end", "pairs")):
             ratios[f"fp8_{what}_ratio{suffix}"] = [fp8_s / plain_s for plain_s, fp8_s in measured["fp8"][carrier][key]]
@@ -175,15 +169,9 @@ def figures_of(measured: dict[str, Any]) -> dict[str, Any]:
         f"{name}_gbytes_per_s": round(statistics.median(gbytes / pair[column] for pair in large["pairs"]), 3)
         for name, column in columns.items()
     }
-    return figures | {
-        "delta_exact": delta["exact"],
-        "fp8_bytes_ratio": round(measured["fp8"]["bytes"], 3),
-        "fp8_exact": measured["fp8"]["exact"],
-        "transport": transport,
-        **speeds,
-        "size_bytes": large["size_bytes"],
-        "pairs": len(large["pairs"]),
-    }
+    figures |= {"delta_exact": delta["exact"], "fp8_bytes_ratio": round(measured["fp8"]["bytes"], 3)}
+    figures |= {"fp8_exact": measured["fp8"]["exact"], "transport": transport, **speeds}
+    return figures | {"size_bytes": large["size_bytes"], "pairs": len(large["pairs"])}
 
 
 def _result(results: Any, ends: Sequence[Any]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class approx:
             return same and all(map(self._near, expected, actual))
         if type(actual) in (int, float) and type(expected) in (int, float):
             if not math.isfinite(actual):
-                return expected == actual
+                return bool(expected == actual)
             return math.isclose(expected, actual, rel_tol=self._rel, abs_tol=self._abs)
         return bool(expected == actual)
 

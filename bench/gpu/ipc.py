@@ -139,20 +139,14 @@ class _Server:
         following_s = time.perf_counter() - began
         exact_following = followed == learner.hears() and self._holds(1)
         size = self.plan.size_bytes / 1e9
-        figures = {
-            "size_bytes": self.plan.size_bytes,
-            "buckets": len(self.plan.buckets),
-            "device_copy_gbytes_per_s": round(size / statistics.median(taken["copy"]), 3),
-            "copy_and_digest_gbytes_per_s": round(size / statistics.median(taken["local"]), 3),
-            "ipc_gbytes_per_s": round(size / statistics.median(taken["ipc"]), 3),
-            "packed_and_read_gbytes_per_s": round(size / following_s, 3),
-            "ratio_to_copy": round(
-                statistics.median(a / b for a, b in zip(taken["copy"], taken["ipc"], strict=True)), 3
-            ),
-            "ratio_to_local": round(
-                statistics.median(a / b for a, b in zip(taken["local"], taken["ipc"], strict=True)), 3
-            ),
-        }
+        rates = {"device_copy": "copy", "copy_and_digest": "local", "ipc": "ipc"}
+        figures: dict[str, Any] = {"size_bytes": self.plan.size_bytes, "buckets": len(self.plan.buckets)}
+        for name, kind in rates.items():
+            figures[f"{name}_gbytes_per_s"] = round(size / statistics.median(taken[kind]), 3)
+        figures["packed_and_read_gbytes_per_s"] = round(size / following_s, 3)
+        for kind in ("copy", "local"):
+            ratios = [a / b for a, b in zip(taken[kind], taken["ipc"], strict=True)]
+            figures[f"ratio_to_{kind}"] = round(statistics.median(ratios), 3)
         return figures, {"read_bit_by_bit": exact, "read_bit_by_bit_while_packed": exact_following}
 
     def overwritten(self, learner: _Learner) -> bool:

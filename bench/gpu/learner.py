@@ -60,13 +60,8 @@ def _measure(options: argparse.Namespace, device: str) -> int:
     samples = [sample(length, shape.vocab, rng) for _ in range(max(1, tokens // length))]
     with tempfile.TemporaryDirectory() as folder:
         model = common.make_model(folder, shape, dtype=dtype)
-        backend = resolve("backends", options.backend, BACKENDS)(
-            model,
-            train=train,
-            algorithm=AlgorithmSection(),
-            model=ModelSection.model_validate({"dtype": dtype}),
-            seed=0,
-        )
+        settings, make = ModelSection.model_validate({"dtype": dtype}), resolve("backends", options.backend, BACKENDS)
+        backend = make(model, train=train, algorithm=AlgorithmSection(), model=settings, seed=0)
         found: list[dict[str, float]] = []
         taken = common.seconds(lambda: found.append(_step(backend, samples)), options.device, repeats=options.repeats)
     read = sum(one.num_inputs for one in samples)

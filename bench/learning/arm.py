@@ -36,12 +36,8 @@ from learner.weights.offering import probe
 from rlearner_text.config import ModelSection
 
 SHOWN = (
-    "actor/grad_norm",
-    "actor/entropy",
-    "actor/pg_clipfrac",
-    "actor/ppo_kl",
-    "rollout_corr/ess",
-    "rollout_corr/masked_fraction",
+    *("actor/grad_norm", "actor/entropy", "actor/pg_clipfrac", "actor/ppo_kl"),
+    *("rollout_corr/ess", "rollout_corr/masked_fraction"),
 )
 
 

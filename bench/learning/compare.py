@@ -102,16 +102,12 @@ def report(start: dict[str, Any], found: dict[str, list[dict[str, Any]]]) -> dic
     rows: dict[str, Any] = {"start": round(rate(start), 4)}
     for name, results in found.items():
         low, high = interval(results, rng)
-        rows[name] = {
-            "seeds": [round(rate(one), 4) for one in results],
-            "end": round(float(np.mean([rate(one) for one in results])), 4),
-            "interval": [round(low, 4), round(high, 4)],
-            "points": {
-                step: round(float(np.mean([one["points"][step] for one in results])), 4)
-                for step in results[0]["points"]
-            },
-            "cpu_s": round(float(np.mean([one["cpu_s"] for one in results])), 1),
-        }
+        points = {step: [one["points"][step] for one in results] for step in results[0]["points"]}
+        rates = [rate(one) for one in results]
+        rows[name] = {"seeds": [round(one, 4) for one in rates], "end": round(float(np.mean(rates)), 4)}
+        rows[name]["interval"] = [round(low, 4), round(high, 4)]
+        rows[name]["points"] = {step: round(float(np.mean(one)), 4) for step, one in points.items()}
+        rows[name]["cpu_s"] = round(float(np.mean([one["cpu_s"] for one in results])), 1)
     return rows
 
 
@@ -160,11 +156,8 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     """Run missing arms; return 0 if every arm has a result."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.learning.compare",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m bench.learning.compare", description=__doc__, formatter_class=raw)
     add = parser.add_argument
     add("config", help="configuration with a warm start")
     add("overrides", nargs="*", help="key=value, of the configuration")

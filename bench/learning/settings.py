@@ -16,15 +16,8 @@ SEEDS: Final = (0, 1, 2)
 # to 0: at a constant 1e-3 a step that has one or two groups of unequal rewards can undo in one update what all others
 # have taught.
 COMMON: Final = (
-    "run.name=learning",
-    "train.groups_per_step=8",
-    "train.lr=5.0e-4",
-    "train.lr_schedule=linear",
-    "train.warmup_steps=2",
-    "train.num_threads=1",
-    "rollout.num_threads=1",
-    "eval.tasks=512",
-    "eval.temperature=1.0",
+    *("run.name=learning", "train.groups_per_step=8", "train.lr=5.0e-4", "train.lr_schedule=linear"),
+    *("train.warmup_steps=2", "train.num_threads=1", "rollout.num_threads=1", "eval.tasks=512", "eval.temperature=1.0"),
 )
 CONTEXTS: Final = ("full", "steps")
 STEPS: Final = 20
@@ -80,11 +73,8 @@ class ArmSettings:
 
 
 def presets() -> list[str]:
-    return sorted(
-        path.name.removesuffix(".yaml")
-        for path in (resources.files("rlearner") / "configs" / "algorithm").iterdir()
-        if path.name.endswith(".yaml")
-    )
+    folder = resources.files("rlearner") / "configs" / "algorithm"
+    return sorted(path.name.removesuffix(".yaml") for path in folder.iterdir() if path.name.endswith(".yaml"))
 
 
 def start(seed: int, context: str) -> ArmSettings:
@@ -98,14 +88,8 @@ def starts(seed: int) -> list[ArmSettings]:
 
 def algorithm(name: str, seed: int) -> ArmSettings:
     """Return the arm of a preset at the staleness of the quickstart, 1."""
-    overrides = (
-        *COMMON,
-        f"run.seed={seed}",
-        f"train.steps={STEPS}",
-        "train.max_staleness=1",
-        f"algorithm={name}",
-        *CHANGED.get(name, ()),
-    )
+    own = (f"run.seed={seed}", f"train.steps={STEPS}", "train.max_staleness=1", f"algorithm={name}")
+    overrides = (*COMMON, *own, *CHANGED.get(name, ()))
     return ArmSettings("algorithms", name, seed, 1, overrides)
 
 

@@ -63,10 +63,8 @@ def _measure(size: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="rlearner-scale-") as folder, BrokerServer(folder) as server:
         asyncio.run(_publish_spec(server.url))
         command = [sys.executable, "-m", "bench.scale.processes", server.url, str(size)]
-        children = [
-            subprocess.Popen([*command, str(number)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            for number in range(CHILDREN)
-        ]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        children = [subprocess.Popen([*command, str(number)], **pipes) for number in range(CHILDREN)]
         try:
             for child in children:
                 if child.stdout is None or child.stdout.readline() != b"joined\n":

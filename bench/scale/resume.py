@@ -69,11 +69,8 @@ async def write(folder: Path, groups: int) -> None:
         else:
             number = open_tickets.pop(0)
             dead = number % 50 == 0
-            record = (
-                TicketEnd(number, "env_error")
-                if dead
-                else GroupArrival(number, ledger.state.live[number].min_version, (0.0, 1.0))
-            )
+            version = ledger.state.live[number].min_version
+            record = TicketEnd(number, "env_error") if dead else GroupArrival(number, version, (0.0, 1.0))
             entry = LogRecord(ledger.state.position + 1, None, "", number, PAYLOAD)
             actions = ledger.apply(record, entry.seq)
             await records.consumed(entry, RecordIntake(record), actions)

@@ -58,11 +58,8 @@ class SoakFleet:
     def alive(self, role: str) -> list[wire.Presence]:
         if role != "envhub" or not self.is_there:
             return []
-        return [
-            wire.Presence(
-                role=role, id="hubs", host=socket.gethostname(), pid=1, state="serving", serves=sorted(self.domains)
-            )
-        ]
+        host, serves = socket.gethostname(), sorted(self.domains)
+        return [wire.Presence(role=role, id="hubs", host=host, pid=1, state="serving", serves=serves)]
 
     def leave(self) -> None:
         """Kill every hub: tickets in progress return to their queue."""

@@ -33,13 +33,8 @@ EPISODES: Final = 8
 TOKENS: Final = 290  # of one episode: 24 KiB for the group
 AT_ONCE: Final = 64  # tickets that the hub holds
 WARM_STEPS: Final = 10  # not counted
-TINY: Final = {
-    "hidden_size": 16,
-    "num_layers": 1,
-    "num_heads": 1,
-    "num_kv_heads": 1,
-    "head_dim": 16,
-    "intermediate_size": 32,
+TINY: Final = {"hidden_size": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 16} | {
+    "intermediate_size": 32
 }
 
 

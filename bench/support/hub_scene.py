@@ -174,11 +174,8 @@ def _config(hanging: int | None) -> dict[str, Any]:
     """Return the domains of the quickstart with timeouts that are never reached."""
     overrides = ["envhub.step_timeout_s=3600", "envhub.episode_timeout_s=3600"]
     if hanging is not None:
-        overrides += [
-            "domains.lake.env=bench.support.hub_scene:HangingLake",
-            "domains.lake.isolation=process",
-            f"domains.lake.env_args.hanging={hanging}",
-        ]
+        overrides += ["domains.lake.env=bench.support.hub_scene:HangingLake", "domains.lake.isolation=process"]
+        overrides.append(f"domains.lake.env_args.hanging={hanging}")
     config = runspec.load("quickstart.yaml", overrides)
     return runspec.validate(config)
 

@@ -37,13 +37,8 @@ def _look() -> tuple[float, float, float]:
 
 def _busy_s() -> float:
     times = psutil.cpu_times()
-    return float(
-        sum(times)
-        - times.idle
-        - getattr(times, "iowait", 0.0)
-        - getattr(times, "guest", 0.0)
-        - getattr(times, "guest_nice", 0.0)
-    )
+    idle = times.idle + sum(getattr(times, name, 0.0) for name in ("iowait", "guest", "guest_nice"))
+    return float(sum(times) - idle)
 
 
 def _own_s() -> float:

@@ -32,11 +32,8 @@ def asked(requests: list[tuple[list[int], int]], turn: str) -> list[wire.Generat
 async def vllm_arm(folder: str, requests: list[tuple[list[int], int]], threads: int) -> tuple[Run, Callable[[], None]]:
     """AsyncLLM as vLLM's documentation starts it, but for the process that the model is in, which is the server's
     choice; only the final output is asked for, which costs it least."""
-    os.environ |= {
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(threads),
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    }
+    os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     from vllm import SamplingParams, TokensPrompt
     from vllm.engine.arg_utils import AsyncEngineArgs
