@@ -74,8 +74,7 @@ def as_lists(source: wire.Trajectory) -> ListTrajectory:
 
 
 def median_us(work: Callable[[], object], per_call: int, *, repeats: int) -> float:
-    """Microseconds per unit of work, the median over calls timed one by one: a call is far shorter than a time slice,
-    so that the median does not see what other processes take."""
+    """Return microseconds per unit of work: the median over short calls, so that other processes do not count."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()

@@ -150,8 +150,7 @@ async def run(folder: Path, kills: int, with_learner: int, seed: int) -> dict[st
 
 
 async def recoveries(folder: Path, kills: int, seed: int) -> dict[str, Any]:
-    """Each role killed so often, one after the other, each time after the one before has recovered; steps are short
-    here."""
+    """Kill each role this often, each time after the previous one has recovered, with short steps."""
     rng, found = random.Random(seed), defaultdict[str, list[float]](list)
     async with running(folder) as (fleet, watch, figures):
         roles = ("envhub", "rollout", "rewardhub", "broker", "learner")

@@ -65,8 +65,7 @@ def module_name(path: str) -> str:
 
 
 def imports(tree: ast.Module, module: str, is_package: bool, known: set[str]) -> set[str]:
-    """Modules of known that a module imports anywhere, in functions too; the packages that contain them do not
-    count."""
+    """Return the known modules that a module imports anywhere, without the packages that contain them."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -25,12 +25,7 @@ REWARD = RewardConfig(name="math_answer")
 
 
 def read(path: str) -> list[tuple[str, str]]:
-    """Return (question, answer) of every row.
-
-    Raises:
-        UserError: no such file.
-        DataError: a row without them; names file and line.
-    """
+    """Return (question, answer) of every row; raise UserError without a file, DataError for a bad row."""
     rows = []
     try:
         with open(path, encoding="utf-8") as file:

@@ -106,12 +106,7 @@ class ServedEngine:
 async def serving(
     engine: str, model: Path, folder: Path, options: argparse.Namespace, *, frozen: bool = True
 ) -> AsyncIterator[ServedEngine]:
-    """A broker, a run, and a server of a policy whose weights stay as they are, or else of one that waits for the
-    learner's.
-
-    The latter has no prefix cache: new weights empty it, which would make room here and take hits from nobody, as all
-    prompts differ.
-    """
+    """Yield a rollout server with constant weights, or one without prefix cache that waits for a learner's."""
     http = getattr(options, "http", False)
     rollout = {"max_running": options.requests, "max_context_tokens": CONTEXT, "num_threads": options.threads}
     rollout |= {"http_port": 0} if http else {}
@@ -154,8 +149,7 @@ async def serving(
 async def compare(
     engine: str, model: Path, folder: Path, requests: Requests, options: argparse.Namespace
 ) -> tuple[list[float], bool, list[float]]:
-    """Ratios of the pairs, whose order changes from one to the next; whether all tokens were the same; what others
-    took."""
+    """Return ratios of the alternating pairs, whether all tokens were equal, and the share of other load."""
     ratios: list[float] = []
     shares: list[float] = []
     identical = True

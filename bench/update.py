@@ -56,8 +56,7 @@ SKIPPED: Final = 2  # reports after the last window
 
 
 class WeightOfferer:
-    """Offers weights that change a little each time; all are made beforehand, so that this costs the server's cores
-    nothing later."""
+    """Offers slightly changed weights that are made in advance, so that they cost the server no processor time."""
 
     def __init__(self, served: ServedEngine, model: Any, versions: int = 8) -> None:
         self.version = -1
@@ -79,8 +78,7 @@ class WeightOfferer:
 
 
 class RequestLoad:
-    """Keeps requests in flight. The first ones are short by different amounts, so that from then on as many end in any
-    second."""
+    """Keeps requests in flight; the first ones have different lengths, so that ends spread evenly over time."""
 
     def __init__(self, served: ServedEngine, vocab_size: int, length: int) -> None:
         self._served, self._vocab_size, self._length = served, vocab_size, length

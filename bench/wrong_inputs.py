@@ -128,7 +128,7 @@ def inputs() -> list[list[str]]:
     found += [["rlearner", command, "bare", *rest] for command in ("trace", "show") for rest in ([], ["x"], ["-1"])]
     found.append(["rlearner", "audit", "bare", "--tap", "gone.jsonl"])
     found.append(["rlearner", "replay", "bare", "--from", "0", "--to", "1"])
-    ranges = ([], ["--from", "3", "--to", "1"], ["--from", "a", "--to", "1"])
+    ranges: tuple[list[str], ...] = ([], ["--from", "3", "--to", "1"], ["--from", "a", "--to", "1"])
     found += [["rlearner", "replay", "bare", *rest] for rest in ranges]
     found += [["rlearner"], ["rlearner", "bogus"], ["rlearner", "check"], ["rlearner", "start", *good, "--gpus", "x"]]
     start = ["rlearner", "start", *good]

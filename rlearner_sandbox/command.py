@@ -45,7 +45,7 @@ NOBODY: Final = 65534
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What one program may take."""
+    """Limits of one program."""
 
     wall_s: float = 8.0  # from the moment it begins
     cpu_s: int = 4  # of each of its processes
@@ -57,7 +57,7 @@ class SandboxLimits:
 
 
 def python() -> str:
-    """The interpreter itself, not the link to it in a virtual environment."""
+    """Return the interpreter itself, not the link to it in a virtual environment."""
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
@@ -71,25 +71,18 @@ def inside(
     channel: int = -1,
     packages: Sequence[str] = (),
 ) -> list[str]:
-    """Python with our few lines in front of the program.
-
-    Args:
-        fd: of the socket to us.
-        channel: of the socket between a program and its tests; -1: there is none.
-    """
+    """Return the command of Python with the boot code; ``channel`` is the socket to the tests, or -1."""
     numbers = [fd, uid, processes, limits.cpu_s, limits.memory_mib << 20, limits.open_files, limits.file_mib << 20]
     numbers.append(channel)
     return [python(), "-I", "-S", "-X", "utf8", "-c", BOOT, str(len(code(mode))), *map(str, numbers), mode, *packages]
 
 
 def jail(bwrap: str, filter_fd: int, limits: SandboxLimits, *, root: bool, packages: Sequence[str] = ()) -> list[str]:
-    """bubblewrap with all that stands before the command.
+    """Return the command line of bubblewrap up to the command it runs.
 
     Args:
-        bwrap: path of the program.
-        filter_fd: a file that holds the filter on system calls.
-        root: whether we run as root. Then no user namespace is needed, and Python changes its uid as the first thing it
-        does.
+        filter_fd: a file with the filter on system calls.
+        root: whether we run as root. Then no user namespace is needed, and Python changes its uid first.
         packages: folders that the program may import from, besides the standard library.
     """
     privileges = (
@@ -104,8 +97,7 @@ def jail(bwrap: str, filter_fd: int, limits: SandboxLimits, *, root: bool, packa
 
 
 def free_uid(number: int, maps: Sequence[str]) -> int:
-    """An unprivileged uid of our own, so that its processes are counted apart; ``nobody`` where this machine has only
-    few uids.
+    """Return an unprivileged uid with separate process counts, or ``nobody`` if this machine has only few uids.
 
     Args:
         number: a different one for each program that runs at the same time.
@@ -133,8 +125,7 @@ def advice(said: str, settings: Path = Path("/proc/sys")) -> str:
 
 @lru_cache(maxsize=4)
 def code(mode: Mode) -> bytes:
-    """What ``inside.py`` and the modules of a mode compile to; the interpreter inside is the same. There it would take
-    milliseconds."""
+    """Return the compiled code of a mode, because compiling it inside would take milliseconds."""
     return marshal.dumps((_compiled("inside"), {f"rlearner_sandbox.{name}": _compiled(name) for name in MODULES[mode]}))
 
 
@@ -145,7 +136,7 @@ def _compiled(name: str) -> CodeType:
 
 @lru_cache(maxsize=8)
 def _root(packages: tuple[str, ...]) -> tuple[str, ...]:
-    """The root folder: C library, Python, two devices."""
+    """Return the options for the root folder: C library, Python, two devices."""
     links: list[str] = []
     shown: list[str] = ["/usr/lib", "/usr/lib64"]
     for folder in ("/lib", "/lib64"):

@@ -22,12 +22,7 @@ END = "the iterator's end"
 
 
 class Host:
-    """Answers one channel.
-
-    Args:
-        fd: of the socket.
-        scope: the names of the program's module.
-    """
+    """Answers one channel with the names of the program's module, ``scope``."""
 
     def __init__(self, fd: int, scope: dict[str, Any]) -> None:
         self._scope = scope
@@ -44,7 +39,7 @@ class Host:
         }  # fmt: skip
 
     def serve(self) -> None:
-        """Until the tests are done."""
+        """Answer until the tests are done."""
         self._channel.serve()
 
     def _obey(self, question: Any) -> Any:

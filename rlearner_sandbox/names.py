@@ -34,7 +34,6 @@ class Names:
     """Names that tests use and do not bind.
 
     Attributes:
-        program: the program's.
         library: module, and attribute of it (empty: the module itself), by name.
         imports: whether they import ``solution``.
         unsafe: those of ``UNSAFE`` that they use.
@@ -48,10 +47,10 @@ class Names:
 
 @lru_cache(maxsize=8)
 def names_of(texts: tuple[str, ...]) -> Names:
-    """The names in these pieces of Python, which are executed in one scope, one after the other.
+    """Return the names in these pieces of Python, which are executed one after the other in one scope.
 
     Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: a piece is no Python.
+        SyntaxError, ValueError, RecursionError, MemoryError: if a piece is not valid Python.
     """
     trees = [ast.parse(text) for text in texts]
     nodes = [node for tree in trees for node in ast.walk(tree)]
@@ -85,7 +84,7 @@ def _imported(node: ast.AST) -> Iterable[str]:
 
 
 def _bound(body: Iterable[ast.AST]) -> Iterable[str]:
-    """What statements bind in their own scope; not what functions and classes in them bind in theirs."""
+    """Yield what statements bind in their own scope, without the scopes of functions and classes in them."""
     for node in body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.name

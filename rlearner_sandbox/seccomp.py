@@ -46,11 +46,7 @@ CLONE3: Final = 435
 
 
 def program(machine: str | None = None) -> bytes:
-    """The filter for ``bwrap --seccomp``.
-
-    Raises:
-        KeyError: no table for this kind of machine; there are x86_64 and aarch64.
-    """
+    """Return the filter for ``bwrap --seccomp``; raise KeyError unless the machine is x86_64 or aarch64."""
     arch, clone, sockets, refused = MACHINES[machine or platform.machine()]
     code = [_op(LOAD, ARCH_AT), _op(EQUAL, arch, 1, 0), _op(RETURN, KILL)]
     code += [_op(LOAD, NUMBER_AT), _op(AT_LEAST, X32, 0, 1), _op(RETURN, KILL)]

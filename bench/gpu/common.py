@@ -86,11 +86,7 @@ def engine_options(made: argparse.ArgumentParser) -> None:
 
 
 def begin(options: argparse.Namespace) -> str:
-    """The device's name; to be called first.
-
-    Raises:
-        UserError: no GPU here, or none that this torch can use.
-    """
+    """Prepare the device and return its name; raise UserError if there is no GPU that this torch can use."""
     if options.device == "cpu":
         if not options.tiny:
             raise UserError("--device cpu is for --tiny: these are measurements of a GPU")
@@ -105,8 +101,7 @@ def begin(options: argparse.Namespace) -> str:
 
 
 def make_model(folder: str | Path, shape: ModelShape, *, dtype: str = "bfloat16", seed: int = 0) -> str:
-    """Write a Qwen3 of random weights, and a tokenizer of single characters that knows the first of its tokens; the
-    folder."""
+    """Write a Qwen3 with random weights and a tokenizer of single characters; return the folder."""
     import torch
     import transformers
 

@@ -116,8 +116,7 @@ class _Server:
         return combine(self.window.take(version, self.flat, WaitMonitor(), timeout_s=5.0, done=done, peek=lambda: None))
 
     def speeds(self, learner: _Learner) -> tuple[dict[str, Any], dict[str, bool]]:
-        """Of readings of a version that lies there whole, and of one that is being packed, in turns with what this
-        process does alone."""
+        """Measure reads of a complete version and of one being packed, alternating with local copies."""
         exact = self.reads(0, learner.asks("address"))
         other = FlatBuffer(self.plan, self.kind)
 
@@ -150,8 +149,7 @@ class _Server:
         return figures, {"read_bit_by_bit": exact, "read_bit_by_bit_while_packed": exact_following}
 
     def overwritten(self, learner: _Learner) -> bool:
-        """Whether a version that two newer ones are written over while it is read is refused, and the newest is
-        read."""
+        """Decide whether a version overwritten while it is read is refused and the newest is read."""
 
         def overwrite(index: int) -> None:
             if index == 0:
@@ -182,11 +180,7 @@ class _Server:
         return came and self.held.digest() == before
 
     def reads(self, version: int, address: str | None = None) -> bool:
-        """Whether a version is what it must be, bit by bit.
-
-        Args:
-            address: of the learner's memory, for another process to open.
-        """
+        """Decide whether a version read from ``address``, the memory of the learner, is exact bit by bit."""
         if address is not None:
             self.window = SegmentReader(address, self.plan, self.device)
         self.read(version)
@@ -218,8 +212,7 @@ def _device(kind: str) -> SharedDevice | None:
 
 
 def _learn(line: Connection, kind: str, shape: common.ModelShape, bucket_mib: float) -> None:
-    """The learner's process: version N is the model with N added to each element. It answers a ``write`` as it begins,
-    and with the digest once it is done."""
+    """Run the learner: version N adds N to each element; answer a ``write`` at its start and with the digest."""
     tensors = tensors_of(shape, kind)
     plan = plan_of(tensors, bucket_mib)
     segment = SharedSegment(plan, _device(kind))

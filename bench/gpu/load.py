@@ -86,11 +86,7 @@ async def bare(options: argparse.Namespace, model: str, settings: RolloutSection
 
 @asynccontextmanager
 async def served(options: argparse.Namespace, model: str, settings: RolloutSection, dtype: str) -> AsyncIterator[Ask]:
-    """A rollout-server process on a broker of its own, and what asks it.
-
-    Raises:
-        UserError: it does not start; its last line.
-    """
+    """Yield a function that sends requests to a rollout server; raise UserError if the server does not start."""
     with tempfile.TemporaryDirectory() as folder, BrokerServer(folder + "/broker") as broker:
         bus = await Bus.connect(broker.url, "bench-gpu", name="bench", deadline_s=30.0)
         await bus.ensure_streams()
@@ -134,11 +130,7 @@ def tokens_of(output: Any) -> list[int]:
 
 
 async def all_at_once(ask: Ask, requests: Sequence[wire.GenerateRequest]) -> list[list[int]]:
-    """The tokens of each.
-
-    Raises:
-        UserError: one ended with an error.
-    """
+    """Return the tokens of each request; raise UserError if one failed."""
     outputs = await asyncio.gather(*(ask(request) for request in requests))
     if error := next((output.error for output in outputs if output.error), ""):
         raise UserError(f"a request ended with: {error}")

@@ -137,8 +137,7 @@ def _nudged(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 async def _right(
     engine: Engine, tensors: dict[str, torch.Tensor], version: int, shape: common.ModelShape, dtype: str
 ) -> bool:
-    """After an update, sampled logprobs are those that the engine computes for the same tokens again, and differ from
-    those before."""
+    """Decide whether logprobs sampled after an update are those of the new weights and differ from the old."""
     (request,) = load.make_requests(1, shape.vocab, prompt=(32, 32), output=(32, 32), temperature=1.0, name="last")
     prompt = request.token_ids.array().tolist()
     before = await engine.logprobs(prompt)

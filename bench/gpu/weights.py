@@ -124,8 +124,7 @@ def _link(shape: common.ModelShape, options: argparse.Namespace) -> float:
 def _end(
     rank: int, port: int, kind: str, shape: common.ModelShape, bucket_mib: float, repeats: int, results: Any
 ) -> None:
-    """One process: broadcasts in lockstep with the other; the receiver tells what was measured, for it sees the last
-    byte."""
+    """Broadcast in lockstep with the other end; the receiver reports, because it sees the last byte."""
     device = f"cuda:{rank}" if kind == "cuda" else "cpu"
     if kind == "cuda":
         torch.cuda.set_device(rank)

@@ -25,8 +25,7 @@ from broker.settings.runspec import load, validate
 
 
 def warm_start(folder: Path, context: str) -> str:
-    """The weights that all arms of a context start from, made once: demonstrations have the prompts that the arms will
-    see."""
+    """Make the warm start of a context from demonstrations with the prompts that the arms will see."""
     from learner.prepare import write_config
     from learner.warm_start import ModelPreparation
 

@@ -42,11 +42,7 @@ SHOWN = (
 
 
 class TrainingArm:
-    """Learner and engine of one run.
-
-    Args:
-        config: validated.
-        model_path: the warm start.
+    """Learner and engine of one run that starts from ``model_path``.
 
     Attributes:
         curve: mean reward of the groups of each step, as sampled.

@@ -33,11 +33,7 @@ MEASURED = ("train.num_threads=1", "rollout.num_threads=1", "eval.temperature=1.
 
 
 class WatchedArm(TrainingArm):
-    """An arm that is measured on its way.
-
-    Attributes:
-        points: step -> solved episodes of each held-out task.
-    """
+    """An arm measured while it trains; ``points``: step -> solved episodes of each held-out task."""
 
     def __init__(self, config: dict[str, Any], model_path: str, every: int) -> None:
         super().__init__(config, model_path)
@@ -53,11 +49,7 @@ class WatchedArm(TrainingArm):
 
 
 def check_contexts(configs: Sequence[dict[str, Any]]) -> None:
-    """One warm start for all: their prompts must be alike.
-
-    Raises:
-        ConfigError: some would see whole conversations, others one turn at a time.
-    """
+    """Raise ConfigError if some arms see whole conversations and others one turn: they share a warm start."""
     from broker.settings.config import takes_steps
 
     estimators = [config["algorithm"]["adv_estimator"] for config in configs]

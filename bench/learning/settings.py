@@ -101,11 +101,7 @@ def stale(name: str, max_staleness: int, seed: int) -> ArmSettings:
 
 
 def plan(seeds: Sequence[int], *, quick: bool) -> list[ArmSettings]:
-    """All arms in the order in which they are run: whatever is there when the time is up is of use.
-
-    Args:
-        quick: the first seed of every algorithm only.
-    """
+    """Return all arms, the most useful first; ``quick``: only the first seed of every algorithm."""
     first = [*starts(seeds[0]), *(algorithm(name, seeds[0]) for name in presets())]
     if quick:
         return first

@@ -101,11 +101,7 @@ class _Side:
         _pipe(self._child.stdin).flush()
 
     def hear(self) -> float:
-        """Return peak memory beyond idle and free memory in MiB.
-
-        Raises:
-            RuntimeError: the process has ended.
-        """
+        """Return peak memory beyond idle and free memory in MiB; raise RuntimeError if the process has exited."""
         if not (line := _pipe(self._child.stdout).readline()):
             raise RuntimeError("a process of the measurement has ended")
         return float(line)

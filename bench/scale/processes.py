@@ -46,8 +46,7 @@ METRICS: Final = {f"envhub/measured_{number}": 0.5 for number in range(15)}
 
 
 def measure() -> dict[str, Any]:
-    """Rows of (processes, broker_cores, per_process_ms): CPU seconds of the broker per second, and milliseconds of it
-    per process."""
+    """Return rows of (processes, broker CPU seconds per second, and per process in milliseconds)."""
     logging.getLogger().setLevel("ERROR")
     raise_file_limit()
     return {"processes": [_measure(size) for size in SIZES]}
@@ -63,8 +62,8 @@ def _measure(size: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="rlearner-scale-") as folder, BrokerServer(folder) as server:
         asyncio.run(_publish_spec(server.url))
         command = [sys.executable, "-m", "bench.scale.processes", server.url, str(size)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        children = [subprocess.Popen([*command, str(number)], **pipes) for number in range(CHILDREN)]
+        commands, pipe = [[*command, str(number)] for number in range(CHILDREN)], subprocess.PIPE
+        children = [subprocess.Popen(one, stdin=pipe, stdout=pipe) for one in commands]
         try:
             for child in children:
                 if child.stdout is None or child.stdout.readline() != b"joined\n":

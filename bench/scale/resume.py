@@ -88,8 +88,7 @@ def _write_checkpoint(folder: Path, ledger: Ledger) -> None:
 
 
 def resume(folder: Path) -> dict[str, float]:
-    """All that a learner does at its start to the files that grow with the run; seconds, and memory of this process in
-    MiB."""
+    """Open the files that grow with a run as a starting learner does; return seconds and memory in MiB."""
     began = time.monotonic()
     found = checkpoint.newest_checkpoint(folder / "checkpoints")
     assert found is not None

@@ -27,8 +27,7 @@ WINDOW_S: Final = 60.0
 
 
 def measure() -> dict[str, Any]:
-    """Rows of (servers, hubs, speeds, spread); spread is what was generated, divided by what full servers would
-    have."""
+    """Return rows of (servers, hubs, speeds, spread); spread: tokens generated divided by those of full servers."""
     return {"spreads": [row(servers, hubs, speeds) for servers, hubs in ROWS for speeds in SPEEDS]}
 
 

@@ -103,12 +103,7 @@ class RunProcess:
 
 @dataclass
 class RunFleet:
-    """A broker on one port and one store, and the children of one run.
-
-    Args:
-        folder: of stores and logs.
-        run: its name.
-    """
+    """A broker on one port and one store, and the children of one run; ``folder`` holds stores and logs."""
 
     folder: Path
     run: str
@@ -181,12 +176,7 @@ class RunFleet:
             await asyncio.to_thread(self._server.stop)
 
     async def wait_done(self, children: Sequence[RunProcess], timeout_s: float = PATIENCE_S) -> None:
-        """Until all of them have ended with 0: by themselves, or told to because they came back when the run was over;
-        or were fenced.
-
-        Raises:
-            TimeoutError: one has not; says which.
-        """
+        """Wait until all children have exited with 0 or were fenced; raise TimeoutError naming one that has not."""
         deadline = time.monotonic() + timeout_s
         while waiting := [child for child in children if not (child.done or child.fenced)]:
             if time.monotonic() > deadline:

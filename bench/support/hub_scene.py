@@ -62,12 +62,7 @@ class HangingLake(FrozenLake):
 
 @dataclass
 class HubScene:
-    """One run with one hub of n slots.
-
-    Attributes:
-        hub: its process.
-        idle_mib: memory of the hub before it had a ticket.
-    """
+    """One run with one hub of n slots; ``idle_mib`` is the memory of the hub before its first ticket."""
 
     bus: Bus
     server: SlowServer
@@ -78,8 +73,7 @@ class HubScene:
     idle_mib: float = 0.0
 
     async def full(self, share: float = 0.9, within_s: float = 60.0) -> None:
-        """Wait until that share of the slots waits for the server, and then until what came with the start has
-        passed."""
+        """Wait until that share of the slots waits for the server and the effects of the start have passed."""
         try:
             async with asyncio.timeout(within_s):
                 while self.server.waiting < share * self.n:  # noqa: ASYNC110 - the counter is no event
@@ -121,19 +115,14 @@ class HubScene:
 async def scene(
     folder: Path, n: int, latency_s: float, group_size: int, *, hanging: int | None = None
 ) -> AsyncIterator[HubScene]:
-    """A hub at work.
+    """Yield a hub at work with n slots in an empty folder, served after ``latency_s``.
 
     Args:
-        folder: an empty one.
-        n: its slots.
-        latency_s: of the server.
-        group_size: of every ticket.
-        hanging: environments run in processes, and this many of them hang; None: the lake as it ships, in the hub's
-        loop.
+        hanging: number of environments, run in processes, that hang; None: the unchanged lake in the hub's loop.
 
     Raises:
-        UserError: no broker could be started.
-        TimeoutError: the hub did not begin.
+        UserError: if no broker starts.
+        TimeoutError: if the hub does not begin.
     """
     model = build_tiny(folder / "model", TinyModel())
     broker = BrokerServer(str(folder / "broker"))

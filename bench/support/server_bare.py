@@ -30,8 +30,7 @@ def asked(requests: list[tuple[list[int], int]], turn: str) -> list[wire.Generat
 
 
 async def vllm_arm(folder: str, requests: list[tuple[list[int], int]], threads: int) -> tuple[Run, Callable[[], None]]:
-    """AsyncLLM as vLLM's documentation starts it, but for the process that the model is in, which is the server's
-    choice; only the final output is asked for, which costs it least."""
+    """Yield AsyncLLM as in the documentation of vLLM, but in the process of the server; only final outputs."""
     os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}

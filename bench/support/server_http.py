@@ -27,11 +27,7 @@ def add_tokenizer(folder: Path) -> None:
 
 
 class StreamedServer:
-    """Asks the server whose log this is.
-
-    Attributes:
-        chunks: received in the last run.
-    """
+    """Client of the server with this log; ``chunks``: received in the last run."""
 
     def __init__(self, log: Path) -> None:
         found = _SAID.search(log.read_text())

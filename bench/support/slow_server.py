@@ -32,13 +32,8 @@ class _Asked(msgspec.Struct):
 class SlowServer:
     """A rollout server that answers any request with a random move after a latency with bounded jitter.
 
-    It is to cost next to nothing, for it shares two cores with the hub that is measured: it reads of a request no more
-    than the id, and all answers that are due within a millisecond leave together.
-
-    Attributes:
-        latency_s: on average.
-        answered: requests so far.
-        waiting: requests that are being kept waiting.
+    It must cost next to nothing, because it shares two cores with the measured hub: it decodes only the id of a
+    request, and sends all answers due within a millisecond together.
     """
 
     def __init__(self, bus: Bus, tokenizer: Tokenizer, latency_s: float) -> None:

@@ -11,11 +11,7 @@ import torch.distributed as dist
 
 
 class ByteMovers:
-    """The two processes.
-
-    Args:
-        size_bytes: of one broadcast.
-    """
+    """The two processes of a broadcast of ``size_bytes``."""
 
     def __init__(self, size_bytes: int) -> None:
         with socket.socket() as probe:
