@@ -29,7 +29,7 @@ def to_json(value: Any, other: Other) -> Any:
 
     Args:
         value: plain data: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset,
-            range, deque, Decimal, Fraction, a builtin type, an array or scalar of numpy (as a list or number), or nested.
+            range, deque, Decimal, Fraction, a builtin type, an array or scalar of numpy (as list or number), or nested.
         other: makes JSON of anything else, or raises.
     """
     if value is None or isinstance(value, (bool, float, str)):
