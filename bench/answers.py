@@ -39,16 +39,14 @@ class AnswerOutcome(NamedTuple):
 
 
 def sample(response: str, reference: str) -> Sample:
-    """One episode."""
     return Sample(
         domain="math", task_index=0, prompt="", response=response, reference=reference, reward=0.0, reward_parts={},
-        success=False,
-        end="terminated", num_turns=1, num_tokens=1, metrics={},
+        success=False, end="terminated", num_turns=1, num_tokens=1, metrics={},
     )  # fmt: skip
 
 
 async def judge(workers: RewardWorkerPool, cases: Sequence[AnswerPair], at_once: int) -> list[AnswerOutcome]:
-    """The outcome of each; no more of them at once than there are workers, so that none waits for another."""
+    """Judge all cases with at most ``at_once`` at a time, so that none waits for another."""
     room = asyncio.Semaphore(at_once)
 
     async def one(case: AnswerPair) -> AnswerOutcome:
@@ -64,22 +62,17 @@ async def judge(workers: RewardWorkerPool, cases: Sequence[AnswerPair], at_once:
     found = await asyncio.gather(*map(one, cases))
     for case, outcome in zip(cases, found, strict=True):
         if outcome.right is False:
-            print(
-                f"wrong: {case.response[:80]!r} against {case.reference[:60]!r} must be "
-                f"{'equal' if case.equal else 'different'}"
-            )
+            must = "equal" if case.equal else "different"
+            print(f"wrong: {case.response[:80]!r} against {case.reference[:60]!r} must be {must}")
         if outcome.seconds > LIMIT_S:
             print(f"slow: {case.response[:80]!r}: {outcome.seconds:.1f} s")
     return found
 
 
 async def measure(num_workers: int, every: int) -> dict[str, float]:
-    """Judge every n-th case."""
     with tempfile.TemporaryDirectory() as folder:
-        attacks = [
-            AnswerPair(text.replace(CANARY, f"{folder}/made_{n}"), "#### 18", False)
-            for n, text in enumerate(adversarial())
-        ][::every]
+        texts = [text.replace(CANARY, f"{folder}/made_{n}") for n, text in enumerate(adversarial())]
+        attacks = [AnswerPair(text, "#### 18", False) for text in texts][::every]
         equivalent = pairs()[::every]
         workers = RewardWorkerPool(num_workers, TIMEOUT_S, [REWARD], memory_mib=4096)
         await workers.start()
@@ -92,35 +85,27 @@ async def measure(num_workers: int, every: int) -> dict[str, float]:
             await judge(workers, plain, 40)
             neighbours_s = time.monotonic() - started
             await costly
-            ordinary = [
-                AnswerPair(f"{n} apples and 1 more.\n#### {n + 1}", f"{n}+1\n#### {n + 1:,}", True)
-                for n in range(ORDINARY // every)
+            made = [
+                (f"{n} apples and 1 more.\n#### {n + 1}", f"{n}+1\n#### {n + 1:,}") for n in range(ORDINARY // every)
             ]
+            ordinary = [AnswerPair(response, reference, True) for response, reference in made]
             ordinary[::2] = [AnswerPair(f"It is $\\boxed{{{n}}}$.", str(n), True) for n in range(len(ordinary[::2]))]
             started = time.monotonic()
             outcomes += await judge(workers, ordinary, 8 * num_workers)
             per_s = len(ordinary) / (time.monotonic() - started)
         finally:
             await workers.close()
-    return {
-        "adversarial": len(attacks),
-        "equivalent": len(equivalent),
-        "voided": sum(one.right is None for one in outcomes),
-        "over_2_s": sum(one.seconds > LIMIT_S for one in outcomes),
-        "executed": executed,
-        "wrong_verdicts": sum(one.right is False for one in outcomes),
-        "killed_workers": workers.num_killed,
-        "slowest_s": round(max(one.seconds for one in outcomes), 2),
-        "neighbours_s": round(neighbours_s, 2),
-        "per_s": round(per_s, 1),
-    }
+    figures: dict[str, float] = {"adversarial": len(attacks), "equivalent": len(equivalent)}
+    figures |= {"voided": sum(one.right is None for one in outcomes)}
+    figures |= {"over_2_s": sum(one.seconds > LIMIT_S for one in outcomes), "executed": executed}
+    figures |= {"wrong_verdicts": sum(one.right is False for one in outcomes)}
+    figures |= {"killed_workers": workers.num_killed, "slowest_s": round(max(one.seconds for one in outcomes), 2)}
+    return figures | {"neighbours_s": round(neighbours_s, 2), "per_s": round(per_s, 1)}
 
 
 def main() -> int:
-    """Measure; 0 when nothing was voided, late, executed or judged wrongly."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.answers", description="Adversarial and equivalent answers to math_answer."
-    )
+    """Measure; return 0 if no answer was voided, late, executed or judged wrongly."""
+    parser = argparse.ArgumentParser(prog="python -m bench.answers", description="Check answers to math_answer.")
     parser.add_argument("--workers", type=int, default=2, help="worker processes (2)")
     parser.add_argument("--every", type=int, default=1, help="judge every n-th case only (1)")
     options = parser.parse_args()

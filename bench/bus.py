@@ -17,10 +17,11 @@ import subprocess
 import sys
 import tempfile
 
+import msgspec
 import numpy as np
 import uvloop
 
-from bench.codec import trajectory
+from bench.codec import group
 from broker.contract import codec, wire
 from broker.contract.streams import EPISODES
 from broker.jetstream.bus import Bus
@@ -34,7 +35,7 @@ WARM_UP_S = 1.0
 
 
 def group_of(size_bytes: int) -> wire.Group:
-    """A group of eight trajectories whose encoding has about that many bytes."""
+    """Return a group of eight trajectories that encodes to about this many bytes."""
     num_tokens = 8
     while len(codec.encode(_group(num_tokens))) < size_bytes:
         num_tokens += 4
@@ -42,16 +43,7 @@ def group_of(size_bytes: int) -> wire.Group:
 
 
 def _group(num_tokens: int) -> wire.Group:
-    return wire.Group(
-        ticket=1,
-        domain="bench",
-        task_index=0,
-        min_version=7,
-        hub="envhub-1",
-        deliveries=1,
-        pools=[POOL],
-        trajectories=[trajectory(num_tokens, episode) for episode in range(8)],
-    )
+    return msgspec.structs.replace(group(num_tokens, 8), pools=[POOL])
 
 
 async def write(url: str, run: str, size_bytes: int) -> None:
@@ -77,7 +69,7 @@ async def write(url: str, run: str, size_bytes: int) -> None:
 
 
 async def read(url: str, run: str, seconds: float) -> float:
-    """Fetch and acknowledge; cycles per second after a warm-up."""
+    """Fetch and acknowledge; return cycles per second after a warm-up."""
     bus = await Bus.connect(url, run, name="bench-reader", deadline_s=20)
     queue = await bus.work_queue(EPISODES, POOL)
     loop = asyncio.get_running_loop()
@@ -103,14 +95,13 @@ async def read(url: str, run: str, seconds: float) -> float:
 
 
 async def prepare(url: str, run: str) -> None:
-    """Create the streams."""
     bus = await Bus.connect(url, run, name="bench", deadline_s=20)
     await bus.ensure_streams()
     await bus.close()
 
 
 def measure(size_bytes: int, seconds: float, *, sync_always: bool) -> float:
-    """Cycles per second against a fresh server."""
+    """Return cycles per second against a fresh server."""
     with (
         tempfile.TemporaryDirectory(prefix="rlearner-bench-") as store,
         BrokerServer(store, sync_always=sync_always) as server,
@@ -127,7 +118,6 @@ def measure(size_bytes: int, seconds: float, *, sync_always: bool) -> float:
 
 
 def main() -> None:
-    """Measure and print; the last line is one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=5.0, help="length of one measurement")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of each kind; the median counts")

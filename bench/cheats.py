@@ -5,9 +5,8 @@ reward ``code`` takes.
 
 A cheat succeeds when it scores anything at all. The last line is one JSON object: forms, cheats (the least number in
 any form), tried and succeeded (in all forms), canonical (the share of correct solutions that score 1, over all forms,
-at least 20 in each), per_form, and
-in_one_process: how many of the same cheats end well where their tests run in their own process, as they would without a
-second one.
+at least 20 in each), per_form, and in_one_process: how many of the same cheats end well where their tests run in their
+own process, as they would without a second one.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ PAIRS: Final = [{"input": f"{n}\n", "output": f"{v}\n"} for n, v in ((2, 40503),
 
 
 def cheats(form: str) -> dict[str, tuple[str, str]]:
-    """Program and reference of each cheat, by name."""
+    """Return program and reference of each cheat by name."""
     if form == "pairs":
         return {name: (program, json.dumps(PAIRS)) for name, program in SCRIPTS.items()}
     reference = {"asserts": json.dumps(STATEMENTS), "test_file": CASES, "calls": json.dumps(CALLS)}[form]
@@ -72,21 +71,18 @@ def cheats(form: str) -> dict[str, tuple[str, str]]:
 
 
 def solutions(form: str) -> list[tuple[str, str]]:
-    """Programs that are right, and their references."""
+    """Return correct programs with their references."""
     if form == "pairs":
         return [(canonical.script(problem), canonical.pairs(problem)) for problem in canonical.PROBLEMS]
     write = {"asserts": canonical.asserts, "test_file": canonical.test_file, "calls": canonical.calls}[form]
-    return [(problem.source, write(problem)) for problem in canonical.PROBLEMS] + (
-        list(canonical.MORE) if form == "test_file" else []
-    )
+    more = list(canonical.MORE) if form == "test_file" else []
+    return [(problem.source, write(problem)) for problem in canonical.PROBLEMS] + more
 
 
 def score(code: CodeReward, program: str, reference: str) -> float:
-    """What the reward gives the program."""
     sample = Sample(
         domain="cheats", task_index=0, prompt="", response=f"```python\n{program}\n```", reference=reference,
-        reward=0.0, reward_parts={},
-        success=False, end="terminated", num_turns=1, num_tokens=1, metrics={},
+        reward=0.0, reward_parts={}, success=False, end="terminated", num_turns=1, num_tokens=1, metrics={},
     )  # fmt: skip
     value = code.score(sample).value
     assert isinstance(value, float)
@@ -94,29 +90,22 @@ def score(code: CodeReward, program: str, reference: str) -> float:
 
 
 def ends_well(sandbox: Sandbox, program: str, reference: str) -> bool:
-    """Whether the process ends with exit code 0 where program and tests share it."""
+    """Decide whether a process shared by program and tests exits with code 0."""
     tests = parse(reference)
     assert isinstance(tests, StatementTests)
     head = "import math, sys, types\nsolution = sys.modules['solution'] = types.ModuleType('solution')\n"
     scope = "scope = {'math': math, **{k: v for k, v in solution.__dict__.items() if k != '__builtins__'}}\n"
-    whole = (
-        head
-        + f"exec({program!r}, solution.__dict__)\n"
-        + scope
-        + "".join(f"exec({text!r}, scope)\n" for text in (tests.first, *tests.each))
-    )
+    executed = "".join(f"exec({text!r}, scope)\n" for text in (tests.first, *tests.each))
+    whole = head + f"exec({program!r}, solution.__dict__)\n" + scope + executed
     ended = sandbox.run(whole, wall_s=10.0)
     return ended.exit_code == 0 and not ended.killed_for
 
 
 def main() -> int:
-    """Try them all; 0 when no cheat succeeds and every solution passes."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.cheats", description="Whether programs can pass tests without solving problems."
-    )
-    parser.add_argument(
-        "--sandbox", choices=("bubblewrap", "none"), default="bubblewrap", help="none: without bubblewrap, for a look"
-    )
+    """Try all cheats; return 0 if none succeeds and every solution passes."""
+    parser = argparse.ArgumentParser(prog="python -m bench.cheats", description="Check that cheats fail the tests.")
+    kinds = ("bubblewrap", "none")
+    parser.add_argument("--sandbox", choices=kinds, default=kinds[0], help="none: without bubblewrap, for a look")
     options = parser.parse_args()
     began = time.monotonic()
     try:
@@ -140,24 +129,14 @@ def main() -> int:
             if (value := score(code, program, reference)) != 1.0:
                 print(f"{form}: a solution scores {value:g}: {program!r:.100}")
                 failed.append(program)
-        forms[form] = {
-            "cheats": len(tried),
-            "succeeded": len(succeeded),
-            "solutions": len(right),
-            "failed": len(failed),
-        }
+        counts = {"cheats": len(tried), "succeeded": len(succeeded)}
+        forms[form] = counts | {"solutions": len(right), "failed": len(failed)}
         print(f"{form}: {forms[form]}", flush=True)
     total, wrong = (sum(one[key] for one in forms.values()) for key in ("solutions", "failed"))
-    figures = {
-        "forms": list(FORMS),
-        "cheats": min(one["cheats"] for one in forms.values()),
-        "tried": sum(one["cheats"] for one in forms.values()),
-        "succeeded": sum(one["succeeded"] for one in forms.values()),
-        "canonical": (total - wrong) / total,
-        "in_one_process": in_one,
-        "per_form": forms,
-        "seconds": round(time.monotonic() - began, 1),
-    }
+    figures: dict[str, Any] = {"forms": list(FORMS), "cheats": min(one["cheats"] for one in forms.values())}
+    figures |= {"tried": sum(one["cheats"] for one in forms.values())}
+    figures |= {"succeeded": sum(one["succeeded"] for one in forms.values()), "canonical": (total - wrong) / total}
+    figures |= {"in_one_process": in_one, "per_form": forms, "seconds": round(time.monotonic() - began, 1)}
     print(json.dumps(figures))
     return 0 if not figures["succeeded"] and figures["canonical"] == 1.0 else 1
 

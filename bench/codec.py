@@ -12,6 +12,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -20,20 +21,21 @@ from broker.contract import checks, codec, wire
 
 
 def trajectory(num_tokens: int, episode: int) -> wire.Trajectory:
-    """One turn that fills the second half of ``num_tokens`` tokens, sampled by two policy versions."""
+    """Return a trajectory with one turn in its second half, sampled by two policy versions."""
     rng = np.random.default_rng(episode)
     start = num_tokens // 2
     sampled = num_tokens - start
     mask = np.arange(num_tokens) >= start
+    turn = wire.Turn(start=start, end=num_tokens, reward=1.0, valid=True, finish_reason="stop", server="rollout-1")
+    token_ids = rng.integers(0, 151_936, num_tokens)
+    logprobs = np.where(mask, -rng.exponential(1.0, num_tokens), 0.0)
     return wire.Trajectory(
         episode=episode,
-        token_ids=wire.column(rng.integers(0, 151_936, num_tokens), "<i4"),
+        token_ids=wire.column(token_ids, "<i4"),
         loss_mask=wire.column(mask, "|u1"),
-        logprobs=wire.column(np.where(mask, -rng.exponential(1.0, num_tokens), 0.0), "<f4"),
+        logprobs=wire.column(logprobs, "<f4"),
         version_runs=wire.column([7, sampled // 2, 8, sampled - sampled // 2], "<i4"),
-        turns=[
-            wire.Turn(start=start, end=num_tokens, reward=1.0, valid=True, finish_reason="stop", server="rollout-1")
-        ],
+        turns=[turn],
         reward=1.0,
         reward_parts={"env": 1.0},
         success=True,
@@ -43,7 +45,7 @@ def trajectory(num_tokens: int, episode: int) -> wire.Trajectory:
 
 
 def group(num_tokens: int, group_size: int) -> wire.Group:
-    """A scored group of such trajectories."""
+    """Return a scored group of such trajectories."""
     return wire.Group(
         ticket=1,
         domain="bench",
@@ -72,8 +74,7 @@ def as_lists(source: wire.Trajectory) -> ListTrajectory:
 
 
 def median_us(work: Callable[[], object], per_call: int, *, repeats: int) -> float:
-    """Microseconds per unit of work, the median over calls timed one by one: a call is far shorter than a time slice,
-    so that the median does not see what other processes take."""
+    """Return microseconds per unit of work: the median over short calls, so that other processes do not count."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -83,11 +84,11 @@ def median_us(work: Callable[[], object], per_call: int, *, repeats: int) -> flo
 
 
 def main() -> None:
-    """Measure and print; the last line is one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=2048, help="tokens per trajectory")
-    parser.add_argument("--group-size", type=int, default=8, help="trajectories per group")
-    parser.add_argument("--repeats", type=int, default=4000, help="calls over which the median is taken")
+    add = parser.add_argument
+    add("--tokens", type=int, default=2048, help="tokens per trajectory")
+    add("--group-size", type=int, default=8, help="trajectories per group")
+    add("--repeats", type=int, default=4000, help="calls over which the median is taken")
     options = parser.parse_args()
 
     size = options.group_size
@@ -96,13 +97,13 @@ def main() -> None:
     lists = [as_lists(one) for one in message.trajectories]
     list_encoder, list_decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(list[ListTrajectory])
     list_data = list_encoder.encode(lists)
-    figures = {
-        "encode_us": median_us(lambda: codec.encode(message), size, repeats=options.repeats),
-        "decode_us": median_us(lambda: codec.decode(data, wire.Group, wire.Closed), size, repeats=options.repeats),
-        "check_us": median_us(lambda: checks.check(message), size, repeats=options.repeats),
-        "lists_encode_us": median_us(lambda: list_encoder.encode(lists), size, repeats=options.repeats // 20),
-        "lists_decode_us": median_us(lambda: list_decoder.decode(list_data), size, repeats=options.repeats // 20),
-    }
+    few = options.repeats // 20
+    figures = {"encode_us": median_us(lambda: codec.encode(message), size, repeats=options.repeats)}
+    decode = partial(codec.decode, data, wire.Group, wire.Closed)
+    figures |= {"decode_us": median_us(decode, size, repeats=options.repeats)}
+    figures |= {"check_us": median_us(lambda: checks.check(message), size, repeats=options.repeats)}
+    figures |= {"lists_encode_us": median_us(lambda: list_encoder.encode(lists), size, repeats=few)}
+    figures |= {"lists_decode_us": median_us(lambda: list_decoder.decode(list_data), size, repeats=few)}
     print(f"{size} trajectories of {options.tokens} tokens: {len(data)} bytes as columns, {len(list_data)} as lists")
     print(json.dumps({name: round(value, 2) for name, value in figures.items()}))
 

@@ -40,20 +40,19 @@ Requests = list[tuple[list[int], int]]  # prompt, output length
 
 
 def make_requests(number: int, vocab_size: int, seed: int = 0) -> Requests:
-    """Prompts of 16-128 random tokens and outputs of 16-128, both inclusive."""
+    """Return prompts and output lengths of 16 to 128 random tokens."""
     rng = np.random.default_rng(seed)
-    return [
-        (rng.integers(3, vocab_size, rng.integers(16, 129)).tolist(), int(rng.integers(16, 129))) for _ in range(number)
-    ]
+    sizes = (rng.integers(16, 129) for _ in range(number))
+    return [(rng.integers(3, vocab_size, size).tolist(), int(rng.integers(16, 129))) for size in sizes]
 
 
 def measurable() -> list[str]:
-    """Return the engines with a bare form to compare with that are installed here: vllm, where it is, and hf."""
+    """Return the installed engines that have a bare form to compare with."""
     return [*(["vllm"] if find_spec("vllm") else []), "hf"]
 
 
 def make_model(folder: str, hidden: int, layers: int) -> int:
-    """Write a small Qwen3 with random weights; its vocabulary size."""
+    """Write a small Qwen3 with random weights; return its vocabulary size."""
     config = transformers.Qwen3Config(
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -73,9 +72,8 @@ def make_model(folder: str, hidden: int, layers: int) -> int:
 
 
 def load(folder: str) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="sdpa"
-    ).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    return model.eval()
 
 
 def static_arm(folder: str, requests: Requests) -> Callable[[], int]:
@@ -90,8 +88,7 @@ def static_arm(folder: str, requests: Requests) -> Callable[[], int]:
         with torch.inference_mode():
             out = model.generate(
                 ids, attention_mask=mask, max_new_tokens=most, do_sample=True, top_k=0, pad_token_id=0,
-                output_scores=True,
-                return_dict_in_generate=True,
+                output_scores=True, return_dict_in_generate=True,
             )  # fmt: skip
             logprobs = model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
         assert logprobs.shape == (len(requests), most)
@@ -122,7 +119,6 @@ def continuous_arm(folder: str, requests: Requests, manager: Any) -> Callable[[]
 
 
 async def ours(engine: HFEngine, requests: Requests, turn: int) -> int:
-    """All requests at once on the engine."""
     asked = [
         wire.GenerateRequest(
             request_id=f"{turn}-{index}",
@@ -138,7 +134,6 @@ async def ours(engine: HFEngine, requests: Requests, turn: int) -> int:
 
 
 def timed(run: Callable[[], int]) -> float:
-    """Tokens a second of one run."""
     began = time.perf_counter()
     tokens = run()
     return tokens / (time.perf_counter() - began)
@@ -146,13 +141,12 @@ def timed(run: Callable[[], int]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument(
-        "--threads", type=int, default=int(os.environ.get("OMP_NUM_THREADS", "0")) or os.cpu_count() or 1
-    )
+    add = parser.add_argument
+    add("--requests", type=int, default=64)
+    add("--repeats", type=int, default=5)
+    add("--hidden", type=int, default=256)
+    add("--layers", type=int, default=4)
+    add("--threads", type=int, default=int(os.environ.get("OMP_NUM_THREADS", "0")) or os.cpu_count() or 1)
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -168,14 +162,9 @@ def main() -> None:
 
 
 async def turns_per_s(folder: str, options: argparse.Namespace, conversations: int = 128, turns: int = 8) -> float:
-    """Turns a second of many short conversations that grow together; the best of some runs, the first left out."""
-    engine = HFEngine(
-        EngineConfig(
-            folder,
-            RolloutSection(max_running=128, max_context_tokens=512, num_threads=options.threads),
-            policy_version=0,
-        )
-    )
+    """Return turns per second of many short growing conversations: the best run without the first."""
+    section = RolloutSection(max_running=128, max_context_tokens=512, num_threads=options.threads)
+    engine = HFEngine(EngineConfig(folder, section, policy_version=0))
     await engine.start()
     rng = np.random.default_rng(0)
 
@@ -183,13 +172,9 @@ async def turns_per_s(folder: str, options: argparse.Namespace, conversations: i
         context = rng.integers(8, 90, 60).tolist()
         for turn in range(turns):
             sampling = wire.SamplingParams(max_tokens=2, ignore_eos=True)
+            ids, name_now = wire.column(context, "<i4"), f"{name}-{turn}"
             output = await engine.generate(
-                wire.GenerateRequest(
-                    request_id=f"{name}-{turn}",
-                    conversation_id=name,
-                    token_ids=wire.column(context, "<i4"),
-                    sampling=sampling,
-                )
+                wire.GenerateRequest(request_id=name_now, conversation_id=name, token_ids=ids, sampling=sampling)
             )
             context += [*output.token_ids, *rng.integers(8, 90, 25).tolist()]
 
@@ -203,7 +188,6 @@ async def turns_per_s(folder: str, options: argparse.Namespace, conversations: i
 
 
 def compare(folder: str, requests: Requests, options: argparse.Namespace) -> dict[str, float]:
-    """Run the arms in turns; what came of it."""
     section = RolloutSection(max_running=len(requests), max_context_tokens=512, num_threads=options.threads)
     rates: dict[str, list[float]] = {"static": [], "continuous": [], "engine": []}
     continuous_model = load(folder)
@@ -221,28 +205,17 @@ def compare(folder: str, requests: Requests, options: argparse.Namespace) -> dic
         for turn in range(options.repeats + 1):
             new = {"static": timed(static), "continuous": timed(continuous)}
             new["engine"] = timed(lambda turn=turn: runner.run(ours(engine, requests, turn)))  # type: ignore[misc]
-            print(
-                "warm-up" if turn == 0 else f"turn {turn}",
-                *(f"{name} {rate:.0f} tokens/s" for name, rate in new.items()),
-                sep="  ",
-            )
+            shown = "  ".join(f"{name} {rate:.0f} tokens/s" for name, rate in new.items())
+            print("warm-up" if turn == 0 else f"turn {turn}", shown, sep="  ")
             if turn:
                 for name, rate in new.items():
                     rates[name].append(rate)
         runner.run(engine.close())
     median = {name: statistics.median(values) for name, values in rates.items()}
-    return {
-        "ratio_to_static": round(
-            statistics.median(e / s for e, s in zip(rates["engine"], rates["static"], strict=True)), 3
-        ),
-        "ratio_to_continuous": round(
-            statistics.median(e / c for e, c in zip(rates["engine"], rates["continuous"], strict=True)), 3
-        ),
-        "tokens_per_s": round(median["engine"], 1),
-        "static_tokens_per_s": round(median["static"], 1),
-        "continuous_tokens_per_s": round(median["continuous"], 1),
-        "threads": options.threads,
-    }
+    pairs = {name: zip(rates["engine"], rates[name], strict=True) for name in ("static", "continuous")}
+    figures = {f"ratio_to_{k}": round(statistics.median(e / o for e, o in v), 3) for k, v in pairs.items()}
+    figures |= {"tokens_per_s": round(median["engine"], 1), "static_tokens_per_s": round(median["static"], 1)}
+    return figures | {"continuous_tokens_per_s": round(median["continuous"], 1), "threads": options.threads}
 
 
 if __name__ == "__main__":

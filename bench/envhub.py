@@ -46,7 +46,6 @@ GROUP_SIZE: Final = 8
 
 
 async def row(folder: Path, n: int, latency_s: float, seconds: float) -> dict[str, Any]:
-    """The figures for one size."""
     group_size = max(min(GROUP_SIZE, n // PER_GROUP), 1)
     async with scene(folder, n, latency_s, group_size) as made:
         await made.full()
@@ -57,22 +56,15 @@ async def row(folder: Path, n: int, latency_s: float, seconds: float) -> dict[st
         made.hub.kill()
         made.hub.wait()
         bare = await _bare(made, folder, seconds)
-    return {
-        "n": n,
-        "latency_s": latency_s,
-        "share": round(rate * latency_s / n, 3),
-        "bare_share": round(bare * latency_s / n, 3),
-        "episodes_per_s": round(rate / max(turns, 1.0), 1),
-        "failed": failed,
-        "group_size": group_size,
-        "hub_ms_per_turn": round(1e3 * cpu / max(rate, 1e-9), 3),
-        "hub_mib": round(mib, 1),
-        "load": round(os.getloadavg()[0], 1),
-    }
+    figures: dict[str, Any] = {"n": n, "latency_s": latency_s, "share": round(rate * latency_s / n, 3)}
+    figures |= {"bare_share": round(bare * latency_s / n, 3), "episodes_per_s": round(rate / max(turns, 1.0), 1)}
+    figures |= {"failed": failed, "group_size": group_size}
+    figures |= {"hub_ms_per_turn": round(1e3 * cpu / max(rate, 1e-9), 3), "hub_mib": round(mib, 1)}
+    return figures | {"load": round(os.getloadavg()[0], 1)}
 
 
 async def _bare(made: HubScene, folder: Path, seconds: float) -> float:
-    """Turns a second of the bare client, in a process of its own."""
+    """Return turns per second of the bare client, measured in a separate process."""
     command = [sys.executable, "-m", "bench.envhub", "--bare", str(made.n), made.bus.link.url, made.server.address]
     with (folder / "bare.log").open("ab") as log:
         child = spawn(command, log, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -86,7 +78,7 @@ async def _bare(made: HubScene, folder: Path, seconds: float) -> float:
 
 
 async def ask_forever(n: int, url: str, address: str) -> None:
-    """The bare client: batches of n requests, one after the other."""
+    """Send batches of n requests one after the other."""
     bus = await Bus.connect(url, "bench", name="bench-bare", deadline_s=20)
     client = carriers.connect("zmq", bus)
     context = wire.column(array("i", range(CONTEXT)), "<i4")
@@ -108,7 +100,7 @@ async def ask_forever(n: int, url: str, address: str) -> None:
 
 
 async def with_hangs(folder: Path, n: int, latency_s: float, seconds: float) -> dict[str, Any]:
-    """The rate with environments that hang, as a share of the rate of as many healthy ones as are left."""
+    """Return the rate with hanging environments as a share of the rate of the healthy ones alone."""
     hanging, rates = n // HANGING_SHARE, []
     for name, slots, hang in (("hang", n, hanging), ("sound", n - hanging, 0)):
         (folder / name).mkdir()
@@ -122,7 +114,6 @@ async def with_hangs(folder: Path, n: int, latency_s: float, seconds: float) -> 
 
 
 async def measure(rows: tuple[tuple[int, float], ...], seconds: float, hangs: bool) -> dict[str, Any]:
-    """All of it."""
     figures: dict[str, Any] = {"rows": []}
     with tempfile.TemporaryDirectory(prefix="bench-envhub-") as folder:
         for n, latency_s in rows:
@@ -151,21 +142,14 @@ def _sizes(text: str) -> tuple[tuple[int, float], ...]:
 
 
 def main() -> int:
-    """Measure; 0 when no episode failed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.envhub", description="How near one hub comes to what its server allows."
-    )
-    parser.add_argument("--full", action="store_true", help="also 512 and 4,096 environments")
-    parser.add_argument(
-        "--sizes",
-        type=_sizes,
-        default=None,
-        metavar="N@L,…",
-        help="environments and latencies instead, for example 128@0.1",
-    )
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement (%(default)s)")
-    parser.add_argument("--no-hangs", action="store_true", help="without environments that hang")
-    parser.add_argument("--bare", nargs=3, metavar=("N", "BROKER", "ADDRESS"), help=argparse.SUPPRESS)
+    """Measure; return 0 if no episode failed."""
+    parser = argparse.ArgumentParser(prog="python -m bench.envhub", description="Compare a hub with a bare client.")
+    add = parser.add_argument
+    add("--full", action="store_true", help="also 512 and 4,096 environments")
+    add("--sizes", type=_sizes, metavar="N@L,…", help="environments and latencies instead, for example 128@0.1")
+    add("--seconds", type=float, default=8.0, help="of each measurement (%(default)s)")
+    add("--no-hangs", action="store_true", help="without environments that hang")
+    add("--bare", nargs=3, metavar=("N", "BROKER", "ADDRESS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.bare:
         uvloop.run(ask_forever(int(options.bare[0]), *options.bare[1:]))

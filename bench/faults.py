@@ -41,59 +41,31 @@ BASE_STEPS: Final = 12
 LIMIT_S: Final = 180.0
 HERE: Final = Path(__file__).parent
 REWARD: Final = "def length(sample):\n    return min(1.0, len(sample.response) / 8)\n"
-TINY: Final = {
-    "hidden_size": 16,
-    "num_layers": 1,
-    "num_heads": 1,
-    "num_kv_heads": 1,
-    "head_dim": 16,
-    "intermediate_size": 32,
+TINY: Final = {"hidden_size": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 16} | {
+    "intermediate_size": 32
 }
 
 
 def config(folder: Path) -> dict[str, Any]:
-    """A run that is stopped before its steps are done."""
-    (folder / "sums.jsonl").write_text(
-        "".join(f'{{"question": "{n}+{n}=", "answer": "{2 * n}"}}\n' for n in range(200))
-    )
+    """Return the configuration of a run that is stopped before its last step."""
+    questions = (f'{{"question": "{n}+{n}=", "answer": "{2 * n}"}}\n' for n in range(200))
+    (folder / "sums.jsonl").write_text("".join(questions))
     (folder / "length_reward.py").write_text(REWARD)
-    sums = {
-        "env": "qa",
-        "env_args": {"path": str(folder / "sums.jsonl")},
-        "group_size": 4,
-        "max_context_tokens": 64,
-        "deadline_s": 90,
-        "sampling": {"max_tokens": 8},
-        "rewards": [{"name": f"{folder / 'length_reward.py'}:length"}],
-    }
-    return validate(
-        {
-            "run": {"name": RUN, "dir": str(folder / "runs"), "seed": 5},
-            "model": {"path": None, "tiny": TINY},
-            "domains": {"sums": sums},
-            "train": {
-                "steps": 100_000,
-                "groups_per_step": 8,
-                "max_staleness": 1,
-                "micro_batch_tokens": 512,
-                "num_threads": 1,
-                "backend": f"{HERE / 'support' / 'simulated.py'}:SlowBackend",
-            },
-            "checkpoint": {"every_steps": 1},
-            "trackers": {"use": []},
-            "rollout": {
-                "engine": f"{HERE / 'support' / 'simulated.py'}:SlowEngine",
-                "max_context_tokens": 64,
-                "num_threads": 1,
-            },
-            "envhub": {"n": 64},
-            "rewardhub": {"workers": 1},
-        }
-    )
+    sums: dict[str, Any] = {"env": "qa", "env_args": {"path": str(folder / "sums.jsonl")}, "group_size": 4}
+    sums |= {"max_context_tokens": 64, "deadline_s": 90, "sampling": {"max_tokens": 8}}
+    sums |= {"rewards": [{"name": f"{folder / 'length_reward.py'}:length"}]}
+    simulated = HERE / "support" / "simulated.py"
+    train: dict[str, Any] = {"steps": 100_000, "groups_per_step": 8, "max_staleness": 1, "micro_batch_tokens": 512}
+    train |= {"num_threads": 1, "backend": f"{simulated}:SlowBackend"}
+    config: dict[str, Any] = {"run": {"name": RUN, "dir": str(folder / "runs"), "seed": 5}}
+    config |= {"model": {"path": None, "tiny": TINY}, "domains": {"sums": sums}, "train": train}
+    config |= {"checkpoint": {"every_steps": 1}, "trackers": {"use": []}}
+    config |= {"rollout": {"engine": f"{simulated}:SlowEngine", "max_context_tokens": 64, "num_threads": 1}}
+    return validate(config | {"envhub": {"n": 64}, "rewardhub": {"workers": 1}})
 
 
 async def hit(fleet: RunFleet, watch: FleetWatch, role: str, rng: random.Random, found: dict[str, list[float]]) -> None:
-    """Kill one of a role, and note how long it took until all work in flight had arrived."""
+    """Kill one process of a role and record how long the work in flight took to arrive."""
     victim: RunProcess | None = None if role == "broker" else rng.choice(fleet.of(role))
 
     async def strike() -> None:
@@ -115,7 +87,7 @@ async def phase(
     rng: random.Random,
     found: dict[str, list[float]],
 ) -> float:
-    """Kill one after the other; the effective share of the time."""
+    """Kill processes one after the other; return the effective share of the time."""
     before = watch.step()
     await watch.until(lambda: watch.step() > before, LIMIT_S)  # begin where a step begins
     began, first = time.monotonic(), watch.step()
@@ -133,7 +105,7 @@ async def phase(
 
 @asynccontextmanager
 async def running(folder: Path) -> AsyncIterator[tuple[RunFleet, FleetWatch, dict[str, Any]]]:
-    """A fleet that trains; the last one is filled with the audit's figures, once it has stopped."""
+    """Yield a training fleet; fill the figures of the audit in when it has stopped."""
     file = folder / "run.yaml"
     file.write_text(to_yaml(config(folder)), encoding="utf-8")
     figures: dict[str, Any] = {}
@@ -152,18 +124,14 @@ async def running(folder: Path) -> AsyncIterator[tuple[RunFleet, FleetWatch, dic
         os.kill(learner.pid, signal.SIGTERM)
         await fleet.wait_done([learner])
         audited = await asyncio.to_thread(run_audit, watch.folder, fleet.url)
-        figures |= {
-            "lost": audited["lost"],
-            "trained_twice": audited["trained_twice"],
-            "problems": audited["problems"] + fleet.crashes,
-        }
+        figures |= {"lost": audited["lost"], "trained_twice": audited["trained_twice"]}
+        figures |= {"problems": audited["problems"] + fleet.crashes}
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         await bus.close()
 
 
 async def run(folder: Path, kills: int, with_learner: int, seed: int) -> dict[str, Any]:
-    """All phases; the figures."""
     rng, found = random.Random(seed), defaultdict[str, list[float]](list)
     async with running(folder) as (fleet, watch, figures):
         began = time.monotonic()
@@ -182,16 +150,11 @@ async def run(folder: Path, kills: int, with_learner: int, seed: int) -> dict[st
 
 
 async def recoveries(folder: Path, kills: int, seed: int) -> dict[str, Any]:
-    """Each role killed so often, one after the other, each time after the one before has recovered; steps are short
-    here.
-    """
+    """Kill each role this often, each time after the previous one has recovered, with short steps."""
     rng, found = random.Random(seed), defaultdict[str, list[float]](list)
     async with running(folder) as (fleet, watch, figures):
-        for role in [
-            role
-            for _ in range(kills)
-            for role in rng.sample(("envhub", "rollout", "rewardhub", "broker", "learner"), 5)
-        ]:
+        roles = ("envhub", "rollout", "rewardhub", "broker", "learner")
+        for role in [role for _ in range(kills) for role in rng.sample(roles, 5)]:
             await hit(fleet, watch, role, rng, found)
             settled = watch.step() + 2
             await watch.until(
@@ -203,16 +166,14 @@ async def recoveries(folder: Path, kills: int, seed: int) -> dict[str, Any]:
 
 
 def _summary(found: Mapping[str, list[float]]) -> dict[str, Any]:
-    return {
-        "kills": sum(map(len, found.values())),
-        "kills_by_role": {role: len(times) for role, times in sorted(found.items())},
-        "recovery_p95_s": {role: round(_p95(times), 1) for role, times in sorted(found.items())},
-        "recovery_max_s": {role: round(max(times), 1) for role, times in sorted(found.items())},
-    }
+    figures: dict[str, Any] = {"kills": sum(map(len, found.values()))}
+    figures |= {"kills_by_role": {role: len(times) for role, times in sorted(found.items())}}
+    figures |= {"recovery_p95_s": {role: round(_p95(times), 1) for role, times in sorted(found.items())}}
+    return figures | {"recovery_max_s": {role: round(max(times), 1) for role, times in sorted(found.items())}}
 
 
 def _each(roles: list[str], rng: random.Random) -> Iterator[str]:
-    """Every kind in turn, in an order of chance."""
+    """Yield every kind in turn, in random order."""
     return cycle(rng.sample(roles, len(roles)))
 
 
@@ -224,13 +185,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--kills-with-learner", type=int, default=5)
-    parser.add_argument(
-        "--recoveries",
-        type=int,
-        default=0,
-        metavar="N",
-        help="only measure recoveries, N of each role with short steps",
-    )
+    text = "only measure recoveries, N of each role with short steps"
+    parser.add_argument("--recoveries", type=int, default=0, metavar="N", help=text)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if options.recoveries:

@@ -17,7 +17,7 @@ import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 _SELF: Final = "bench/house.py"
 _ARCHAIC: Final = (
@@ -65,9 +65,7 @@ def module_name(path: str) -> str:
 
 
 def imports(tree: ast.Module, module: str, is_package: bool, known: set[str]) -> set[str]:
-    """Modules of known that a module imports anywhere, in functions too; the packages that contain them do not
-    count.
-    """
+    """Return the known modules that a module imports anywhere, without the packages that contain them."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -139,14 +137,10 @@ def function_lines(tree: ast.Module) -> dict[str, int]:
 
 def _tracked() -> dict[str, str]:
     """The text of each Python and Markdown file that git tracks outside tests/, except this file."""
-    listed = subprocess.run(
-        ["git", "ls-files", "*.py", "*.md"], check=True, capture_output=True, text=True
-    ).stdout.splitlines()
-    return {
-        path: Path(path).read_text()
-        for path in listed
-        if not path.startswith("tests/") and path != _SELF and Path(path).is_file()
-    }
+    command = ["git", "ls-files", "*.py", "*.md"]
+    listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    kept = [path for path in listed if not path.startswith("tests/") and path != _SELF and Path(path).is_file()]
+    return {path: Path(path).read_text() for path in kept}
 
 
 def _show(title: str, figures: Mapping[str, int], worst: int) -> None:
@@ -172,11 +166,8 @@ def main() -> None:
         for path, tree in trees.items()
     }
     rings = cycles(graph)
-    up = {
-        pair: n
-        for package in sorted({name.split(".")[0] for name in graph})
-        for pair, n in upward(rooms(graph, package)).items()
-    }
+    packages = sorted({name.split(".")[0] for name in graph})
+    up = {pair: n for package in packages for pair, n in upward(rooms(graph, package)).items()}
     lines = {path: len(texts[path].splitlines()) for path in trees}
     sizes = [n for path, n in lines.items() if not path.endswith("__init__.py")]
     functions = {
@@ -184,26 +175,19 @@ def main() -> None:
     }
     _show("archaic words", words, worst)
     _show("public classes of one word", one_word, worst)
-    _show(
-        "class names in several modules", {f"{name}: {' '.join(its)}": len(its) for name, its in names.items()}, worst
-    )
+    several = {f"{name}: {' '.join(its)}": len(its) for name, its in names.items()}
+    _show("class names in several modules", several, worst)
     _show("modules in a folder", folders, worst)
     _show("import cycles", {" ".join(ring): len(ring) for ring in rings}, worst)
     _show("upward arrows", {f"{a} -> {b}": n for (a, b), n in up.items()}, worst)
     _show("lines of a file", lines, worst)
     _show("functions over 60 lines", functions, worst)
-    figures = {
-        "archaic": sum(words.values()),
-        "one_word_classes": round(sum(one_word.values()) / max(1, sum(map(len, classes.values()))), 3),
-        "repeated_class_names": len(names),
-        "max_modules_per_folder": max(folders.values(), default=0),
-        "import_cycles": len(rings),
-        "upward_arrows": sum(up.values()),
-        "files_median": quantile(sizes, 0.5),
-        "files_p90": quantile(sizes, 0.9),
-        "functions_over_60_lines": len(functions),
-        "lines": sum(lines.values()),
-    }
+    figures: dict[str, Any] = {"archaic": sum(words.values())}
+    figures |= {"one_word_classes": round(sum(one_word.values()) / max(1, sum(map(len, classes.values()))), 3)}
+    figures |= {"repeated_class_names": len(names), "max_modules_per_folder": max(folders.values(), default=0)}
+    figures |= {"import_cycles": len(rings), "upward_arrows": sum(up.values()), "files_median": quantile(sizes, 0.5)}
+    figures |= {"files_p90": quantile(sizes, 0.9), "functions_over_60_lines": len(functions)}
+    figures |= {"lines": sum(lines.values())}
     print(json.dumps(figures))
 
 

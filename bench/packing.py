@@ -11,7 +11,7 @@ import json
 import statistics
 import tempfile
 import time
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -24,14 +24,14 @@ _VOCABULARY: Final = 64
 
 
 def lengths(kind: str, rng: np.random.Generator) -> list[int]:
-    """Tokens of each sequence of a step: like the quickstart's, or with a long tail."""
+    """Return sequence lengths of a step: like those of the quickstart, or with a long tail."""
     if kind == "quickstart":
         return [int(n) for n in rng.integers(60, 200, 64)]
     return [int(n) for n in np.minimum(rng.lognormal(4.5, 1.0, 64) + 8, 2000)]
 
 
 def sample(n: int, rng: np.random.Generator) -> TrainSample:
-    """n tokens, half of them trained, the last among them."""
+    """Return n tokens of which half are trained, including the last."""
     mask = np.zeros(n, np.uint8)
     mask[1::2] = 1
     mask[-1] = 1
@@ -43,23 +43,16 @@ def sample(n: int, rng: np.random.Generator) -> TrainSample:
 
 
 def save_model(folder: str) -> None:
-    """The quickstart's shape."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    shape = {
-        "hidden_size": 128,
-        "intermediate_size": 384,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-    }
+    shape: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2}
     Qwen3ForCausalLM(
         Qwen3Config(vocab_size=_VOCABULARY, head_dim=64, max_position_embeddings=4096, **shape)
     ).save_pretrained(folder)
 
 
 def step(backend: TorchBackend, samples: list[TrainSample]) -> float:
-    """Seconds of a gradient."""
     began, cutter = time.perf_counter(), backend.cutter()
     for one in samples:
         if (full := cutter.add(one)) is not None:
@@ -72,7 +65,6 @@ def step(backend: TorchBackend, samples: list[TrainSample]) -> float:
 
 
 def measure(path: str, kind: str, pairs: int) -> dict[str, float]:
-    """One kind of lengths."""
     rng = np.random.default_rng(0)
     samples = [sample(n, rng) for n in lengths(kind, rng)]
     tokens = sum(one.num_inputs for one in samples)
@@ -86,13 +78,10 @@ def measure(path: str, kind: str, pairs: int) -> dict[str, float]:
         for packing in ("packed", "padded") if pair % 2 else ("padded", "packed"):
             rates[packing].append(tokens / step(backends[packing], samples))
     ratios = sorted(packed / padded for packed, padded in zip(rates["packed"], rates["padded"], strict=True))
-    return {
-        "packed_tokens_per_s": round(statistics.median(rates["packed"])),
-        "padded_tokens_per_s": round(statistics.median(rates["padded"])),
-        "ratio": round(statistics.median(ratios), 3),
-        "ratio_low": round(ratios[0], 3),
-        "ratio_high": round(ratios[-1], 3),
-    }
+    figures: dict[str, float] = {"packed_tokens_per_s": round(statistics.median(rates["packed"]))}
+    figures |= {"padded_tokens_per_s": round(statistics.median(rates["padded"]))}
+    figures |= {"ratio": round(statistics.median(ratios), 3), "ratio_low": round(ratios[0], 3)}
+    return figures | {"ratio_high": round(ratios[-1], 3)}
 
 
 def main() -> None:

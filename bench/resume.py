@@ -46,47 +46,33 @@ LIMIT_S: Final = 240.0
 
 
 def config(folder: Path, steps: int, every: int) -> dict[str, Any]:
-    """One domain whose environment is never run."""
-    lake = {
-        "env": "frozenlake",
-        "group_size": 4,
-        "max_context_tokens": 64,
-        "deadline_s": 60,
-        "sampling": {"max_tokens": 32},
-    }
-    return validate(
-        {
-            "run": {"name": RUN, "dir": str(folder), "seed": 11},
-            "model": {"path": None, "tiny": TINY},
-            "domains": {"lake": lake},
-            "train": {"steps": steps, "groups_per_step": 4, "micro_batch_tokens": 256, "lr": 1e-3, "num_threads": 1},
-            "algorithm": {"entropy_coef": 0.001},
-            "rollout": {"max_context_tokens": 64},
-            "checkpoint": {"every_steps": every},
-            "samples": {"keep": True},
-            "trackers": {"use": []},
-        }
-    )
+    """Return a configuration with one domain whose environment never runs."""
+    lake: dict[str, Any] = {"env": "frozenlake", "group_size": 4, "max_context_tokens": 64, "deadline_s": 60}
+    lake |= {"sampling": {"max_tokens": 32}}
+    train = {"steps": steps, "groups_per_step": 4, "micro_batch_tokens": 256, "lr": 1e-3, "num_threads": 1}
+    config: dict[str, Any] = {"run": {"name": RUN, "dir": str(folder), "seed": 11}}
+    config |= {"model": {"path": None, "tiny": TINY}, "domains": {"lake": lake}, "train": train}
+    config |= {"algorithm": {"entropy_coef": 0.001}, "rollout": {"max_context_tokens": 64}}
+    config |= {"checkpoint": {"every_steps": every}, "samples": {"keep": True}, "trackers": {"use": []}}
+    return validate(config)
 
 
 def group(ticket: wire.Ticket, rng: random.Random) -> wire.Group:
-    """Random tokens with random rewards: what matters here is only that they are the same twice."""
+    """Return a group of reproducible random tokens and rewards."""
     numbers = np.random.default_rng([ticket.number, rng.randrange(1 << 30)])
     trajectories = []
     for episode in range(4):
         reward = float(numbers.random())
         token_ids = numbers.integers(6, 60, PROMPT + RESPONSE).tolist()
         logprobs = (-3 - numbers.random(RESPONSE)).tolist()
-        trajectories.append(
-            made_up_hub.trajectory(
-                episode, token_ids, logprobs, version=ticket.min_version, reward=reward, success=reward > 0.5
-            )
-        )
+        version, success = ticket.min_version, reward > 0.5
+        made = made_up_hub.trajectory(episode, token_ids, logprobs, version=version, reward=reward, success=success)
+        trajectories.append(made)
     return made_up_hub.group(ticket, trajectories)
 
 
 async def answer(bus: Bus, seed: int, pace_s: float) -> None:
-    """Take tickets and store their groups, in an order that the clock decides, until cancelled."""
+    """Take tickets and store their groups in an order that the clock decides, until cancelled."""
     rng, queue = random.Random(seed), await bus.work_queue(TICKETS, "lake")
     while True:
         deliveries = await queue.fetch(4, 5.0)
@@ -99,7 +85,7 @@ async def answer(bus: Bus, seed: int, pace_s: float) -> None:
 
 
 async def disturbed(folder: Path, steps: int, resumes: int, seed: int) -> int:
-    """Train with kills into ``folder/runs``; how often the learner resumed from a checkpoint."""
+    """Train with kills into ``folder/runs``; return how often the learner resumed from a checkpoint."""
     rng = random.Random(seed)
     file = folder / "run.yaml"
     file.write_text(to_yaml(config(folder / "runs", steps, 3)), encoding="utf-8")
@@ -125,15 +111,10 @@ async def disturbed(folder: Path, steps: int, resumes: int, seed: int) -> int:
 
 
 def undisturbed(folder: Path, first: int, last: int) -> dict[str, Any]:
-    """What ``rlearner replay`` finds: see ``rlearner/ops/replaying.py``."""
+    """Return what ``rlearner replay`` finds; see ``rlearner/ops/replaying.py``."""
     command = [sys.executable, "-m", "rlearner.cli", "replay", RUN, "--dir", str(folder / "runs"), "--json"]
-    done = subprocess.run(
-        [*command, "--from", str(first), "--to", str(last)],
-        capture_output=True,
-        text=True,
-        timeout=10 * LIMIT_S,
-        check=False,
-    )
+    command += ["--from", str(first), "--to", str(last)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10 * LIMIT_S, check=False)
     if not done.stdout.startswith("{"):
         raise RuntimeError(done.stderr)
     figures: dict[str, Any] = json.loads(done.stdout)
@@ -141,7 +122,6 @@ def undisturbed(folder: Path, first: int, last: int) -> dict[str, Any]:
 
 
 async def _until(what: Callable[[], bool]) -> None:
-    """Look until it holds."""
     began = time.monotonic()
     while not what():
         if time.monotonic() - began > LIMIT_S:
@@ -162,12 +142,9 @@ def main() -> None:
     if found["first_difference"]:
         print(f"the first difference: {found['first_difference']}")
     same = [one["replay"] == one["run"] for one in found["digests"].values()]
-    figures = {
-        "resumes": resumes,
-        "steps": options.steps,
-        "identical_losses": found["identical_steps"] == options.steps,
-        "identical_digest": bool(same) and all(same),
-    }
+    figures: dict[str, Any] = {"resumes": resumes, "steps": options.steps}
+    figures |= {"identical_losses": found["identical_steps"] == options.steps}
+    figures |= {"identical_digest": bool(same) and all(same)}
     print(json.dumps(figures))
 
 

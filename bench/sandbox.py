@@ -27,20 +27,19 @@ from rlearner_sandbox.command import ENVIRONMENT, python
 
 
 def bare() -> None:
-    """An empty Python, its outputs piped like those of the sandbox."""
+    """Run an empty Python program with piped outputs."""
     command = [python(), "-I", "-S", "-X", "utf8", "-c", "pass"]
     subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=ENVIRONMENT, check=True)
 
 
 def timed(run: Callable[[], object]) -> float:
-    """Milliseconds."""
     began = time.perf_counter()
     run()
     return 1e3 * (time.perf_counter() - began)
 
 
 def cost(sandbox: Sandbox, pairs: int) -> dict[str, float]:
-    """Medians over pairs whose order alternates; the first of them do not count."""
+    """Return medians over pairs in alternating order, without the warm-up pairs."""
     added, alone, confined = [], [], []
     for turn in range(-3, pairs):
         if turn % 2:
@@ -51,34 +50,28 @@ def cost(sandbox: Sandbox, pairs: int) -> dict[str, float]:
             added.append(inside - outside)
             alone.append(outside)
             confined.append(inside)
-    return {
-        "added_ms": round(statistics.median(added), 2),
-        "added_least_ms": round(min(confined) - min(alone), 2),
-        "bare_ms": round(statistics.median(alone), 2),
-    }
+    figures: dict[str, float] = {"added_ms": round(statistics.median(added), 2)}
+    figures |= {"added_least_ms": round(min(confined) - min(alone), 2)}
+    return figures | {"bare_ms": round(statistics.median(alone), 2)}
 
 
 def attempts() -> tuple[int, list[str]]:
-    """How many escapes were tried, and which of them succeeded."""
+    """Return how many escapes were tried and which of them succeeded."""
     sandbox = Sandbox(LIMITS)
     succeeded = []
     for escape in ESCAPES:
         with scene() as here:
             result = escape.inside(sandbox, here)
             if escape.escaped(here, result) or result.how != escape.how:
-                print(
-                    f"{escape.name}: ended by {result.how or 'itself'} after {result.seconds:.1f} s, "
-                    f"{result.stdout[:200]!r}"
-                )
+                how, stdout = result.how or "itself", result.stdout[:200]
+                print(f"{escape.name}: ended by {how} after {result.seconds:.1f} s, {stdout!r}")
                 succeeded.append(escape.name)
     return len(ESCAPES), succeeded
 
 
 def main() -> int:
-    """Measure; 0 when no escape succeeds."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.sandbox", description="What the sandbox costs, and whether it holds."
-    )
+    """Measure; return 0 if no escape succeeds."""
+    parser = argparse.ArgumentParser(prog="python -m bench.sandbox", description="Measure and attack the sandbox.")
     parser.add_argument("--pairs", type=int, default=60, help="pairs of starts (60)")
     parser.add_argument("--no-escapes", action="store_true", help="measure the cost alone")
     options = parser.parse_args()

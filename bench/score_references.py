@@ -25,12 +25,7 @@ REWARD = RewardConfig(name="math_answer")
 
 
 def read(path: str) -> list[tuple[str, str]]:
-    """(question, answer) of every row.
-
-    Raises:
-        UserError: no such file.
-        DataError: a row without them; names file and line.
-    """
+    """Return (question, answer) of every row; raise UserError without a file, DataError for a bad row."""
     rows = []
     try:
         with open(path, encoding="utf-8") as file:
@@ -50,13 +45,10 @@ def _final(answer: str) -> str:
 
 
 async def score_all(workers: RewardWorkerPool, pairs: Sequence[tuple[str, str, str]]) -> list[float]:
-    """The reward of each (question, response, reference)."""
-
     async def one(index: int, question: str, response: str, reference: str) -> float:
         sample = Sample(
             domain="math", task_index=index, prompt=question, response=response, reference=reference, reward=0.0,
-            reward_parts={},
-            success=False, end="terminated", num_turns=1, num_tokens=1, metrics={},
+            reward_parts={}, success=False, end="terminated", num_turns=1, num_tokens=1, metrics={},
         )  # fmt: skip
         value = (await workers.score(REWARD, sample)).value
         return value if isinstance(value, float) else sum(value.values())
@@ -65,7 +57,7 @@ async def score_all(workers: RewardWorkerPool, pairs: Sequence[tuple[str, str, s
 
 
 async def measure(path: str, num_workers: int) -> dict[str, float]:
-    """Score right and wrong solutions; prints the rows whose own solution does not score 1."""
+    """Score right and wrong solutions; print rows whose own solution does not score 1."""
     rows = read(path)
     workers = RewardWorkerPool(num_workers, 10.0, [REWARD])
     await workers.start()
@@ -81,21 +73,14 @@ async def measure(path: str, num_workers: int) -> dict[str, float]:
     for number, ((_, answer), value) in enumerate(zip(rows, right, strict=True), start=1):
         if value != 1.0:
             print(f"{path}:{number}: its own solution scores {value}: …{answer[-60:]!r}")
-    return {
-        "rows": len(rows),
-        "correct": sum(value == 1.0 for value in right),
-        "wrong_rows": len(differ),
-        "wrong_scored_zero": sum(value == 0.0 for value in wrong),
-        "seconds": round(seconds, 2),
-        "scores_per_s": round(len(rows) / max(seconds, 1e-9), 1),
-    }
+    figures: dict[str, float] = {"rows": len(rows), "correct": sum(value == 1.0 for value in right)}
+    figures |= {"wrong_rows": len(differ), "wrong_scored_zero": sum(value == 0.0 for value in wrong)}
+    return figures | {"seconds": round(seconds, 2), "scores_per_s": round(len(rows) / max(seconds, 1e-9), 1)}
 
 
 def main() -> int:
-    """Measure; 0 when every solution scores 1 and every wrong one 0."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.score_references", description="Score reference solutions with the math reward."
-    )
+    """Measure; return 0 if every solution scores 1 and every wrong one 0."""
+    parser = argparse.ArgumentParser(prog="python -m bench.score_references", description="Score reference solutions.")
     parser.add_argument("file", help="JSONL with question and answer, the answer ending in #### and a number")
     parser.add_argument("--workers", type=int, default=2, help="worker processes (2)")
     options = parser.parse_args()

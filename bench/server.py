@@ -71,7 +71,6 @@ class BareEngine:
                 return json.loads(text)
 
     async def run(self) -> tuple[float, list[list[int]]]:
-        """Seconds, and the tokens of every request."""
         self._commands.write(b"go\n")
         answer = await self.line()
         return answer["seconds"], answer["tokens"]
@@ -92,7 +91,6 @@ class ServedEngine:
         self.client, self.address, self.bus, self.roster = client, address, bus, roster
 
     async def run(self, requests: list[wire.GenerateRequest]) -> tuple[float, list[list[int]]]:
-        """Seconds, and the tokens of every request."""
         began = time.perf_counter()
         replies = await asyncio.gather(
             *(self.client.generate(self.address, request, timeout_s=600) for request in requests)
@@ -108,12 +106,7 @@ class ServedEngine:
 async def serving(
     engine: str, model: Path, folder: Path, options: argparse.Namespace, *, frozen: bool = True
 ) -> AsyncIterator[ServedEngine]:
-    """A broker, a run, and a server of a policy whose weights stay as they are, or else of one that waits for the
-    learner's.
-
-    The latter has no prefix cache: new weights empty it, which would make room here and take hits from nobody, as all
-    prompts differ.
-    """
+    """Yield a rollout server with constant weights, or one without prefix cache that waits for a learner's."""
     http = getattr(options, "http", False)
     rollout = {"max_running": options.requests, "max_context_tokens": CONTEXT, "num_threads": options.threads}
     rollout |= {"http_port": 0} if http else {}
@@ -127,19 +120,8 @@ async def serving(
         await runspec.publish_runspec(bus, spec)
         roster, client = Roster(bus), carriers.connect("zmq", bus)
         await roster.start()
-        command = [
-            sys.executable,
-            "-m",
-            "rollout.cli",
-            "--broker",
-            broker.url,
-            "--run",
-            RUN,
-            "--id",
-            "server",
-            "--gpus",
-            "cpu",
-        ]
+        command = [sys.executable, "-m", "rollout.cli", "--broker", broker.url, "--run", RUN, "--id", "server"]
+        command += ["--gpus", "cpu"]
         command += ["--engine", engine, *(["--policy", "baseline", "--model", str(model)] if frozen else [])]
         log = folder / f"server-{engine}.log"
         with log.open("ab") as said:
@@ -151,11 +133,9 @@ async def serving(
                 ):
                     if process.poll() is not None:
                         words = log.read_text(errors="replace")
-                        raise (
-                            SystemExit(words.splitlines()[-1])
-                            if process.returncode == EXIT_USER_ERROR
-                            else RuntimeError(words[-2000:])
-                        )
+                        if process.returncode == EXIT_USER_ERROR:
+                            raise SystemExit(words.splitlines()[-1])
+                        raise RuntimeError(words[-2000:])
                     await roster.changed(0.5)
             yield ServedEngine(client, seen.address, bus, roster)
         finally:
@@ -169,9 +149,7 @@ async def serving(
 async def compare(
     engine: str, model: Path, folder: Path, requests: Requests, options: argparse.Namespace
 ) -> tuple[list[float], bool, list[float]]:
-    """Ratios of the pairs, whose order changes from one to the next; whether all tokens were the same; what others
-    took.
-    """
+    """Return ratios of the alternating pairs, whether all tokens were equal, and the share of other load."""
     ratios: list[float] = []
     shares: list[float] = []
     identical = True
@@ -191,13 +169,8 @@ async def compare(
                 share = others.share()
                 tokens = sum(length for _, length in requests)
                 same = plain[1] == whole[1]
-                verdict = (
-                    "warm-up"
-                    if turn < options.warm_up
-                    else "disturbed, does not count"
-                    if share > options.others
-                    else "counts"
-                )
+                verdict = "disturbed, does not count" if share > options.others else "counts"
+                verdict = "warm-up" if turn < options.warm_up else verdict
                 ratio = plain[0] / whole[0]
                 chunks = f"  {tokens / asking.chunks:.2f} tokens a chunk" if isinstance(asking, StreamedServer) else ""
                 rates = f"bare {tokens / plain[0]:.0f}  server {tokens / whole[0]:.0f} tokens/s"
@@ -215,15 +188,16 @@ async def compare(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument("--warm-up", type=int, default=2)
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--engines", default=",".join(measurable()), help="those that are installed, of vllm and hf")
-    parser.add_argument("--http", action="store_true")
-    parser.add_argument("--others", type=float, default=0.25)
+    add = parser.add_argument
+    add("--pairs", type=int, default=9)
+    add("--warm-up", type=int, default=2)
+    add("--requests", type=int, default=64)
+    add("--hidden", type=int, default=256)
+    add("--layers", type=int, default=4)
+    add("--threads", type=int, default=1)
+    add("--engines", default=",".join(measurable()), help="those that are installed, of vllm and hf")
+    add("--http", action="store_true")
+    add("--others", type=float, default=0.25)
     options = parser.parse_args()
     figures: dict[str, Any] = {}
     same = True

@@ -56,9 +56,7 @@ SKIPPED: Final = 2  # reports after the last window
 
 
 class WeightOfferer:
-    """Offers weights that change a little each time; all are made beforehand, so that this costs the server's cores
-    nothing later.
-    """
+    """Offers slightly changed weights that are made in advance, so that they cost the server no processor time."""
 
     def __init__(self, served: ServedEngine, model: Any, versions: int = 8) -> None:
         self.version = -1
@@ -80,9 +78,7 @@ class WeightOfferer:
 
 
 class RequestLoad:
-    """Keeps requests in flight. The first ones are short by different amounts, so that from then on as many end in any
-    second.
-    """
+    """Keeps requests in flight; the first ones have different lengths, so that ends spread evenly over time."""
 
     def __init__(self, served: ServedEngine, vocab_size: int, length: int) -> None:
         self._served, self._vocab_size, self._length = served, vocab_size, length
@@ -159,11 +155,8 @@ async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         arm: [] for arm in ("nothing", "updates", "moved") if arm != "moved" or options.moved
     }
     async with serving(options.engine, folder / "model", folder, options, frozen=False) as served:
-        learner, reports, load = (
-            WeightOfferer(served, model),
-            ServerReports(served.bus),
-            RequestLoad(served, vocab_size, options.length),
-        )
+        learner, reports = WeightOfferer(served, model), ServerReports(served.bus)
+        load = RequestLoad(served, vocab_size, options.length)
         await learner.sender.start()
         movers = await asyncio.to_thread(ByteMovers, size_bytes) if options.moved else None
         happens = {"nothing": None, "updates": learner.offer, "moved": movers.move if movers is not None else None}
@@ -191,10 +184,8 @@ async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
                 verdict = (
                     "warm-up" if not number else "disturbed, does not count" if share > options.others else "counts"
                 )
-                print(
-                    f"tokens/s: {said}  lost {1 - now['updates'] / now['nothing']:.3f}  others {share:.2f}  {verdict}",
-                    flush=True,
-                )
+                ratio = 1 - now["updates"] / now["nothing"]
+                print(f"tokens/s: {said}  lost {ratio:.3f}  others {share:.2f}  {verdict}", flush=True)
                 for arm, rate in now.items() if verdict == "counts" else ():
                     rates[arm].append(rate)
                 shares += [share] if verdict == "counts" else []
@@ -211,47 +202,42 @@ async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
                 await asyncio.to_thread(movers.close)
     if not rates["nothing"]:
         raise SystemExit(NEVER_QUIET)
-    return {
-        "engine": options.engine,
-        **lost("tokens_lost_share", rates["updates"], rates["nothing"]),
-        "by_second_lost_share": round(median(by_seconds), 4),
-        "by_second_lost_share_interval": [round(bound, 4) for bound in interval(by_seconds)],
-        "by_second_pairs": len(by_seconds),
-        **(lost("moved_lost_share", rates["moved"], rates["nothing"]) if options.moved else {}),
-        **(lost("own_lost_share", rates["updates"], rates["moved"]) if options.moved else {}),
-        "pause_ms": round(1000 * median(list(reports.pauses.values())), 2),
-        "transfer_ms": round(1000 * median(list(reports.transfers.values())), 2),
-        "load_ms": round(1000 * median(list(reports.loads.values())), 2),
-        "tokens_per_s": round(median(rates["nothing"])),
-        "updates": len(reports.pauses),
-        "versions_seen": len(load.versions),
-        "model_mib": round(size_bytes / 2**20, 1),
-        "pairs": len(rates["nothing"]),
-        "disturbed": disturbed,
-        "others_share": round(median(shares), 3),
-    }
+    figures: dict[str, Any] = {"engine": options.engine}
+    figures |= {**lost("tokens_lost_share", rates["updates"], rates["nothing"])}
+    figures |= {"by_second_lost_share": round(median(by_seconds), 4)}
+    figures |= {"by_second_lost_share_interval": [round(bound, 4) for bound in interval(by_seconds)]}
+    figures |= {"by_second_pairs": len(by_seconds)}
+    figures |= lost("moved_lost_share", rates["moved"], rates["nothing"]) if options.moved else {}
+    figures |= lost("own_lost_share", rates["updates"], rates["moved"]) if options.moved else {}
+    figures |= {"pause_ms": round(1000 * median(list(reports.pauses.values())), 2)}
+    figures |= {"transfer_ms": round(1000 * median(list(reports.transfers.values())), 2)}
+    figures |= {"load_ms": round(1000 * median(list(reports.loads.values())), 2)}
+    figures |= {"tokens_per_s": round(median(rates["nothing"])), "updates": len(reports.pauses)}
+    figures |= {"versions_seen": len(load.versions), "model_mib": round(size_bytes / 2**20, 1)}
+    return figures | {"pairs": len(rates["nothing"]), "disturbed": disturbed, "others_share": round(median(shares), 3)}
 
 
 def lost(name: str, rates: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
-    """Median of what is missing of the others, round by round, and its interval."""
+    """Return the median of the lost share, round by round, and its interval."""
     shares = [1 - rate / other for rate, other in zip(rates, others, strict=True)]
     return {name: round(median(shares), 4), f"{name}_interval": [round(bound, 4) for bound in interval(shares)]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", default=measurable()[0], help="vllm where it is installed, else hf")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--every", type=int, default=2)
-    parser.add_argument("--window", type=int, default=6)
-    parser.add_argument("--moved", action="store_true")
-    parser.add_argument("--others", type=float, default=0.25)
-    parser.add_argument("--settle", type=float, default=12.0)
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--length", type=int, default=192)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--threads", type=int, default=1)
+    add = parser.add_argument
+    add("--engine", default=measurable()[0], help="vllm where it is installed, else hf")
+    add("--rounds", type=int, default=15)
+    add("--every", type=int, default=2)
+    add("--window", type=int, default=6)
+    add("--moved", action="store_true")
+    add("--others", type=float, default=0.25)
+    add("--settle", type=float, default=12.0)
+    add("--requests", type=int, default=64)
+    add("--length", type=int, default=192)
+    add("--hidden", type=int, default=256)
+    add("--layers", type=int, default=4)
+    add("--threads", type=int, default=1)
     options = parser.parse_args()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)

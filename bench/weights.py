@@ -50,7 +50,7 @@ LARGE: Final = ("transfer", "end_to_end", "end_to_end_copied")  # ratios to one 
 
 
 def measure_large(end: EndProcess) -> dict[str, Any]:
-    """One large model: bare broadcast; transfer alone and all of it, by either transport."""
+    """Measure one large model: bare broadcast, transfer alone, and the whole path over both transports."""
     model = large_model(end.options.layers)
     buffer = FlatBuffer(plan_of(model, end.options.bucket_mib)).buffer
     versions: dict[ChannelEnd, int] = {}  # in staging
@@ -70,7 +70,7 @@ def measure_large(end: EndProcess) -> dict[str, Any]:
 
 
 def measure_small(end: EndProcess) -> dict[str, Any]:
-    """Many small tensors: one broadcast each, and all through the channel."""
+    """Measure many small tensors: one broadcast each, and all through the channel."""
     model = small_tensors()
     shared, gloo = (end.channel(model, shared=transport == "shared") for transport in TRANSPORTS)
     tensors = list(model.values())
@@ -78,7 +78,7 @@ def measure_small(end: EndProcess) -> dict[str, Any]:
 
 
 def measure_delta(end: EndProcess) -> dict[str, Any]:
-    """Versions that differ in 3 % of their elements, against whole ones of the same model."""
+    """Measure versions that differ in 3 % of their elements against whole ones."""
     model = {name: tensor.bfloat16() for name, tensor in large_model(end.options.layers).items()}
     full, changes = end.channel(model, shared=False), end.channel(model, shared=False, delta=True)
     generator = torch.Generator().manual_seed(1)
@@ -103,21 +103,14 @@ def measure_delta(end: EndProcess) -> dict[str, Any]:
     for pair in range(end.options.pairs):
         step(pair)
         pairs.append([end.timed(partial(full.whole, pair + 1)), end.timed(partial(send_changes, pair + 1))])
-        exact.append(
-            all(
-                torch.equal(changes.flat.tensors[name].view(torch.int16), truth[name].view(torch.int16))
-                for name in truth
-            )
-        )
-    return {
-        "pairs": pairs,
-        "bytes": [changes.plan.size_bytes / size for size in sent if size],
-        "exact": end.agreed("delta", end.rank == 0 or all(exact)),
-    }
+        tensors, bits = changes.flat.tensors, torch.int16
+        exact.append(all(torch.equal(tensors[name].view(bits), truth[name].view(bits)) for name in truth))
+    figures: dict[str, Any] = {"pairs": pairs, "bytes": [changes.plan.size_bytes / size for size in sent if size]}
+    return figures | {"exact": end.agreed("delta", end.rank == 0 or all(exact))}
 
 
 def measure_fp8(end: EndProcess) -> dict[str, Any]:
-    """The large model as bfloat16, as it is and as FP8."""
+    """Measure the large model as bfloat16, and as FP8."""
     model = {name: tensor.bfloat16() for name, tensor in large_model(end.options.layers).items()}
     exact = True
     measured: dict[str, Any] = {}
@@ -136,12 +129,8 @@ def measure_fp8(end: EndProcess) -> dict[str, Any]:
 def run(rank: int, port: int, options: argparse.Namespace, results: Any) -> None:
     """All rounds of one end; the sender puts what was measured."""
     end = EndProcess(rank, port, options)
-    measured = {
-        "large": measure_large(end),
-        "small": measure_small(end),
-        "delta": measure_delta(end),
-        "fp8": measure_fp8(end),
-    }
+    measured: dict[str, Any] = {"large": measure_large(end), "small": measure_small(end), "delta": measure_delta(end)}
+    measured |= {"fp8": measure_fp8(end)}
     if rank == 0:
         results.put(measured)
     end.meet()
@@ -157,7 +146,7 @@ def interval(values: Sequence[float]) -> list[float]:
 
 
 def figures_of(measured: dict[str, Any]) -> dict[str, Any]:
-    """The medians and their intervals."""
+    """Return the medians and their intervals."""
     large, small, delta = measured["large"], measured["small"], measured["delta"]
     ratios: dict[str, list[float]] = {}
     for column, carrier in enumerate(TRANSPORTS):
@@ -166,10 +155,8 @@ def figures_of(measured: dict[str, Any]) -> dict[str, Any]:
             ratios[f"ratio_{what}{suffix}"] = [pair[0] / pair[1 + row + column * len(LARGE)] for pair in large["pairs"]]
         ratios[f"ratio_to_per_tensor{suffix}"] = [pair[0] / pair[1 + column] for pair in small["pairs"]]
     transport = {name: "gloo" if name.endswith("_gloo") else "shared" for name in ratios} | {"delta": "gloo"}
-    ratios |= {
-        "delta_bytes_ratio": delta["bytes"],
-        "delta_speedup": [full / changes for full, changes in delta["pairs"]],
-    }
+    speedup = [full / changes for full, changes in delta["pairs"]]
+    ratios |= {"delta_bytes_ratio": delta["bytes"], "delta_speedup": speedup}
     for carrier, suffix in zip(TRANSPORTS, ("", "_gloo"), strict=True):
         for what, key in (("copy", "copies"), ("end_to_end", "pairs")):
             ratios[f"fp8_{what}_ratio{suffix}"] = [fp8_s / plain_s for plain_s, fp8_s in measured["fp8"][carrier][key]]
@@ -182,19 +169,12 @@ def figures_of(measured: dict[str, Any]) -> dict[str, Any]:
         f"{name}_gbytes_per_s": round(statistics.median(gbytes / pair[column] for pair in large["pairs"]), 3)
         for name, column in columns.items()
     }
-    return figures | {
-        "delta_exact": delta["exact"],
-        "fp8_bytes_ratio": round(measured["fp8"]["bytes"], 3),
-        "fp8_exact": measured["fp8"]["exact"],
-        "transport": transport,
-        **speeds,
-        "size_bytes": large["size_bytes"],
-        "pairs": len(large["pairs"]),
-    }
+    figures |= {"delta_exact": delta["exact"], "fp8_bytes_ratio": round(measured["fp8"]["bytes"], 3)}
+    figures |= {"fp8_exact": measured["fp8"]["exact"], "transport": transport, **speeds}
+    return figures | {"size_bytes": large["size_bytes"], "pairs": len(large["pairs"])}
 
 
 def _result(results: Any, ends: Sequence[Any]) -> dict[str, Any]:
-    """What the sender measured; the program ends where one of the two has failed, which has said why."""
     while True:
         try:
             measured: dict[str, Any] = results.get(timeout=1.0)
@@ -208,13 +188,14 @@ def _result(results: Any, ends: Sequence[Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print, and end with one line of JSON."""
+    """Measure and print the result."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.weights", description=__doc__.partition("\n")[0] if __doc__ else None
     )
-    parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--bucket-mib", type=float, default=32.0)
-    parser.add_argument("--layers", type=int, default=12)
+    add = parser.add_argument
+    add("--pairs", type=int, default=15)
+    add("--bucket-mib", type=float, default=32.0)
+    add("--layers", type=int, default=12)
     options = parser.parse_args()
     if options.pairs < 7:
         parser.error(f"--pairs {options.pairs} is not allowed; at least 7")

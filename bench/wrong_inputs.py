@@ -84,68 +84,24 @@ FILES: Final = {
 }
 
 SETTINGS: Final = [
-    "train.stepz=3",
-    "train.steps=0",
-    "train.steps=-1",
-    "train.steps=x",
-    "train.steps=1.5",
-    "train.steps=",
-    "train.lr=fast",
-    "train.lr=0",
-    "train.lr=nan",
-    "train.groups_per_step=0",
-    "train.max_staleness=-1",
-    "train.on_late=maybe",
-    "train.lr_schedule=zigzag",
-    "train.backend=nope",
-    "train.micro_batch_tokens=0",
-    "algorithm=nope",
-    "algorithm.adv_estimator=nope",
-    "algorithm.pg_variant=nope",
-    "algorithm.clip=x",
-    "model.path=/no/such/model",
-    "model.dtype=int3",
-    "model.tiny.hidden_size=-4",
-    "domains.lake.env=pond",
-    "domains.lake.group_size=0",
-    "domains.lake.max_turns=0",
-    "domains.lake.sampling.temperature=-1",
-    "domains.lake.sampling.max_tokens=9999",
-    "domains.lake.env_args.size=1",
-    "domains.lake.env_args.nope=1",
-    "domains.lake.weight=0",
-    "domains.lake.rewards=[{name:nope}]",
-    "domains.lake=null",
-    "eval.tasks=0",
-    "eval.tasks=100000",
-    "eval.every_steps=-1",
-    "eval.baseline=actor",
-    "warm_start.noise=2",
-    "warm_start.domain=sea",
-    "rollout.engine=vlm",
-    "rollout.max_running=0",
-    "rollout.max_context_tokens=8",
-    "envhub.n=0",
-    "envhub.step_timeout_s=-1",
-    "rewardhub.workers=0",
-    "checkpoint.keep=1",
-    "samples.max_file_mib=0",
-    "trackers.use=[nope]",
-    "broker.bind=0.0.0.0",
-    "run.name=a/b",
-    "run.name=..",
-    "run.dir=file",
-    "run=5",
-    "train=3",
-    "nonsense",
-    "=3",
-    "train..lr=1",
-    "nope.x=1",
+    *("train.stepz=3", "train.steps=0", "train.steps=-1", "train.steps=x", "train.steps=1.5", "train.steps="),
+    *("train.lr=fast", "train.lr=0", "train.lr=nan", "train.groups_per_step=0", "train.max_staleness=-1"),
+    *("train.on_late=maybe", "train.lr_schedule=zigzag", "train.backend=nope", "train.micro_batch_tokens=0"),
+    *("algorithm=nope", "algorithm.adv_estimator=nope", "algorithm.pg_variant=nope", "algorithm.clip=x"),
+    *("model.path=/no/such/model", "model.dtype=int3", "model.tiny.hidden_size=-4", "domains.lake.env=pond"),
+    *("domains.lake.group_size=0", "domains.lake.max_turns=0", "domains.lake.sampling.temperature=-1"),
+    *("domains.lake.sampling.max_tokens=9999", "domains.lake.env_args.size=1", "domains.lake.env_args.nope=1"),
+    *("domains.lake.weight=0", "domains.lake.rewards=[{name:nope}]", "domains.lake=null", "eval.tasks=0"),
+    *("eval.tasks=100000", "eval.every_steps=-1", "eval.baseline=actor", "warm_start.noise=2", "warm_start.domain=sea"),
+    *("rollout.engine=vlm", "rollout.max_running=0", "rollout.max_context_tokens=8", "envhub.n=0"),
+    *("envhub.step_timeout_s=-1", "rewardhub.workers=0", "checkpoint.keep=1", "samples.max_file_mib=0"),
+    *("trackers.use=[nope]", "broker.bind=0.0.0.0", "run.name=a/b", "run.name=..", "run.dir=file", "run=5", "train=3"),
+    *("nonsense", "=3", "train..lr=1", "nope.x=1"),
 ]
 
 
 def inputs() -> list[list[str]]:
-    """Every wrong command line, of all commands; the working folder holds ``FILES``."""
+    """Yield every wrong command line of all commands; the working folder holds ``FILES``."""
     good = ["configs/quickstart.yaml"]
     found = [["rlearner", "check", *good, setting] for setting in SETTINGS]
     configs = [name for name in FILES if name.endswith(".yaml") and "/" not in name]
@@ -159,11 +115,8 @@ def inputs() -> list[list[str]]:
         ["rlearner", "sft", name] for name in ("sft_gone.yaml", "sft_bad.yaml", "gone.yaml", "configs/quickstart.yaml")
     ]
     found += [["rlearner", command, "gone.yaml"] for command in ("dpo", "distill")]
-    found += [
-        ["rlearner", "eval", "/no/such/model", *good],
-        ["rlearner", "eval"],
-        ["rlearner", "eval", "/no/such/model"],
-    ]
+    evaluate = ["rlearner", "eval", "/no/such/model"]
+    found += [[*evaluate, *good], evaluate[:2], evaluate]
     operations = ("audit", "status", "pause", "resume", "drain", "stop")
     found += [
         ["rlearner", command, *arguments]
@@ -173,31 +126,18 @@ def inputs() -> list[list[str]]:
     found += [["rlearner", command, run] for command in ("audit", "status") for run in ("torn", "nameless")]
     found += [["rlearner", "audit", "bare"], ["rlearner", "trace", "bare", "1"], ["rlearner", "show", "bare", "1"]]
     found += [["rlearner", command, "bare", *rest] for command in ("trace", "show") for rest in ([], ["x"], ["-1"])]
-    found += [
-        ["rlearner", "audit", "bare", "--tap", "gone.jsonl"],
-        ["rlearner", "replay", "bare", "--from", "0", "--to", "1"],
-    ]
-    found += [
-        ["rlearner", "replay", "bare", *rest]
-        for rest in ([], ["--from", "3", "--to", "1"], ["--from", "a", "--to", "1"])
-    ]
+    found.append(["rlearner", "audit", "bare", "--tap", "gone.jsonl"])
+    found.append(["rlearner", "replay", "bare", "--from", "0", "--to", "1"])
+    ranges: tuple[list[str], ...] = ([], ["--from", "3", "--to", "1"], ["--from", "a", "--to", "1"])
+    found += [["rlearner", "replay", "bare", *rest] for rest in ranges]
     found += [["rlearner"], ["rlearner", "bogus"], ["rlearner", "check"], ["rlearner", "start", *good, "--gpus", "x"]]
-    found += [
-        ["rlearner", "start", *good, *NOWHERE],
-        ["rlearner", "start", *good, "--broker", "http://x"],
-        ["rlearner", "up"],
-    ]
+    start = ["rlearner", "start", *good]
+    found += [[*start, *NOWHERE], [*start, "--broker", "http://x"], ["rlearner", "up"]]
     for member in ("envhub", "rewardhub", "rollout-server"):
-        found += [
-            [member, *NOWHERE],
-            [member, "--nope"],
-            [member, "--connect-deadline", "0"],
-            [member, *NOWHERE, "--run", "a.b"],
-        ]
-        found += [
-            [member, *NOWHERE[2:], "--broker", "nats://no-such-host.invalid:4222"],
-            [member, "--log-level", "LOUD"],
-        ]
+        found += [[member, *NOWHERE], [member, "--nope"], [member, "--connect-deadline", "0"]]
+        found.append([member, *NOWHERE, "--run", "a.b"])
+        found.append([member, *NOWHERE[2:], "--broker", "nats://no-such-host.invalid:4222"])
+        found.append([member, "--log-level", "LOUD"])
     found += [
         ["envhub", "--n", "0"],
         ["envhub", "demos", "gone.yaml"],
@@ -225,7 +165,7 @@ def inputs() -> list[list[str]]:
 
 
 def attempt(command: list[str], folder: Path, number: int) -> str:
-    """How a command line ended wrongly, empty where it ended well."""
+    """Return how a command line failed badly, or an empty string."""
     environment = {name: value for name, value in os.environ.items() if name not in ("RL_BROKER", "RL_RUN")}
     environment |= {MARK: str(number), "OMP_NUM_THREADS": "1"}
     program = [sys.executable, "-m", MODULES[command[0]], *command[1:]]
@@ -254,7 +194,7 @@ def _is_of(process: psutil.Process, number: int) -> bool:
 
 
 def main(words: list[str]) -> int:
-    """Try them all; 1 when one was bad."""
+    """Try all inputs; return 1 if one failed badly."""
     commands = [command for command in inputs() if not words or any(word in " ".join(command) for word in words)]
     with tempfile.TemporaryDirectory(prefix="wrong-inputs-") as name, ThreadPoolExecutor(max_workers=2) as pool:
         folder = Path(name)

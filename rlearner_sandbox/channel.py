@@ -16,27 +16,22 @@ ASK = "ask"
 
 
 class TooMuch(ValueError):
-    """What was to be sent is larger than a frame may be."""
+    """Raised when a message is larger than a frame may be."""
 
 
 class Channel:
-    """One end.
+    """One end of the socket ``fd``.
 
     Args:
-        fd: of the socket.
-        obey: answers a question; raises nothing. Asked again with the error where its answer was too large.
-        hung_up: what to do when the other end is closed, or sends what is no frame; does not return.
+        obey: answers a question and raises nothing; called again with the error if its answer was too large.
+        hung_up: called when the other end is closed or sends an invalid frame; does not return.
     """
 
     def __init__(self, fd: int, obey: Callable[[Any], Any], hung_up: Callable[[], Any]) -> None:
         self._fd, self._obey, self._hung_up = fd, obey, hung_up
 
     def ask(self, question: Any) -> Any:
-        """The answer.
-
-        Raises:
-            TooMuch: the question is too large.
-        """
+        """Send a question and return the answer; raise TooMuch if the question is too large."""
         self._send([ASK, question])
         return self._wait()
 

@@ -15,13 +15,9 @@ from typing import Final, Literal
 Mode = Literal["script", "calls", "asserts", "tests"]
 
 DEVICES: Final = ("/dev/null", "/dev/urandom")
-ENVIRONMENT: Final = {
-    "PATH": "/usr/bin:/bin",
-    "HOME": "/tmp",
-    "TMPDIR": "/tmp",
-    "LANG": "C.UTF-8",
-    "OMP_NUM_THREADS": "1",
-}
+ENVIRONMENT: Final = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"} | dict.fromkeys(
+    ("HOME", "TMPDIR"), "/tmp"
+)
 CONTAINER: Final = (
     "docker run --security-opt seccomp=unconfined --security-opt apparmor=unconfined --security-opt "
     "systempaths=unconfined"
@@ -49,7 +45,7 @@ NOBODY: Final = 65534
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What one program may take."""
+    """Limits of one program."""
 
     wall_s: float = 8.0  # from the moment it begins
     cpu_s: int = 4  # of each of its processes
@@ -61,7 +57,7 @@ class SandboxLimits:
 
 
 def python() -> str:
-    """The interpreter itself, not the link to it in a virtual environment."""
+    """Return the interpreter itself, not the link to it in a virtual environment."""
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
@@ -75,33 +71,18 @@ def inside(
     channel: int = -1,
     packages: Sequence[str] = (),
 ) -> list[str]:
-    """Python with our few lines in front of the program.
-
-    Args:
-        fd: of the socket to us.
-        channel: of the socket between a program and its tests; -1: there is none.
-    """
-    numbers = (
-        fd,
-        uid,
-        processes,
-        limits.cpu_s,
-        limits.memory_mib << 20,
-        limits.open_files,
-        limits.file_mib << 20,
-        channel,
-    )
+    """Return the command of Python with the boot code; ``channel`` is the socket to the tests, or -1."""
+    numbers = [fd, uid, processes, limits.cpu_s, limits.memory_mib << 20, limits.open_files, limits.file_mib << 20]
+    numbers.append(channel)
     return [python(), "-I", "-S", "-X", "utf8", "-c", BOOT, str(len(code(mode))), *map(str, numbers), mode, *packages]
 
 
 def jail(bwrap: str, filter_fd: int, limits: SandboxLimits, *, root: bool, packages: Sequence[str] = ()) -> list[str]:
-    """bubblewrap with all that stands before the command.
+    """Return the command line of bubblewrap up to the command it runs.
 
     Args:
-        bwrap: path of the program.
-        filter_fd: a file that holds the filter on system calls.
-        root: whether we run as root. Then no user namespace is needed, and Python changes its uid as the first thing it
-        does.
+        filter_fd: a file with the filter on system calls.
+        root: whether we run as root. Then no user namespace is needed, and Python changes its uid first.
         packages: folders that the program may import from, besides the standard library.
     """
     privileges = (
@@ -110,16 +91,13 @@ def jail(bwrap: str, filter_fd: int, limits: SandboxLimits, *, root: bool, packa
     spaces = [f"--unshare-{name}" for name in ("pid", "net", "ipc", "uts", "cgroup-try")]
     return [
         bwrap, *privileges, *spaces, "--die-with-parent", "--new-session", "--seccomp", str(filter_fd), "--hostname",
-        "sandbox",
-        "--perms", "1777", "--size", str(limits.file_mib << 20), "--tmpfs", "/tmp", *_root(tuple(packages)), "--proc",
-        "/proc",
-        "--remount-ro", "/", "--chdir", "/tmp", "--",
+        "sandbox", "--perms", "1777", "--size", str(limits.file_mib << 20), "--tmpfs", "/tmp", *_root(tuple(packages)),
+        "--proc", "/proc", "--remount-ro", "/", "--chdir", "/tmp", "--",
     ]  # fmt: skip
 
 
 def free_uid(number: int, maps: Sequence[str]) -> int:
-    """An unprivileged uid of our own, so that its processes are counted apart; ``nobody`` where this machine has only
-    few uids.
+    """Return an unprivileged uid with separate process counts, or ``nobody`` if this machine has only few uids.
 
     Args:
         number: a different one for each program that runs at the same time.
@@ -147,21 +125,18 @@ def advice(said: str, settings: Path = Path("/proc/sys")) -> str:
 
 @lru_cache(maxsize=4)
 def code(mode: Mode) -> bytes:
-    """What ``inside.py`` and the modules of a mode compile to; the interpreter inside is the same. There it would take
-    milliseconds.
-    """
+    """Return the compiled code of a mode, because compiling it inside would take milliseconds."""
     return marshal.dumps((_compiled("inside"), {f"rlearner_sandbox.{name}": _compiled(name) for name in MODULES[mode]}))
 
 
 def _compiled(name: str) -> CodeType:
-    return compile(
-        Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8"), f"{name}.py", "exec", dont_inherit=True
-    )
+    source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+    return compile(source, f"{name}.py", "exec", dont_inherit=True)
 
 
 @lru_cache(maxsize=8)
 def _root(packages: tuple[str, ...]) -> tuple[str, ...]:
-    """The root folder: C library, Python, two devices."""
+    """Return the options for the root folder: C library, Python, two devices."""
     links: list[str] = []
     shown: list[str] = ["/usr/lib", "/usr/lib64"]
     for folder in ("/lib", "/lib64"):
@@ -176,12 +151,8 @@ def _root(packages: tuple[str, ...]) -> tuple[str, ...]:
     shown += map(os.path.abspath, packages)
     shown = [path for path in dict.fromkeys(map(os.path.realpath, shown)) if os.path.exists(path)]
     shown = [path for path in shown if not any(path.startswith(other + "/") for other in shown)]
-    above = {
-        str(folder): None
-        for path in (*shown, *DEVICES)
-        for folder in reversed(Path(path).parents)
-        if str(folder) not in ("/", "/tmp")
-    }
+    folders = (str(folder) for path in (*shown, *DEVICES) for folder in reversed(Path(path).parents))
+    above = dict.fromkeys(folder for folder in folders if folder not in ("/", "/tmp"))
     # else they get the modes they have outside
     result = [part for folder in above for part in ("--perms", "0755", "--dir", folder)]
     result += [part for path in shown for part in ("--ro-bind", path, path)]

@@ -13,10 +13,9 @@ KilledFor = Literal["", "time", "memory", "output"]
 
 @dataclass(frozen=True)
 class ProgramChecks:
-    """What is run against a program that has been loaded: ``first`` is code before all tests, or the name of a
-    function.
+    """Tests of a loaded program; ``first``: code before all tests, or the name of a function.
 
-    Code runs in a process of its own, for which the program's functions stand in; see ``rlearner_sandbox.remote``.
+    Code runs in a separate process, where stand-ins replace the program's functions; see ``rlearner_sandbox.remote``.
     """
 
     first: str
@@ -45,12 +44,11 @@ class ProgramEnd:
 
     @property
     def timed_out(self) -> bool:
-        """Whether it took too long, by the clock or by the processor's."""
+        """Whether it exceeded the wall or processor time limit."""
         return self.killed_for == "time" or (not self.killed_for and self.exit_code == OUT_OF_TIME)
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether it wanted more memory than it may have."""
-        return self.killed_for == "memory" or (
-            not self.killed_for and self.exit_code in (OUT_OF_MEMORY, 128 + signal.SIGKILL)
-        )
+        """Whether it exceeded the memory limit."""
+        killed = not self.killed_for and self.exit_code in (OUT_OF_MEMORY, 128 + signal.SIGKILL)
+        return self.killed_for == "memory" or killed

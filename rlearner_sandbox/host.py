@@ -22,12 +22,7 @@ END = "the iterator's end"
 
 
 class Host:
-    """Answers one channel.
-
-    Args:
-        fd: of the socket.
-        scope: the names of the program's module.
-    """
+    """Answers one channel with the names of the program's module, ``scope``."""
 
     def __init__(self, fd: int, scope: dict[str, Any]) -> None:
         self._scope = scope
@@ -36,17 +31,15 @@ class Host:
         self._channel = Channel(fd, self._obey, lambda: os._exit(0))
         self._operations: dict[str, Callable[..., Any]] = {
             "call": lambda function, *args, **named: function(*args, **named),
-            "names": lambda names: [[name, scope[name]] for name in names if name in scope],
-            "getattr": getattr, "setattr": setattr, "delattr": delattr, "len": len, "bool": bool, "str": str,
-            "repr": repr, "iter": iter,
+            "names": lambda names: [[name, scope[name]] for name in names if name in scope], "getattr": getattr,
+            "setattr": setattr, "delattr": delattr, "len": len, "bool": bool, "str": str, "repr": repr, "iter": iter,
             "getitem": lambda of, key: of[key], "setitem": self._set, "delitem": self._delete,
-            "next": lambda of: next(of, [END]),
-            "await": self._await, "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b,
-            "truediv": lambda a, b: a / b, "neg": lambda a: -a,
+            "next": lambda of: next(of, [END]), "await": self._await, "add": lambda a, b: a + b,
+            "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "truediv": lambda a, b: a / b, "neg": lambda a: -a,
         }  # fmt: skip
 
     def serve(self) -> None:
-        """Until the tests are done."""
+        """Answer until the tests are done."""
         self._channel.serve()
 
     def _obey(self, question: Any) -> Any:
@@ -57,9 +50,8 @@ class Host:
             name, args, named, heard = question
             given = [from_json(one, self._mine) for one in args]
             with redirect_stdout(printed) if heard else nullcontext():
-                result = self._operations[name](
-                    *given, **{key: from_json(one, self._mine) for key, one in named.items()}
-                )
+                named = {key: from_json(one, self._mine) for key, one in named.items()}
+                result = self._operations[name](*given, **named)
             # What a function did to its arguments is told only where that is all it does.
             told = (
                 [to_json(one, self._handle) if isinstance(one, MUTABLE) else None for one in given]
@@ -90,9 +82,8 @@ class Host:
 
         def callback(*args: Any, **named: Any) -> Any:
             given = [to_json(one, self._handle) for one in args]
-            kind, content, *rest = self._channel.ask(
-                [number, given, {key: to_json(one, self._handle) for key, one in named.items()}]
-            )
+            named = {key: to_json(one, self._handle) for key, one in named.items()}
+            kind, content, *rest = self._channel.ask([number, given, named])
             if kind == "raised":
                 raise getattr(builtins, content, RuntimeError)(*rest)
             return from_json(content, self._mine)

@@ -1,6 +1,5 @@
 """Runs inside, before the program; sent by ``run.py`` as code. Imports little: every module costs a start a
-millisecond.
-"""
+millisecond."""
 
 # ruff: noqa: BLE001, SIM105 - a program may raise anything; contextlib costs a millisecond
 
@@ -61,7 +60,7 @@ def boot() -> None:
         os.set_inheritable(one, False)
 
     def our(name: str, what: str):  # type: ignore[no-untyped-def]
-        """Something of a module of ours, which came along as code."""
+        """Return an attribute of one of our modules, which were sent as code."""
         for module, code in MODULES.items():
             sys.modules[module] = type(sys)(module)
             exec(code, vars(sys.modules[module]))

@@ -17,13 +17,11 @@ OUT_OF_MEMORY = 86
 
 
 def judge(fd: int, say: Callable[[str], None], take: Callable[[], str]) -> None:
-    """Execute what comes, and say which tests pass.
+    """Execute the tests and report which pass.
 
     Args:
-        fd: of the socket to the program.
         say: sends one line to the process that wants the verdict.
-        take: the next text: a token that lines with verdicts begin with, names as JSON, what is executed first, the
-        number of tests, each.
+        take: returns the next text: the token of verdict lines, names as JSON, setup code, number of tests, each test.
     """
     token, names, first, number = take(), json.loads(take()), take(), int(take())
     tests = [take() for _ in range(number)]
@@ -48,7 +46,7 @@ def judge(fd: int, say: Callable[[str], None], take: Callable[[], str]) -> None:
 
 
 def _scope(program: Program, names: dict[str, Any]) -> dict[str, Any]:
-    """The names that the tests begin with."""
+    """Return the names that the tests begin with."""
     offered = program.names(names["program"])
     sys.modules["solution"] = Solution(program, offered)
     if not any(finder.find_spec("pytest", None) for finder in sys.meta_path):

@@ -34,7 +34,6 @@ class Names:
     """Names that tests use and do not bind.
 
     Attributes:
-        program: the program's.
         library: module, and attribute of it (empty: the module itself), by name.
         imports: whether they import ``solution``.
         unsafe: those of ``UNSAFE`` that they use.
@@ -48,10 +47,10 @@ class Names:
 
 @lru_cache(maxsize=8)
 def names_of(texts: tuple[str, ...]) -> Names:
-    """The names in these pieces of Python, which are executed in one scope, one after the other.
+    """Return the names in these pieces of Python, which are executed one after the other in one scope.
 
     Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: a piece is no Python.
+        SyntaxError, ValueError, RecursionError, MemoryError: if a piece is not valid Python.
     """
     trees = [ast.parse(text) for text in texts]
     nodes = [node for tree in trees for node in ast.walk(tree)]
@@ -59,27 +58,19 @@ def names_of(texts: tuple[str, ...]) -> Names:
     dotted = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
     imported = {name.split(".")[0] for node in nodes for name in _imported(node)}
     bound = {name for tree in trees for name in _bound(tree.body)}
-    free = [
-        name for name in dict.fromkeys(used) if name not in bound and name not in BUILTIN and not name.startswith("__")
-    ]
+    taken = bound | BUILTIN
+    free = [name for name in dict.fromkeys(used) if name not in taken and not name.startswith("__")]
     library = {name: (ALIASES.get(name, name), "") for name in free if name in dotted and _is_module(name)}
     rest = [name for name in free if name not in library]
     if not all(name in LIBRARY for name in rest):
         library |= {name: (LIBRARY[name], name) for name in rest if name in LIBRARY}
     program = tuple(name for name in rest if name not in library)
     if not program and MODULE not in imported:  # a problem may ask for a function that is called as one of Python's own
-        own = {
-            name
-            for name in used
-            if name in BUILTIN and name not in bound and not isinstance(getattr(builtins, name), _NO_SUBJECT)
-        }
+        own = {name for name in used if name in BUILTIN and name not in bound}
+        own = {name for name in own if not isinstance(getattr(builtins, name), _NO_SUBJECT)}
         program = tuple(own) if len(own) == 1 else ()
-    return Names(
-        program=program,
-        library=library,
-        imports=MODULE in imported,
-        unsafe=tuple(name for name in dict.fromkeys(used) if name in UNSAFE and name not in bound),
-    )
+    unsafe = tuple(name for name in dict.fromkeys(used) if name in UNSAFE and name not in bound)
+    return Names(program, library, MODULE in imported, unsafe)
 
 
 def _is_module(name: str) -> bool:
@@ -93,7 +84,7 @@ def _imported(node: ast.AST) -> Iterable[str]:
 
 
 def _bound(body: Iterable[ast.AST]) -> Iterable[str]:
-    """What statements bind in their own scope; not what functions and classes in them bind in theirs."""
+    """Yield what statements bind in their own scope, without the scopes of functions and classes in them."""
     for node in body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.name

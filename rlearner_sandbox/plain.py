@@ -15,28 +15,21 @@ from typing import Any
 
 Other = Callable[[Any], Any]
 SMALL = 1 << 63  # beyond it an integer travels in base 16: base 10 takes quadratic time and has a limit
-SEQUENCES: dict[str, Any] = {
-    "list": list,
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "deque": collections.deque,
-}
+SEQUENCES: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset, collections.deque)}
 TYPES: dict[str, Any] = {name: value for name, value in vars(builtins).items() if isinstance(value, type)}
 MUTABLE = (list, dict, set, bytearray, collections.deque)
 
 
 class Garbled(ValueError):
-    """What came is not what ``to_json`` makes."""
+    """Raised when data does not have the form that ``to_json`` makes."""
 
 
 def to_json(value: Any, other: Other) -> Any:
-    """The value as what ``json`` writes.
+    """Return the value in a form that ``json`` can write.
 
     Args:
         value: plain data: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset,
-        range, deque, Decimal,
-            Fraction, a builtin type, an array or scalar of numpy (as a list or number), or these nested.
+            range, deque, Decimal, Fraction, a builtin type, an array or scalar of numpy (as list or number), or nested.
         other: makes JSON of anything else, or raises.
     """
     if value is None or isinstance(value, (bool, float, str)):
@@ -66,11 +59,7 @@ def to_json(value: Any, other: Other) -> Any:
 
 
 def from_json(node: Any, other: Other) -> Any:
-    """What ``to_json`` was given; ``other`` reads what is none of its own, or raises.
-
-    Raises:
-        Garbled: it was not made by ``to_json``.
-    """
+    """Return the value given to ``to_json``; ``other`` reads unknown nodes. Raises Garbled for any other form."""
     if node is None or type(node) in (bool, int, float, str):
         return node
     try:

@@ -49,20 +49,15 @@ class approx:
 
     def _near(self, expected: Any, actual: Any) -> bool:
         if isinstance(expected, dict):
-            return (
-                isinstance(actual, dict)
-                and expected.keys() == actual.keys()
-                and all(self._near(expected[k], actual[k]) for k in expected)
-            )
+            same = isinstance(actual, dict) and expected.keys() == actual.keys()
+            return same and all(self._near(expected[k], actual[k]) for k in expected)
         if isinstance(expected, (list, tuple)):
             same = type(expected) is type(actual) and len(expected) == len(actual)
             return same and all(map(self._near, expected, actual))
         if type(actual) in (int, float) and type(expected) in (int, float):
-            return (
-                math.isclose(expected, actual, rel_tol=self._rel, abs_tol=self._abs)
-                if math.isfinite(actual)
-                else expected == actual
-            )
+            if not math.isfinite(actual):
+                return bool(expected == actual)
+            return math.isclose(expected, actual, rel_tol=self._rel, abs_tol=self._abs)
         return bool(expected == actual)
 
 

@@ -29,7 +29,7 @@ NOT_PASSED_ON = frozenset({"StopIteration", "StopAsyncIteration", "GeneratorExit
 
 
 class _Class(type):
-    """The class of classes of the program's: calling one makes an object there."""
+    """Metaclass of stand-ins for classes of the program: calling one makes an object there."""
 
     _remote_class: int
 
@@ -47,7 +47,7 @@ class _Class(type):
 
 
 class Thing:
-    """What is the program's and no plain data."""
+    """Stand-in for anything of the program that is not plain data."""
 
     __slots__ = ("_remote_number",)
     _remote_number: int
@@ -117,11 +117,7 @@ for _name in ("add", "sub", "mul", "truediv", "neg"):
 
 
 class Program:
-    """Everything that is the program's.
-
-    Args:
-        fd: of the socket to it. When it is gone this process ends.
-    """
+    """The program at the other end of the socket ``fd``; when it is gone this process exits."""
 
     def __init__(self, fd: int) -> None:
         self._channel = Channel(fd, self._obey, lambda: os._exit(GONE))
@@ -132,30 +128,26 @@ class Program:
         _programs.append(self)
 
     def names(self, names: list[str]) -> dict[str, Any]:
-        """Those of its names that it has; a module that it has imported is none of them."""
+        """Return those of these names that the program defines, without modules it has imported."""
         return {name: value for name, value in self.do("names", names) if name in names and value is not MODULE}
 
     def do(self, operation: str, *args: Any, **named: Any) -> Any:
-        """Do something with what is the program's.
+        """Perform an operation on objects of the program; raise what the program raised.
 
         Raises:
-            TypeError: an argument that cannot be passed on.
-            BaseException: what the program raised.
+            TypeError: if an argument cannot be passed on.
         """
         given = [to_json(one, self._theirs) for one in args]
         is_heard = sys.stdout is not sys.__stdout__  # the test looks at what is printed
-        answer = self._channel.ask(
-            [operation, given, {key: to_json(one, self._theirs) for key, one in named.items()}, is_heard]
-        )
+        sent = {key: to_json(one, self._theirs) for key, one in named.items()}
+        answer = self._channel.ask([operation, given, sent, is_heard])
         try:
             kind, printed, *rest = answer
             if printed and is_heard:
                 sys.stdout.write(str(printed))
             if kind == "value":
-                value, told = (
-                    from_json(rest[0], self._stand_in),
-                    [from_json(one, self._stand_in) for one in rest[1] or ()],
-                )
+                value = from_json(rest[0], self._stand_in)
+                told = [from_json(one, self._stand_in) for one in rest[1] or ()]
                 for old, new in zip(args, told, strict=False):
                     if new is not None and type(new) is type(old) and isinstance(old, MUTABLE):
                         put_back(old, new)
@@ -167,13 +159,13 @@ class Program:
         raise error
 
     def attribute(self, thing: Any, name: str) -> Any:
-        """An attribute that is no special one of Python's."""
+        """Return an attribute; special attributes of Python are not passed on."""
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
         return self.do("getattr", thing, name)
 
     def next(self, thing: Any) -> Any:
-        """The next item of an iterator."""
+        """Return the next item of an iterator."""
         found = self.do("next", thing)
         if type(found) is list and len(found) == 1 and found[0] == END:
             raise StopIteration
@@ -195,18 +187,14 @@ class Program:
         raise TypeError(why)
 
     def _obey(self, question: Any) -> Any:
-        """The program calls a function of the tests'."""
+        """Call a function of the tests for the program."""
         try:
             if isinstance(question, TooMuch):
                 raise question
             number, args, named = question
             given = {key: from_json(one, self._stand_in) for key, one in named.items()}
-            return [
-                "value",
-                to_json(
-                    self._callbacks[number](*(from_json(one, self._stand_in) for one in args), **given), self._theirs
-                ),
-            ]
+            taken = [from_json(one, self._stand_in) for one in args]
+            return ["value", to_json(self._callbacks[number](*taken, **given), self._theirs)]
         except Exception as error:  # noqa: BLE001 - what it raises goes to the program
             return ["raised", type(error).__name__, str(error)]
 
@@ -271,11 +259,7 @@ class Program:
 
 
 class Solution(ModuleType):
-    """The module ``solution`` of the tests.
-
-    Args:
-        offered: what ``from solution import *`` brings.
-    """
+    """The module ``solution`` of the tests; ``offered`` is what ``from solution import *`` imports."""
 
     def __init__(self, program: Program, offered: dict[str, Any]) -> None:
         super().__init__("solution")

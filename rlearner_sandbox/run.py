@@ -32,7 +32,7 @@ _SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fc
 
 
 class NoSandbox(NotInstalled):
-    """There is no working sandbox on this machine; says what to do about it."""
+    """Raised when no sandbox works on this machine; says what to do about it."""
 
 
 class Sandbox:
@@ -78,17 +78,16 @@ class Sandbox:
         tests: ProgramChecks | None = None,
         wall_s: float | None = None,
     ) -> ProgramEnd:
-        """Run a program until it ends or has to.
+        """Run a program until it exits or is killed.
 
         Args:
             program: Python source. As a ``script`` it is ``__main__``, else the module ``solution``.
-            mode: ``asserts`` executes each test, in a second sandbox; ``calls`` calls a function of the program's.
-            stdin: what it can read.
-            tests: for the two other modes; the program does not see them before it has been executed.
-            wall_s: instead of the one of ``limits``.
+            mode: ``asserts`` executes each test in a second sandbox; ``calls`` calls a function of the program.
+            tests: for the two other modes; sent to the program only after it has been executed.
+            wall_s: replaces the one of ``limits``.
 
         Raises:
-            SandboxFailed: it could not be run; the program may be as good as any.
+            SandboxFailed: if it could not run, which says nothing about the program.
         """
         wall_s = self.limits.wall_s if wall_s is None else wall_s
         if mode == "asserts":
@@ -102,7 +101,7 @@ class Sandbox:
             return talk.ended()
 
     def _judged(self, program: str, tests: ProgramChecks, wall_s: float) -> ProgramEnd:
-        """The program in one sandbox, its tests in another, and between them a socket that plain data goes through."""
+        """Run the program in one sandbox and its tests in another, connected by a socket for plain data."""
         names, token = names_of((tests.first, *tests.each)), secrets.token_hex(16)
         wanted = json.dumps({"program": names.program, "library": names.library})
         texts = [token, wanted, tests.first, str(len(tests.each)), *tests.each]
@@ -133,7 +132,7 @@ class Sandbox:
         stdin: bytes = b"",
         channel: socket.socket | None = None,
     ) -> SandboxProcess:  # fmt: skip
-        """A process that runs ``inside.py``; it has its end of the channel, and we have none any more."""
+        """Start a process that runs ``inside.py``; its end of the channel is closed here."""
         ours, theirs = socket.socketpair()
         files = [_file(stdin)]
         try:
@@ -141,8 +140,7 @@ class Sandbox:
             command, passed = self._command(mode, theirs.fileno(), -1 if channel is None else channel.fileno(), files)
             child = subprocess.Popen(
                 command, stdin=files[0], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT, cwd="/",
-                pass_fds=passed,
-                start_new_session=True,
+                pass_fds=passed, start_new_session=True,
             )  # fmt: skip
         except OSError as error:
             ours.close()
@@ -158,36 +156,23 @@ class Sandbox:
     def _command(self, mode: Mode, control: int, channel: int, files: list[int]) -> tuple[list[str], tuple[int, ...]]:
         passed = (control,) if channel < 0 else (control, channel)
         if self._kind == "none":  # processes cannot be limited: the kernel counts all that this user has
-            return inside(
-                control, mode, self.limits, uid=0, processes=0, channel=channel, packages=self._packages
-            ), passed
+            own = inside(control, mode, self.limits, uid=0, processes=0, channel=channel, packages=self._packages)
+            return own, passed
         files.append(_file(self._filter))
         uid = 0
         if self._root:
             uid = free_uid(os.getpid() * 16 + next(self._numbers) % 16, _id_maps())
         head = jail(self._bwrap, files[-1], self.limits, root=self._root, packages=self._packages)
-        own = inside(
-            control,
-            mode,
-            self.limits,
-            uid=uid,
-            processes=self.limits.processes,
-            channel=channel,
-            packages=self._packages,
-        )
+        most, packages = self.limits.processes, self._packages
+        own = inside(control, mode, self.limits, uid=uid, processes=most, channel=channel, packages=packages)
         return head + own, (*passed, files[-1])
 
 
 def _together(host: ProgramEnd, judged: ProgramEnd) -> ProgramEnd:
-    """A program's end, with the verdicts of its tests."""
+    """Return the end of a program with the verdicts of its tests."""
     theirs = 0 if judged.exit_code == GONE else judged.exit_code
-    return replace(
-        host,
-        exit_code=host.exit_code or theirs,
-        killed_for=host.killed_for or judged.killed_for,
-        answers=judged.answers,
-        stderr=judged.stderr,
-    )
+    exit_code, killed_for = host.exit_code or theirs, host.killed_for or judged.killed_for
+    return replace(host, exit_code=exit_code, killed_for=killed_for, answers=judged.answers, stderr=judged.stderr)
 
 
 @lru_cache(maxsize=1)
@@ -196,7 +181,7 @@ def _id_maps() -> list[str]:
 
 
 def _file(data: bytes) -> int:
-    """A file in memory that nobody can change any more, open at its beginning."""
+    """Return a sealed file in memory, open at its beginning."""
     fd = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     rest = memoryview(data)
     while rest:

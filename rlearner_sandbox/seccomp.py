@@ -26,39 +26,27 @@ _SAME_EVERYWHERE: Final = (425, 426, 427, 428, 429, 430, 431, 432, 433, 438, 442
 # mount_setattr, memfd_secret
 _X86_64: Final = {
     "ptrace": 101, "mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161, "unshare": 272, "setns": 308,
-    "bpf": 321,
-    "perf_event_open": 298, "add_key": 248, "request_key": 249, "keyctl": 250, "userfaultfd": 323,
-    "process_vm_readv": 310,
-    "process_vm_writev": 311, "kcmp": 312, "memfd_create": 319, "shmget": 29, "msgget": 68, "semget": 64,
-    "mq_open": 240,
-    "name_to_handle_at": 303, "open_by_handle_at": 304, "init_module": 175, "finit_module": 313, "delete_module": 176,
-    "kexec_load": 246, "kexec_file_load": 320, "reboot": 169, "swapon": 167, "swapoff": 168, "acct": 163,
-    "quotactl": 179,
-    "syslog": 103, "personality": 135, "iopl": 172, "ioperm": 173, "modify_ldt": 154,
+    "bpf": 321, "perf_event_open": 298, "add_key": 248, "request_key": 249, "keyctl": 250, "userfaultfd": 323,
+    "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312, "memfd_create": 319, "shmget": 29, "msgget": 68,
+    "semget": 64, "mq_open": 240, "name_to_handle_at": 303, "open_by_handle_at": 304, "init_module": 175,
+    "finit_module": 313, "delete_module": 176, "kexec_load": 246, "kexec_file_load": 320, "reboot": 169, "swapon": 167,
+    "swapoff": 168, "acct": 163, "quotactl": 179, "syslog": 103, "personality": 135, "iopl": 172, "ioperm": 173,
+    "modify_ldt": 154,
 }  # fmt: skip
 _AARCH64: Final = {
     "ptrace": 117, "mount": 40, "umount2": 39, "pivot_root": 41, "chroot": 51, "unshare": 97, "setns": 268, "bpf": 280,
     "perf_event_open": 241, "add_key": 217, "request_key": 218, "keyctl": 219, "userfaultfd": 282,
-    "process_vm_readv": 270,
-    "process_vm_writev": 271, "kcmp": 272, "memfd_create": 279, "shmget": 194, "msgget": 186, "semget": 190,
-    "mq_open": 180,
-    "name_to_handle_at": 264, "open_by_handle_at": 265, "init_module": 105, "finit_module": 273, "delete_module": 106,
-    "kexec_load": 104, "kexec_file_load": 294, "reboot": 142, "swapon": 224, "swapoff": 225, "acct": 89, "quotactl": 60,
-    "syslog": 116, "personality": 92,
+    "process_vm_readv": 270, "process_vm_writev": 271, "kcmp": 272, "memfd_create": 279, "shmget": 194, "msgget": 186,
+    "semget": 190, "mq_open": 180, "name_to_handle_at": 264, "open_by_handle_at": 265, "init_module": 105,
+    "finit_module": 273, "delete_module": 106, "kexec_load": 104, "kexec_file_load": 294, "reboot": 142, "swapon": 224,
+    "swapoff": 225, "acct": 89, "quotactl": 60, "syslog": 116, "personality": 92,
 }  # fmt: skip
-MACHINES: Final = {
-    "x86_64": (0xC000003E, 56, 41, _X86_64),
-    "aarch64": (0xC00000B7, 220, 198, _AARCH64),
-}
+MACHINES: Final = {"x86_64": (0xC000003E, 56, 41, _X86_64), "aarch64": (0xC00000B7, 220, 198, _AARCH64)}
 CLONE3: Final = 435
 
 
 def program(machine: str | None = None) -> bytes:
-    """The filter for ``bwrap --seccomp``.
-
-    Raises:
-        KeyError: no table for this kind of machine; there are x86_64 and aarch64.
-    """
+    """Return the filter for ``bwrap --seccomp``; raise KeyError unless the machine is x86_64 or aarch64."""
     arch, clone, sockets, refused = MACHINES[machine or platform.machine()]
     code = [_op(LOAD, ARCH_AT), _op(EQUAL, arch, 1, 0), _op(RETURN, KILL)]
     code += [_op(LOAD, NUMBER_AT), _op(AT_LEAST, X32, 0, 1), _op(RETURN, KILL)]

@@ -26,23 +26,21 @@ SIGKILLED: Final = 128 + 9
 
 
 class SandboxFailed(RlearnerError):
-    """The sandbox itself did not work this time; nothing is known about the program."""
+    """Raised when the sandbox itself failed, which says nothing about the program."""
 
 
 class SandboxProcess:
-    """One process while it runs; as a context, it leaves nothing of it behind.
+    """One process while it runs; leaving the context removes every trace of it.
 
     Args:
-        child: the sandbox's process, with pipes for what it prints.
+        child: the process of the sandbox, with pipes for its output.
         control: our end of the socket to ``inside.py``.
-        wall_s: how long it may take from the moment it begins.
-        texts: what it is handed first.
-        then: what it is handed once it has loaded the program.
-        token: what lines with answers begin with; empty: it gives none.
+        wall_s: its time limit from the moment it begins.
+        texts: sent first.
+        then: sent once it has loaded the program.
+        token: prefix of lines with answers; empty: it sends none.
 
-    Attributes:
-        loaded: whether it says that it has loaded the program.
-        silent: whether it has closed the socket.
+    Attributes: ``loaded``: it has loaded the program; ``silent``: it has closed the socket.
     """
 
     def __init__(
@@ -53,11 +51,8 @@ class SandboxProcess:
         self._child, self._control, self._limits, self._wall_s = child, control, limits, wall_s
         assert child.stdout is not None
         assert child.stderr is not None
-        self._streams = {
-            child.stdout.fileno(): bytearray(),
-            child.stderr.fileno(): bytearray(),
-            control.fileno(): bytearray(),
-        }
+        fds = (child.stdout.fileno(), child.stderr.fileno(), control.fileno())
+        self._streams = {fd: bytearray() for fd in fds}
         self._handle = os.pidfd_open(child.pid)
         self._pending, self._then, self._token = _frames(texts), _frames(then), token
         self._killed_for: KilledFor = ""
@@ -82,9 +77,7 @@ class SandboxProcess:
         os.close(self._handle)
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Have a selector wake up for it. What a script says is read in passing: to wake up for it would delay its
-        start.
-        """
+        """Register with a selector. The reports of a script do not wake it up, which would delay its start."""
         selector.register(self._handle, selectors.EVENT_READ, self)
         for fd in self._streams:
             os.set_blocking(fd, False)
@@ -92,7 +85,7 @@ class SandboxProcess:
                 selector.register(fd, selectors.EVENT_READ, self)
 
     def unlimited(self) -> float:
-        """Take its time limit away; the seconds that are left of it."""
+        """Remove the time limit and return the seconds left of it."""
         left, self._deadline = self._deadline - time.monotonic(), float("inf")
         return left
 
@@ -102,7 +95,7 @@ class SandboxProcess:
             self._stopped, self._deadline = True, time.monotonic() + after_s
 
     def converse(self, selector: selectors.BaseSelector) -> None:
-        """Say what there is room for."""
+        """Write as much as there is room for."""
         control = self._control.fileno()
         if control in selector.get_map():
             selector.modify(control, selectors.EVENT_READ | (selectors.EVENT_WRITE if self._pending else 0), self)
@@ -110,7 +103,7 @@ class SandboxProcess:
             self.serve(selector, control, (selectors.EVENT_WRITE if self._pending else 0) | selectors.EVENT_READ)
 
     def serve(self, selector: selectors.BaseSelector, fd: int, events: int) -> None:
-        """One of its streams is ready."""
+        """Handle a stream that is ready."""
         if events & selectors.EVENT_WRITE:
             try:
                 self._pending = self._pending[self._control.send(self._pending) :]
@@ -139,11 +132,7 @@ class SandboxProcess:
                 self._hear()
 
     def watch(self) -> None:
-        """End it if it has taken too much.
-
-        Raises:
-            SandboxFailed: its processes do not end.
-        """
+        """Kill the process if it exceeds a limit; raise SandboxFailed if killed processes do not end."""
         if time.monotonic() > self._deadline:
             if self._killed:
                 raise SandboxFailed("processes that were killed are still there")
@@ -180,11 +169,7 @@ class SandboxProcess:
         self._deadline = time.monotonic() + END_S
 
     def ended(self) -> ProgramEnd:
-        """How it ended.
-
-        Raises:
-            SandboxFailed: it did not begin.
-        """
+        """Return how the process ended; raise SandboxFailed if it never began."""
         exit_code = self._child.wait()
         exit_code = 128 - exit_code if exit_code < 0 else exit_code
         stdout, stderr, said = (bytes(stream) for stream in self._streams.values())
@@ -196,19 +181,13 @@ class SandboxProcess:
                 exit_code = 0
             elif self._cpu_s >= self._limits.cpu_s:
                 exit_code = OUT_OF_TIME  # it ignored the signal that says so
-        return ProgramEnd(
-            exit_code=exit_code,
-            killed_for=self._killed_for,
-            compiled=exit_code != NO_PYTHON,
-            answers=_answers(said.decode("utf-8", "replace").split("\n")[:-1], self._token),
-            stdout=stdout,
-            stderr=stderr,
-            seconds=time.monotonic() - self._began,
-        )
+        answers = _answers(said.decode("utf-8", "replace").split("\n")[:-1], self._token)
+        seconds, compiled = time.monotonic() - self._began, exit_code != NO_PYTHON
+        return ProgramEnd(exit_code, self._killed_for, compiled, answers, stdout, stderr, seconds)
 
 
 class ProcessLoop:
-    """Attends to several processes at once."""
+    """Serves several processes at once."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -221,16 +200,16 @@ class ProcessLoop:
         self._selector.close()
 
     def add(self, talk: SandboxProcess) -> None:
-        """One more."""
+        """Add a process."""
         self._talks.append(talk)
         talk.register(self._selector)
 
     def remove(self, talk: SandboxProcess) -> None:
-        """No more of one that has ended."""
+        """Remove a process that has ended."""
         self._talks.remove(talk)
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Attend until it is so, or until all have ended."""
+        """Serve until ``done`` or until all processes have ended."""
         while not done() and self._selector.get_map():
             for talk in self._talks:
                 talk.converse(self._selector)
@@ -247,7 +226,7 @@ class ProcessLoop:
 
 
 def _answers(lines: Iterable[str], token: str) -> dict[int, str]:
-    """The first answer to each test; lines without the token are not ours."""
+    """Return the first answer to each test; lines without the token are not ours."""
     found: dict[int, str] = {}
     for line in lines:
         mark, _, rest = line.partition(" ")
@@ -258,6 +237,6 @@ def _answers(lines: Iterable[str], token: str) -> dict[int, str]:
 
 
 def _frames(texts: Iterable[str]) -> bytes:
-    """Each with its length in front, four bytes little-endian."""
+    """Return the texts, each prefixed with its length in four bytes little-endian."""
     encoded = [text.encode("utf-8", "surrogatepass").decode("utf-8", "replace").encode() for text in texts]
     return b"".join(len(data).to_bytes(4, "little") + data for data in encoded)

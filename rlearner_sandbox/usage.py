@@ -13,11 +13,9 @@ _TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 
 def used_mib(pid: int, enough: float) -> float:
-    """MiB of the process and its descendants; pages they share count once where it matters.
+    """Return MiB of the process and its descendants.
 
-    Args:
-        pid: of the process.
-        enough: counting shared pages once takes time, and is done only if together they seem to have more than this.
+    Shared pages count once, which takes time, only if the sum with repeats exceeds ``enough``.
     """
     pids = _tree(pid)
     resident = resident_mib(pids)
@@ -27,7 +25,7 @@ def used_mib(pid: int, enough: float) -> float:
 
 
 def most_cpu_s(pid: int) -> float:
-    """Processor seconds of the one that has used most, of the process and its descendants."""
+    """Return the processor seconds of the busiest of the process and its descendants."""
     most = 0
     for one in _tree(pid):
         with contextlib.suppress(OSError, IndexError, ValueError):
@@ -48,7 +46,7 @@ def _tree(pid: int) -> list[int]:
 
 
 def _share_mib(pid: int) -> float:
-    """Its pages, each divided by the number of processes that have it."""
+    """Return its pages, each divided by the number of processes that share it."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines():
             if line.startswith("Pss:"):

@@ -18,8 +18,7 @@ from broker.system.gpus import existing
 # part of the device's counts. Sparse figures, which are twice as large, are nowhere.
 PEAK_FLOPS: Final[Mapping[str, float]] = {
     "B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "H20": 148e12, "A100": 312e12, "A10G": 70e12,
-    "A10": 125e12,
-    "L40S": 362e12, "L40": 181e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
+    "A10": 125e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
 }  # fmt: skip
 
 
@@ -43,7 +42,7 @@ TINY: Final = ModelShape(64, 2, 2, 2, 32, 128, 512, 2048)
 
 
 def num_parameters(shape: ModelShape) -> tuple[int, int]:
-    """(in the blocks, in the embedding, which is tied to the output), norms included."""
+    """Return the parameters of the blocks and of the tied embedding, norms included."""
     # q, o, k, v; norms of q and k
     attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads) + 2 * shape.head_dim
     block = attention + 3 * shape.hidden * shape.intermediate + 2 * shape.hidden
@@ -61,17 +60,16 @@ def train_flops_per_token(shape: ModelShape, context: float) -> float:
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float | None) -> float | None:
-    """Share of the device's peak that the model's own operations come to; None where the peak is not known."""
+    """Return the model FLOPs utilization, or None if the peak of the device is unknown."""
     return None if not peak_flops else tokens_per_s * flops_per_token / peak_flops
 
 
 def peak_flops(device: str) -> float | None:
-    """Of a device by its name."""
     return next((flops for name, flops in PEAK_FLOPS.items() if name in device), None)
 
 
 def parser(text: str | None) -> argparse.ArgumentParser:
-    """The options that all scripts take."""
+    """Return a parser with the options that all scripts take."""
     first, _, rest = (text or "").partition("\n")
     made = argparse.ArgumentParser(description=first, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -88,11 +86,7 @@ def engine_options(made: argparse.ArgumentParser) -> None:
 
 
 def begin(options: argparse.Namespace) -> str:
-    """The device's name; to be called first.
-
-    Raises:
-        UserError: no GPU here, or none that this torch can use.
-    """
+    """Prepare the device and return its name; raise UserError if there is no GPU that this torch can use."""
     if options.device == "cpu":
         if not options.tiny:
             raise UserError("--device cpu is for --tiny: these are measurements of a GPU")
@@ -107,9 +101,7 @@ def begin(options: argparse.Namespace) -> str:
 
 
 def make_model(folder: str | Path, shape: ModelShape, *, dtype: str = "bfloat16", seed: int = 0) -> str:
-    """Write a Qwen3 of random weights, and a tokenizer of single characters that knows the first of its tokens; the
-    folder.
-    """
+    """Write a Qwen3 with random weights and a tokenizer of single characters; return the folder."""
     import torch
     import transformers
 
@@ -121,10 +113,9 @@ def make_model(folder: str | Path, shape: ModelShape, *, dtype: str = "bfloat16"
     build_tiny(folder / "tokenizer", TinyModel(hidden_size=8, num_layers=1, head_dim=4, intermediate_size=8))
     config = transformers.Qwen3Config(
         vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim,
-        max_position_embeddings=shape.positions, tie_word_embeddings=True, bos_token_id=None, eos_token_id=2,
-        pad_token_id=0,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim, max_position_embeddings=shape.positions, tie_word_embeddings=True, bos_token_id=None,
+        eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(seed)
@@ -134,7 +125,6 @@ def make_model(folder: str | Path, shape: ModelShape, *, dtype: str = "bfloat16"
 
 
 def settle(device: str) -> None:
-    """Everything that was asked of the device is done."""
     if device == "cuda":
         import torch
 
@@ -142,7 +132,7 @@ def settle(device: str) -> None:
 
 
 def seconds(work: Callable[[], object], device: str, *, repeats: int = 7, warm_up: int = 2) -> list[float]:
-    """Of each run of something, the first ones left out."""
+    """Return the seconds of each run without the warm-up runs."""
     taken = []
     for turn in range(warm_up + repeats):
         settle(device)
@@ -155,13 +145,11 @@ def seconds(work: Callable[[], object], device: str, *, repeats: int = 7, warm_u
 
 
 def finish(name: str, device: str, shape: ModelShape, figures: Mapping[str, Any], checks: Mapping[str, bool]) -> int:
-    """Print the last line; the exit code."""
     failed = [check for check, held in checks.items() if not held]
     blocks, embedding = num_parameters(shape)
     line = {
         "bench": f"bench.gpu.{name}", "device": device, "model": asdict(shape) | {"parameters": blocks + embedding},
-        **figures,
-        "checks": dict(checks), "failed": failed,
+        **figures, "checks": dict(checks), "failed": failed,
     }  # fmt: skip
     print(json.dumps(line))
     return 1 if failed else 0
@@ -172,7 +160,7 @@ def run(
     made: argparse.ArgumentParser,
     arguments: Sequence[str] | None = None,
 ) -> int:
-    """Parse, look for the device, measure; the exit code."""
+    """Parse the arguments, check the device and measure; return the exit code."""
     options = made.parse_args(arguments)
     try:
         return body(options, begin(options))

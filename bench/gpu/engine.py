@@ -23,7 +23,6 @@ from broker.contract import wire
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure; the exit code."""
     made = common.parser(__doc__)
     common.engine_options(made)
     made.add_argument("--requests", type=int, default=None, help="at once (256, or 8)")
@@ -69,26 +68,19 @@ async def _compare(
             print(f"pair {pair}: bare {rates['bare'][-1]:.0f} tokens/s, server {rates['server'][-1]:.0f}", flush=True)
     identical = _share(greedy["bare"][0], greedy["server"][0])
     ratios = [server / one for server, one in zip(rates["server"], rates["bare"], strict=True)]
-    figures = {
-        "ratio": round(statistics.median(ratios), 3),
-        "ratio_low": round(min(ratios), 3),
-        "ratio_high": round(max(ratios), 3),
-        "tokens_per_s": round(statistics.median(rates["server"]), 1),
-        "bare_tokens_per_s": round(statistics.median(rates["bare"]), 1),
-        "identical_tokens": round(identical, 4),
-        "requests": number,
-    }
+    figures: dict[str, Any] = {"ratio": round(statistics.median(ratios), 3), "ratio_low": round(min(ratios), 3)}
+    figures |= {"ratio_high": round(max(ratios), 3), "tokens_per_s": round(statistics.median(rates["server"]), 1)}
+    figures |= {"bare_tokens_per_s": round(statistics.median(rates["bare"]), 1)}
+    figures |= {"identical_tokens": round(identical, 4), "requests": number}
     lengths = all([len(t) for t in found] == [r.sampling.max_tokens for r in asked] for found, asked in greedy.values())
     # In bf16 the sums of a batch depend on who is in it, so on a GPU near ties may go either way; on a CPU in fp32 they
     # do not.
-    return figures, {
-        "as_many_tokens_as_asked_for": lengths,
-        "identical_tokens": identical >= (1.0 if dtype == "float32" else 0.5),
-    }
+    same = identical >= (1.0 if dtype == "float32" else 0.5)
+    return figures, {"as_many_tokens_as_asked_for": lengths, "identical_tokens": same}
 
 
 def _share(one: list[list[int]], other: list[list[int]]) -> float:
-    """Of the tokens before the first difference of each pair of outputs, in all of them."""
+    """Return the share of tokens before the first difference of each pair of outputs."""
     same = 0
     for a, b in zip(one, other, strict=True):
         same += next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
@@ -42,7 +43,6 @@ LEFT_BEHIND: Final = 0.25  # of the learner's two buffers may still be missing t
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure; the exit code."""
     made = common.parser(__doc__)
     made.add_argument("--bucket-mib", type=float, default=None, help="(256, or 0.0625)")
     made.add_argument("--repeats", type=int, default=7)
@@ -71,7 +71,6 @@ class _Learner:
         self.process, self._line = process, line
 
     def asks(self, *words: Any) -> Any:
-        """The answer to a request."""
         self.says(*words)
         return self.hears()
 
@@ -112,14 +111,12 @@ class _Server:
             process.join()
 
     def read(self, version: int, done: Callable[[int], None] = lambda index: None) -> str:
-        """Into ``flat``; the digest of what came."""
+        """Read the version into ``flat`` and return its digest."""
         assert self.window is not None, "open it first"
         return combine(self.window.take(version, self.flat, WaitMonitor(), timeout_s=5.0, done=done, peek=lambda: None))
 
     def speeds(self, learner: _Learner) -> tuple[dict[str, Any], dict[str, bool]]:
-        """Of readings of a version that lies there whole, and of one that is being packed, in turns with what this
-        process does alone.
-        """
+        """Measure reads of a complete version and of one being packed, alternating with local copies."""
         exact = self.reads(0, learner.asks("address"))
         other = FlatBuffer(self.plan, self.kind)
 
@@ -130,9 +127,8 @@ class _Server:
 
         taken: dict[str, list[float]] = {"copy": [], "local": [], "ipc": []}
         for _ in range(self.options.repeats):
-            taken["copy"] += common.seconds(
-                lambda: other.buffer.copy_(self.flat.buffer), self.kind, repeats=1, warm_up=1
-            )
+            copy = partial(other.buffer.copy_, self.flat.buffer)
+            taken["copy"] += common.seconds(copy, self.kind, repeats=1, warm_up=1)
             taken["local"] += common.seconds(local, self.kind, repeats=1, warm_up=1)
             taken["ipc"] += common.seconds(lambda: self.read(0), self.kind, repeats=1, warm_up=1)
         learner.says("write", 1)
@@ -142,26 +138,18 @@ class _Server:
         following_s = time.perf_counter() - began
         exact_following = followed == learner.hears() and self._holds(1)
         size = self.plan.size_bytes / 1e9
-        figures = {
-            "size_bytes": self.plan.size_bytes,
-            "buckets": len(self.plan.buckets),
-            "device_copy_gbytes_per_s": round(size / statistics.median(taken["copy"]), 3),
-            "copy_and_digest_gbytes_per_s": round(size / statistics.median(taken["local"]), 3),
-            "ipc_gbytes_per_s": round(size / statistics.median(taken["ipc"]), 3),
-            "packed_and_read_gbytes_per_s": round(size / following_s, 3),
-            "ratio_to_copy": round(
-                statistics.median(a / b for a, b in zip(taken["copy"], taken["ipc"], strict=True)), 3
-            ),
-            "ratio_to_local": round(
-                statistics.median(a / b for a, b in zip(taken["local"], taken["ipc"], strict=True)), 3
-            ),
-        }
+        rates = {"device_copy": "copy", "copy_and_digest": "local", "ipc": "ipc"}
+        figures: dict[str, Any] = {"size_bytes": self.plan.size_bytes, "buckets": len(self.plan.buckets)}
+        for name, kind in rates.items():
+            figures[f"{name}_gbytes_per_s"] = round(size / statistics.median(taken[kind]), 3)
+        figures["packed_and_read_gbytes_per_s"] = round(size / following_s, 3)
+        for kind in ("copy", "local"):
+            ratios = [a / b for a, b in zip(taken[kind], taken["ipc"], strict=True)]
+            figures[f"ratio_to_{kind}"] = round(statistics.median(ratios), 3)
         return figures, {"read_bit_by_bit": exact, "read_bit_by_bit_while_packed": exact_following}
 
     def overwritten(self, learner: _Learner) -> bool:
-        """Whether a version that two newer ones are written over while it is read is refused, and the newest is
-        read.
-        """
+        """Decide whether a version overwritten while it is read is refused and the newest is read."""
 
         def overwrite(index: int) -> None:
             if index == 0:
@@ -192,11 +180,7 @@ class _Server:
         return came and self.held.digest() == before
 
     def reads(self, version: int, address: str | None = None) -> bool:
-        """Whether a version is what it must be, bit by bit.
-
-        Args:
-            address: of the learner's memory, for another process to open.
-        """
+        """Decide whether a version read from ``address``, the memory of the learner, is exact bit by bit."""
         if address is not None:
             self.window = SegmentReader(address, self.plan, self.device)
         self.read(version)
@@ -206,17 +190,15 @@ class _Server:
         return all(torch.equal(self.flat.tensors[name], tensor + version) for name, tensor in self.tensors.items())
 
     def close(self) -> None:
-        """Let go of the learner's memory."""
         if self.window is not None:
             self.window.close()
             self.window = None
 
     def free_bytes(self) -> int:
-        """Of the GPU, by whomever the rest is used."""
+        """Return the free memory of the GPU, whichever process uses the rest."""
         return torch.cuda.mem_get_info()[0] if self.kind == "cuda" else 0
 
     def freed(self, before: int) -> bool:
-        """Whether what a learner had is free again."""
         least = before - int(LEFT_BEHIND * 2 * self.plan.size_bytes)
         deadline = time.monotonic() + LET_GO_S
         while self.free_bytes() < least and time.monotonic() < deadline:
@@ -230,8 +212,7 @@ def _device(kind: str) -> SharedDevice | None:
 
 
 def _learn(line: Connection, kind: str, shape: common.ModelShape, bucket_mib: float) -> None:
-    """The learner's process: version N is the model with N added to each element. It answers a ``write`` as it begins,
-    and with the digest once it is done."""
+    """Run the learner: version N adds N to each element; answer a ``write`` at its start and with the digest."""
     tensors = tensors_of(shape, kind)
     plan = plan_of(tensors, bucket_mib)
     segment = SharedSegment(plan, _device(kind))

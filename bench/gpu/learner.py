@@ -25,7 +25,6 @@ from rlearner_text.config import ModelSection
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure; the exit code."""
     made = common.parser(__doc__)
     made.add_argument("--backend", default="torch", help="one that trains in this process (%(default)s)")
     made.add_argument("--tokens", type=int, default=None, help="of one step (262144, or 1024)")
@@ -37,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def sample(length: int, vocab: int, rng: np.random.Generator) -> TrainSample:
-    """One sequence whose tokens but the first are all trained."""
+    """Return a sequence of which all tokens but the first are trained."""
     mask = np.ones(length, np.uint8)
     mask[0] = 0
     ids = rng.integers(3, vocab, length).astype(np.int32)
@@ -48,10 +47,8 @@ def sample(length: int, vocab: int, rng: np.random.Generator) -> TrainSample:
 
 def _measure(options: argparse.Namespace, device: str) -> int:
     shape, dtype = (common.TINY, "float32") if options.tiny else (common.HALF_BILLION, "bfloat16")
-    tokens, length = (
-        options.tokens or (1024 if options.tiny else 262_144),
-        options.length or (128 if options.tiny else 2048),
-    )
+    tokens = options.tokens or (1024 if options.tiny else 262_144)
+    length = options.length or (128 if options.tiny else 2048)
     train = TrainSection.model_validate(
         {
             "device": options.device, "backend": options.backend, "lr": 1e-6,
@@ -63,42 +60,24 @@ def _measure(options: argparse.Namespace, device: str) -> int:
     samples = [sample(length, shape.vocab, rng) for _ in range(max(1, tokens // length))]
     with tempfile.TemporaryDirectory() as folder:
         model = common.make_model(folder, shape, dtype=dtype)
-        backend = resolve("backends", options.backend, BACKENDS)(
-            model,
-            train=train,
-            algorithm=AlgorithmSection(),
-            model=ModelSection.model_validate({"dtype": dtype}),
-            seed=0,
-        )
+        settings, make = ModelSection.model_validate({"dtype": dtype}), resolve("backends", options.backend, BACKENDS)
+        backend = make(model, train=train, algorithm=AlgorithmSection(), model=settings, seed=0)
         found: list[dict[str, float]] = []
         taken = common.seconds(lambda: found.append(_step(backend, samples)), options.device, repeats=options.repeats)
     read = sum(one.num_inputs for one in samples)
     flops = common.train_flops_per_token(shape, length)
     rates = [read / each for each in taken]
     peak = common.peak_flops(device)
-    figures = {
-        "tokens_per_s": round(statistics.median(rates), 1),
-        "tokens_per_s_low": round(min(rates), 1),
-        "tokens_per_s_high": round(max(rates), 1),
-        "step_s": round(statistics.median(taken), 4),
-        "mfu": None if peak is None else round(common.mfu(statistics.median(rates), flops, peak) or 0.0, 4),
-        "flops_per_token": flops,
-        "peak_flops": peak,
-        "tokens_per_step": read,
-        "sequence_length": length,
-        "backend": options.backend,
-        "dtype": dtype,
-        "gradient_checkpointing": options.gradient_checkpointing,
-        "memory_gib": _memory(options.device),
-    }
+    figures: dict[str, Any] = {"tokens_per_s": round(statistics.median(rates), 1)}
+    figures |= {"tokens_per_s_low": round(min(rates), 1), "tokens_per_s_high": round(max(rates), 1)}
+    figures |= {"step_s": round(statistics.median(taken), 4)}
+    figures |= {"mfu": None if peak is None else round(common.mfu(statistics.median(rates), flops, peak) or 0.0, 4)}
+    figures |= {"flops_per_token": flops, "peak_flops": peak, "tokens_per_step": read, "sequence_length": length}
+    figures |= {"backend": options.backend, "dtype": dtype, "gradient_checkpointing": options.gradient_checkpointing}
+    figures |= {"memory_gib": _memory(options.device)}
     finite = all(math.isfinite(value) for step in found for value in step.values())
-    return common.finish(
-        "learner",
-        device,
-        shape,
-        figures,
-        {"all_metrics_are_finite": finite, "mfu_below_1": not (figures["mfu"] or 0) > 1},
-    )
+    checks = {"all_metrics_are_finite": finite, "mfu_below_1": not (figures["mfu"] or 0) > 1}
+    return common.finish("learner", device, shape, figures, checks)
 
 
 def _step(backend: Any, samples: list[TrainSample]) -> dict[str, float]:
@@ -113,7 +92,7 @@ def _step(backend: Any, samples: list[TrainSample]) -> dict[str, float]:
 
 
 def _memory(device: str) -> float | None:
-    """Most that tensors took of the device, GiB."""
+    """Return the peak memory of tensors on the device in GiB."""
     if device != "cuda":
         return None
     import torch

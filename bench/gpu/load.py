@@ -64,17 +64,15 @@ def make_requests(
 
 
 def section(options: argparse.Namespace, number: int, context: int) -> RolloutSection:
-    """Settings of the engine that is measured."""
     return RolloutSection(
         engine=options.engine, engine_args=options.engine_args, max_running=number, max_context_tokens=context,
-        prefill_tokens=16384,
-        policy=POLICY,
+        prefill_tokens=16384, policy=POLICY,
     )  # fmt: skip
 
 
 @asynccontextmanager
 async def bare(options: argparse.Namespace, model: str, settings: RolloutSection, dtype: str) -> AsyncIterator[Engine]:
-    """The engine in this process, ready for requests."""
+    """Yield the engine in this process, ready for requests."""
     device = "cpu" if options.device == "cpu" else "cuda"
     engine: Engine = resolve("engines", options.engine, ENGINES)(
         EngineConfig(model, settings, dtype, device=device, policy_version=0)  # type: ignore[arg-type]
@@ -88,41 +86,29 @@ async def bare(options: argparse.Namespace, model: str, settings: RolloutSection
 
 @asynccontextmanager
 async def served(options: argparse.Namespace, model: str, settings: RolloutSection, dtype: str) -> AsyncIterator[Ask]:
-    """A rollout-server process on a broker of its own, and what asks it.
-
-    Raises:
-        UserError: it does not start; its last line.
-    """
+    """Yield a function that sends requests to a rollout server; raise UserError if the server does not start."""
     with tempfile.TemporaryDirectory() as folder, BrokerServer(folder + "/broker") as broker:
         bus = await Bus.connect(broker.url, "bench-gpu", name="bench", deadline_s=30.0)
         await bus.ensure_streams()
         domains = {"lake": {"env": "frozenlake", "max_context_tokens": 32, "sampling": {"max_tokens": 4}}}
-        config = runspec.validate(
-            {
-                "rollout": settings.model_dump(mode="json") | {"policy": "actor"},
-                "model": {"dtype": dtype},
-                "domains": domains,
-            }
-        )
-        await runspec.publish_runspec(
-            bus, wire.RunSpec(run="bench-gpu", wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=model)
-        )
+        rollout = settings.model_dump(mode="json") | {"policy": "actor"}
+        config = runspec.validate({"rollout": rollout, "model": {"dtype": dtype}, "domains": domains})
+        spec = wire.RunSpec(run="bench-gpu", wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=model)
+        await runspec.publish_runspec(bus, spec)
         roster, client = Roster(bus), carriers.connect("zmq", bus)
         await roster.start()
         log_path = Path(folder) / "server.log"
         gpus = "cpu" if options.device == "cpu" else "auto"
         command = [sys.executable, "-m", "rollout.cli", "--broker", broker.url, "--run", "bench-gpu", "--id", "bench-1"]
         with log_path.open("wb") as log:
-            child = spawn(
-                [*command, "--gpus", gpus, "--policy", POLICY], log, env={**os.environ, "RL_RUN": "", "RL_BROKER": ""}
-            )
+            environment = {**os.environ, "RL_RUN": "", "RL_BROKER": ""}
+            child = spawn([*command, "--gpus", gpus, "--policy", POLICY], log, env=environment)
         try:
             async with asyncio.timeout(START_S):
                 while (there := roster.get("bench-1")) is None or there.state != "serving":
                     if child.poll() is not None:
-                        raise UserError(
-                            f"the rollout server ended: {log_path.read_text(errors='replace').strip().splitlines()[-1]}"
-                        )
+                        last = log_path.read_text(errors="replace").strip().splitlines()[-1]
+                        raise UserError(f"the rollout server ended: {last}")
                     await roster.changed(0.5)
             address = there.address
 
@@ -139,17 +125,12 @@ async def served(options: argparse.Namespace, model: str, settings: RolloutSecti
 
 
 def tokens_of(output: Any) -> list[int]:
-    """Of an engine's output or a server's reply."""
     found = output.token_ids
     return [int(token) for token in (found.array() if isinstance(found, wire.Column) else found)]
 
 
 async def all_at_once(ask: Ask, requests: Sequence[wire.GenerateRequest]) -> list[list[int]]:
-    """The tokens of each.
-
-    Raises:
-        UserError: one ended with an error.
-    """
+    """Return the tokens of each request; raise UserError if one failed."""
     outputs = await asyncio.gather(*(ask(request) for request in requests))
     if error := next((output.error for output in outputs if output.error), ""):
         raise UserError(f"a request ended with: {error}")

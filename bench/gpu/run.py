@@ -29,40 +29,32 @@ SPECIAL_TOKENS: Final = 6  # of the vocabulary of characters, see rlearner_text.
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure; the exit code."""
     made = common.parser(__doc__)
     common.engine_options(made)
     made.add_argument("--steps", type=int, default=None, help="optimizer steps (20, or 2)")
-    made.add_argument(
-        "--weights",
-        choices=["shared", "gloo", "nccl", "ipc"],
-        default=None,
-        help="train.weights_backend (what fits the GPUs)",
-    )
+    channels = ["shared", "gloo", "nccl", "ipc"]
+    made.add_argument("--weights", choices=channels, help="train.weights_backend (what fits the GPUs)")
     made.add_argument("--timeout-s", type=float, default=3000.0)
     made.add_argument("overrides", nargs="*", metavar="key=value", help="further settings of the run")
     return common.run(_measure, made, arguments)
 
 
 def settings(options: argparse.Namespace, folder: str) -> list[str]:
-    """What is changed of configs/quickstart.yaml."""
+    """Return the overrides of configs/quickstart.yaml."""
     shape = shape_of(options)
     tiny = TinyModel(
         hidden_size=shape.hidden, num_layers=shape.layers, num_heads=shape.heads, num_kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        intermediate_size=shape.intermediate,
+        head_dim=shape.head_dim, intermediate_size=shape.intermediate,
     )  # fmt: skip
     steps = options.steps or (2 if options.tiny else 20)
     found = {
         "run.name": "bench", "run.dir": folder, "model.tiny": tiny.model_dump(mode="json"),
         "model.dtype": "float32" if options.tiny else "bfloat16", "train.steps": steps, "train.device": options.device,
-        "train.lr": 1e-5,
-        "train.groups_per_step": 4 if options.tiny else 32, "train.num_threads": 1 if options.tiny else 0,
-        "train.micro_batch_tokens": 2048 if options.tiny else 32768, "warm_start.steps": 2 if options.tiny else 50,
-        "warm_start.episodes": 64, "warm_start.lr": 1e-4, "eval.every_steps": 0, "checkpoint.every_steps": steps,
-        "samples.keep": True,
-        "rollout.engine": options.engine, "rollout.engine_args": options.engine_args,
-        "rollout.num_threads": 1 if options.tiny else 0,
+        "train.lr": 1e-5, "train.groups_per_step": 4 if options.tiny else 32,
+        "train.num_threads": 1 if options.tiny else 0, "train.micro_batch_tokens": 2048 if options.tiny else 32768,
+        "warm_start.steps": 2 if options.tiny else 50, "warm_start.episodes": 64, "warm_start.lr": 1e-4,
+        "eval.every_steps": 0, "checkpoint.every_steps": steps, "samples.keep": True, "rollout.engine": options.engine,
+        "rollout.engine_args": options.engine_args, "rollout.num_threads": 1 if options.tiny else 0,
         "envhub.n": 32 if options.tiny else 512, "rollout.max_running": 32 if options.tiny else 512,
     }  # fmt: skip
     if options.weights is not None:
@@ -73,11 +65,10 @@ def settings(options: argparse.Namespace, folder: str) -> list[str]:
 
 
 def shape_of(options: argparse.Namespace) -> common.ModelShape:
-    """The model that the run makes: the same blocks, a vocabulary of characters."""
+    """Return the shape of the model of the run: the same blocks with a vocabulary of characters."""
     given = common.TINY if options.tiny else common.HALF_BILLION
-    return common.ModelShape(
-        **{**vars(given), "vocab": SPECIAL_TOKENS + len(CHARACTERS), "positions": TinyModel().max_position_embeddings}
-    )
+    positions = TinyModel().max_position_embeddings
+    return common.ModelShape(**{**vars(given), "vocab": SPECIAL_TOKENS + len(CHARACTERS), "positions": positions})
 
 
 def _measure(options: argparse.Namespace, device: str) -> int:
@@ -94,21 +85,14 @@ def _measure(options: argparse.Namespace, device: str) -> int:
             raise UserError(f"the run did not end within --timeout-s={options.timeout_s:g}") from None
         if done.returncode == 2:
             raise UserError(done.stderr.strip().splitlines()[-1].removeprefix("error: "))
-        audit = subprocess.run(
-            [sys.executable, "-m", "rlearner.cli", "audit", f"{folder}/bench", "--json"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = [sys.executable, "-m", "rlearner.cli", "audit", f"{folder}/bench", "--json"]
+        audit = subprocess.run(command, capture_output=True, text=True, check=False)
         file = Path(folder) / "bench" / "metrics.jsonl"
         lines = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
         made = _made(Path(folder) / "bench" / "model")
     steps = options.steps or (2 if options.tiny else 20)
-    checks = {
-        "exit_code_0": done.returncode == 0,
-        "every_step_was_made": len(lines) == steps,
-        "audit": audit.returncode == 0,
-    }
+    checks: dict[str, Any] = {"exit_code_0": done.returncode == 0, "every_step_was_made": len(lines) == steps}
+    checks |= {"audit": audit.returncode == 0}
     shape = shape_of(options)
     if made is not None:
         checks["model_is_of_that_size"] = made == sum(common.num_parameters(shape))
@@ -138,20 +122,14 @@ def _ipc(options: argparse.Namespace, environment: dict[str, str]) -> dict[str, 
 def figures(lines: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians over the steps, the first left out where there are others, for it waits for everything to start."""
     lines = lines[1:] if len(lines) > 1 else lines
-    names = (
-        "perf/tokens_per_s",
-        "time/train",
-        "time/wait_for_batch",
-        "time/broadcast_weights",
-        "trainer/idle_ratio",
-        "reward/mean",
-    )
+    names = ["perf/tokens_per_s", "time/train", "time/wait_for_batch", "time/broadcast_weights"]
+    names += ["trainer/idle_ratio", "reward/mean"]
     found = {name: [float(line[name]) for line in lines if isinstance(line.get(name), int | float)] for name in names}
     return {name: round(statistics.median(values), 5) if values else None for name, values in found.items()}
 
 
 def _made(folder: Path) -> int | None:
-    """Parameters of the model that the run made; None where it made none."""
+    """Return the parameters of the model that the run made, or None."""
     from safetensors import safe_open
 
     total = 0

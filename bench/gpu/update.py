@@ -26,7 +26,6 @@ from rollout.engines.base import Engine
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure; the exit code."""
     made = common.parser(__doc__)
     common.engine_options(made)
     made.add_argument("--pairs", type=int, default=None, help="windows with and without updates (7, or 2)")
@@ -101,29 +100,20 @@ async def _windows(
                 if task is not None:
                     task.cancel()
                     await asyncio.gather(task, return_exceptions=True)
-            print(
-                f"pair {pair}: {rates[False][-1]:.0f} tokens/s without, {rates[True][-1]:.0f} with updates", flush=True
-            )
+            without, updated = rates[False][-1], rates[True][-1]
+            print(f"pair {pair}: {without:.0f} tokens/s without, {updated:.0f} with updates", flush=True)
         stood_still = engine.stats().pause_s - stood_still
         await running.stop()
         exact = await _right(engine, _nudged(tensors), next(versions), shape, dtype)
     lost = [1 - on / off for on, off in zip(rates[True], rates[False], strict=True)]
-    figures = {
-        "tokens_lost_share": round(statistics.median(lost), 4),
-        "tokens_lost_low": round(min(lost), 4),
-        "tokens_lost_high": round(max(lost), 4),
-        "pause_ms": round(1000 * stood_still / max(1, len(took)), 2),
-        "update_ms": round(1000 * statistics.median(took), 2),
-        "update_ms_most": round(1000 * max(took), 2),
-        "updates": len(took),
-        "tokens_per_s": round(statistics.median(rates[False]), 1),
-        "size_bytes": sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
-    }
-    return figures, {
-        "versions_rise": running.rising,
-        "logprobs_are_of_the_new_weights": exact,
-        "updates_were_made": len(took) > 1,
-    }
+    figures: dict[str, Any] = {"tokens_lost_share": round(statistics.median(lost), 4)}
+    figures |= {"tokens_lost_low": round(min(lost), 4), "tokens_lost_high": round(max(lost), 4)}
+    figures |= {"pause_ms": round(1000 * stood_still / max(1, len(took)), 2)}
+    figures |= {"update_ms": round(1000 * statistics.median(took), 2), "update_ms_most": round(1000 * max(took), 2)}
+    figures |= {"updates": len(took), "tokens_per_s": round(statistics.median(rates[False]), 1)}
+    figures |= {"size_bytes": sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())}
+    checks = {"versions_rise": running.rising, "logprobs_are_of_the_new_weights": exact}
+    return figures, checks | {"updates_were_made": len(took) > 1}
 
 
 def _weights(engine: Engine, model: str, device: str) -> dict[str, torch.Tensor]:
@@ -138,7 +128,6 @@ def _weights(engine: Engine, model: str, device: str) -> dict[str, torch.Tensor]
 
 
 def _nudged(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Each a little other than it was, in place."""
     for tensor in tensors.values():
         if tensor.is_floating_point():
             tensor.mul_(1.001)
@@ -148,9 +137,7 @@ def _nudged(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 async def _right(
     engine: Engine, tensors: dict[str, torch.Tensor], version: int, shape: common.ModelShape, dtype: str
 ) -> bool:
-    """After an update, sampled logprobs are those that the engine computes for the same tokens again, and differ from
-    those before.
-    """
+    """Decide whether logprobs sampled after an update are those of the new weights and differ from the old."""
     (request,) = load.make_requests(1, shape.vocab, prompt=(32, 32), output=(32, 32), temperature=1.0, name="last")
     prompt = request.token_ids.array().tolist()
     before = await engine.logprobs(prompt)

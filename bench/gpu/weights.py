@@ -28,7 +28,6 @@ WAIT_S: Final = 120.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure; the exit code."""
     made = common.parser(__doc__)
     made.add_argument("--bucket-mib", type=float, default=None, help="(256, or 1)")
     made.add_argument("--repeats", type=int, default=7)
@@ -42,41 +41,27 @@ def _measure(options: argparse.Namespace, device: str) -> int:
     ends = torch.cuda.device_count() if options.device == "cuda" else 2
     if ends < 2:
         print("one GPU: link, broadcast and channel need two, for NCCL takes no two members on one", flush=True)
-        between: dict[str, Any] = dict.fromkeys(
-            ("link_gbytes_per_s", "broadcast_gbytes_per_s", "channel_gbytes_per_s", "ratio_transfer")
-        )
+        names = ("link_gbytes_per_s", "broadcast_gbytes_per_s", "channel_gbytes_per_s", "ratio_transfer")
+        between: dict[str, Any] = dict.fromkeys(names)
     else:
         between, exact = _between(options, shape, bucket_mib)
         checks["received_bit_by_bit"] = exact
-    return common.finish(
-        "weights", device, shape, figures | between | {"gpus": ends if options.device == "cuda" else 0}, checks
-    )
+    figures |= between | {"gpus": ends if options.device == "cuda" else 0}
+    return common.finish("weights", device, shape, figures, checks)
 
 
 def tensors_of(shape: common.ModelShape, device: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    """A model's tensors by name, random, on a device."""
-    hidden, inner, heads, kv = (
-        shape.hidden,
-        shape.intermediate,
-        shape.heads * shape.head_dim,
-        shape.kv_heads * shape.head_dim,
-    )
+    """Return random tensors of a model by name."""
+    hidden, inner = shape.hidden, shape.intermediate
+    heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     sizes: dict[str, tuple[int, ...]] = {"embed": (shape.vocab, hidden), "norm": (hidden,)}
     for layer in range(shape.layers):
         at = f"layers.{layer}"
-        sizes |= {
-            f"{at}.q": (heads, hidden),
-            f"{at}.k": (kv, hidden),
-            f"{at}.v": (kv, hidden),
-            f"{at}.o": (hidden, heads),
-        }
+        sizes |= {f"{at}.q": (heads, hidden), f"{at}.k": (kv, hidden)}
+        sizes |= {f"{at}.v": (kv, hidden), f"{at}.o": (hidden, heads)}
         sizes |= {f"{at}.gate": (inner, hidden), f"{at}.up": (inner, hidden), f"{at}.down": (hidden, inner)}
-        sizes |= {
-            f"{at}.q_norm": (shape.head_dim,),
-            f"{at}.k_norm": (shape.head_dim,),
-            f"{at}.norm1": (hidden,),
-            f"{at}.norm2": (hidden,),
-        }
+        sizes |= {f"{at}.q_norm": (shape.head_dim,), f"{at}.k_norm": (shape.head_dim,)}
+        sizes |= {f"{at}.norm1": (hidden,), f"{at}.norm2": (hidden,)}
     torch.manual_seed(0)
     return {name: torch.randn(size, dtype=dtype, device=device) for name, size in sizes.items()}
 
@@ -84,13 +69,10 @@ def tensors_of(shape: common.ModelShape, device: str, dtype: torch.dtype = torch
 def _alone(
     options: argparse.Namespace, shape: common.ModelShape, bucket_mib: float
 ) -> tuple[dict[str, Any], dict[str, bool]]:
-    """What one device can show."""
     tensors = tensors_of(shape, options.device)
     plan = plan_of(tensors, bucket_mib)
-    flat, other = (
-        FlatBuffer(plan, options.device),
-        torch.empty(plan.size_bytes, dtype=torch.uint8, device=options.device),
-    )
+    flat = FlatBuffer(plan, options.device)
+    other = torch.empty(plan.size_bytes, dtype=torch.uint8, device=options.device)
     pinned = torch.empty(plan.size_bytes, dtype=torch.uint8, pin_memory=options.device == "cuda")
 
     def rate(work: Callable[[], object]) -> float:
@@ -98,15 +80,11 @@ def _alone(
         return round(plan.size_bytes / 1e9 / statistics.median(taken), 3)
 
     flat.fill(tensors)
-    figures = {
-        "size_bytes": plan.size_bytes,
-        "buckets": len(plan.buckets),
-        "device_copy_gbytes_per_s": rate(lambda: other.copy_(flat.buffer)),
-        "pack_gbytes_per_s": rate(lambda: flat.fill(tensors)),
-        "digest_gbytes_per_s": rate(flat.digest),
-        "to_host_gbytes_per_s": rate(lambda: pinned.copy_(flat.buffer, non_blocking=True)),
-        "from_host_gbytes_per_s": rate(lambda: flat.buffer.copy_(pinned, non_blocking=True)),
-    }
+    figures: dict[str, Any] = {"size_bytes": plan.size_bytes, "buckets": len(plan.buckets)}
+    figures |= {"device_copy_gbytes_per_s": rate(lambda: other.copy_(flat.buffer))}
+    figures |= {"pack_gbytes_per_s": rate(lambda: flat.fill(tensors)), "digest_gbytes_per_s": rate(flat.digest)}
+    figures |= {"to_host_gbytes_per_s": rate(lambda: pinned.copy_(flat.buffer, non_blocking=True))}
+    figures |= {"from_host_gbytes_per_s": rate(lambda: flat.buffer.copy_(pinned, non_blocking=True))}
     blocks, embedding = common.num_parameters(shape)
     same = all(torch.equal(flat.tensors[name], tensor) for name, tensor in tensors.items())
     holds = sum(tensor.numel() for tensor in tensors.values()) == blocks + embedding
@@ -114,7 +92,6 @@ def _alone(
 
 
 def _between(options: argparse.Namespace, shape: common.ModelShape, bucket_mib: float) -> tuple[dict[str, Any], bool]:
-    """Two devices, a process each."""
     store, port = serve_store(HOST)
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
@@ -128,19 +105,16 @@ def _between(options: argparse.Namespace, shape: common.ModelShape, bucket_mib: 
     del store
     link = _link(shape, options) if options.device == "cuda" else None
     size = found["size_bytes"] / 1e9
-    figures = {
-        "link_gbytes_per_s": link,
-        "broadcast_gbytes_per_s": round(size / statistics.median(found["bare"]), 3),
-        "channel_gbytes_per_s": round(size / statistics.median(found["channel"]), 3),
-        "ratio_transfer": round(
-            statistics.median(bare / ours for bare, ours in zip(found["bare"], found["channel"], strict=True)), 3
-        ),
-    }
+    ratios = [bare / ours for bare, ours in zip(found["bare"], found["channel"], strict=True)]
+    figures = {"link_gbytes_per_s": link}
+    figures |= {"broadcast_gbytes_per_s": round(size / statistics.median(found["bare"]), 3)}
+    figures |= {"channel_gbytes_per_s": round(size / statistics.median(found["channel"]), 3)}
+    figures |= {"ratio_transfer": round(statistics.median(ratios), 3)}
     return figures, bool(found["exact"])
 
 
 def _link(shape: common.ModelShape, options: argparse.Namespace) -> float:
-    """Copies from the first GPU to the second."""
+    """Measure copies from the first GPU to the second."""
     size = plan_of(tensors_of(shape, "meta"), 256.0).size_bytes
     source, target = (torch.zeros(size, dtype=torch.uint8, device=f"cuda:{index}") for index in range(2))
     taken = common.seconds(lambda: target.copy_(source), "cuda", repeats=options.repeats)
@@ -150,9 +124,7 @@ def _link(shape: common.ModelShape, options: argparse.Namespace) -> float:
 def _end(
     rank: int, port: int, kind: str, shape: common.ModelShape, bucket_mib: float, repeats: int, results: Any
 ) -> None:
-    """One process: broadcasts in lockstep with the other; the receiver tells what was measured, for it sees the last
-    byte.
-    """
+    """Broadcast in lockstep with the other end; the receiver reports, because it sees the last byte."""
     device = f"cuda:{rank}" if kind == "cuda" else "cpu"
     if kind == "cuda":
         torch.cuda.set_device(rank)

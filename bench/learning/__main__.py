@@ -25,19 +25,13 @@ from broker.settings.runspec import load, validate
 
 
 def warm_start(folder: Path, context: str) -> str:
-    """The weights that all arms of a context start from, made once: demonstrations have the prompts that the arms will
-    see.
-    """
+    """Make the warm start of a context from demonstrations with the prompts that the arms will see."""
     from learner.prepare import write_config
     from learner.warm_start import ModelPreparation
 
     name = "warm" if context == "full" else f"warm_{context}"
-    config = validate(
-        load(
-            settings.CONFIG,
-            [*settings.COMMON, f"domains.lake.context={context}", f"run.name={name}", f"run.dir={folder}"],
-        )
-    )
+    own = [f"domains.lake.context={context}", f"run.name={name}", f"run.dir={folder}"]
+    config = validate(load(settings.CONFIG, [*settings.COMMON, *own]))
     write_config(folder / name, config)
     return ModelPreparation(
         config, (folder / name).absolute(), lambda text: print(text, file=sys.stderr, flush=True)
@@ -45,7 +39,7 @@ def warm_start(folder: Path, context: str) -> str:
 
 
 def collect(folder: Path, arms: Sequence[settings.ArmSettings]) -> tuple[dict[str, Any], dict[str, list[list[float]]]]:
-    """The figures of what is there, and the curves of the first sweep."""
+    """Return the figures of all finished arms and the curves of the first sweep."""
     starts: dict[str, list[dict[str, Any]]] = {}
     contexts: dict[str, str] = {}
     algorithms: dict[str, list[dict[str, Any]]] = {}
@@ -69,26 +63,24 @@ def collect(folder: Path, arms: Sequence[settings.ArmSettings]) -> tuple[dict[st
 
 
 def main() -> int:
-    """Run what is missing and report; 0 when every arm has a result."""
+    """Run missing arms and report; return 0 if every arm has a result."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.learning", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="one seed of every algorithm, no staleness sweep")
-    parser.add_argument("--seeds", type=int, default=len(settings.SEEDS), help="seeds of each arm (3)")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes, one core each")
-    parser.add_argument("--out", type=Path, default=Path("runs/learning"), help="where results are kept")
-    parser.add_argument(
-        "--docs", type=Path, default=None, help="folder of learning.md; docs, and with --quick the output folder"
-    )
-    parser.add_argument("--report", action="store_true", help="run nothing: report what is there")
+    add = parser.add_argument
+    add("--quick", action="store_true", help="one seed of every algorithm, no staleness sweep")
+    add("--seeds", type=int, default=len(settings.SEEDS), help="seeds of each arm (3)")
+    add("--workers", type=int, default=os.cpu_count() or 1, help="processes, one core each")
+    add("--out", type=Path, default=Path("runs/learning"), help="where results are kept")
+    add("--docs", type=Path, default=None, help="folder of learning.md; docs, and with --quick the output folder")
+    add("--report", action="store_true", help="run nothing: report what is there")
     options = parser.parse_args()
     folder = options.out.absolute()
     arms = settings.plan(range(options.seeds), quick=options.quick)
     try:
         if not options.report:
-            pool.run(
-                arms, folder, {context: warm_start(folder, context) for context in settings.CONTEXTS}, options.workers
-            )
+            starts = {context: warm_start(folder, context) for context in settings.CONTEXTS}
+            pool.run(arms, folder, starts, options.workers)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

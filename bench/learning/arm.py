@@ -36,21 +36,13 @@ from learner.weights.offering import probe
 from rlearner_text.config import ModelSection
 
 SHOWN = (
-    "actor/grad_norm",
-    "actor/entropy",
-    "actor/pg_clipfrac",
-    "actor/ppo_kl",
-    "rollout_corr/ess",
-    "rollout_corr/masked_fraction",
+    *("actor/grad_norm", "actor/entropy", "actor/pg_clipfrac", "actor/ppo_kl"),
+    *("rollout_corr/ess", "rollout_corr/masked_fraction"),
 )
 
 
 class TrainingArm:
-    """Learner and engine of one run.
-
-    Args:
-        config: validated.
-        model_path: the warm start.
+    """Learner and engine of one run that starts from ``model_path``.
 
     Attributes:
         curve: mean reward of the groups of each step, as sampled.
@@ -75,7 +67,6 @@ class TrainingArm:
         self.lines: list[dict[str, float]] = []
 
     async def run(self) -> None:
-        """All steps."""
         self._training = training = self._open()
         try:
             self._backend = await training.open()
@@ -91,7 +82,7 @@ class TrainingArm:
             await asyncio.to_thread(training.close)
 
     async def success(self) -> list[int]:
-        """Solved episodes of each held-out task, with the weights of now."""
+        """Return solved episodes of each held-out task with the current weights."""
         evaluations = EvaluationQueue(section(self._config, "eval", EvalSection), self._domains, self._seed)
         tickets = evaluations.start(self.hub.version, "actor", self.hub.version, 0.0)
         finished = None
@@ -161,7 +152,6 @@ class TrainingArm:
 
 
 def run_arm(config: dict[str, Any], model_path: str) -> dict[str, Any]:
-    """Train, then measure; what came of it."""
     began, cpu = time.monotonic(), time.process_time()
     arm = TrainingArm(config, model_path)
 
@@ -170,22 +160,15 @@ def run_arm(config: dict[str, Any], model_path: str) -> dict[str, Any]:
         return await arm.success()
 
     solved = asyncio.run(work())
-    return {
-        "solved": solved,
-        "episodes_per_map": config["eval"]["group_size"],
-        "curve": [round(value, 4) for value in arm.curve],
-        "lateness": arm.lateness,
-        "tickets": arm.ledger.counts(),
-        "first": {name: arm.lines[0][name] for name in SHOWN if name in arm.lines[0]},
-        "last": {name: arm.lines[-1][name] for name in SHOWN if name in arm.lines[-1]},
-        "seconds": round(time.monotonic() - began, 2),
-        "cpu_s": round(time.process_time() - cpu, 2),
-    }
+    figures: dict[str, Any] = {"solved": solved, "episodes_per_map": config["eval"]["group_size"]}
+    figures |= {"curve": [round(value, 4) for value in arm.curve], "lateness": arm.lateness}
+    figures |= {"tickets": arm.ledger.counts()}
+    figures |= {"first": {name: arm.lines[0][name] for name in SHOWN if name in arm.lines[0]}}
+    figures |= {"last": {name: arm.lines[-1][name] for name in SHOWN if name in arm.lines[-1]}}
+    return figures | {"seconds": round(time.monotonic() - began, 2), "cpu_s": round(time.process_time() - cpu, 2)}
 
 
 def measure(config: dict[str, Any], model_path: str) -> dict[str, Any]:
-    """A model as it is."""
-
     async def work() -> list[int]:
         return await TrainingArm(config, model_path).success()
 

@@ -33,18 +33,13 @@ MEASURED = ("train.num_threads=1", "rollout.num_threads=1", "eval.temperature=1.
 
 
 class WatchedArm(TrainingArm):
-    """An arm that is measured on its way.
-
-    Attributes:
-        points: step -> solved episodes of each held-out task.
-    """
+    """An arm measured while it trains; ``points``: step -> solved episodes of each held-out task."""
 
     def __init__(self, config: dict[str, Any], model_path: str, every: int) -> None:
         super().__init__(config, model_path)
         self._every, self.points = every, dict[int, list[int]]()
 
     async def measure(self) -> None:
-        """Solved episodes by the weights of now."""
         self.points[self.hub.version] = await self.success()
 
     async def _step(self) -> None:
@@ -54,11 +49,7 @@ class WatchedArm(TrainingArm):
 
 
 def check_contexts(configs: Sequence[dict[str, Any]]) -> None:
-    """One warm start for all: their prompts must be alike.
-
-    Raises:
-        ConfigError: some would see whole conversations, others one turn at a time.
-    """
+    """Raise ConfigError if some arms see whole conversations and others one turn: they share a warm start."""
     from broker.settings.config import takes_steps
 
     estimators = [config["algorithm"]["adv_estimator"] for config in configs]
@@ -69,7 +60,7 @@ def check_contexts(configs: Sequence[dict[str, Any]]) -> None:
 
 
 def warm_start(folder: Path, config_path: str, overrides: Sequence[str]) -> str:
-    """The weights that all arms start from, made once."""
+    """Make the weights that all arms start from."""
     from learner.prepare import write_config
     from learner.warm_start import ModelPreparation
 
@@ -81,7 +72,6 @@ def warm_start(folder: Path, config_path: str, overrides: Sequence[str]) -> str:
 
 
 def run_arm(config: dict[str, Any], model_path: str, every: int) -> dict[str, Any]:
-    """Train and measure; what came of it."""
     began, cpu = time.monotonic(), time.process_time()
     arm = WatchedArm(config, model_path, every)
 
@@ -91,40 +81,30 @@ def run_arm(config: dict[str, Any], model_path: str, every: int) -> dict[str, An
 
     asyncio.run(work())
     tasks = arm.points[arm.hub.version]
-    return {
-        "solved": tasks,
-        "episodes_per_map": config["eval"]["group_size"],
-        "points": {
-            str(step): sum(solved) / len(solved) / config["eval"]["group_size"] for step, solved in arm.points.items()
-        },
-        "curve": [round(value, 4) for value in arm.curve],
-        "tickets": arm.ledger.counts(),
-        "seconds": round(time.monotonic() - began, 1),
-        "cpu_s": round(time.process_time() - cpu, 1),
-    }
+    episodes = config["eval"]["group_size"]
+    points = {str(step): sum(solved) / len(solved) / episodes for step, solved in arm.points.items()}
+    row: dict[str, Any] = {"solved": tasks, "episodes_per_map": episodes, "points": points}
+    row |= {"curve": [round(value, 4) for value in arm.curve], "tickets": arm.ledger.counts()}
+    return row | {"seconds": round(time.monotonic() - began, 1), "cpu_s": round(time.process_time() - cpu, 1)}
 
 
 def report(start: dict[str, Any], found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Start, and each algorithm's seeds, mean and interval."""
+    """Return the start, and the seeds, mean and interval of each algorithm."""
     rng = np.random.default_rng(0)
     rows: dict[str, Any] = {"start": round(rate(start), 4)}
     for name, results in found.items():
         low, high = interval(results, rng)
-        rows[name] = {
-            "seeds": [round(rate(one), 4) for one in results],
-            "end": round(float(np.mean([rate(one) for one in results])), 4),
-            "interval": [round(low, 4), round(high, 4)],
-            "points": {
-                step: round(float(np.mean([one["points"][step] for one in results])), 4)
-                for step in results[0]["points"]
-            },
-            "cpu_s": round(float(np.mean([one["cpu_s"] for one in results])), 1),
-        }
+        points = {step: [one["points"][step] for one in results] for step in results[0]["points"]}
+        rates = [rate(one) for one in results]
+        rows[name] = {"seeds": [round(one, 4) for one in rates], "end": round(float(np.mean(rates)), 4)}
+        rows[name]["interval"] = [round(low, 4), round(high, 4)]
+        rows[name]["points"] = {step: round(float(np.mean(one)), 4) for step, one in points.items()}
+        rows[name]["cpu_s"] = round(float(np.mean([one["cpu_s"] for one in results])), 1)
     return rows
 
 
 def kept(path: Path, settings: list[str]) -> dict[str, Any] | None:
-    """A result of exactly these settings."""
+    """Return the stored result of exactly these settings."""
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -133,7 +113,7 @@ def kept(path: Path, settings: list[str]) -> dict[str, Any] | None:
 
 
 def keep(path: Path, settings: list[str], found: dict[str, Any]) -> dict[str, Any]:
-    """Write a result down, whole or not at all."""
+    """Write a result atomically."""
     temporary = path.with_suffix(".new")
     temporary.write_text(json.dumps({"settings": settings, **found}) + "\n", encoding="utf-8")
     temporary.replace(path)
@@ -141,17 +121,13 @@ def keep(path: Path, settings: list[str], found: dict[str, Any]) -> dict[str, An
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
-    """Run what is missing."""
     import torch
 
     torch.set_num_threads(1)
     folder: Path = options.out.absolute()
     names: list[str] = options.algorithms.split(",")
-    arms = [
-        (seed, name, [*MEASURED, f"run.seed={seed}", f"algorithm={name}", *options.overrides])
-        for seed in range(options.seeds)
-        for name in names
-    ]
+    overrides = {seed: [*MEASURED, f"run.seed={seed}"] for seed in range(options.seeds)}
+    arms = [(s, n, [*o, f"algorithm={n}", *options.overrides]) for s, o in overrides.items() for n in names]
     configs = [validate(load(options.config, [*settings, "run.name=arm"])) for _, _, settings in arms]
     check_contexts(configs)
     model = warm_start(folder, options.config, options.overrides)
@@ -171,18 +147,16 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    """0 when every arm has a result."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.learning.compare",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("config", help="configuration with a warm start")
-    parser.add_argument("overrides", nargs="*", help="key=value, of the configuration")
-    parser.add_argument("--algorithms", default="grpo,gigpo", help="presets, with commas between")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--every", type=int, default=0, help="steps between two measurements; 0: at the end only")
-    parser.add_argument("--out", type=Path, default=Path("runs/compare"), help="where results are kept")
+    """Run missing arms; return 0 if every arm has a result."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m bench.learning.compare", description=__doc__, formatter_class=raw)
+    add = parser.add_argument
+    add("config", help="configuration with a warm start")
+    add("overrides", nargs="*", help="key=value, of the configuration")
+    add("--algorithms", default="grpo,gigpo", help="presets, with commas between")
+    add("--seeds", type=int, default=3)
+    add("--every", type=int, default=0, help="steps between two measurements; 0: at the end only")
+    add("--out", type=Path, default=Path("runs/compare"), help="where results are kept")
     try:
         print(json.dumps(compare(parser.parse_intermixed_args())))
     except UserError as error:

@@ -13,7 +13,7 @@ Results = Mapping[str, Sequence[Mapping[str, Any]]]  # name -> results of its se
 
 
 def rate(found: Mapping[str, Any]) -> float:
-    """Solved share of an arm's held-out episodes."""
+    """Return the solved share of the held-out episodes of an arm."""
     return float(sum(found["solved"]) / (len(found["solved"]) * found["episodes_per_map"]))
 
 
@@ -43,33 +43,23 @@ def algorithm_rows(starts: Results, algorithms: Results) -> dict[str, dict[str, 
         first = float(np.mean([rate(one) for one in starts[name]]))
         end = float(np.mean([rate(one) for one in results]))
         low, high = interval(results, rng)
-        rows[name] = {
-            "start": round(first, 4),
-            "end": round(end, 4),
-            "ratio": round(end / first, 3),
-            "low": round(low, 4),
-            "high": round(high, 4),
-            "seeds": len(results),
-            "seconds": round(float(np.mean([one["cpu_s"] for one in results])), 1),
-        }
+        rows[name] = {"start": round(first, 4), "end": round(end, 4), "ratio": round(end / first, 3)}
+        rows[name] |= {"low": round(low, 4), "high": round(high, 4), "seeds": len(results)}
+        rows[name] |= {"seconds": round(float(np.mean([one["cpu_s"] for one in results])), 1)}
     return rows
 
 
 def staleness_rows(results: Mapping[str, Results]) -> dict[str, dict[str, dict[str, float]]]:
-    """Loss -> max_staleness -> success with its interval, and seconds."""
+    """Return success with its interval, and seconds, by loss and max_staleness."""
     rng = np.random.default_rng(1)
     rows: dict[str, dict[str, dict[str, float]]] = {}
     for name, by_late in results.items():
         rows[name] = {}
         for late, found in sorted(by_late.items(), key=lambda item: int(item[0])):
             low, high = interval(found, rng)
-            rows[name][late] = {
-                "success": round(float(np.mean([rate(one) for one in found])), 4),
-                "low": round(low, 4),
-                "high": round(high, 4),
-                "seeds": len(found),
-                "seconds": round(float(np.mean([one["cpu_s"] for one in found])), 1),
-            }
+            row = {"success": round(float(np.mean([rate(one) for one in found])), 4), "low": round(low, 4)}
+            row |= {"high": round(high, 4), "seeds": len(found)}
+            rows[name][late] = row | {"seconds": round(float(np.mean([one["cpu_s"] for one in found])), 1)}
     return rows
 
 

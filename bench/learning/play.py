@@ -33,12 +33,7 @@ PATIENCE_S = 3600.0  # nothing here waits for a network
 
 
 class InlineHub:
-    """Plays tickets to their end, all at once.
-
-    Args:
-        config: validated.
-        model_path: the weights of version 0.
-    """
+    """Plays all tickets at once to their end, beginning with version 0 at ``model_path``."""
 
     def __init__(self, config: dict[str, Any], model_path: str) -> None:
         self._core = EngineCore(
@@ -53,23 +48,14 @@ class InlineHub:
 
     @property
     def version(self) -> int:
-        """Of the weights being sampled from."""
         return self._core.version
 
     def update(self, weights: Mapping[str, torch.Tensor], version: int, probe: wire.Probe) -> None:
-        """Take new weights between two calls of ``play``.
-
-        Raises:
-            TransferFailed: the engine computes other logprobs from them than the trainer.
-        """
+        """Take new weights between two calls of ``play``; raise TransferFailed if engine and trainer disagree."""
         self._core.update(weights, version, "recompute", probe)
 
     async def play(self, asked: Sequence[TicketAssignment]) -> list[wire.Group]:
-        """One group for each ticket, in their order.
-
-        Raises:
-            EpisodeFailed: an environment or the engine broke; here that is an error, nobody tries again.
-        """
+        """Play one group per ticket, in order; raise EpisodeFailed without retrying if one fails."""
         # an episode keeps its slot, and with it its KV, to its end
         gate = asyncio.Semaphore(self._core.model.max_running)
         groups = asyncio.gather(*(self._group(one, gate) for one in asked))
@@ -80,7 +66,7 @@ class InlineHub:
         return groups.result()
 
     async def turn(self, ask: TurnRequest) -> SampledTurn:
-        """What ``envhub.servers.generate.TurnGenerator`` does over a network."""
+        """Generate one turn as ``envhub.servers.generate.TurnGenerator`` does over a network."""
         request = wire.GenerateRequest(
             request_id=str(next(self._numbers)),
             conversation_id=ask.conversation_id,

@@ -19,7 +19,7 @@ MAX_FAILURES: Final = 3  # arms that break one after the other before a worker g
 
 
 def result(folder: Path, arm: ArmSettings) -> dict[str, Any] | None:
-    """What an arm came to, if it was run with these settings."""
+    """Return the result of an arm if it was run with these settings."""
     try:
         found: dict[str, Any] = json.loads((folder / arm.path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -55,11 +55,8 @@ def _feed(todo: SimpleQueue[ArmSettings], folder: Path, warm_starts: Mapping[str
                 arm = todo.get_nowait()
             except Empty:
                 break
-            print(
-                json.dumps({"arm": asdict(arm), "folder": str(folder), "warm_start": warm_starts[arm.context]}),
-                file=child.stdin,
-                flush=True,
-            )
+            figures: dict[str, Any] = {"arm": asdict(arm), "folder": str(folder)}
+            print(json.dumps(figures | {"warm_start": warm_starts[arm.context]}))
             answer = child.stdout.readline()
             if not answer:
                 print(f"a worker ended with {child.wait()} in {arm.path}", file=sys.stderr, flush=True)

@@ -16,7 +16,6 @@ Rows = Mapping[str, Mapping[str, Any]]
 
 
 def tables(figures: Mapping[str, Any]) -> str:
-    """Both tables as Markdown."""
     lines = [
         "| algorithm | success at the end | 95 % | times the start | seeds | core-seconds | other settings than the "
         "preset's |"
@@ -31,11 +30,8 @@ def tables(figures: Mapping[str, Any]) -> str:
             f"{row['seconds']:.0f} | {changed} |"
         )
     if figures["staleness"]:
-        lines += [
-            "",
-            "| loss | " + " | ".join(f"{late} late" for late in STALENESS) + " |",
-            "|---|" + "---|" * len(STALENESS),
-        ]
+        lines += ["", "| loss | " + " | ".join(f"{late} late" for late in STALENESS) + " |"]
+        lines.append("|---|" + "---|" * len(STALENESS))
         for name, by_late in figures["staleness"].items():
             lines.append(f"| `{name}` | " + " | ".join(_cell(by_late.get(str(late))) for late in STALENESS) + " |")
     return "\n".join(lines)
@@ -50,11 +46,8 @@ def _cell(row: Mapping[str, float] | None) -> str:
 def write(docs: Path, figures: Mapping[str, Any], curves: Mapping[str, Sequence[Sequence[float]]]) -> None:
     """Put the tables between their marks in docs/learning.md, and draw docs/learning.png."""
     page = docs / "learning.md"
-    text = (
-        page.read_text(encoding="utf-8")
-        if page.exists()
-        else f"# Learning curves\n\n![](learning.png)\n\n{BEGIN}\n{END}\n"
-    )
+    new = f"# Learning curves\n\n![](learning.png)\n\n{BEGIN}\n{END}\n"
+    text = page.read_text(encoding="utf-8") if page.exists() else new
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     page.write_text(f"{before}{BEGIN}\n\n{tables(figures)}\n\n{END}{after}", encoding="utf-8")
@@ -62,7 +55,7 @@ def write(docs: Path, figures: Mapping[str, Any], curves: Mapping[str, Sequence[
 
 
 def draw(path: Path, figures: Mapping[str, Any], curves: Mapping[str, Sequence[Sequence[float]]]) -> None:
-    """Held-out success of each algorithm, rewards while training, and success against lateness."""
+    """Draw held-out success of each algorithm, training rewards, and success against staleness."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -100,18 +93,9 @@ def _bars(axes: Any, rows: Sequence[tuple[str, Mapping[str, float]]]) -> None:
         axes.plot([row["low"], row["high"]], [place, place], color="black", linewidth=1)
     if rows:
         for place, (_, row) in enumerate(rows):
-            axes.plot(
-                [row["start"]] * 2,
-                [place - 0.4, place + 0.4],
-                color="gray",
-                linestyle=":",
-                label="" if place else "warm start",
-            )
-            axes.plot(
-                [GOAL * row["start"]] * 2,
-                [place - 0.4, place + 0.4],
-                color="crimson",
-                label="" if place else f"{GOAL} times",
-            )
+            ends, label = [place - 0.4, place + 0.4], "" if place else "warm start"
+            axes.plot([row["start"]] * 2, ends, color="gray", linestyle=":", label=label)
+            goal = "" if place else f"{GOAL} times"
+            axes.plot([GOAL * row["start"]] * 2, ends, color="crimson", label=goal)
         axes.legend(loc="lower right", fontsize=8)
     axes.set(title="Held-out success after training, 95 %", xlim=(0, 1))

@@ -16,15 +16,8 @@ SEEDS: Final = (0, 1, 2)
 # to 0: at a constant 1e-3 a step that has one or two groups of unequal rewards can undo in one update what all others
 # have taught.
 COMMON: Final = (
-    "run.name=learning",
-    "train.groups_per_step=8",
-    "train.lr=5.0e-4",
-    "train.lr_schedule=linear",
-    "train.warmup_steps=2",
-    "train.num_threads=1",
-    "rollout.num_threads=1",
-    "eval.tasks=512",
-    "eval.temperature=1.0",
+    *("run.name=learning", "train.groups_per_step=8", "train.lr=5.0e-4", "train.lr_schedule=linear"),
+    *("train.warmup_steps=2", "train.num_threads=1", "rollout.num_threads=1", "eval.tasks=512", "eval.temperature=1.0"),
 )
 CONTEXTS: Final = ("full", "steps")
 STEPS: Final = 20
@@ -66,70 +59,49 @@ class ArmSettings:
 
     @property
     def path(self) -> str:
-        """Of its result, below the output folder."""
         late = f".late{self.max_staleness}" if self.sweep == "staleness" else ""
         return f"{self.sweep}/{self.name}{late}.seed{self.seed}.json"
 
     @property
     def context(self) -> str:
-        """``steps`` where each turn is a prompt and a sample of its own, else ``full``; each has a warm start on such
-        prompts.
-        """
         config = self.config()
         steps = takes_steps(config["domains"]["lake"]["context"], config["algorithm"]["adv_estimator"])
         return CONTEXTS[1] if steps else CONTEXTS[0]
 
     def config(self) -> dict[str, Any]:
-        """The whole configuration, validated."""
         return validate(load(CONFIG, self.overrides))
 
 
 def presets() -> list[str]:
-    """Names of all algorithms."""
-    return sorted(
-        path.name.removesuffix(".yaml")
-        for path in (resources.files("rlearner") / "configs" / "algorithm").iterdir()
-        if path.name.endswith(".yaml")
-    )
+    folder = resources.files("rlearner") / "configs" / "algorithm"
+    return sorted(path.name.removesuffix(".yaml") for path in folder.iterdir() if path.name.endswith(".yaml"))
 
 
 def start(seed: int, context: str) -> ArmSettings:
-    """The warm start of one context, measured with four episodes a map."""
     overrides = (*COMMON, f"run.seed={seed}", "eval.group_size=4", f"domains.lake.context={context}")
     return ArmSettings("start", f"warm_{context}", seed, overrides=overrides, episodes_per_map=4)
 
 
 def starts(seed: int) -> list[ArmSettings]:
-    """Of both contexts."""
     return [start(seed, context) for context in CONTEXTS]
 
 
 def algorithm(name: str, seed: int) -> ArmSettings:
-    """A preset at the quickstart's staleness of 1."""
-    overrides = (
-        *COMMON,
-        f"run.seed={seed}",
-        f"train.steps={STEPS}",
-        "train.max_staleness=1",
-        f"algorithm={name}",
-        *CHANGED.get(name, ()),
-    )
+    """Return the arm of a preset at the staleness of the quickstart, 1."""
+    own = (f"run.seed={seed}", f"train.steps={STEPS}", "train.max_staleness=1", f"algorithm={name}")
+    overrides = (*COMMON, *own, *CHANGED.get(name, ()))
     return ArmSettings("algorithms", name, seed, 1, overrides)
 
 
 def stale(name: str, max_staleness: int, seed: int) -> ArmSettings:
-    """A loss on groups that are exactly so late."""
+    """Return the arm of a loss on groups that are exactly this late."""
     late = f"train.max_staleness={max_staleness}"
     overrides = (*COMMON, f"run.seed={seed}", f"train.steps={STALE_STEPS}", late, *STALE[name])
     return ArmSettings("staleness", name, seed, max_staleness, overrides)
 
 
 def plan(seeds: Sequence[int], *, quick: bool) -> list[ArmSettings]:
-    """All arms in the order in which they are run: whatever is there when the time is up is of use.
-
-    Args:
-        quick: the first seed of every algorithm only.
-    """
+    """Return all arms, the most useful first; ``quick``: only the first seed of every algorithm."""
     first = [*starts(seeds[0]), *(algorithm(name, seeds[0]) for name in presets())]
     if quick:
         return first

@@ -1,6 +1,5 @@
 """One core's worth of work: arms in on standard input, one JSON line each; results as files, and a line for each one
-done.
-"""
+done."""
 
 from __future__ import annotations
 
@@ -36,10 +35,8 @@ def main() -> int:
         temporary.write_text(json.dumps(asked["arm"] | found) + "\n", encoding="utf-8")
         temporary.replace(target)
         success = sum(found["solved"]) / len(found["solved"]) / found["episodes_per_map"]
-        print(
-            json.dumps({"path": arm.path, "success": round(success, 4), "seconds": round(time.monotonic() - began, 1)}),
-            flush=True,
-        )
+        row = {"path": arm.path, "success": round(success, 4), "seconds": round(time.monotonic() - began, 1)}
+        print(json.dumps(row), flush=True)
     return 0
 
 

@@ -41,7 +41,7 @@ BARE: Final = "bare"
 
 
 def measure() -> dict[str, Any]:
-    """One row for each size."""
+    """Return one row per size."""
     with (
         tempfile.TemporaryDirectory(prefix="rlearner-groups-") as store,
         BrokerServer(store, store_max_gib=64) as server,
@@ -101,11 +101,7 @@ class _Side:
         _pipe(self._child.stdin).flush()
 
     def hear(self) -> float:
-        """Peak memory beyond idle and what is free, MiB.
-
-        Raises:
-            RuntimeError: the process has ended.
-        """
+        """Return peak memory beyond idle and free memory in MiB; raise RuntimeError if the process has exited."""
         if not (line := _pipe(self._child.stdout).readline()):
             raise RuntimeError("a process of the measurement has ended")
         return float(line)
@@ -193,17 +189,14 @@ async def _take_bare(client: GuardedClient, run: str, num_mib: int) -> None:
 
 
 def _group(ticket: int, size: int) -> wire.Group:
-    """One whose encoding is a little below ``size``."""
+    """Return a group that encodes to slightly less than ``size`` bytes."""
     example = EXAMPLES[wire.Group]
     assert isinstance(example, wire.Group)
     n = (size - 16384) // 9 // EPISODES_IN_GROUP
     turn = msgspec.structs.replace(example.trajectories[0].turns[0], start=0, end=n)
-    columns = {
-        "token_ids": wire.column(np.full(n, ticket), "<i4"),
-        "loss_mask": wire.column(np.ones(n), "|u1"),
-        "logprobs": wire.column(np.full(n, -1.0), "<f4"),
-        "version_runs": wire.column([3, n], "<i4"),
-    }
+    columns: dict[str, Any] = {"token_ids": wire.column(np.full(n, ticket), "<i4")}
+    columns |= {"loss_mask": wire.column(np.ones(n), "|u1"), "logprobs": wire.column(np.full(n, -1.0), "<f4")}
+    columns |= {"version_runs": wire.column([3, n], "<i4")}
     episodes = []
     for episode in range(EPISODES_IN_GROUP):
         # memory of its own

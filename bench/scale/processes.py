@@ -46,16 +46,14 @@ METRICS: Final = {f"envhub/measured_{number}": 0.5 for number in range(15)}
 
 
 def measure() -> dict[str, Any]:
-    """Rows of (processes, broker_cores, per_process_ms): CPU seconds of the broker per second, and milliseconds of it
-    per process.
-    """
+    """Return rows of (processes, broker CPU seconds per second, and per process in milliseconds)."""
     logging.getLogger().setLevel("ERROR")
     raise_file_limit()
     return {"processes": [_measure(size) for size in SIZES]}
 
 
 def roles(size: int) -> list[str]:
-    """10 % servers, 85 % hubs, the rest reward hubs."""
+    """Return 10 % rollout servers, 85 % environment hubs, the rest reward hubs."""
     servers, hubs = size // 10, size * 85 // 100
     return ["rollout"] * servers + ["envhub"] * hubs + ["rewardhub"] * (size - servers - hubs)
 
@@ -64,10 +62,8 @@ def _measure(size: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="rlearner-scale-") as folder, BrokerServer(folder) as server:
         asyncio.run(_publish_spec(server.url))
         command = [sys.executable, "-m", "bench.scale.processes", server.url, str(size)]
-        children = [
-            subprocess.Popen([*command, str(number)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            for number in range(CHILDREN)
-        ]
+        commands, pipe = [[*command, str(number)] for number in range(CHILDREN)], subprocess.PIPE
+        children = [subprocess.Popen(one, stdin=pipe, stdout=pipe) for one in commands]
         try:
             for child in children:
                 if child.stdout is None or child.stdout.readline() != b"joined\n":
@@ -86,9 +82,8 @@ def _measure(size: int) -> dict[str, Any]:
 async def _publish_spec(url: str) -> None:
     bus = await Bus.connect(url, RUN, name="learner", deadline_s=30)
     await bus.ensure_streams()
-    await publish_runspec(
-        bus, wire.RunSpec(run=RUN, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path="m")
-    )
+    spec = wire.RunSpec(run=RUN, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path="m")
+    await publish_runspec(bus, spec)
     await (await bus.key_value(CONTROL)).put(RUN, wire.DesiredState(state="running"))
     await bus.close()
 
@@ -104,11 +99,9 @@ class MarksConnection:
         self._opening: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Connect."""
         self._opening = self._opening or asyncio.create_task(self._link.open())
 
     async def close(self) -> None:
-        """Disconnect."""
         await self._link.close()
 
 
@@ -140,8 +133,7 @@ async def _live(member: Member, index: int) -> None:
     address = f"tcp://127.0.0.1:{20000 + index}" if member.role == "rollout" else ""
     presence = wire.Presence(
         role=member.role, id=member.id, host="node-1", pid=index, state="serving", address=address, channel="zmq",
-        engine="vllm",
-        policy_version=0, slots=64, serves=["lake"],
+        engine="vllm", policy_version=0, slots=64, serves=["lake"],
     )  # fmt: skip
     member.announce(lambda: presence)
     member.report(lambda: METRICS)
@@ -195,18 +187,13 @@ async def _answer_reruns(member: Member) -> None:
 
 
 async def _learner(stack: AsyncExitStack, url: str) -> None:
-    """What the learner hears of the fleet."""
+    """Receive what a learner receives from the fleet."""
     bus = await Bus.connect(url, RUN, name="learner", deadline_s=JOIN_S)
     roster = Roster(bus, beats=("rollout",), members=("envhub", "rewardhub"))
     await roster.start()
     stack.push_async_callback(bus.close)
-    member = Member(
-        bus,
-        wire.RunSpec(run=RUN, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path="m"),
-        "learner",
-        "learner",
-        Stop(),
-    )
+    spec = wire.RunSpec(run=RUN, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path="m")
+    member = Member(bus, spec, "learner", "learner", Stop())
     member.announce(
         lambda: wire.Presence(
             role="learner", id="learner", host="node-1", pid=1, state="serving", epoch=1, policy_version=0

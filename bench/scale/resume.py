@@ -69,11 +69,8 @@ async def write(folder: Path, groups: int) -> None:
         else:
             number = open_tickets.pop(0)
             dead = number % 50 == 0
-            record = (
-                TicketEnd(number, "env_error")
-                if dead
-                else GroupArrival(number, ledger.state.live[number].min_version, (0.0, 1.0))
-            )
+            version = ledger.state.live[number].min_version
+            record = TicketEnd(number, "env_error") if dead else GroupArrival(number, version, (0.0, 1.0))
             entry = LogRecord(ledger.state.position + 1, None, "", number, PAYLOAD)
             actions = ledger.apply(record, entry.seq)
             await records.consumed(entry, RecordIntake(record), actions)
@@ -83,7 +80,6 @@ async def write(folder: Path, groups: int) -> None:
 
 
 def _write_checkpoint(folder: Path, ledger: Ledger) -> None:
-    """Its description, without a model."""
     own = folder / "checkpoints" / checkpoint.name_of(ledger.state.version) / "learner"
     own.mkdir(parents=True)
     body = {"format": checkpoint.FORMAT, "step": ledger.state.version, "epoch": 1, "ledger": ledger.dump()}
@@ -92,9 +88,7 @@ def _write_checkpoint(folder: Path, ledger: Ledger) -> None:
 
 
 def resume(folder: Path) -> dict[str, float]:
-    """All that a learner does at its start to the files that grow with the run; seconds, and memory of this process in
-    MiB.
-    """
+    """Open the files that grow with a run as a starting learner does; return seconds and memory in MiB."""
     began = time.monotonic()
     found = checkpoint.newest_checkpoint(folder / "checkpoints")
     assert found is not None
@@ -125,7 +119,6 @@ def _in_child(what: str, folder: Path, groups: int) -> dict[str, float]:
 
 
 def measure() -> dict[str, Any]:
-    """Start after a million groups, and after a thousand."""
     with tempfile.TemporaryDirectory(prefix="rlearner-resume-") as scratch:
         found = {}
         for groups in (FEW, GROUPS):
@@ -138,18 +131,14 @@ def measure() -> dict[str, Any]:
 
 
 def main(what: str, folder: Path, groups: int) -> dict[str, float]:
-    """In the child."""
     if what == "resume":
         return resume(folder)
     folder.mkdir()
     began = time.monotonic()
     asyncio.run(write(folder, groups))
     size = sum(os.path.getsize(path) for path in folder.rglob("*") if path.is_file())
-    return {
-        "seconds": round(time.monotonic() - began, 1),
-        "cpu_s": round(time.process_time(), 1),
-        "mib": round(size / 2**20),
-    }
+    figures: dict[str, float] = {"seconds": round(time.monotonic() - began, 1), "cpu_s": round(time.process_time(), 1)}
+    return figures | {"mib": round(size / 2**20)}
 
 
 if __name__ == "__main__":

@@ -56,17 +56,13 @@ class SoakFleet:
         self._working: dict[asyncio.Task[None], wire.Ticket | wire.EvalTicket] = {}
 
     def alive(self, role: str) -> list[wire.Presence]:
-        """As a roster."""
         if role != "envhub" or not self.is_there:
             return []
-        return [
-            wire.Presence(
-                role=role, id="hubs", host=socket.gethostname(), pid=1, state="serving", serves=sorted(self.domains)
-            )
-        ]
+        host, serves = socket.gethostname(), sorted(self.domains)
+        return [wire.Presence(role=role, id="hubs", host=host, pid=1, state="serving", serves=serves)]
 
     def leave(self) -> None:
-        """Every hub is killed: what is in hand goes back to its queue."""
+        """Kill every hub: tickets in progress return to their queue."""
         self.is_there = False
         for task, ticket in self._working.items():
             task.cancel()
@@ -142,7 +138,7 @@ class SoakLearner:
         self.boundary = ledger.dump()
 
     async def run(self, until: int) -> None:
-        """Make steps until ``until`` are made; return between two steps."""
+        """Make steps up to ``until``; return between two steps."""
         change = wire.RulesChange(epoch=self.epoch, rules=self.rules.plain())
         await self.bus.publish(SAMPLES, change)
         for number in range(await self.bus.last_seq(TICKETS) + 1, self.ledger.state.issued + 1):
@@ -208,17 +204,13 @@ async def _soak(folder: Path) -> dict[str, Any]:
     ended = sum(counts[name] for name in ("trained", "filtered", "dropped", "dead"))
     reasons = dict(sorted(second.ledger.state.reasons.items()))
     days = asyncio.get_running_loop().time() / (24 * HOUR_S)
-    shown = {
-        "steps": second.ledger.state.version,
-        "dead": counts["dead"],
-        "lost": counts["issued"] - ended,
-        "dropped": counts["dropped"],
-    }
+    shown: dict[str, Any] = {"steps": second.ledger.state.version, "dead": counts["dead"]}
+    shown |= {"lost": counts["issued"] - ended, "dropped": counts["dropped"]}
     assert counts["trained"] == STEPS * GROUPS, counts
     return {"soak": shown | {"reasons": reasons, "played": fleet.num_played, "days": round(days, 1)}}
 
 
 def measure() -> dict[str, Any]:
-    """Return what became of the tickets of a soak in virtual time."""
+    """Return the ends of the tickets of a soak in virtual time."""
     with tempfile.TemporaryDirectory() as folder:
         return run(_soak(Path(folder)))

@@ -1,6 +1,5 @@
 """How well hubs spread their requests over servers: the real sampling and choosing, in virtual time, with
-one-second-old presence.
-"""
+one-second-old presence."""
 
 from __future__ import annotations
 
@@ -28,14 +27,11 @@ WINDOW_S: Final = 60.0
 
 
 def measure() -> dict[str, Any]:
-    """Rows of (servers, hubs, speeds, spread); spread is what was generated, divided by what full servers would
-    have.
-    """
+    """Return rows of (servers, hubs, speeds, spread); spread: tokens generated divided by those of full servers."""
     return {"spreads": [row(servers, hubs, speeds) for servers, hubs in ROWS for speeds in SPEEDS]}
 
 
 def row(servers: int, hubs: int, speeds: str, seed: int = 1) -> dict[str, Any]:
-    """One fleet, from an empty start."""
     fleet = SimulatedFleet(servers, hubs, SPEEDS[speeds], seed)
     fleet.run(WARM_UP_S)
     before = sum(server.tokens for server in fleet.servers)
@@ -94,7 +90,6 @@ class SimulatedFleet:
             self._at(self.rng.uniform(0.0, 5.0), "ask", number % hubs)
 
     def run(self, until: float) -> None:
-        """Let time pass."""
         while self._events and self._events[0][0] <= until:
             self.now, _, what, number, more = heapq.heappop(self._events)
             getattr(self, f"_{what}")(number, more)
@@ -104,7 +99,7 @@ class SimulatedFleet:
         heapq.heappush(self._events, (when, self._number, what, number, more))
 
     def _presence(self, number: int, more: Any) -> None:
-        """A server tells its load, and as its speed the most that it has lately generated in a second."""
+        """Publish the load of a server, and as its speed its recent maximum."""
         server = self.servers[number]
         server.rates.append(TOKENS_PER_S * server.speed * server.running / SLOTS)
         server.shown = (server.running + len(server.waiting), max(server.rates))
@@ -115,7 +110,7 @@ class SimulatedFleet:
         self._at(self.now + PRESENCE_S, "presence", number)
 
     def _tick(self, number: int, more: Any) -> None:
-        """A hub looks at the members, which say their speed, and at its sample."""
+        """Let a hub read the speeds of the members and its sample."""
         sample = self.hubs[number].sample
         for server in self.servers:
             sample.exists(server.id, server.shown[1])
@@ -148,7 +143,7 @@ class SimulatedFleet:
             server.waiting.append((number, tokens))
 
     def _load(self, hub: SimulatedHub, server: SimServer) -> int:
-        """As ``envhub.servers.generate.TurnGenerator`` reckons it."""
+        """Estimate the load as ``envhub.servers.generate.TurnGenerator`` does."""
         ours = hub.outstanding.get(server.id, 0)
         return max(ours, server.shown[0] + ours - hub.seen.get(server.id, 0))
 

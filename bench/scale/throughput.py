@@ -33,13 +33,8 @@ EPISODES: Final = 8
 TOKENS: Final = 290  # of one episode: 24 KiB for the group
 AT_ONCE: Final = 64  # tickets that the hub holds
 WARM_STEPS: Final = 10  # not counted
-TINY: Final = {
-    "hidden_size": 16,
-    "num_layers": 1,
-    "num_heads": 1,
-    "num_kv_heads": 1,
-    "head_dim": 16,
-    "intermediate_size": 32,
+TINY: Final = {"hidden_size": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 16} | {
+    "intermediate_size": 32
 }
 
 
@@ -67,38 +62,21 @@ def measure() -> dict[str, Any]:
 
 
 def _start_learner(folder: Path, url: str) -> subprocess.Popen[bytes]:
-    config = {
-        "run": {"name": RUN, "dir": str(folder)},
-        "model": {"path": None, "tiny": TINY},
-        "domains": {
-            "lake": {
-                "env": "frozenlake",
-                "group_size": EPISODES,
-                "max_context_tokens": 512,
-                "sampling": {"max_tokens": 256},
-            },
-        },
-        "train": {
-            "backend": f"{Path(__file__).with_name('null.py')}:NullBackend",
-            "steps": STEPS,
-            "groups_per_step": GROUPS,
-            "max_staleness": 1,
-            "micro_batch_tokens": 8192,
-            "num_threads": 1,
-        },
-        "rollout": {"max_context_tokens": 512},
-        "trackers": {"use": []},
-    }
+    lake = {"env": "frozenlake", "group_size": EPISODES, "max_context_tokens": 512, "sampling": {"max_tokens": 256}}
+    train = {"backend": f"{Path(__file__).with_name('null.py')}:NullBackend", "steps": STEPS, "num_threads": 1}
+    train |= {"groups_per_step": GROUPS, "max_staleness": 1, "micro_batch_tokens": 8192}
+    config: dict[str, Any] = {"run": {"name": RUN, "dir": str(folder)}, "model": {"path": None, "tiny": TINY}}
+    config |= {"domains": {"lake": lake}, "train": train}
+    config |= {"rollout": {"max_context_tokens": 512}, "trackers": {"use": []}}
     path = folder / "throughput.yaml"
     path.write_text(yaml.safe_dump(config))
     log = (folder / "learner.log").open("wb")
-    return subprocess.Popen(
-        [sys.executable, "-m", "rlearner.cli", "start", str(path), "--broker", url], stderr=log, stdout=log
-    )
+    command = [sys.executable, "-m", "rlearner.cli", "start", str(path), "--broker", url]
+    return subprocess.Popen(command, stderr=log, stdout=log)
 
 
 async def _answer(url: str, learner: subprocess.Popen[bytes]) -> float:
-    """Answer tickets until the learner has ended; KiB of one group on the wire."""
+    """Answer tickets until the learner exits; return the KiB of one group on the wire."""
     bus = await Bus.connect(url, RUN, name="hub")
     await bus.ensure_streams()
     queue = await bus.work_queue(TICKETS, "lake")
@@ -134,11 +112,9 @@ async def _end(bus: Bus, delivery: Delivery, group: wire.Group) -> None:
 
 
 def _group() -> wire.Group:
-    """A group of some ticket."""
     ticket = wire.Ticket(
         number=1, domain="lake", task_index=0, seed=0, min_version=0, max_staleness=1, group_size=EPISODES,
-        min_group_size=EPISODES,
-        deadline_s=600.0,
+        min_group_size=EPISODES, deadline_s=600.0,
     )  # fmt: skip
     rng = np.random.default_rng(0)
     half = TOKENS // 2

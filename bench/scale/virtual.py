@@ -43,7 +43,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on a loop of its own."""
+    """Run a coroutine on a private event loop."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(work)
 
@@ -111,7 +111,7 @@ class MemoryBus:
             await grown.wait()
 
     def take(self, stream: Stream, key: str) -> wire.Message | None:
-        """Deliver the next message of a work queue, or None. It is gone from there."""
+        """Remove and return the next message of a work queue, or None."""
         queue = self._queues.get((stream.name, key), deque())
         while queue:
             message = queue.popleft()
@@ -123,5 +123,5 @@ class MemoryBus:
         return None
 
     def give_back(self, stream: Stream, key: str, message: wire.Message) -> None:
-        """Put a message first in its work queue again."""
+        """Put a message back at the head of its work queue."""
         self._queues.setdefault((stream.name, key), deque()).appendleft(message)

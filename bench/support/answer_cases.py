@@ -18,7 +18,7 @@ class AnswerPair(NamedTuple):
 
 
 def adversarial() -> list[str]:
-    """Responses to which 18 is the right answer; none of them is it."""
+    """Yield responses that are all wrong where 18 is the right answer."""
     formulas = dict.fromkeys(
         [*_huge_numbers(), *_huge_sums(), *_nested(), *_expansions(), *_transcendental(), *_long(), *_code(), *_odd()]
     )
@@ -38,15 +38,8 @@ def _huge_numbers() -> Iterator[str]:
         yield f"\\left({n}!\\right)^{{{n}}}"
         yield f"\\sqrt{{2}}^{{{n}}}"
         yield f"{n}^{{{n}}} \\bmod 7"
-    yield from (
-        "5!!!!!!!!",
-        "(((9!)!)!)!",
-        "0.5^{-10^{12}}",
-        "e^{e^{e^{e^{10}}}}",
-        "10^{-10^{10^{10}}}",
-        "(10^{10^{10}})^{0}",
-        "\\pi^{10^{10^{8}}}",
-    )
+    yield from ("5!!!!!!!!", "(((9!)!)!)!", "0.5^{-10^{12}}", "e^{e^{e^{e^{10}}}}", "10^{-10^{10^{10}}}")
+    yield from ("(10^{10^{10}})^{0}", "\\pi^{10^{10^{8}}}")
 
 
 def _huge_sums() -> Iterator[str]:
@@ -109,13 +102,8 @@ def _long() -> Iterator[str]:
 
 def _code() -> Iterator[str]:
     call = f"open('{CANARY}','w').close()"
-    for code in (
-        call,
-        f"__import__('os').system('touch {CANARY}')",
-        f'exec("{call}")',
-        f'eval("{call}")',
-        f"(lambda: {call})()",
-    ):
+    codes = [call, f"__import__('os').system('touch {CANARY}')", f'exec("{call}")', f'eval("{call}")']
+    for code in (*codes, f"(lambda: {call})()"):
         yield code
         yield f"\\text{{{code}}}"
         yield f"1+{code}"
@@ -126,50 +114,13 @@ def _code() -> Iterator[str]:
 
 
 def _odd() -> Iterator[str]:
-    yield from (
-        "\\frac{1}{0}",
-        "0^{0}",
-        "\\frac{0}{0}",
-        "\\infty-\\infty",
-        "NaN",
-        "nan",
-        "inf",
-        "\\sqrt{-1}^{i}",
-        "\\log 0",
-        "\\tan\\frac{\\pi}{2}",
-    )
-    yield from (
-        "\U0001f600",
-        "\x00",
-        "\x1b[31m18",
-        "\u202e81",
-        "٣",
-        "１７",
-        "½",
-        "\\",
-        "{",
-        "}",
-        "$",
-        "$$",
-        "\\(",
-        "\\[",
-        "\\boxed",
-        "%",
-        "\\%",
-        "\\frac{1}{",
-        "^",
-        "_",
-        "&",
-        "#",
-    )
-    yield from (
-        "\\begin{cases} x & y \\\\ z \\end{cases}",
-        "x=x=x=x",
-        "1<2<3<x<y",
-        "x\\in\\emptyset",
-        "\\text{" + "a" * 500 + "}",
-        "1,2,\\ldots,10^{9}",
-    )
+    yield from ("\\frac{1}{0}", "0^{0}", "\\frac{0}{0}", "\\infty-\\infty", "NaN", "nan", "inf", "\\sqrt{-1}^{i}")
+    yield from ("\\log 0", "\\tan\\frac{\\pi}{2}")
+    yield from ("\U0001f600", "\x00", "\x1b[31m18", "\u202e81", "٣", "１７", "½")
+    yield from ("\\", "{", "}", "$", "$$", "\\(", "\\[")
+    yield from ("\\boxed", "%", "\\%", "\\frac{1}{", "^", "_", "&", "#")
+    yield from ("\\begin{cases} x & y \\\\ z \\end{cases}", "x=x=x=x", "1<2<3<x<y", "x\\in\\emptyset")
+    yield from ("\\text{" + "a" * 500 + "}", "1,2,\\ldots,10^{9}")
 
 
 def _prose() -> Iterator[str]:
@@ -192,43 +143,20 @@ def _prose() -> Iterator[str]:
 
 
 def pairs() -> list[AnswerPair]:
-    """Responses with references, equal and unequal ones."""
+    """Return responses with equal and unequal references."""
     families = (
-        _integers,
-        _fractions,
-        _sets,
-        _tuples,
-        _intervals,
-        _polynomials,
-        _roots,
-        _complex,
-        _percents,
-        _functions,
-        _equations,
-        _words,
+        *(_integers, _fractions, _sets, _tuples, _intervals, _polynomials),
+        *(_roots, _complex, _percents, _functions, _equations, _words),
     )
     return [pair for family in families for pair in family()]
 
 
 def _integers() -> Iterator[AnswerPair]:
     for n in (0, 7, 42, 1234, 36000, 1234567, -15):
-        forms = [
-            f"#### {n}",
-            f"#### {n:,}",
-            f"#### **{n}**",
-            f"#### {n}.",
-            f"#### {n}.00",
-            f"\\boxed{{{n}}}",
-            f"It is $\\boxed{{{n}}}$.",
-            f"The answer is {n}.",
-        ]
-        forms += [
-            f"#### {n} apples",
-            f"#### \\boxed{{{n:,}}}",
-            f"\\boxed{{{n}}} as I said: \\boxed{{{n}}}",
-            f"$x = {n}$",
-            f"#### Step 2: 5 more\n\\boxed{{{n}}}",
-        ]
+        forms = [f"#### {n}", f"#### {n:,}", f"#### **{n}**", f"#### {n}.", f"#### {n}.00", f"\\boxed{{{n}}}"]
+        forms += [f"It is $\\boxed{{{n}}}$.", f"The answer is {n}."]
+        forms += [f"#### {n} apples", f"#### \\boxed{{{n:,}}}", f"\\boxed{{{n}}} as I said: \\boxed{{{n}}}"]
+        forms += [f"$x = {n}$", f"#### Step 2: 5 more\n\\boxed{{{n}}}"]
         for form in forms:
             yield AnswerPair(form, f"work\n#### {n:,}", True)
             yield AnswerPair(form, str(n + 1), False)
@@ -246,13 +174,8 @@ def _integers() -> Iterator[AnswerPair]:
 
 def _fractions() -> Iterator[AnswerPair]:
     for a, b in ((1, 2), (3, 4), (5, 8), (-7, 20), (9, 5)):
-        for form in (
-            f"#### {a}/{b}",
-            f"\\boxed{{\\frac{{{a}}}{{{b}}}}}",
-            f"$\\frac{{{3 * a}}}{{{3 * b}}}$",
-            f"#### {a / b:g}",
-            f"\\boxed{{\\dfrac{{{a}}}{{{b}}}}}",
-        ):
+        forms = [f"#### {a}/{b}", f"\\boxed{{\\frac{{{a}}}{{{b}}}}}", f"$\\frac{{{3 * a}}}{{{3 * b}}}$"]
+        for form in (*forms, f"#### {a / b:g}", f"\\boxed{{\\dfrac{{{a}}}{{{b}}}}}"):
             yield AnswerPair(form, f"\\frac{{{a}}}{{{b}}}", True)
             yield AnswerPair(form, f"{a / b:g}", True)
             yield AnswerPair(form, f"\\frac{{{a}}}{{{b + 1}}}", False)
@@ -286,12 +209,8 @@ def _sets() -> Iterator[AnswerPair]:
 def _tuples() -> Iterator[AnswerPair]:
     for a, b in ((3, 4), (100, 200), (-1, 0), (12, 345)):
         reference = f"({a},{b})"
-        for form in (
-            f"#### ({a}, {b})",
-            f"\\boxed{{({a},{b})}}",
-            f"$\\left({a},{b}\\right)$",
-            f"The point is \\boxed{{({2 * a}/2, {b})}}.",
-        ):
+        forms = [f"#### ({a}, {b})", f"\\boxed{{({a},{b})}}", f"$\\left({a},{b}\\right)$"]
+        for form in (*forms, f"The point is \\boxed{{({2 * a}/2, {b})}}."):
             yield AnswerPair(form, reference, True)
             yield AnswerPair(form, f"({b},{a})", False)
             yield AnswerPair(form, f"({a},{b},0)", False)
@@ -326,12 +245,8 @@ def _polynomials() -> Iterator[AnswerPair]:
 
 def _roots() -> Iterator[AnswerPair]:
     for a, b in ((2, 2), (3, 5), (10, 3)):
-        for form in (
-            f"\\boxed{{\\sqrt{{{a * a * b}}}}}",
-            f"#### {a}\\sqrt{{{b}}}",
-            f"#### {a}*sqrt({b})",
-            f"\\boxed{{\\frac{{{a * b}}}{{\\sqrt{{{b}}}}}}}",
-        ):
+        forms = [f"\\boxed{{\\sqrt{{{a * a * b}}}}}", f"#### {a}\\sqrt{{{b}}}", f"#### {a}*sqrt({b})"]
+        for form in (*forms, f"\\boxed{{\\frac{{{a * b}}}{{\\sqrt{{{b}}}}}}}"):
             yield AnswerPair(form, f"{a}\\sqrt{{{b}}}", True)
             yield AnswerPair(form, f"{a}\\sqrt{{{b + 2}}}", False)
     yield AnswerPair("\\boxed{\\sqrt[3]{8}}", "2", True)
@@ -339,12 +254,8 @@ def _roots() -> Iterator[AnswerPair]:
 
 def _complex() -> Iterator[AnswerPair]:
     for a, b in ((6, 5), (1, 2), (3, 4)):
-        for form in (
-            f"#### {a} - {b}i",
-            f"\\boxed{{{a}-{b}i}}",
-            f"\\boxed{{-{b}i+{a}}}",
-            f"$\\frac{{{2 * a}-{2 * b}i}}{{2}}$",
-        ):
+        forms = [f"#### {a} - {b}i", f"\\boxed{{{a}-{b}i}}", f"\\boxed{{-{b}i+{a}}}"]
+        for form in (*forms, f"$\\frac{{{2 * a}-{2 * b}i}}{{2}}$"):
             yield AnswerPair(form, f"{a} - {b}i", True)
             yield AnswerPair(form, f"{a} + {b}i", False)
         yield AnswerPair(f"\\boxed{{({a}+i)^2}}", f"{a * a - 1}+{2 * a}i", True)
@@ -375,11 +286,8 @@ def _functions() -> Iterator[AnswerPair]:
     for formula, reference in equal:
         yield AnswerPair(f"\\boxed{{{formula}}}", reference, True)
         yield AnswerPair(f"$${formula}$$", reference, True)
-        yield AnswerPair(
-            f"\\boxed{{{formula}+1}}" if "begin" not in formula else "\\boxed{\\begin{pmatrix}1\\\\3\\end{pmatrix}}",
-            reference,
-            False,
-        )
+        matrix = "\\boxed{\\begin{pmatrix}1\\\\3\\end{pmatrix}}"
+        yield AnswerPair(f"\\boxed{{{formula}+1}}" if "begin" not in formula else matrix, reference, False)
     yield AnswerPair("#### 2pi", "2\\pi", True)
     yield AnswerPair("#### sin(x)", "\\sin x", True)
 
@@ -396,13 +304,8 @@ def _equations() -> Iterator[AnswerPair]:
 
 def _words() -> Iterator[AnswerPair]:
     for word, other in (("yes", "no"), ("left", "right"), ("Mount Everest", "Mont Blanc")):
-        for form in (
-            word,
-            f"{word.upper()}.",
-            f"#### **{word}**",
-            f"\\boxed{{\\text{{{word}}}}}",
-            f"The answer is {word}.",
-        ):
+        forms = [word, f"{word.upper()}.", f"#### **{word}**", f"\\boxed{{\\text{{{word}}}}}"]
+        for form in (*forms, f"The answer is {word}."):
             yield AnswerPair(form, word, True)
             yield AnswerPair(form, other, False)
     for letter in "ABCD":

@@ -108,12 +108,10 @@ MORE: Final[tuple[tuple[str, str], ...]] = (  # source, a test file
 
 
 def asserts(problem: CanonicalProblem) -> str:
-    """The cases as statements."""
     return json.dumps([f"assert {problem.name}{_arguments(given)} == {wanted!r}" for given, wanted in problem.cases])
 
 
 def test_file(problem: CanonicalProblem) -> str:
-    """The cases as a test file of unittest."""
     lines = [
         f"    def test_{number}(self): self.assertEqual({problem.name}{_arguments(given)}, {wanted!r})"
         for number, (given, wanted) in enumerate(problem.cases)
@@ -123,18 +121,16 @@ def test_file(problem: CanonicalProblem) -> str:
 
 
 def calls(problem: CanonicalProblem) -> str:
-    """The cases as calls."""
     given, wanted = zip(*problem.cases, strict=True)
     return json.dumps({"fn_name": problem.name, "inputs": given, "outputs": wanted})
 
 
 def pairs(problem: CanonicalProblem) -> str:
-    """The cases as texts that a script reads and prints; see ``script``."""
+    """Return the cases as texts that a script reads and prints; see ``script``."""
     return json.dumps([{"input": json.dumps(given), "output": json.dumps(wanted)} for given, wanted in problem.cases])
 
 
 def script(problem: CanonicalProblem) -> str:
-    """The solution as a script."""
     return f"{problem.source}\nimport json\nprint(json.dumps({problem.name}(*json.loads(input()))))"
 
 

@@ -1,6 +1,5 @@
 """Programs that try to pass tests without solving the problem, which is to return ``table[x]`` for a table that they do
-not know.
-"""
+not know."""
 
 from __future__ import annotations
 

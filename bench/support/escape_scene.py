@@ -1,6 +1,5 @@
 """Where attempts to get out of the sandbox are made: things outside that would be worth having, and how an attempt is
-run.
-"""
+run."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ class EscapeScene:
         return f"marker-{self.folder.name}"
 
     def called(self) -> bool:
-        """Whether anybody connected."""
+        """Decide whether anything connected."""
         for one in (self.listener, self.unix):
             with contextlib.suppress(BlockingIOError):
                 one.accept()[0].close()
@@ -96,7 +95,7 @@ Effect = Callable[[EscapeScene, EscapeResult], bool]
 
 
 def says(_: EscapeScene, result: EscapeResult) -> bool:
-    """The program prints what it got hold of."""
+    """Decide whether the program printed what it obtained."""
     return GOT in result.stdout or SECRET.encode() in result.stdout
 
 
@@ -119,21 +118,19 @@ class EscapeAttempt:
     wall_s: float | None = None
 
     def source(self, scene: EscapeScene) -> str:
-        """The program with the scene's names in it."""
+        """Return the program with the names of the scene filled in."""
         source = PRELUDE + self.program
         for name in ("secret", "port", "abstract", "folder", "marker", "open_fd"):
             source = source.replace("{" + name + "}", str(getattr(scene, name)))
         return source.replace("{pid}", str(scene.bystander.pid))
 
     def inside(self, sandbox: Sandbox, scene: EscapeScene) -> EscapeResult:
-        """Try it in the sandbox."""
         began = time.monotonic()
         ended = sandbox.run(self.source(scene), wall_s=self.wall_s)
         how = "time" if ended.timed_out else "memory" if ended.out_of_memory else ended.killed_for
         return EscapeResult(ended.stdout, time.monotonic() - began, how)
 
     def bare(self, scene: EscapeScene) -> EscapeResult:
-        """Try it without."""
         began = time.monotonic()
         done = subprocess.run(
             [python(), "-I", "-c", self.source(scene)], stdin=0, capture_output=True, timeout=30,

@@ -153,8 +153,7 @@ ESCAPES: Final = (
         "    try: os.close(os.open(p, os.O_RDONLY | os.O_NONBLOCK)); got()\n    except OSError: pass",
     ),
     EscapeAttempt(
-        "device_nodes",
-        "p = f'/tmp/node-{os.getpid()}'\nos.mknod(p, 0o20600, os.makedev(1, 1)); os.unlink(p); got()",
+        "device_nodes", "p = f'/tmp/node-{os.getpid()}'\nos.mknod(p, 0o20600, os.makedev(1, 1)); os.unlink(p); got()"
     ),
     EscapeAttempt(
         "outliving",

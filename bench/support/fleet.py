@@ -28,12 +28,7 @@ LOOK_EVERY_S: Final = 0.05
 PATIENCE_S: Final = 150.0  # longest wait for processes to leave, on a busy machine
 FENCED: Final = "a newer learner took over"  # what a learner says that ends with 2 because another one has its run
 WAITS: Final = b"waiting for the learner to resume it"  # what a process says that joins a run that is stopped
-MODULES: Final = {
-    "learner": "rlearner.cli",
-    "rollout": "rollout.cli",
-    "envhub": "envhub.cli",
-    "rewardhub": "rewardhub.cli",
-}
+MODULES: Final = {"learner": "rlearner.cli"} | {role: f"{role}.cli" for role in ("rollout", "envhub", "rewardhub")}
 
 
 @dataclass
@@ -65,7 +60,7 @@ class RunProcess:
 
     @property
     def num_lines(self) -> int:
-        """Lines that this life has written into the log."""
+        """Return the log lines that the current process has written."""
         with self.log.open("rb") as log:
             log.seek(self.began)
             return log.read().count(b"\n")
@@ -78,7 +73,7 @@ class RunProcess:
         self.started = time.monotonic()
 
     def kill(self) -> None:
-        """SIGKILL, the workers it has started excluded: they must notice by themselves."""
+        """Send SIGKILL, but not to the workers it started: they must notice by themselves."""
         self.killed = True
         os.kill(self.pid, signal.SIGKILL)
 
@@ -97,24 +92,18 @@ class RunProcess:
             return WAITS in log.read()
 
     def tell(self) -> None:
-        """SIGTERM, once in a life."""
+        """Send SIGTERM once per process."""
         if not self.told:
             self.told = True
             os.kill(self.pid, signal.SIGTERM)
 
     def tail(self, lines: int = 12) -> str:
-        """The end of its log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
 
 @dataclass
 class RunFleet:
-    """A broker on one port and one store, and the children of one run.
-
-    Args:
-        folder: of stores and logs.
-        run: its name.
-    """
+    """A broker on one port and one store, and the children of one run; ``folder`` holds stores and logs."""
 
     folder: Path
     run: str
@@ -138,28 +127,26 @@ class RunFleet:
         return self._server.pid if self._server is not None else 0
 
     def start_broker(self) -> None:
-        """Start it on its port and its store; returns when it answers."""
+        """Start the broker on its port and store; return when it responds."""
         self._server = BrokerServer(str(self.folder / "broker"), port=self._port)
         self._server.start()
 
     async def restart_broker(self, after_s: float = RESTART_AFTER_S) -> None:
-        """SIGKILL, and the same again on the same store."""
+        """Kill the broker and start it again on the same store."""
         self.kill_broker()
         await self.revive_broker(after_s)
 
     def kill_broker(self) -> None:
-        """SIGKILL; it stays down."""
         os.kill(self.broker_pid, signal.SIGKILL)
 
     async def revive_broker(self, after_s: float = RESTART_AFTER_S) -> None:
-        """Start a killed one again on the same store, after a while."""
+        """Start a killed broker again on the same store after a delay."""
         await asyncio.sleep(after_s)
         await asyncio.to_thread(self.start_broker)
 
     # ---------------------------------------------------------------------------------------------- children
 
     def add(self, role: str, name: str, *arguments: str) -> RunProcess:
-        """Start ``role`` under ``name``."""
         own = [] if role == "learner" else ["--run", self.run, "--id", name]
         command = [sys.executable, "-m", MODULES[role], *arguments, "--broker", self.url, *own]
         child = RunProcess(name, role, command, self.folder / f"{name}.log")
@@ -189,12 +176,7 @@ class RunFleet:
             await asyncio.to_thread(self._server.stop)
 
     async def wait_done(self, children: Sequence[RunProcess], timeout_s: float = PATIENCE_S) -> None:
-        """Until all of them have ended with 0: by themselves, or told to because they came back when the run was over;
-        or were fenced.
-
-        Raises:
-            TimeoutError: one has not; says which.
-        """
+        """Wait until all children have exited with 0 or were fenced; raise TimeoutError naming one that has not."""
         deadline = time.monotonic() + timeout_s
         while waiting := [child for child in children if not (child.done or child.fenced)]:
             if time.monotonic() > deadline:
@@ -230,26 +212,16 @@ class RunFleet:
 
 
 def free_port() -> int:
-    """A TCP port of loopback that nobody listens on now."""
+    """Return a TCP port of loopback that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def run_audit(folder: Path, url: str, tap: Path | None = None) -> dict[str, Any]:
-    """What ``rlearner audit RUN --json`` prints, with its exit code as ``code``."""
-    command = [
-        sys.executable,
-        "-m",
-        "rlearner.cli",
-        "audit",
-        str(folder),
-        "--json",
-        "--broker",
-        url,
-        "--connect-deadline",
-        "90",
-    ]
+    """Return the output of ``rlearner audit RUN --json`` with its exit code as ``code``."""
+    command = [sys.executable, "-m", "rlearner.cli", "audit", str(folder), "--json", "--broker", url]
+    command += ["--connect-deadline", "90"]
     done = subprocess.run(
         [*command, *(["--tap", str(tap)] if tap else [])], capture_output=True, text=True, timeout=300, check=False
     )

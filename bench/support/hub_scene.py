@@ -62,12 +62,7 @@ class HangingLake(FrozenLake):
 
 @dataclass
 class HubScene:
-    """One run with one hub of n slots.
-
-    Attributes:
-        hub: its process.
-        idle_mib: memory of the hub before it had a ticket.
-    """
+    """One run with one hub of n slots; ``idle_mib`` is the memory of the hub before its first ticket."""
 
     bus: Bus
     server: SlowServer
@@ -78,9 +73,7 @@ class HubScene:
     idle_mib: float = 0.0
 
     async def full(self, share: float = 0.9, within_s: float = 60.0) -> None:
-        """Wait until that share of the slots waits for the server, and then until what came with the start has
-        passed.
-        """
+        """Wait until that share of the slots waits for the server and the effects of the start have passed."""
         try:
             async with asyncio.timeout(within_s):
                 while self.server.waiting < share * self.n:  # noqa: ASYNC110 - the counter is no event
@@ -90,25 +83,25 @@ class HubScene:
         await asyncio.sleep(max(3 * self.server.latency_s, 1.0))
 
     async def turns_per_s(self, seconds: float) -> float:
-        """Turns that the server answers a second."""
+        """Return the turns per second that the server answers."""
         began, answered = time.perf_counter(), self.server.answered
         await asyncio.sleep(seconds)
         return (self.server.answered - answered) / (time.perf_counter() - began)
 
     def mib(self) -> float:
-        """Memory of the hub's process."""
+        """Return the memory of the hub process in MiB."""
         return float(psutil.Process(self.hub.pid).memory_info().rss) / (1 << 20)
 
     def cpu_s(self) -> float:
-        """Processor time of the hub's process."""
+        """Return the processor seconds of the hub process."""
         return cpu_s(self.hub.pid)
 
     def failed(self) -> int:
-        """Episodes that failed, those that were tried again included, by the hub's log."""
+        """Count failed episodes in the log of the hub, including those that were retried."""
         return self.log.read_text(errors="replace").count(" failed: ")
 
     async def turns_per_episode(self) -> float:
-        """On average over the groups in the log."""
+        """Return the mean over the groups in the log."""
         turns, last = [], await self.bus.last_seq(SAMPLES)
         async for record in self.bus.read_log(SAMPLES, max(last - 500, 1)):
             if isinstance(record.message, wire.Group):
@@ -122,19 +115,14 @@ class HubScene:
 async def scene(
     folder: Path, n: int, latency_s: float, group_size: int, *, hanging: int | None = None
 ) -> AsyncIterator[HubScene]:
-    """A hub at work.
+    """Yield a hub at work with n slots in an empty folder, served after ``latency_s``.
 
     Args:
-        folder: an empty one.
-        n: its slots.
-        latency_s: of the server.
-        group_size: of every ticket.
-        hanging: environments run in processes, and this many of them hang; None: the lake as it ships, in the hub's
-        loop.
+        hanging: number of environments, run in processes, that hang; None: the unchanged lake in the hub's loop.
 
     Raises:
-        UserError: no broker could be started.
-        TimeoutError: the hub did not begin.
+        UserError: if no broker starts.
+        TimeoutError: if the hub does not begin.
     """
     model = build_tiny(folder / "model", TinyModel())
     broker = BrokerServer(str(folder / "broker"))
@@ -172,20 +160,16 @@ async def scene(
 
 
 def _config(hanging: int | None) -> dict[str, Any]:
-    """The quickstart's lakes, with timeouts that nothing here comes near to."""
+    """Return the domains of the quickstart with timeouts that are never reached."""
     overrides = ["envhub.step_timeout_s=3600", "envhub.episode_timeout_s=3600"]
     if hanging is not None:
-        overrides += [
-            "domains.lake.env=bench.support.hub_scene:HangingLake",
-            "domains.lake.isolation=process",
-            f"domains.lake.env_args.hanging={hanging}",
-        ]
+        overrides += ["domains.lake.env=bench.support.hub_scene:HangingLake", "domains.lake.isolation=process"]
+        overrides.append(f"domains.lake.env_args.hanging={hanging}")
     config = runspec.load("quickstart.yaml", overrides)
     return runspec.validate(config)
 
 
 async def _joined(bus: Bus, hub: subprocess.Popen[bytes]) -> None:
-    """Wait until the hub says that it is there."""
     bucket = await bus.key_value(MEMBERS)
     async with asyncio.timeout(JOIN_S):
         while not any(".envhub." in key for key in await bucket.keys()):

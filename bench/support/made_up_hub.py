@@ -11,11 +11,7 @@ from broker.contract import wire
 def trajectory(
     episode: int, token_ids: Sequence[int], logprobs: Sequence[float], *, version: int, reward: float, **more: Any
 ) -> wire.Trajectory:
-    """One turn of one version: the last tokens are the answer, as many as there are logprobs.
-
-    Args:
-        more: other fields.
-    """
+    """Return one turn of one version that ends with one answer token per logprob; ``more``: other fields."""
     end, sampled = len(token_ids), len(logprobs)
     start = end - sampled
     given: dict[str, Any] = {
@@ -36,11 +32,7 @@ def trajectory(
 
 
 def group(ticket: wire.Ticket | wire.EvalTicket, trajectories: list[wire.Trajectory], **more: Any) -> wire.Group:
-    """What a hub makes of a ticket.
-
-    Args:
-        more: other fields.
-    """
+    """Return the group of a ticket as a hub makes it; ``more``: other fields."""
     return wire.Group(
         ticket=ticket.number,
         domain=ticket.domain,

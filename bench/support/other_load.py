@@ -23,7 +23,7 @@ class OtherLoad:
         self._before = _look()
 
     def share(self) -> float:
-        """Processor time that others took, as a share of all processors."""
+        """Return the processor time of other processes as a share of all processors."""
         (at, busy_s, own_s), self._before = self._before, _look()
         now_at, now_busy_s, now_own_s = self._before
         taken_s = (now_busy_s - busy_s) - (now_own_s - own_s)
@@ -31,19 +31,14 @@ class OtherLoad:
 
 
 def _look() -> tuple[float, float, float]:
-    """Now, and the seconds that all processors were busy and that this run has used."""
+    """Return the time, and the busy seconds of all processors and of this run."""
     return time.monotonic(), _busy_s(), _own_s()
 
 
 def _busy_s() -> float:
     times = psutil.cpu_times()
-    return float(
-        sum(times)
-        - times.idle
-        - getattr(times, "iowait", 0.0)
-        - getattr(times, "guest", 0.0)
-        - getattr(times, "guest_nice", 0.0)
-    )
+    idle = times.idle + sum(getattr(times, name, 0.0) for name in ("iowait", "guest", "guest_nice"))
+    return float(sum(times) - idle)
 
 
 def _own_s() -> float:

@@ -1,6 +1,5 @@
 """The bare engine of ``bench.server``, in a process of its own: answers every line on stdin with one run of all
-requests.
-"""
+requests."""
 
 from __future__ import annotations
 
@@ -20,7 +19,6 @@ CONTEXT = 512
 
 
 def asked(requests: list[tuple[list[int], int]], turn: str) -> list[wire.GenerateRequest]:
-    """The same requests under other names."""
     return [
         wire.GenerateRequest(
             request_id=f"{turn}-{index}", conversation_id=f"{turn}-{index}", token_ids=wire.column(prompt, "<i4"),
@@ -32,13 +30,9 @@ def asked(requests: list[tuple[list[int], int]], turn: str) -> list[wire.Generat
 
 
 async def vllm_arm(folder: str, requests: list[tuple[list[int], int]], threads: int) -> tuple[Run, Callable[[], None]]:
-    """AsyncLLM as vLLM's documentation starts it, but for the process that the model is in, which is the server's
-    choice; only the final output is asked for, which costs it least."""
-    os.environ |= {
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(threads),
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    }
+    """Yield AsyncLLM as in the documentation of vLLM, but in the process of the server; only final outputs."""
+    os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     from vllm import SamplingParams, TokensPrompt
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -50,8 +44,7 @@ async def vllm_arm(folder: str, requests: list[tuple[list[int], int]], threads: 
     arguments = AsyncEngineArgs(
         model=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=CONTEXT, max_num_seqs=len(requests) + 2,
         max_num_batched_tokens=4096, kv_cache_memory_bytes=2**30, enforce_eager=True, disable_log_stats=True,
-        generation_config="vllm",
-        block_size=32, distributed_executor_backend=IN_PROCESS,
+        generation_config="vllm", block_size=32, distributed_executor_backend=IN_PROCESS,
     )  # fmt: skip
     llm = AsyncLLM.from_engine_args(arguments)
 
@@ -80,7 +73,6 @@ async def vllm_arm(folder: str, requests: list[tuple[list[int], int]], threads: 
 
 
 async def hf_arm(folder: str, requests: list[tuple[list[int], int]], threads: int) -> tuple[Run, Callable[[], None]]:
-    """HFEngine, called directly."""
     from rollout.config import RolloutSection
     from rollout.engines.base import EngineConfig
     from rollout.engines.hf.engine import HFEngine

@@ -1,6 +1,5 @@
 """The asking half of ``bench.server --http``: every request is a stream of the server's OpenAI-compatible API, a chunk
-for each token.
-"""
+for each token."""
 
 from __future__ import annotations
 
@@ -28,11 +27,7 @@ def add_tokenizer(folder: Path) -> None:
 
 
 class StreamedServer:
-    """Asks the server whose log this is.
-
-    Attributes:
-        chunks: received in the last run.
-    """
+    """Client of the server with this log; ``chunks``: received in the last run."""
 
     def __init__(self, log: Path) -> None:
         found = _SAID.search(log.read_text())
@@ -53,8 +48,7 @@ class StreamedServer:
     async def _one(self, session: aiohttp.ClientSession, request: wire.GenerateRequest) -> list[int]:
         body: dict[str, Any] = {
             "prompt": request.token_ids.array().tolist(), "max_tokens": request.sampling.max_tokens, "temperature": 0,
-            "ignore_eos": True,
-            "logprobs": 0, "stream": True, "prompt_cache_key": request.conversation_id,
+            "ignore_eos": True, "logprobs": 0, "stream": True, "prompt_cache_key": request.conversation_id,
         }  # fmt: skip
         tokens: list[int] = []
         async with session.post(self._url, json=body) as response:

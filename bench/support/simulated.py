@@ -1,6 +1,5 @@
 """A learner's backend and an engine that take as long as large ones: the work itself is that of a tiny model. For
-``bench.faults``.
-"""
+``bench.faults``."""
 
 from __future__ import annotations
 

@@ -11,11 +11,7 @@ import torch.distributed as dist
 
 
 class ByteMovers:
-    """The two processes.
-
-    Args:
-        size_bytes: of one broadcast.
-    """
+    """The two processes of a broadcast of ``size_bytes``."""
 
     def __init__(self, size_bytes: int) -> None:
         with socket.socket() as probe:
@@ -33,7 +29,6 @@ class ByteMovers:
             raise RuntimeError("the processes that move unrelated bytes did not start")
 
     def move(self) -> None:
-        """Begin one broadcast."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write(b"go\n")

@@ -1,6 +1,5 @@
 """What is seen of a run from outside while its processes are killed: steps, tickets in flight, and how long a recovery
-takes.
-"""
+takes."""
 
 from __future__ import annotations
 
@@ -62,26 +61,21 @@ class FleetWatch:
                     self.reasons[message.reason] = self.reasons.get(message.reason, 0) + 1
 
     def lines(self) -> list[dict[str, Any]]:
-        """What metrics.jsonl holds now."""
+        """Return the current contents of metrics.jsonl."""
         return read_lines(self.folder / "metrics.jsonl")
 
     def step(self) -> int:
-        """The newest step with a line."""
+        """Return the newest step with a line."""
         lines = self.lines()
         return int(lines[-1]["step"]) if lines else 0
 
     async def in_flight(self) -> set[int]:
-        """Tickets that went out and have no record in the log yet."""
+        """Return the issued tickets without a record in the log."""
         self._issued = await self._bus.last_seq(TICKETS)
         return set(range(1, self._issued + 1)) - self.first.keys()
 
     async def until(self, what: Callable[[], bool], timeout_s: float, every_s: float = LOOK_EVERY_S) -> float:
-        """Seconds until ``what`` holds.
-
-        Raises:
-            TimeoutError: it does not in time.
-            RlearnerError: the log could not be read any further, so nothing can be said.
-        """
+        """Return the seconds until ``what`` holds; raise TimeoutError if it does not, RlearnerError without a log."""
         began = time.monotonic()
         while not what():
             if self._blind is not None:
@@ -93,13 +87,9 @@ class FleetWatch:
         return time.monotonic() - began
 
     async def recovery_s(self, role: str, strike: Callable[[], Awaitable[None]], timeout_s: float = 60.0) -> float:
-        """Strike, and measure until what was in flight has arrived; for the learner, until it has trained a step it had
-        not before.
+        """Strike and return the seconds until the work in flight has arrived, or the learner has trained a new step.
 
-        This is longer than until survivors hold the victim's work: it holds the work itself too.
-
-        Raises:
-            TimeoutError: no recovery.
+        This is longer than until survivors hold the work of the victim. Raises TimeoutError without a recovery.
         """
         before, pending = self.step(), await self.in_flight()
         began = time.monotonic()

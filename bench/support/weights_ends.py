@@ -1,6 +1,5 @@
 """The two processes of ``bench.weights``: what each sends and takes, in lockstep, through the parts that the learner
-and a server use.
-"""
+and a server use."""
 
 from __future__ import annotations
 
@@ -40,12 +39,9 @@ def large_model(num_layers: int) -> dict[str, Tensor]:
     """Tensors of a decoder with hidden size 768: 7.1 M parameters a layer and 15.4 M in the embedding, fp32."""
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (20_000, 768)}
     for layer in range(num_layers):
-        shapes |= {
-            f"layers.{layer}.attn.qkvo.weight": (4 * 768, 768),
-            f"layers.{layer}.mlp.up.weight": (3072, 768),
-            f"layers.{layer}.mlp.down.weight": (768, 3072),
-            f"layers.{layer}.norm.weight": (768,),
-        }
+        at = f"layers.{layer}"
+        shapes |= {f"{at}.attn.qkvo.weight": (4 * 768, 768), f"{at}.mlp.up.weight": (3072, 768)}
+        shapes |= {f"{at}.mlp.down.weight": (768, 3072), f"{at}.norm.weight": (768,)}
     generator = torch.Generator().manual_seed(0)
     return {name: torch.rand(shape, generator=generator) for name, shape in shapes.items()}
 
@@ -98,14 +94,8 @@ class ChannelEnd:
         shared: bool,
         dtype: str | None,
     ) -> None:
-        self.store, self.port, self.rank, self.serial, self.model, self.shared = (
-            store,
-            port,
-            rank,
-            serial,
-            model,
-            shared,
-        )
+        self.store, self.port, self.rank = store, port, rank
+        self.serial, self.model, self.shared = serial, model, shared
         self.plan, self.dtype, self.copies = plan_of(model, bucket_mib, dtype=dtype), dtype, list[float]()
         self.window: SegmentReader | None = None
         segment = SharedSegment(self.plan) if rank == 0 and shared else None
@@ -122,7 +112,7 @@ class ChannelEnd:
         self.sent_bytes = 0
 
     def transfer(self, version: int, digest: str = "") -> None:
-        """What lies in staging, or is being packed, to the other end."""
+        """Send the staged or still packing version to the other end."""
         session = session_name(1, self.serial, self.uses)
         self.uses += 1
         if self.staging is not None:
@@ -206,19 +196,16 @@ class EndProcess:
         return ChannelEnd(self.store, self.port, self.rank, self.channels, model, self.options.bucket_mib, **more)  # type: ignore[arg-type]
 
     def meet(self) -> None:
-        """Both ends are here."""
         self.meetings += 1
         self.store.set(f"meet/{self.meetings}/{self.rank}", "")
         self.store.wait([f"meet/{self.meetings}/{1 - self.rank}"], WAIT)
 
     def agreed(self, what: str, mine: bool) -> bool:
-        """Whether both ends say yes."""
         self.store.set(f"agreed/{what}/{self.rank}", str(mine))
         self.store.wait([f"agreed/{what}/{1 - self.rank}"], WAIT)
         return mine and bool(self.store.get(f"agreed/{what}/{1 - self.rank}") == b"True")
 
     def timed(self, call: Callable[[], None]) -> float:
-        """Seconds until both ends are done."""
         self.meet()
         started = time.perf_counter()
         call()
@@ -226,18 +213,16 @@ class EndProcess:
         return time.perf_counter() - started
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Each by itself, one after the other."""
         for tensor in tensors:
             self.bare._issue(tensor).wait()
 
     def pairs(self, *calls: Callable[[int], None]) -> list[list[float]]:
-        """Seconds of each call, pair by pair; the order is turned round from pair to pair."""
+        """Return the seconds of each call, pair by pair in alternating order."""
         taken: list[list[float]] = []
         for pair in range(-WARM_UP, self.options.pairs):
             order = list(enumerate(calls))
-            seconds = {
-                which: self.timed(partial(call, pair + 100)) for which, call in (order if pair % 2 else order[::-1])
-            }
+            turn = order if pair % 2 else order[::-1]
+            seconds = {which: self.timed(partial(call, pair + 100)) for which, call in turn}
             if pair >= 0:
                 taken.append([seconds[which] for which in range(len(calls))])
         return taken
