@@ -101,7 +101,7 @@ def lead(
     watch: WaitMonitor,
     base: ReferenceBytes | None = None,
 ) -> SentVersion:
-    """Run the sender's side. The version may still be packed and digested meanwhile.
+    """Run the sender's side. The version may still be packed and digested while it is sent.
 
     Args:
         base: what the members may hold; if all hold it, only changes are sent. It follows what is sent.
