@@ -14,7 +14,7 @@ from typing import Final
 from broker.contract.streams import EPISODES, SAMPLES, TICKETS
 from broker.jetstream.bus import Bus
 from learner.credit.ledger import Ledger
-from learner.credit.tickets import close_ticket
+from learner.credit.tickets import close_by_timeout
 
 LOOK_EVERY_S: Final = 5.0
 GRACE_S: Final = 15.0
@@ -91,4 +91,4 @@ class OrphanReaper:
             scoring, (_, log_end) = await self._bus.bounds(EPISODES), await self._bus.bounds(SAMPLES)
             now = asyncio.get_running_loop().time()
             for number in self._orphans.look(now, gone, scoring, log_end, self._ledger.state.position):
-                await close_ticket(self._bus, self._ledger, number, "orphan", DETAIL)
+                await close_by_timeout(self._bus, self._ledger, number, "orphan", DETAIL)

@@ -162,10 +162,10 @@ class TicketReaper:
             elapsed_s, looked_at = min(loop.time() - looked_at, 2 * self._every_s), loop.time()
             for number in self._ages.passed(elapsed_s, waiting, delivered, served, paused=self._paused()):
                 detail = f"no record within train.ticket_timeout_s = {self._timeout_s:g} s of its first delivery"
-                await close_ticket(self._bus, self._ledger, number, "timeout", detail)
+                await close_by_timeout(self._bus, self._ledger, number, "timeout", detail)
 
 
-async def close_ticket(bus: Bus, ledger: Ledger, number: int, cause: str, detail: str) -> None:
+async def close_by_timeout(bus: Bus, ledger: Ledger, number: int, cause: str, detail: str) -> None:
     """Close a ticket by a record in the log, unless one arrived while another ticket was being closed."""
     if number in ledger.waiting_for:
         domain = ledger.ticket(number).domain
