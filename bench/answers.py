@@ -1,11 +1,11 @@
-"""Feeds adversarial and equivalent answers to ``math_answer`` in worker processes, the way a reward hub does.
+"""Score adversarial and equivalent answers by ``math_answer`` in worker processes, as a reward hub does.
 
     python -m bench.answers [--workers 2] [--every 1]
 
 The last line is JSON: ``adversarial`` and ``equivalent`` count the cases; ``voided`` had no score, which would void a
-group; ``over_2_s`` took longer on the clock; ``executed`` made a file that only code from an answer would make;
-``wrong_verdicts``; ``slowest_s``; ``neighbours_s``, how long 40 plain answers take next to a costly one; ``per_s``,
-ordinary answers a second. The cases are in ``bench.support.answer_cases``.
+group; ``over_2_s`` took longer by the clock; ``executed`` created a file that only code in an answer would create;
+``wrong_verdicts``; ``slowest_s``; ``neighbours_s``, the time of 40 plain answers next to a costly one; ``per_s``,
+ordinary answers per second. The cases are in ``bench.support.answer_cases``.
 """
 
 from __future__ import annotations

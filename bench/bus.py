@@ -1,11 +1,11 @@
-"""How many groups of 16 KiB a second are published, fetched and acknowledged, each step confirmed by the broker.
+"""Measure how many groups of 16 KiB per second are published, fetched and acknowledged, each confirmed by the broker.
 
     python -m bench.bus [--seconds 5] [--size-kib 16]
 
-One process publishes to the stream ``episodes`` and another takes from it, through the same ``Bus`` that the hubs use,
-against a private nats-server: once with the server's default sync interval, once with ``sync_interval: always``. In
-both, a message is written to the file before it is confirmed; with the second it is also on the disk. A cycle is one
-group that was checked, encoded, published (confirmed), fetched, decoded with all checks and acknowledged (confirmed).
+One process publishes to the stream ``episodes`` and another takes from it, through the ``Bus`` that hubs use, against a
+private nats-server: once with the server's default sync interval, once with ``sync_interval: always``, which also syncs
+a message to the disk before it is confirmed. A cycle is one group that is checked, encoded, published (confirmed),
+fetched, decoded with all checks and acknowledged (confirmed).
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""Whether a program can pass tests without solving its problem, and whether solutions pass, in every form that the
-reward ``code`` takes.
+"""Test whether programs can pass tests without solving the problem, in every form of the reward ``code``.
 
     python -m bench.cheats [--sandbox none]
 
-A cheat succeeds when it scores anything at all. The last line is one JSON object: forms, cheats (the least number in
-any form), tried and succeeded (in all forms), canonical (the share of correct solutions that score 1, over all forms,
-at least 20 in each), per_form, and in_one_process: how many of the same cheats end well where their tests run in their
-own process, as they would without a second one.
+A cheat succeeds when it scores above 0. The last line is one JSON object: forms, cheats (the least number in any form),
+tried and succeeded (in all forms), canonical (the share of correct solutions that score 1, over all forms, at least 20
+in each), per_form, and in_one_process: how many of the same cheats would pass if their tests ran in their own process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The cost of encoding and decoding one trajectory, checks included, compared with plain lists.
+"""Measure the cost of encoding and decoding a trajectory, checks included, compared with plain lists.
 
     python -m bench.codec [--tokens 2048] [--group-size 8]
 

@@ -1,13 +1,12 @@
-"""The engine ``hf`` against transformers' own two ways to generate: static batches and continuous batching.
+"""Compare the engine ``hf`` with transformers' static batches and continuous batching.
 
     python -m bench.engine [--requests 64] [--repeats 5] [--hidden 256] [--layers 4]
 
 Every arm serves the same requests on the same small Qwen3 (prompts of 16-128 tokens, outputs of 16-128, no end token),
-samples at temperature 1, and returns the logprob of every sampled token. Tokens are those asked for: what the static
-batch generates beyond a row's own length does not count. The arms take turns in one run, and the figures are medians
-over turns. Then the load of the quickstart on its model: 128 conversations of 8 turns, each 25 new tokens of context
-and 2 sampled ones. The last line is one JSON object: ratio_to_static, ratio_to_continuous, tokens_per_s, and
-turns_per_s.
+samples at temperature 1 and returns the logprob of every sampled token. Only requested tokens count, not those that the
+static batch generates beyond a row's length. The arms alternate in one run; figures are medians. Then the load of the
+quickstart on its model: 128 conversations of 8 turns, each 25 new tokens of context and 2 sampled ones. The last line
+is one JSON object: ratio_to_static, ratio_to_continuous, tokens_per_s, and turns_per_s.
 """
 
 from __future__ import annotations

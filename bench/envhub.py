@@ -1,19 +1,18 @@
-"""How near one hub comes to what its generation server allows, for 1 to 4,096 environments.
+"""Measure how close a hub comes to the throughput of its generation server, for 1 to 4,096 environments.
 
     python -m bench.envhub              # minutes: n = 1, 8, 32, 128 at 0.1 s, and environments that hang
-    python -m bench.envhub --full       # also 512 at 0.1 s and 4,096 at 1 s; wants both cores to itself
+    python -m bench.envhub --full       # also 512 at 0.1 s and 4,096 at 1 s; needs both cores
 
 A server answers each request with a random move after a latency of L seconds, up to a tenth more or less. The hub is a
-process of its own as users start it: tickets from a broker, the shipped FrozenLake with token context, groups to the
-samples log. With n environments and T turns an episode there can be n / (L·T) episodes a second; share is the part of
-it that there is, counted in turns so that no episode is counted by halves. Next to it bare_share: a client that sends n
-requests of the same kind, waits for all, and sends the next n. mib_per_env is what the hub's memory grows by for each
-environment, from the smallest to the largest n, with a request of each on its way.
+separate process as users start it: tickets from a broker, the shipped FrozenLake with token context, groups to the
+samples log. With n environments and T turns an episode, at most n / (L·T) episodes per second are possible; share is
+the achieved part, counted in turns. bare_share is that of a client which sends n such requests, waits for all, and
+repeats. mib_per_env is the growth of the hub's memory per environment, from the smallest to the largest n, with a
+request of each in flight. hub_ms_per_turn is the hub's processor time per turn, including groups and tickets.
 
-share_with_hangs: n environments in processes of their own, one in twenty of which hangs for good, against as many as
-are left without any that hang. The last line is one JSON object: rows of {n, latency_s, share, failed, …}, mib_per_env,
-share_with_hangs. hub_ms_per_turn is the hub's processor time, its share of groups and tickets included; with group size
-and load it says how a row was taken.
+share_with_hangs: n environments in separate processes, one in twenty of which hangs forever, against as many healthy
+ones as remain. The last line is one JSON object: rows of {n, latency_s, share, failed, …}, mib_per_env and
+share_with_hangs.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""How much of the time still trains while processes are killed: ``python -m bench.faults [--kills 5]
-[--kills-with-learner 5]``.
+"""Measure effective training time while processes are killed: ``python -m bench.faults [--kills 5]``.
 
 One run: a step takes 3 s, a turn of generation about 1 s, both simulated (``bench/support/simulated.py``); two rollout
-servers, two environment hubs, two reward hubs, one learner, one broker, all real processes. First nothing is killed,
-which gives the undisturbed time of a step. Then every 10 step times a process is killed (SIGKILL) and started again at
-once, as by systemd: first any but the learner, each kind in turn, then every other one the learner (more often than its
-share of one process in eight). Effective training time is the undisturbed time of the steps trained, divided by the
-time that passed, from the first kill to 10 step times after the last. ``--recoveries N`` measures nothing but
-recoveries: from the kill until every ticket then in flight has its record in the log, which is later than that
-survivors hold the work; for the learner, until it has completed a step that it had not before.
+servers, two environment hubs, two reward hubs, a learner and a broker, all real processes. An undisturbed phase gives
+the time of a step. Then every 10 step times a process is killed (SIGKILL) and restarted at once, as by systemd: first
+each role but the learner, then every other kill the learner. Effective training time is the undisturbed time of the
+steps trained, divided by the time that passed, from the first kill to 10 step times after the last.
+``--recoveries N`` measures only recoveries: from the kill until every ticket then in flight has its record in the log;
+for the learner, until it has completed a new step.
 """
 
 from __future__ import annotations

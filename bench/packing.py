@@ -1,5 +1,4 @@
-"""Packed against padded rows: tokens per second of the torch backend, interleaved; the ratio's median and range. Prints
-JSON.
+"""Compare packed with padded rows: tokens per second of the torch backend, interleaved; median and range of the ratio.
 
 python -m bench.packing [--pairs 7]
 """

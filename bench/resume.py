@@ -1,9 +1,8 @@
-"""Whether a learner that was killed and resumed trains to the very same bits: ``python -m bench.resume [--steps 50]
-[--resumes 5]``.
+"""Check that a learner that was killed and resumed trains to identical bits: ``python -m bench.resume [--steps 50]``.
 
-A learner trains a small model on made-up groups and is killed (SIGKILL) at random moments; each time it is started
-again and resumes. Then ``rlearner replay`` trains once more, undisturbed and without a broker, on the records that the
-learner archived: every number of every step, and every tensor of the checkpoints that are left (weights, optimizer,
+A learner trains a small model on generated groups and is killed (SIGKILL) at random moments; each time it is restarted
+and resumes. Then ``rlearner replay`` trains once more, undisturbed and without a broker, on the records that the
+learner archived: every number of every step, and every tensor of the remaining checkpoints (weights, optimizer,
 schedule, RNG), must be the same.
 """
 

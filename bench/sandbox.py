@@ -1,11 +1,10 @@
-"""What the sandbox costs, and whether it holds.
+"""Measure the cost of the sandbox, and try to escape from it.
 
     python -m bench.sandbox [--pairs 60] [--no-escapes]
 
-A pair is an empty program in the sandbox and an empty Python with the same options without, one after the other in
-turns; the figure is the median of the differences. The last line is one JSON object: added_ms, escapes_tried,
-escapes_succeeded; added_least_ms compares the fastest start of either kind, which other work on the machine disturbs
-less; bare_ms, load and pairs say how it was taken.
+A pair is an empty program in the sandbox and an empty Python with the same options outside, alternating; added_ms is
+the median of the differences. The last line is one JSON object: added_ms, escapes_tried, escapes_succeeded;
+added_least_ms compares the fastest starts, which other load disturbs less; bare_ms, load and pairs describe the run.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Feeds every reference solution of a GSM8K-format JSONL through the math reward; all of them must score 1.
+"""Score every reference solution of a GSM8K-format JSONL by the math reward; all must score 1.
 
     python -m bench.score_references FILE [--workers 2]
 
-The solutions go the way of a policy's answers: through worker processes, as the response to be compared with its own
-reference. A second pass gives each question another one's solution, to see that wrong answers score 0. The last line is
-one JSON object: rows, correct, wrong_scored_zero (of those whose answer really differs), seconds, scores_per_s.
+The solutions take the path of a policy's answers: through worker processes, as responses compared with their own
+references. A second pass gives each question another one's solution, which must score 0. The last line is one JSON
+object: rows, correct, wrong_scored_zero (of those whose answer differs), seconds, scores_per_s.
 """
 
 from __future__ import annotations

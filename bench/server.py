@@ -1,17 +1,17 @@
-"""A rollout server, asked as environment hubs ask it, against the bare engine: the same requests, in turns.
+"""Compare a rollout server, asked as hubs ask it, with the bare engine: the same requests, alternating.
 
     python -m bench.server [--pairs 9] [--requests 64] [--engines vllm,hf] [--http]
 
-Without ``--engines`` it measures those that are installed; vllm is, after ``make vllm-env``, in .venv-vllm/bin/python.
+Without ``--engines`` it measures those that are installed; vllm is after ``make vllm-env``, in .venv-vllm/bin/python.
 
 The server is the real process, joined to a run on a private nats-server and asked over ZeroMQ, or with ``--http`` by as
 many streams of its OpenAI-compatible API with a chunk for each token; this process plays the hubs. The bare engine is a
-process that holds nothing but it, AsyncLLM with weights as vLLM itself lays them out, or HFEngine; all requests at
-once, greedy, with the logprob of every token. ``ratio_vllm``, ``ratio_hf``: tokens a second of the server / of the bare
-engine, the median over the pairs; ``*_interval`` holds the median of the population with at least 95 % probability,
-from the order statistics. ``identical_tokens``: whether both gave the same tokens to every request of every pair. A
-pair during which processes outside this run took more than ``--others`` of the processors does not count and is done
-again; ``others_share`` is what they took, the median over those that count. The last line is one JSON object.
+process with nothing else, AsyncLLM or HFEngine; all requests at once, greedy, with the logprob of every token.
+``ratio_vllm``, ``ratio_hf``: tokens per second of the server / of the bare engine, the median over the pairs;
+``*_interval`` holds the median of the population with at least 95 % probability, from the order statistics.
+``identical_tokens``: whether both gave the same tokens to every request of every pair. A pair during which other
+processes took more than ``--others`` of the processors is repeated; ``others_share`` is the median of what they took.
+The last line is one JSON object.
 """
 
 from __future__ import annotations

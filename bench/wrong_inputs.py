@@ -1,10 +1,9 @@
-"""Wrong inputs to every command and every kind of file: each must end with exit code 2, one or two lines, and nothing
-left behind.
+"""Try wrong inputs to every command and file: each must end with exit code 2, one or two lines, and leave nothing.
 
     python -m bench.wrong_inputs [WORD …]      # only inputs whose command line contains one of the words
 
-The last line is JSON: ``tried``, ``good``, and ``bad``, the command lines that ended otherwise and how. Needs no broker
-and no network.
+The last line is JSON: ``tried``, ``good``, and ``bad``, the other command lines and how they ended. Needs neither
+broker nor network.
 """
 
 from __future__ import annotations

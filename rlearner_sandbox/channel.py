@@ -1,7 +1,7 @@
-"""Questions and answers between a program and its tests, over a socket. Runs inside, at both ends.
+"""Requests and responses between a program and its tests, over a socket. Runs inside, at both ends.
 
-A frame is a length, four bytes little-endian, and as many bytes of JSON. Either end may ask while the other waits for
-an answer: a test calls a function of the program's, which calls a function that the test gave it.
+A frame is a length, four bytes little-endian, and that many bytes of JSON. Either end may send a request while the
+other waits for a response: a test calls a function of the program, which calls a function of the test.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command line of bubblewrap, and what to say when it does not work. No process is started here."""
+"""Builds the command line of bubblewrap, and explains why it does not work. Starts no process."""
 
 from __future__ import annotations
 

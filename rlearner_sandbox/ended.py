@@ -1,4 +1,4 @@
-"""What is run in the sandbox, and how it ended."""
+"""A program to run in the sandbox, and its result."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The program's side of its tests: does with the program's objects what the tests ask for. Runs inside, with the
-program.
+"""The program's side of its tests: applies their requests to the program's objects. Runs inside, with the program.
 
-Nothing here is trusted by the tests: it shares a process with the program, which may have changed any of it.
+The tests trust nothing here: it shares a process with the program, which may have changed any of it.
 """
 
 from __future__ import annotations

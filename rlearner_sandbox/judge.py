@@ -1,4 +1,4 @@
-"""The tests' side: executes them, in a process that the program has no part in. Runs inside."""
+"""The tests' side: executes them in a process without the program. Runs inside."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Which names tests take from the program, and which from Python's library. No process is started here.
+"""Decides which names tests take from the program, and which from Python's library. Starts no process.
 
-What tests bind themselves and what Python has built in is never the program's, so a program cannot replace what judges
-it.
+Names that tests bind themselves, and Python's builtins, never come from the program, so it cannot replace its judge.
 """
 
 from __future__ import annotations

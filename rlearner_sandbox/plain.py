@@ -1,9 +1,7 @@
-"""Plain data as JSON and back: all that a program and its tests can say to each other. Runs inside, so it imports
-little.
+"""Encodes plain data as JSON for exchange between a program and its tests. Runs inside, so it imports little.
 
-What comes back is made of exact builtin types, whatever was sent: a subclass travels as the builtin that it derives
-from, and an object of any other class does not travel at all. So no ``__eq__`` of a program's ever decides a comparison
-in its tests.
+Decoding gives exact builtin types: a subclass travels as the builtin that it derives from, and an object of any other
+class is refused. So a program's ``__eq__`` never decides a comparison in its tests.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""What test files use of pytest, for tests that run where pytest is not installed. Runs inside, as the module
-``pytest``.
+"""The parts of pytest that test files use, for a sandbox without pytest. Runs inside, as the module ``pytest``.
 
-``raises``, ``approx`` of numbers and of lists, tuples and dicts of them, and ``fail``. There are no fixtures and no
-marks.
+``raises``, ``fail``, and ``approx`` of numbers and of lists, tuples and dicts of them; no fixtures and no marks.
 """
 
 from __future__ import annotations

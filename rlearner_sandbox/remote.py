@@ -1,9 +1,8 @@
-"""The program as its tests see it: functions, classes and objects that are asked for everything. Runs inside, with the
-tests.
+"""Stand-ins for the program's functions, classes and objects in its tests. Runs inside, with the tests.
 
-The program may answer whatever it likes, so nothing that it answers is more than plain data of exact builtin types or
-another stand-in, and no stand-in lets the program decide a comparison: ``==`` is identity, an object of the program's
-has no ``<``, ``in`` looks through its items, and arithmetic works between its own objects alone.
+Responses of the program are plain data of exact builtin types, or other stand-ins, and no stand-in lets the program
+decide a comparison: ``==`` is identity, an object of the program has no ``<``, ``in`` searches its items, and
+arithmetic works only between the program's own objects.
 """
 
 from __future__ import annotations

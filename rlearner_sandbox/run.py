@@ -1,4 +1,4 @@
-"""Starts programs in the sandbox, and says how each ended."""
+"""Starts programs in the sandbox and reports how they ended."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The filter on system calls: a BPF program as the kernel reads it (seccomp(2), linux/filter.h, linux/seccomp.h).
+"""The filter on system calls: a BPF program in the kernel's format (seccomp(2), linux/filter.h, linux/seccomp.h).
 
-It takes away what a test of a program has no use for and kernels have had holes in: tracing, namespaces, mounts, keys,
-BPF, io_uring, sockets other than Unix and IP, and memory that no limit counts (memfd, System V and POSIX shared memory
-and queues).
+It forbids what tests of a program do not need and kernels have had bugs in: tracing, namespaces, mounts, keys, BPF,
+io_uring, sockets other than Unix and IP, and memory without a limit (memfd, System V and POSIX shared memory and
+queues).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Talks to a process in the sandbox: hands it what it needs, reads what it says, ends it in time.
+"""Communicates with a process in the sandbox: sends its input, reads its output, and ends it in time.
 
-Texts go through a socket, each with its length in front; answers come back as lines.
+Texts go through a socket, each preceded by its length; responses come back as lines.
 """
 
 from __future__ import annotations

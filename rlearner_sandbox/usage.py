@@ -1,4 +1,4 @@
-"""What a process and all that descends from it take of memory and processor time (Linux)."""
+"""Measures memory and processor time of a process and its descendants (Linux)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scripts share: options, the model that is made on the spot, formulas, the last line."""
+"""Shared parts of the scripts: options, the generated model, formulas, the last line."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
-"""An engine through a rollout-server process against the same engine bare: tokens/s, interleaved, and identical greedy
-tokens.
+"""Compare an engine behind a rollout server with the same engine bare: tokens/s, interleaved, identical greedy tokens.
 
-Both hold a model of their own on the same GPU, so an engine that takes memory by shares needs less than half of it:
+Both hold a model on the same GPU, so an engine that reserves a share of its memory needs less than half:
 --engine vllm --engine-args '{"gpu_memory_utilization": 0.4}'
 
-ratio: server's tokens/s by the bare engine's, median of the pairs; identical_tokens: share of greedy tokens that are
-the same.
+ratio: the server's tokens/s by the bare engine's, median of the pairs; identical_tokens: share of equal greedy tokens.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""Weights from a learner's process to a server's on one GPU (CUDA IPC): GB/s, and whether it holds what the channel
-leans on.
+"""Measure and check weight transfer between two processes on one GPU (CUDA IPC).
 
-Two processes on one device: one packs versions as a learner does, this one reads them as a server does, digest
-included. ratio_to_copy is the speed against a copy of the same bytes within this process, ratio_to_local against such a
-copy with the same digest. Checks: every bit of what was read, whole and while it was being packed; a version that is
-overwritten while it is read is refused; the learner is killed by SIGKILL in the middle of a reading, after which what
-the server holds is unchanged, its GPU computes, the learner's memory is free again, and a second learner is read as the
-first was. On a CPU the same code goes through shared host memory.
+One process packs versions as a learner does, this one reads them as a server does, digest included. ratio_to_copy is
+the speed against a copy of the same bytes within this process, ratio_to_local against such a copy with the same digest.
+Checks: every bit that was read, complete and while it was packed; a version overwritten during a read is refused; after
+the learner is killed by SIGKILL during a read, the server's memory is unchanged, its GPU computes, the learner's memory
+is free, and a second learner can be read. On a CPU the same code uses shared host memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The torch backend's training step on packed sequences: tokens/s and MFU.
+"""Measure the torch backend's training step on packed sequences: tokens/s and MFU.
 
 A step is a gradient over --tokens tokens in sequences of --length, in micro-batches, and the optimizer's update. MFU
-counts 6 N + 12 L H Q T operations a token (PaLM, appendix B) against the device's dense bf16 peak; gradient
-checkpointing's second forward pass counts nothing. mfu is null where the device's peak is not in the table.
+counts 6 N + 12 L H Q T operations per token (PaLM, appendix B) against the device's dense bf16 peak, without gradient
+checkpointing's second forward pass. mfu is null if the device's peak is not in the table.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Requests for an engine, and the two ways to it: bare, and through a rollout-server process."""
+"""Requests for an engine, sent to it directly or through a rollout server."""
 
 from __future__ import annotations
 

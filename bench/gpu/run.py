@@ -1,10 +1,8 @@
-"""One whole run on a random Qwen of half a billion parameters: broker, learner, rollout server, hubs, by ``rlearner
-up``.
+"""Run ``rlearner up`` on a random Qwen of half a billion parameters: broker, learner, rollout server, hubs.
 
-The model is made on the spot with a vocabulary of single characters, so it knows nothing and learns little in so few
-steps; what is shown is that every part runs on the GPU, how long a step takes, and that the audit finds each ticket in
-exactly one final state. With the engine hf, whose weights lie on the GPU, bench.gpu.ipc is run first and its line is
-part of this one; ``--weights ipc`` then has the run itself move its weights so.
+The generated model has a vocabulary of single characters, so it learns little in so few steps; the run shows that every
+part works on the GPU, how long a step takes, and that the audit finds each ticket in exactly one final state. With the
+engine hf, bench.gpu.ipc runs first and its line is part of this one; ``--weights ipc`` makes the run use it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""New weights in flight: pause of each update, tokens/s lost to one every two seconds, and whether what follows is
-right.
+"""Measure weight updates during generation: pause, lost tokens/s, and whether later output is correct.
 
-Windows with and without updates take turns under the same load. tokens_lost_share: 1 - tokens/s with / without, median
+Windows with and without updates alternate under the same load. tokens_lost_share: 1 - tokens/s with / without, median
 of the pairs; pause_ms: how long generation stood still, mean of the updates; update_ms: from the call to its return.
 After the last update the logprobs of one request must be those of the weights that were sent, and the versions of each
-output must rise.
+output must increase.
 """
 
 from __future__ import annotations

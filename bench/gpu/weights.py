@@ -1,10 +1,9 @@
-"""Weights from device to device in GB/s, against what device and link allow.
+"""Measure weight transfer between devices in GB/s, against the limits of device and link.
 
-One GPU is enough for: device_copy (one buffer to another on it), pack (a model's tensors into the channel's buffer),
-digest (of that buffer), to_host and from_host (pinned memory). Two are needed for: link (a copy from one to the other),
-broadcast (one NCCL broadcast of the whole buffer) and channel (the same bytes in buckets, digested as they arrive),
-whose ratio to broadcast is ratio_transfer. NCCL takes no two members on one GPU, so with one GPU these are null and the
-line says so.
+One GPU suffices for device_copy (between buffers on it), pack (a model's tensors into the channel's buffer), digest (of
+that buffer), to_host and from_host (pinned memory). Two are needed for link (a copy between them), broadcast (one NCCL
+broadcast of the whole buffer) and channel (the same bytes in buckets, digested on arrival), whose ratio to broadcast is
+ratio_transfer. NCCL does not accept two members on one GPU; with one GPU these are null.
 """
 
 from __future__ import annotations

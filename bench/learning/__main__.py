@@ -1,4 +1,4 @@
-"""Every algorithm on the quickstart's task, from the same warm start, on equal samples; then what staleness costs.
+"""Train every algorithm on the quickstart's task, from the same warm start on equal samples; then vary the staleness.
 
     python -m bench.learning [--quick] [--seeds 3] [--workers 2] [--out runs/learning] [--report]
 

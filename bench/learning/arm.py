@@ -1,8 +1,8 @@
-"""One run of one algorithm over the real ledger, every group trained exactly ``max_staleness`` versions late.
+"""Run one algorithm over the real ledger, with every group trained exactly ``max_staleness`` versions late.
 
-The ledger grants tickets for ``max_staleness`` versions ahead. Here each is played the moment it is granted, by the
-weights of that moment, and its group waits in the log for its turn: the group granted at version v is trained in step v
-+ max_staleness. Before step ``max_staleness`` groups are as late as can be: there is no version before 0.
+The ledger grants tickets for ``max_staleness`` versions ahead. Each is played as soon as it is granted, by the weights
+of that moment, and its group waits in the log: the group granted at version v is trained in step v + max_staleness.
+Before step ``max_staleness`` groups are as late as possible: there is no version before 0.
 """
 
 from __future__ import annotations

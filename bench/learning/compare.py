@@ -1,13 +1,12 @@
-"""Algorithms on one configuration: the same warm start, equal samples, the same held-out tasks, learner and engine in
-one process.
+"""Compare algorithms on one configuration: same warm start, equal samples, same held-out tasks, in one process.
 
     python -m bench.learning.compare configs/sokoban.yaml --algorithms grpo,gigpo [--seeds 3] [--every 10] [--out
     FOLDER] [key=value …]
 
-Each arm is one algorithm with one seed, on one core; it is measured every few steps and at its end. A finished arm is
-one file in the output folder and is not repeated while its settings are the same. The presets take the place of the
-configuration's algorithm; ``key=value`` comes after them. Where one of the algorithms would have prompts of one turn
-each, set ``domains.<name>.context``, so that all have the same. The last line is one JSON object: start, and of each
+Each arm is one algorithm with one seed, on one core; it is evaluated every few steps and at its end. A finished arm is
+one file in the output folder and is not repeated while its settings are the same. The presets replace the
+configuration's algorithm; ``key=value`` is applied after them. If one of the algorithms would have prompts of one turn
+each, set ``domains.<name>.context`` so that all have the same. The last line is one JSON object: start, and for each
 algorithm its seeds, end, 95 % interval, points and core-seconds.
 """
 

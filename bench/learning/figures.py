@@ -1,4 +1,4 @@
-"""From the arms' results to figures: means over seeds, intervals over maps and seeds. Pure."""
+"""Compute means over seeds, and intervals over maps and seeds, from the arms' results. Pure."""
 
 from __future__ import annotations
 

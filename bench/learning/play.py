@@ -1,8 +1,7 @@
-"""Groups of episodes without a fleet: the hub's episodes and the Hugging Face engine's core on one thread.
+"""Play groups of episodes without a fleet: the hub's episodes and the Hugging Face engine's core on one thread.
 
 The episodes are those of ``envhub``, with its conversations, masks, versions and logprobs; the engine is the server's,
-without its thread. Between two passes of the model every episode whose turn has come makes its move, so that passes are
-as full as can be.
+without its thread. Between two passes of the model every waiting episode makes its move, to fill the passes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Children that run arms, one core each; every finished arm is a file, and what is finished is not run again."""
+"""Child processes that run arms, one core each; a finished arm is a file and is not run again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table and the plot of docs/learning.md. What people wrote around the table stays."""
+"""Write the table and the plot of docs/learning.md, without changing the text around them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is run: the arms of both sweeps, and every setting in which they differ from the quickstart and the presets."""
+"""The arms of both sweeps, and every setting in which they differ from the quickstart and the presets."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""One core's worth of work: arms in on standard input, one JSON line each; results as files, and a line for each one
-done."""
+"""Run arms on one core: a JSON line per arm on standard input, results as files, a line for each finished arm."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How far the core scales on one small machine: ``python -m bench.scale``."""
+"""How the core scales on one small machine: ``python -m bench.scale``."""

@@ -1,4 +1,4 @@
-"""Runs every measurement of ``bench.scale``, or those named, each in a process of its own; prints one JSON object last.
+"""Run the measurements of ``bench.scale``, all or those named, each in a separate process; print one JSON object last.
 
 Usage: python -m bench.scale [NAME ...]
 """

@@ -1,7 +1,7 @@
-"""Groups of 1 to 256 MiB from a publisher through a work queue to an ack, against bare nats-py with messages of 1 MiB.
+"""Measure groups of 1 to 256 MiB from publisher to acknowledgement, against bare nats-py with messages of 1 MiB.
 
-Both sides of either path are processes of their own; their rounds alternate in one run. Memory is the anonymous
-resident memory of the worse of the two processes: (peak - idle - 32 MiB) / group.
+Both sides of either path are separate processes; their rounds alternate in one run. Memory is the anonymous resident
+memory of the worse of the two processes: (peak - idle - 32 MiB) / group.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""What a learner's start costs after many groups: it reads its own files, and none of them as far back as the run goes.
+"""Measure a learner's start after many groups, in which it reads only the recent part of its files.
 
-The groups are written through the classes that the learner writes them with, payloads aside; each start runs in a
-process of its own.
+The groups are written through the learner's own classes, without payloads; each start runs in a separate process.
 """
 
 from __future__ import annotations

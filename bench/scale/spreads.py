@@ -1,5 +1,4 @@
-"""How well hubs spread their requests over servers: the real sampling and choosing, in virtual time, with
-one-second-old presence."""
+"""Measure how evenly hubs spread requests over servers: the real sampling and choice in virtual time."""
 
 from __future__ import annotations
 

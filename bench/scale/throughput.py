@@ -1,4 +1,4 @@
-"""Tickets per second through the whole path of a learner: ticket, group of 24 KiB, record, ledger, step.
+"""Measure tickets per second through the whole path of a learner: ticket, group of 24 KiB, record, ledger, step.
 
 A real learner with a backend that computes nothing runs on one core; a real nats-server and a hub that answers every
 ticket at once share the others.

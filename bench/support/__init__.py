@@ -1,1 +1,1 @@
-"""What several benchmarks share: fleets of real processes, made-up servers, cases, statistics. No commands."""
+"""Shared parts of the benchmarks: fleets of real processes, simulated servers, cases, statistics. No commands."""

@@ -1,4 +1,4 @@
-"""Small problems of our own with their solutions and cases, and how they read in each form of tests."""
+"""Small problems with solutions and cases, rendered in each form of tests."""
 
 # ruff: noqa: E501 - programs
 

@@ -1,5 +1,4 @@
-"""Programs that try to pass tests without solving the problem, which is to return ``table[x]`` for a table that they do
-not know."""
+"""Programs that try to pass tests without solving the problem, returning ``table[x]`` for an unknown table."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Where attempts to get out of the sandbox are made: things outside that would be worth having, and how an attempt is
-run."""
+"""The scene of attempts to escape from the sandbox: valuable things outside it, and how an attempt is run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Attempts to get out of the sandbox, each real; whether one succeeds is seen by what it got hold of, mostly from
-outside.
+"""Real attempts to escape from the sandbox, and how to observe from outside whether one succeeds.
 
-Where it harms nobody, the same program run bare shows that it would succeed.
+Where it is harmless, the same program run without a sandbox shows that it would succeed.
 """
 
 from __future__ import annotations

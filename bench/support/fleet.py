@@ -1,7 +1,6 @@
-"""The processes of one run, each of which may be killed, frozen, and started again as systemd would: for
-``tests/chaos`` and ``bench``.
+"""The processes of one run, each of which can be killed, frozen and restarted as systemd would.
 
-Nothing here takes part in the run. A process that ends without having been asked to is noted in ``RunFleet.crashes``.
+Nothing here takes part in the run. A process that ends without a request is recorded in ``RunFleet.crashes``.
 """
 
 from __future__ import annotations

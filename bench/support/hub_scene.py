@@ -1,8 +1,6 @@
-"""A hub and all that it needs, for ``bench.envhub``: a broker, a run, tickets without end, and a server that answers
-after a fixed time.
+"""A hub with a broker, a run, endless tickets, and a server that answers after a fixed time, for ``bench.envhub``.
 
-The server, the tickets and the counting are in this process, the hub is one of its own, ``envhub.cli`` as users start
-it.
+The server, the tickets and the counting are in this process, the hub is ``envhub.cli`` as users start it.
 """
 
 from __future__ import annotations

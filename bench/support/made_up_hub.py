@@ -1,4 +1,4 @@
-"""Groups that no model has sampled: what stands in for hubs and servers where only the learner is looked at."""
+"""Generated groups that replace hubs and servers, to measure only the learner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a machine is quiet: what processes that are no part of a run take of its processors while it is measured."""
+"""Measure the processor share of processes that do not belong to a run."""
 
 from __future__ import annotations
 

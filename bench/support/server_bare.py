@@ -1,5 +1,4 @@
-"""The bare engine of ``bench.server``, in a process of its own: answers every line on stdin with one run of all
-requests."""
+"""The bare engine of ``bench.server`` as a process: answers every line on stdin with one run of all requests."""
 
 from __future__ import annotations
 

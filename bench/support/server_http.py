@@ -1,5 +1,4 @@
-"""The asking half of ``bench.server --http``: every request is a stream of the server's OpenAI-compatible API, a chunk
-for each token."""
+"""The client of ``bench.server --http``: each request is a stream of the OpenAI-compatible API, a chunk per token."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A learner's backend and an engine that take as long as large ones: the work itself is that of a tiny model. For
-``bench.faults``."""
+"""A backend and an engine that take as long as large ones but compute with a tiny model, for ``bench.faults``."""
 
 from __future__ import annotations
 

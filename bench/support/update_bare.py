@@ -1,4 +1,4 @@
-"""Bytes that have nothing to do with a server: two processes, and one broadcast between them for each line on stdin."""
+"""Two processes that broadcast bytes between them for each line on stdin, unrelated to a server."""
 
 from __future__ import annotations
 

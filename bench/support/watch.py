@@ -1,5 +1,4 @@
-"""What is seen of a run from outside while its processes are killed: steps, tickets in flight, and how long a recovery
-takes."""
+"""Observe a run from outside while its processes are killed: steps, tickets in flight, recovery times."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The two processes of ``bench.weights``: what each sends and takes, in lockstep, through the parts that the learner
-and a server use."""
+"""The two processes of ``bench.weights``, which send and receive in lockstep through the parts that a run uses."""
 
 from __future__ import annotations
 
