@@ -43,7 +43,7 @@ STREAM = [
         "STREAMS: Final",
         'NOTES: Final = Stream("notes", StreamKind.LOG, (wire.Note,), "topic", "a", "b", "c")\n',
     ),
-    ("streams.py", "    TICKETS,\n", "    NOTES,\n"),
+    ("streams.py", "    *(TICKETS,", "    NOTES,\n"),
 ]
 PROGRAM = """
 import asyncio, sys
