@@ -51,14 +51,18 @@ closes its ticket; `{wire.EVAL_HEADER}` marks messages of an evaluation.
 [third_party_hub.py](third_party_hub.py) is a complete environment hub on plain nats-py, pyzmq and msgpack. It follows
 these rules.
 
-**Join.** Read the run's `RunSpec` from the bucket `rl_runs` for the settings and the model's path (its tokenizer), and
-follow the `DesiredState` in `rl_control`: take no tickets while it is `paused`, end after `draining` and at once after
-`stopped`; no entry means `running`. Publish a `Presence` with role `envhub` and the domains in `serves`, every second
-or two to `rl.{{run}}.presence.envhub.{{id}}`, and put it into the bucket `rl_members` every 20 s. The learner uses it
-to find the members of the run.
+**Connect.** Every process has a key (an nkeys seed) with the permissions of its role and run: the subjects of the rows
+that the role writes or reads, the requests to JetStream that reading them takes, and replies below
+`_INBOX.{{role}}.{{run}}.{{name}}`, where the name is that of the join token, `local` on the broker's own host.
+
+**Join.** Read the run's `RunSpec` from the bucket `rl_{{run}}_runs` for the settings and the model's path (its
+tokenizer), and follow the `DesiredState` in `rl_{{run}}_control`: take no tickets while it is `paused`, end after
+`draining` and at once after `stopped`; no entry means `running`. Publish a `Presence` with role `envhub` and the
+domains in `serves`, every second or two to `rl.{{run}}.presence.envhub.{{id}}`, and put it into the bucket
+`rl_{{run}}_members` every 20 s. The learner uses it to find the members of the run.
 
 **Take tickets.** All hubs read the queue of a domain through one durable pull consumer, named after the domain (after
-the pool in the stream `rl_{{run}}_episodes`). The first process creates it:
+the pool in the stream `rl_{{run}}_episodes`). The learner creates it before the RunSpec; hubs may not:
 
 | setting | value | why |
 |---|---|---|
@@ -70,10 +74,10 @@ the pool in the stream `rl_{{run}}_episodes`). The first process creates it:
 | `max_deliver` | -1 | also the default; with a limit, the broker drops tickets that are delivered often |
 | `max_waiting` | {consumers.MAX_WAITING_PULLS} | pulls that may wait at once; cannot be changed later |
 
-The project's hubs change a consumer with other settings to these, but keep its `max_waiting`, its storage and an
-`ack_wait` of {streams.ACK_WAIT_S:g} to {consumers.LONGEST_ACK_WAIT_S:g} s, and use one with another name if its filter
-is the same. They refuse a push consumer, one that replays at the original speed and one that takes messages of other
-subjects.
+The learner changes a consumer with other settings to these, but keeps its `max_waiting`, its storage and an
+`ack_wait` of {streams.ACK_WAIT_S:g} to {consumers.LONGEST_ACK_WAIT_S:g} s, and hubs use one with another name if its
+filter is the same. It refuses a push consumer, one that replays at the original speed and one that takes messages of
+other subjects.
 
 **Hold tickets.** While working on a ticket, send an in-progress mark (`+WPI` to the message's reply subject) every
 {streams.IN_PROGRESS_EVERY_S:g} s, from a task that the work cannot block. To return a ticket, send `-NAK`. A ticket
@@ -155,7 +159,7 @@ def schema() -> list[str]:
 def _subject(stream: Stream) -> str:
     key = ".".join("{" + part + "}" for part in stream.key.split(".") if part)
     if stream.kind is StreamKind.KV:
-        return f"rl_{stream.name}/{key}"
+        return f"rl_{{run}}_{stream.name}/{key}"
     return ".".join(filter(None, ["rl", "{run}", stream.name, key]))
 
 

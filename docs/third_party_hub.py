@@ -1,6 +1,8 @@
 """An environment hub that shares no code with rlearner: plain nats-py, pyzmq and msgpack, as docs/wire.md describes.
 
-    python docs/third_party_hub.py nats://127.0.0.1:4222 RUN DOMAIN
+    python docs/third_party_hub.py nats://127.0.0.1:4222 RUN DOMAIN KEY
+
+KEY is a file with the nkeys seed of an envhub of that run.
 
 It plays a made-up game, one turn long: the reward is the share of even numbers among the sampled tokens.
 """
@@ -18,10 +20,9 @@ import msgpack
 import nats
 import zmq
 import zmq.asyncio
-from nats.js.api import ConsumerConfig
-from nats.js.errors import KeyNotFoundError
+from nats.js.errors import KeyNotFoundError, NotFoundError
 
-URL, RUN, DOMAIN = sys.argv[1:4]
+URL, RUN, DOMAIN, KEY = sys.argv[1:5]
 ID = f"third-party-{uuid.uuid4().hex[:8]}"
 AT_ONCE, MAX_TOKENS = 4, 4  # tickets in hand; tokens of an answer
 
@@ -141,14 +142,19 @@ async def announce(client, members, playing):
 
 
 async def main():
-    client = await nats.connect(URL, max_reconnect_attempts=-1)
+    inbox = f"_INBOX.envhub.{RUN}.local"  # the only one that this key may read
+    client = await nats.connect(URL, nkeys_seed=KEY, inbox_prefix=inbox, max_reconnect_attempts=-1)
     jetstream, servers, playing = client.jetstream(), Servers(), set()
-    control, members = await jetstream.key_value("rl_control"), await jetstream.key_value("rl_members")
+    control, members = await jetstream.key_value(f"rl_{RUN}_control"), await jetstream.key_value(f"rl_{RUN}_members")
     await client.subscribe(f"rl.{RUN}.presence.rollout.*", cb=servers.on_beat)
     announcing = asyncio.create_task(announce(client, members, playing))
-    settings = ConsumerConfig(ack_wait=6, max_deliver=-1, max_ack_pending=-1, max_waiting=8192)
-    subject, stream = f"rl.{RUN}.tickets.{DOMAIN}", f"rl_{RUN}_tickets"
-    queue = await jetstream.pull_subscribe(subject, durable=DOMAIN, stream=stream, config=settings)
+    while True:
+        with contextlib.suppress(NotFoundError):  # until the learner has created it
+            await jetstream.consumer_info(f"rl_{RUN}_tickets", DOMAIN)
+            break
+        await asyncio.sleep(0.5)
+    stream, prefix = f"rl_{RUN}_tickets", f"{inbox}.".encode()
+    queue = await jetstream.pull_subscribe_bind(DOMAIN, stream=stream, inbox_prefix=prefix)
     wanted = "running"
     while True:
         with contextlib.suppress(KeyNotFoundError):  # no learner has taken the run yet

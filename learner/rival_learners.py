@@ -70,7 +70,7 @@ class RivalDetector:
 
     async def _holders(self, epoch: int) -> set[str]:
         """Return the processes that may hold the run under an epoch."""
-        entry = await (await self._bus.key_value(MEMBERS)).get(member_key(self._bus.run, "learner", ID))
+        entry = await self._bus.key_value(MEMBERS).get(member_key(self._bus.run, "learner", ID))
         noted = noted_epoch(self._folder)
         found = {entry[0].process} if entry is not None and isinstance(entry[0], wire.Presence) else set()
         if noted:

@@ -57,7 +57,7 @@ class EpochWatch:
             run = self._bus.run
             log.warning("run %s is paused and stays so; continue it with `rlearner resume %s`", run, run)
         elif said == self._said:
-            control, running = await self._bus.key_value(CONTROL), wire.DesiredState(state="running")
+            control, running = self._bus.key_value(CONTROL), wire.DesiredState(state="running")
             await (control.update(self._bus.run, running, said) if said else control.create(self._bus.run, running))
         log.info("epoch %d of run %s", self.epoch, self._bus.run)
 
@@ -67,7 +67,7 @@ class EpochWatch:
 
     async def put(self, desired: wire.DesiredState) -> None:
         """Publish the desired state of the run."""
-        await (await self._bus.key_value(CONTROL)).put(self._bus.run, desired)
+        await self._bus.key_value(CONTROL).put(self._bus.run, desired)
 
     async def desired(self) -> str:
         """Return the desired state of the run, empty if the broker has none."""
@@ -75,7 +75,7 @@ class EpochWatch:
 
     async def _word(self) -> tuple[str, int]:
         """Return the desired state and its revision; empty and 0 if there is none."""
-        found = await (await self._bus.key_value(CONTROL)).get(self._bus.run)
+        found = await self._bus.key_value(CONTROL).get(self._bus.run)
         return (found[0].state, found[1]) if found is not None and isinstance(found[0], wire.DesiredState) else ("", 0)
 
     async def refuse_if_fenced(self) -> None:
@@ -84,7 +84,7 @@ class EpochWatch:
         Raises:
             Fenced: if a newer one does.
         """
-        found = await (await self._bus.key_value(RUNS)).get(self._bus.run)
+        found = await self._bus.key_value(RUNS).get(self._bus.run)
         if found is not None and isinstance(found[0], wire.RunSpec):
             self._check(found[0].epoch)
 
@@ -105,13 +105,13 @@ class EpochWatch:
 
     async def _follow_epoch(self) -> None:
         """Raise ``Fenced`` once a newer incarnation takes the run."""
-        runs = await self._bus.key_value(RUNS)
+        runs = self._bus.key_value(RUNS)
         async for message, _ in runs.watch(self._bus.run):
             if isinstance(message, wire.RunSpec):
                 self._check(message.epoch)
 
     async def _follow_control(self) -> None:
-        control = await self._bus.key_value(CONTROL)
+        control = self._bus.key_value(CONTROL)
         async for message, _ in control.watch(self._bus.run):
             if not isinstance(message, wire.DesiredState):
                 continue

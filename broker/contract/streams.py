@@ -26,6 +26,9 @@ class StreamKind(Enum):
 
 WORK_QUEUE, LOG, LAST_VALUE, REQUEST, BEST_EFFORT, KV = StreamKind
 
+EVERYONE: Final = "all"
+ROLES: Final = ("learner", "rollout", "envhub", "rewardhub")
+
 
 @dataclass(frozen=True)
 class Stream:
@@ -35,7 +38,7 @@ class Stream:
     kind: StreamKind  # how it delivers
     messages: tuple[type[wire.Message], ...]  # what it carries; empty: pieces of messages
     key: str  # meaning of the last parts of the subject, separated by dots; empty if there are none
-    writer: str  # roles that write
+    writer: str  # roles that write, separated by commas; the operator may do everything
     reader: str  # roles that read
     kept: str = "not"  # until when, in words
     ttl_s: float = 0.0  # seconds after which a key-value entry expires, 0: never
@@ -54,9 +57,25 @@ class Stream:
         free = self.key.count(".") + 1 - len(first) if self.key else 0
         return ".".join(["rl", token(run, "run"), self.name, *(token(one, self.name) for one in first), *["*"] * free])
 
+    def bucket(self, run: str) -> str:
+        """Return the name of a KV row's bucket."""
+        return f"rl_{token(run, 'run')}_{self.name}"
+
     def stream_name(self, run: str) -> str:
-        """Return JetStream's name of the stream, or of the bucket for KV."""
-        return f"rl_{token(run, 'run')}_{self.name}" if self.kind is not StreamKind.KV else f"rl_{self.name}"
+        """Return JetStream's name of the stream, of the one behind the bucket for KV."""
+        return f"KV_{self.bucket(run)}" if self.kind is StreamKind.KV else f"rl_{token(run, 'run')}_{self.name}"
+
+    def key_prefix(self, run: str) -> str:
+        """Return the part of a KV row's subjects before the key."""
+        return f"$KV.{self.bucket(run)}."
+
+    def writes(self, role: str) -> bool:
+        """Return whether a role writes."""
+        return role in self.writer.split(", ") or self.writer == EVERYONE
+
+    def reads(self, role: str) -> bool:
+        """Return whether a role reads."""
+        return role in self.reader.split(", ") or self.reader == EVERYONE
 
 
 TICKETS: Final = Stream("tickets", WORK_QUEUE, (wire.Ticket,), "domain", "learner", "envhub", "until acknowledged")
@@ -105,17 +124,19 @@ RERUNS: Final = Stream(
     "operator",
     "envhub, rewardhub",
 )
-METRICS: Final = Stream("metrics", BEST_EFFORT, (wire.Metrics,), "role.id", "all", "observers")
-PRESENCE: Final = Stream("presence", BEST_EFFORT, (wire.Presence,), "role.id", "all", "those who need it")
+METRICS: Final = Stream("metrics", BEST_EFFORT, (wire.Metrics,), "role.id", "all", "all")
+PRESENCE: Final = Stream("presence", BEST_EFFORT, (wire.Presence,), "role.id", "all", "all")
 DEAD: Final = Stream("dead", LOG, (wire.DeadLetter,), "stream", "all", "operator", "until purged", max_bytes=1 << 26)
 ATTEMPTS: Final = Stream(
     "attempts", KV, (wire.Attempt,), "run.stream.ticket", "envhub", "envhub", "a day", ttl_s=86_400.0, memory=True
 )
-CONTROL: Final = Stream("control", KV, (wire.DesiredState,), "run", "operator", "all", "last value", essential=True)
+CONTROL: Final = Stream(
+    "control", KV, (wire.DesiredState,), "run", "operator, learner", "all", "last value", essential=True
+)
 MEMBERS: Final = Stream(
     "members", KV, (wire.Presence,), "run.role.id", "all", "envhub, learner", "60 s", ttl_s=60.0, memory=True
 )
-RUNS: Final = Stream("runs", KV, (wire.RunSpec,), "run", "learner", "all who join", "last value", essential=True)
+RUNS: Final = Stream("runs", KV, (wire.RunSpec,), "run", "learner", "all", "last value", essential=True)
 RESERVE: Final = Stream(
     "reserve", LAST_VALUE, (), "part", "learner", "none", "until an essential message needs its room"
 )

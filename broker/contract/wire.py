@@ -22,7 +22,7 @@ import numpy.typing as npt
 from broker.contract import sizes
 from broker.contract.sizes import MAX_GROUP_BYTES, MAX_SMALL_BYTES
 
-WIRE_VERSION: Final = 8
+WIRE_VERSION: Final = 9
 MAX_PAYLOAD_BYTES: Final = sizes.MAX_PAYLOAD_BYTES
 ACTOR: Final = "actor"  # the policy being trained
 EVAL_HEADER: Final = "Rl-Eval-Step"  # eval_step of messages of an evaluation; absent in training

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from broker.contract.streams import IN_PROGRESS_EVERY_S
+from broker.identity.login import Login
 from broker.nats.connection import NatsLink
 from broker.nats.nats_errors import Disconnected, NoResponders
 
@@ -26,8 +27,10 @@ class AckProgress:
     seconds, the process counts as dead: marks stop, and other processes get its work.
     """
 
-    def __init__(self, url: str, name: str, hang_after_s: Callable[[], float]) -> None:
-        self._url, self._name, self._hang_after_s = url, name, hang_after_s
+    def __init__(
+        self, url: str, name: str, hang_after_s: Callable[[], float], find_login: Callable[[], Login] = Login
+    ) -> None:
+        self._url, self._name, self._hang_after_s, self._find_login = url, name, hang_after_s, find_login
         self._held: dict[str, float] = {}  # acknowledgement subject -> monotonic time of the next mark
         self._lock = threading.Lock()
         self._turned = time.monotonic()
@@ -73,7 +76,7 @@ class AckProgress:
             self._runner.run(self._mark_forever())
 
     async def _mark_forever(self) -> None:
-        link = NatsLink(self._url, f"{self._name} marks")
+        link = NatsLink(self._url, f"{self._name} marks", self._find_login)
         opening = asyncio.create_task(link.open())
         hanging = False
         try:

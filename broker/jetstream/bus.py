@@ -11,13 +11,15 @@ from functools import partial
 from typing import Any, Final
 
 from broker.contract import codec, wire
+from broker.contract.permissions import OPERATOR
 from broker.contract.sizes import HEADER_BYTES, Buffer
-from broker.contract.streams import DEAD, EVALS, STREAMS, Stream, StreamKind
+from broker.contract.streams import DEAD, EVALS, RUNS, STREAMS, Stream, StreamKind
 from broker.errors import LostState, TooLarge
+from broker.identity.login import find_login
 from broker.jetstream import provision
 from broker.jetstream.ack_progress import AckProgress
 from broker.jetstream.api import StoredEntry, ask, bounds, find
-from broker.jetstream.consumers import find_consumer
+from broker.jetstream.consumers import ensure_consumer, find_consumer, settings
 from broker.jetstream.delivery import DEAD_BYTES, Delivery, decode, decode_aside, ticket_of
 from broker.jetstream.kv import KeyValue
 from broker.jetstream.log_reader import follow
@@ -65,21 +67,25 @@ class Bus:
         self.run, self.link, self.name = run, link, link.name
         self.replicas: int | None = None
         self.hang_after_s = 30.0
-        self._marks = AckProgress(link.url, link.name, lambda: self.hang_after_s)
+        self._marks = AckProgress(link.url, link.name, lambda: self.hang_after_s, link.find_login)
         self._parts = GroupParts(link, lambda: self.run)
         self._in_flight = asyncio.Semaphore(MAX_IN_FLIGHT)
-        self._made: set[str] = set()  # streams that ``ensure_streams`` found or created
-        self._buckets: dict[str, KeyValue] = {}
+        self._buckets: dict[tuple[str, str], KeyValue] = {}
         self._queues: dict[tuple[str, str], asyncio.Task[WorkQueue]] = {}
 
     @classmethod
-    async def connect(cls, url: str, run: str, *, name: str, deadline_s: float | None = None) -> Bus:
+    async def connect(
+        cls, url: str, run: str, *, name: str, role: str = OPERATOR, deadline_s: float | None = None
+    ) -> Bus:
         """Connect, retrying until the deadline and logging that every few seconds.
 
+        Args:
+            role: whose permissions to use: a process of the run, or the operator.
+
         Raises:
-            BrokerUnreachable: if no broker answers within ``deadline_s`` (None: no limit).
+            BrokerUnreachable: if no broker answers within ``deadline_s`` (None: no limit), or it refuses the key.
         """
-        link = NatsLink(url, name)
+        link = NatsLink(url, name, partial(find_login, url, role, run))
         await link.open(deadline_s)
         if (limit := link.max_payload) < wire.MAX_PAYLOAD_BYTES + HEADER_BYTES:
             log.warning("the broker's max_payload is %d bytes; larger requests fail (set max_payload: 9MB)", limit)
@@ -93,37 +99,50 @@ class Bus:
         await self.link.close()
 
     async def ensure_streams(self) -> None:
-        """Create those of this run's streams and buckets that do not exist.
+        """Create those of this run's streams and buckets that do not exist, or wait for the learner to do so.
 
         Raises:
             UserError: if the broker has no JetStream or no room for another run, or its cluster is too old.
         """
         link = self.link
         provision.require_safe_cluster(link)
-        configs = [config for stream in STREAMS if (config := self._config(stream, self.run))]
-        found = await provision.stream_names(link, f"rl.{self.run}.>") | await provision.stream_names(link, "$KV.>")
-        await asyncio.gather(*(ensure_stream(link, config) for config in configs if config["name"] not in found))
-        self._made = {config["name"] for config in configs}
+        await asyncio.gather(*(self._ensure(stream, self.run) for stream in STREAMS))
 
-    def _config(self, stream: Stream, run: str) -> dict[str, Any] | None:
-        return stream_config(stream, run, self.replicas or (REPLICAS_IN_CLUSTER if self.link.clustered else 1))
+    async def ensure_memory(self) -> None:
+        """Create again what the broker kept in memory, as after its restart, or wait for the learner to do so."""
+        await asyncio.gather(*(self._ensure(stream, self.run) for stream in STREAMS if stream.memory))
+
+    async def ensure_consumers(self, stream: Stream, keys: Collection[str]) -> None:
+        """Create the consumers of a work queue's keys; hubs may only use them."""
+        name = stream.stream_name(self.run)
+        wanted = (settings(key, stream.subject(self.run, key)) for key in keys)
+        await asyncio.gather(*(ensure_consumer(self.link, name, one) for one in wanted))
+
+    async def _ensure(self, stream: Stream, run: str) -> None:
+        replicas = self.replicas or (REPLICAS_IN_CLUSTER if self.link.clustered else 1)
+        config = stream_config(stream, run, replicas)
+        if config is None:
+            return
+        role = self.link.role
+        if not self.link.manages:
+            if stream.reads(role) or stream.writes(role):
+                await provision.wait_for_stream(self.link, config["name"])
+        elif not await provision.exists(self.link, config["name"]):  # faster than a creation request
+            await ensure_stream(self.link, config)
+
+    async def runs(self) -> list[str]:
+        """Return the runs that have streams on the broker; of those, a process of a run sees only its own."""
+        if not self.link.manages_all:
+            return [self.run]
+        ends = f"_{RUNS.name}"
+        names = await provision.stream_names(self.link, "$KV.>")
+        return sorted(one.removeprefix("KV_rl_").removesuffix(ends) for one in names if one.endswith(ends))
 
     async def delete_streams(self) -> None:
-        """Delete this run's streams with all their messages, and its keys."""
+        """Delete this run's streams with all their messages."""
         for stream in STREAMS:
-            config = stream_config(stream, self.run)
-            if config is None:
-                continue
-            if stream.kind is not StreamKind.KV:
+            if (config := stream_config(stream, self.run)) is not None:
                 await provision.delete_stream(self.link, config["name"])
-            else:
-                bucket = await self.key_value(stream)
-                for key in await bucket.keys():
-                    if self._is_ours(key):
-                        await bucket.delete(key)
-
-    def _is_ours(self, key: str) -> bool:
-        return key == self.run or key.startswith(f"{self.run}.")
 
     async def publish(
         self,
@@ -323,23 +342,17 @@ class Bus:
                 else:
                     yield message
 
-    async def key_value(self, stream: Stream) -> KeyValue:
-        """Return the bucket of a KV row; all runs share it, their keys begin with the run."""
-        if stream.name in self._buckets:
-            return self._buckets[stream.name]
+    def key_value(self, stream: Stream, run: str = "") -> KeyValue:
+        """Return the bucket of a KV row, of this run or of another."""
+        run = run or self.run
 
         async def malformed(key: str, seq: int, reason: str, data: bytes) -> None:
             log.warning("%s %s: %s", stream.name, key, reason)
-            if self._is_ours(key):
+            if run == self.run:
                 await self.dead_letter(stream, seq=seq, ticket=0, reason=f"{key}: {reason}", data=data)
 
-        config = self._config(stream, self.run or "any")
-        assert config is not None, f"{stream.name} is not stored"
-        ensure = partial(ensure_stream, self.link, config)
-        if config["name"] not in self._made:
-            await ensure()
-        bucket = KeyValue(self.link, stream, config["name"].removeprefix("KV_"), malformed, ensure)
-        return self._buckets.setdefault(stream.name, bucket)
+        bucket = KeyValue(self.link, stream, run, malformed, partial(self._ensure, stream, run))
+        return self._buckets.setdefault((stream.name, run), bucket)
 
     async def dead_letter(self, stream: Stream, *, seq: int, ticket: int, reason: str, data: Buffer) -> None:
         """Store unusable bytes for the operator, once even if several readers report them."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from typing import Any, Final
 
 from broker.contract.streams import ACK_WAIT_S
@@ -10,10 +12,12 @@ from broker.errors import UserError
 from broker.jetstream.api import ask
 from broker.nats.connection import NatsLink
 from broker.nats.nats_errors import ApiError, NoStream
+from broker.system.reminders import Reminders
 
 log = logging.getLogger(__name__)
 
 MAX_WAITING_PULLS: Final = 8192  # hubs that may wait at one queue
+WAIT_S: Final = 0.25
 LONGEST_ACK_WAIT_S: Final = 60.0  # accepted from another program; delays a dead hub's tickets that long
 KEPT: Final[tuple[str, ...]] = ("max_waiting", "mem_storage", "num_replicas")  # harmless, and cannot be changed
 # settings for which a queue needs exactly this value
@@ -57,10 +61,14 @@ def adopted(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
 async def ensure_consumer(link: NatsLink, stream_name: str, wanted: dict[str, Any]) -> str:
     """Create the consumer of a queue, or adopt the existing one; return its name.
 
+    A process that may not create it waits until the learner has.
+
     Raises:
         UserError: if the existing one cannot be used.
         ApiError: if the broker refuses for another reason.
     """
+    if not link.manages:
+        return await _wait_for_consumer(link, stream_name, wanted)
     try:
         await _create(link, stream_name, wanted, action="create")
     except NoStream:
@@ -71,6 +79,15 @@ async def ensure_consumer(link: NatsLink, stream_name: str, wanted: dict[str, An
             raise
         return await _adopt(link, stream_name, found, wanted)
     return str(wanted["durable_name"])
+
+
+async def _wait_for_consumer(link: NatsLink, stream_name: str, wanted: dict[str, Any]) -> str:
+    reminders = Reminders()
+    while (found := await find_consumer(link, stream_name, wanted["durable_name"], wanted["filter_subject"])) is None:
+        if reminders.due(time.monotonic()):
+            log.info("waiting for the learner to create the consumer of %s", wanted["filter_subject"])
+        await asyncio.sleep(WAIT_S)
+    return str(found["durable_name"])
 
 
 async def _adopt(link: NatsLink, stream_name: str, found: dict[str, Any], wanted: dict[str, Any]) -> str:

@@ -12,13 +12,13 @@ from typing import Final
 from broker.contract import codec, wire
 from broker.contract.streams import Stream, token
 from broker.errors import ConfigError, WireError
-from broker.jetstream.api import ask, find
+from broker.jetstream.api import find
 from broker.jetstream.latest import latest
 from broker.jetstream.publish import EXPECTED_LAST_KEY_SEQ, MESSAGE_ID, store
 from broker.jetstream.reserve import release
 from broker.nats.client import Msg
 from broker.nats.connection import NatsLink
-from broker.nats.nats_errors import Disconnected
+from broker.nats.nats_errors import Disconnected, NoStream
 from broker.nats.subscription import LinkSubscription
 
 OPERATION: Final = "KV-Operation"
@@ -34,20 +34,23 @@ OnPut = Callable[[str, wire.Message | None], None]
 
 
 class KeyValue:
-    """One KV bucket, typed by its row in the table. Keys are full keys, for example ``demo.rollout.r1``.
+    """One KV bucket of a run, typed by its row in the table. Keys begin with the run, for example ``demo.rollout.r1``.
+
+    A bucket that does not exist reads as empty.
 
     Watching needs no consumer on the broker: a put is a publish on the key's subject, which a plain subscription
     receives. That includes refused puts and may miss some, so a message only triggers a read of the stored value.
 
     Attributes:
-        ensure: creates the bucket if it is missing; a bucket in memory does not survive a restart of the broker.
+        ensure: creates the bucket if it is missing, or waits for the learner to do so; a bucket in memory does not
+            survive a restart of the broker.
     """
 
     def __init__(
-        self, link: NatsLink, stream: Stream, bucket: str, malformed: Malformed, ensure: Callable[[], Awaitable[None]]
+        self, link: NatsLink, stream: Stream, run: str, malformed: Malformed, ensure: Callable[[], Awaitable[None]]
     ) -> None:
         self._link, self._stream = link, stream
-        self._stream_name, self._prefix = kv_stream_name(bucket), kv_prefix(bucket)
+        self._stream_name, self._prefix = stream.stream_name(run), stream.key_prefix(run)
         self._malformed, self.ensure = malformed, ensure
 
     async def get(self, key: str) -> tuple[wire.Message, int] | None:
@@ -61,7 +64,10 @@ class KeyValue:
 
     async def get_bytes(self, key: str) -> tuple[bytes, int] | None:
         """Return the encoded value and its revision, or None."""
-        found = await self._last(key)
+        try:
+            found = await self._last(key)
+        except NoStream:
+            return None
         return None if found is None or found[2] else found[:2]
 
     async def put(self, key: str, message: wire.Message) -> int:
@@ -87,15 +93,12 @@ class KeyValue:
         """Remove the value, if any."""
         await self._store(key, b"", {OPERATION: "DEL"})
 
-    async def keys(self) -> list[str]:
-        """Return every key that holds a value, sorted."""
-        info = await ask(self._link, f"STREAM.INFO.{self._stream_name}", {"subjects_filter": f"{self._prefix}>"})
-        names = [subject.removeprefix(self._prefix) for subject in (info["state"].get("subjects") or {})]
-        return sorted([name for name in names if await self.get_bytes(name) is not None])
-
     async def values(self, prefix: str) -> dict[str, wire.Message]:
         """Return every key below a prefix of whole parts (``demo.rollout``) that holds a value, with the value."""
-        entries = await latest(self._link, self._stream_name, f"{self._prefix}{prefix}.>")
+        try:
+            entries = await latest(self._link, self._stream_name, f"{self._prefix}{prefix}.>")
+        except NoStream:
+            return {}
         found: dict[str, wire.Message] = {}
         for entry in entries:
             key = entry.subject.removeprefix(self._prefix)
@@ -173,16 +176,6 @@ class KeyValue:
         subject = self._prefix + _checked(key, self._stream.name)
         found = await find(self._link, self._stream_name, last_of=subject)
         return None if found is None else (found.data, found.seq, _is_deletion(found.headers))
-
-
-def kv_stream_name(bucket: str) -> str:
-    """Return JetStream's name of the stream behind a bucket."""
-    return f"KV_{bucket}"
-
-
-def kv_prefix(bucket: str) -> str:
-    """Return the subject prefix of a bucket's keys."""
-    return f"$KV.{bucket}."
 
 
 def _checked(key: str, what: str) -> str:

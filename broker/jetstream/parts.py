@@ -89,7 +89,9 @@ class GroupParts:
             return None, f"Group in parts, ticket {parted.ticket}, upload {parted.upload}: {error}", bytearray()
 
     async def drop(self, parted: wire.Parted) -> None:
-        """Delete one upload that is no longer needed; best effort, trimming removes what remains."""
+        """Delete one upload that is no longer needed, if this process may; trimming removes what remains."""
+        if not self._link.manages:
+            return
         subjects = PARTS.all_subjects(self._run(), _kind(parted), str(parted.ticket), parted.upload)
         purge = json.dumps({"filter": subjects}).encode()
         try:

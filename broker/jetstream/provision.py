@@ -10,7 +10,6 @@ from typing import Any, Final
 from broker.contract.streams import STREAMS, Stream, StreamKind
 from broker.errors import UserError
 from broker.jetstream.api import ask
-from broker.jetstream.kv import kv_prefix, kv_stream_name
 from broker.nats.connection import NatsLink
 from broker.nats.nats_errors import ApiError, NoStream
 from broker.system.reminders import Reminders
@@ -18,6 +17,7 @@ from broker.system.reminders import Reminders
 log = logging.getLogger(__name__)
 
 DUPLICATE_WINDOW_S: Final = 120.0
+WAIT_S: Final = 0.25
 STREAM_EXISTS: Final = 10058
 NO_ROOM: Final = (10047, 10028)
 RESERVED_MIB: Final = sum(stream.max_bytes for stream in STREAMS) >> 20  # a broker reserves each stream's maximum
@@ -56,7 +56,7 @@ async def ensure_stream(link: NatsLink, config: dict[str, Any]) -> None:
             if error.err_code == STREAM_EXISTS:
                 return
             if error.err_code in NO_ROOM:
-                if await _exists(link, config["name"]):
+                if await exists(link, config["name"]):
                     return  # a nearly full store refuses before it checks whether the stream exists
                 raise UserError(
                     f"the broker at {link.where} has no room for {config['name']}: {error.description}; each run "
@@ -73,7 +73,17 @@ async def ensure_stream(link: NatsLink, config: dict[str, Any]) -> None:
         await asyncio.sleep(0.5)
 
 
-async def _exists(link: NatsLink, name: str) -> bool:
+async def wait_for_stream(link: NatsLink, name: str) -> None:
+    """Wait until the learner has created a stream; only it and the operator may."""
+    reminders = Reminders()
+    while not await exists(link, name):
+        if reminders.due(time.monotonic()):
+            log.info("waiting for the learner to create %s", name)
+        await asyncio.sleep(WAIT_S)
+
+
+async def exists(link: NatsLink, name: str) -> bool:
+    """Return whether the broker has a stream of that name."""
     try:
         await ask(link, f"STREAM.INFO.{name}")
     except NoStream:
@@ -82,7 +92,7 @@ async def _exists(link: NatsLink, name: str) -> bool:
 
 
 async def stream_names(link: NatsLink, pattern: str) -> set[str]:
-    """Return the names of the streams that take subjects of a pattern; faster than a creation request for each."""
+    """Return the names of the streams that take subjects of a pattern; the operator may ask for them."""
     names: set[str] = set()
     while True:
         answer = await ask(link, "STREAM.NAMES", {"subject": pattern, "offset": len(names)})
@@ -126,8 +136,8 @@ def stream_config(stream: Stream, run: str, replicas: int = 1) -> dict[str, Any]
     elif stream.kind is StreamKind.LAST_VALUE:
         config |= {"max_msgs_per_subject": 1, "discard": "old"}
     elif stream.kind is StreamKind.KV:
-        config |= {"name": kv_stream_name(name), "subjects": [f"{kv_prefix(name)}>"]}
-        config |= {"max_msgs_per_subject": 1, "allow_rollup_hdrs": True}
+        config |= {"subjects": [f"{stream.key_prefix(run)}>"], "max_msgs_per_subject": 1}
+        config["allow_rollup_hdrs"] = True
         if ttl_s := stream.ttl_s:
             config["max_age"] = int(ttl_s * 1e9)
             config["duplicate_window"] = int(min(ttl_s, DUPLICATE_WINDOW_S) * 1e9)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
 from typing import Any, Final
+
+from broker.identity.keys import Key
 
 _WEB: Final = "aiohttp"
 _modules: dict[str, Any] = sys.modules  # None makes the import of a module fail
@@ -26,7 +29,22 @@ finally:
 
 
 class GuardedClient(_Client):
-    """The nats-py client with a bug fix."""
+    """The nats-py client with a bug fix, and with a key that is looked up at every attempt to connect.
+
+    A private broker makes its keys when it starts, which may be after its clients.
+
+    Args:
+        find_key: returns the key, None for a login in the address or none at all.
+    """
+
+    def __init__(self, find_key: Callable[[], Key | None] = lambda: None) -> None:
+        super().__init__()
+        self._find_key = find_key
+
+    def _connect_command(self) -> bytes:
+        if (key := self._find_key()) is not None:
+            self._public_nkey, self._signature_cb = key.public, key.sign_nonce
+        return super()._connect_command()
 
     async def _process_pong(self) -> None:
         """Accept the reply to an abandoned ping too: nats-py 2.16 fails there and stops reading."""

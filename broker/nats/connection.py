@@ -9,14 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import re
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import Final
 from urllib.parse import urlsplit
 
+from broker.contract.permissions import INBOX
 from broker.contract.sizes import Buffer
-from broker.errors import BrokerUnreachable
+from broker.errors import BrokerUnreachable, UserError
+from broker.identity.keys import Key
+from broker.identity.login import Login
 from broker.nats import addresses
 from broker.nats.calls import PendingCalls, fail
 from broker.nats.client import GuardedClient, Msg, nats_errors
@@ -39,16 +43,29 @@ STUCK_AFTER_S: Final = 30.0
 STALLED_AFTER_S: Final = 3.0  # without a byte in either direction while one is due, the link counts as stuck
 PING_EVERY_S: Final = 5
 LOOK_EVERY_S: Final = 2.0  # at the traffic; below PING_EVERY_S
+REFUSED_AFTER_S: Final = 3.0  # of refused attempts; a new key takes a moment to be accepted
+REFUSALS: Final = ("authorization violation", "connection lost", "authentication timeout")
+_DENIED: Final = re.compile('permissions violation for publish to "(?P<subject>[^"]+)"', re.IGNORECASE)
 
 
 class NatsLink:
-    """A connection with calls and subscriptions."""
+    """A connection with calls and subscriptions.
 
-    def __init__(self, url: str, name: str) -> None:
-        self.url, self.name = url, name
+    Args:
+        find_login: looks up whose permissions it has; called at every attempt to connect.
+
+    Attributes:
+        refused: set with the reason once the broker refuses the key again and again, as after it was revoked.
+    """
+
+    def __init__(self, url: str, name: str, find_login: Callable[[], Login] = Login) -> None:
+        self.url, self.name, self.find_login = url, name, find_login
+        self._login = Login()
+        self.refused: asyncio.Future[UserError] = asyncio.get_running_loop().create_future()
+        self._refused_since = 0.0  # of the first of consecutive refusals; 0: not refused
         self.connected = asyncio.Event()
         self.on_disconnect: set[Callable[[], None]] = set()
-        self._client = GuardedClient()
+        self._client = GuardedClient(self._key)
         self._closing = False
         self._waiting = Reminders()
         self._error = ""
@@ -70,19 +87,57 @@ class NatsLink:
         """Connect, retrying forever or until the deadline.
 
         Raises:
-            BrokerUnreachable: if no broker answers before the deadline, or an address is not valid.
+            BrokerUnreachable: if no broker answers before the deadline, it refuses the login, or an address is not
+                valid.
         """
         addresses.split(self.url)
         try:
             async with asyncio.timeout(deadline_s):
-                await self._connect()
+                await self._connect_unless_refused()
         except TimeoutError:
             await self._abandon()
+            if self._refused_since:
+                raise BrokerUnreachable(self._why_refused()) from None
             message = f"no broker answered at {self.where} within {deadline_s:g} s: {self._error or NO_ANSWER}"
             raise BrokerUnreachable(message) from None
+        self._calls.inbox = self._calls.inbox.replace(INBOX, self._login.inbox, 1)
         await self.subscribe(f"{self.inbox}.*", self._calls.answer)
         self._watching = asyncio.create_task(self._watch())
         self._looking = asyncio.create_task(self._look())
+
+    async def _connect_unless_refused(self) -> None:
+        connecting = asyncio.create_task(self._connect())
+        self.refused.add_done_callback(lambda _: connecting.cancel())
+        try:
+            await connecting
+        except asyncio.CancelledError:
+            if self.refused.done():
+                raise self.refused.result() from None
+            raise
+        finally:
+            connecting.cancel()
+            await asyncio.gather(connecting, return_exceptions=True)
+            if self.refused.done():
+                await self._abandon()
+
+    def _key(self) -> Key | None:
+        self._login = self.find_login()
+        return self._login.key
+
+    @property
+    def role(self) -> str:
+        """The role of this identity, empty if unknown."""
+        return self._login.role
+
+    @property
+    def manages(self) -> bool:
+        """Whether this identity may create and trim the streams of its run."""
+        return self._login.manages
+
+    @property
+    def manages_all(self) -> bool:
+        """Whether this identity may see all runs."""
+        return self._login.manages_all
 
     async def close(self) -> None:
         """Flush and disconnect permanently; pending calls fail with Disconnected."""
@@ -140,8 +195,9 @@ class NatsLink:
         return self._client.max_payload
 
     async def _connect(self) -> None:
+        self._key()  # a server that learns of a new key drops connections that have not logged in yet
         servers = self._servers()
-        self._client = GuardedClient()
+        self._client = GuardedClient(self._key)
         self._traffic.watch(self._client)
         await self._client.connect(
             servers,
@@ -183,7 +239,7 @@ class NatsLink:
         if self._waiting.said:
             log.info("connected to the broker at %s%s", self.where, " again" if self._was_connected else "")
         self._waiting.over()
-        self._was_connected = True
+        self._was_connected, self._refused_since = True, 0.0
         self._doubts.clear()
         self.connected.set()
 
@@ -247,10 +303,35 @@ class NatsLink:
         self.has_jetstream = True
 
     async def _on_error(self, error: Exception) -> None:
+        if (denied := _DENIED.search(str(error))) is not None:
+            self._calls.drop(self._denied(denied["subject"]), denied["subject"])
+            return
+        self._note_refusal(str(error))
         self._error = addresses.why_unreachable(error)
         self._tried = now = time.monotonic()
         if not self.connected.is_set() and not self._closing and self._waiting.due(now):
             log.warning("no broker at %s (%s); trying again", self.where, self._error)
+
+    def _note_refusal(self, error: str) -> None:
+        """Note that a server which requires a login ended an attempt to connect, with or without saying why."""
+        if self.connected.is_set() or not any(text in error.lower() for text in REFUSALS):
+            self._refused_since = 0.0
+            return
+        self._refused_since = self._refused_since or time.monotonic()
+        if time.monotonic() - self._refused_since > REFUSED_AFTER_S and not self.refused.done():
+            self.refused.set_result(BrokerUnreachable(self._why_refused()))
+
+    def _denied(self, subject: str) -> UserError:
+        who = f"a {self._login.role} of its run" if self._login.role else "this login"
+        return UserError(f"the broker at {self.where} does not allow {who} to publish to {subject}")
+
+    def _why_refused(self) -> str:
+        if self._login.key is not None:
+            return f"the broker at {self.where} refuses the key {self._login.key.public}: it was revoked or has expired"
+        return (
+            f"the broker at {self.where} requires a login: it was started by another user or on another host; ask for "
+            "a join token (rlearner invite) and pass it with --join"
+        )
 
     async def send(self, subject: str, payload: Buffer, *, reply: str = "", headers: Headers | None = None) -> None:
         """Publish without confirmation.
@@ -279,7 +360,7 @@ class NatsLink:
             TimeoutError: if no reply arrives in time.
         """
         loop, overdue = asyncio.get_running_loop(), list[asyncio.Task[None]]()
-        with self._calls.expect() as (reply, answered):
+        with self._calls.expect(subject) as (reply, answered):
             await self.send(subject, payload, reply=reply, headers=headers)
             expire = partial(self._expire, answered, timeout_s)
             timer = loop.call_later(timeout_s, lambda: overdue.append(asyncio.create_task(expire())))

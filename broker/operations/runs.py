@@ -69,7 +69,7 @@ async def control(bus: Bus, options: argparse.Namespace) -> None:
         UserError: if the run is stopped, so that its processes have ended.
     """
     await choose_run(bus, options)
-    states = await bus.key_value(CONTROL)
+    states = bus.key_value(CONTROL)
     found = await states.get(bus.run)
     if found is not None and isinstance(found[0], wire.DesiredState) and found[0].state == "stopped" != options.state:
         why = f" ({found[0].reason})" if found[0].reason else ""

@@ -76,7 +76,7 @@ class Announcer:
             return
         try:
             async with asyncio.timeout(FAREWELL_WITHIN_S):
-                await (await self._bus.key_value(MEMBERS)).delete(self._key)
+                await self._bus.key_value(MEMBERS).delete(self._key)
         except (TimeoutError, Disconnected, LostState):
             log.debug("the entry was not deleted; it expires by itself")
 
@@ -112,9 +112,9 @@ class Announcer:
 
     async def _enter(self) -> None:
         await self._bus.link.ready()
-        bucket = await self._bus.key_value(MEMBERS)
+        bucket = self._bus.key_value(MEMBERS)
         if not self._is_made:
-            await bucket.ensure()
+            await self._bus.ensure_memory()
             self._is_made = True
         presence = self._describe()
         self._key = member_key(self._bus.run, presence.role, presence.id)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from broker.contract import wire
-from broker.contract.streams import MEMBERS, PRESENCE
+from broker.contract.streams import MEMBERS, PRESENCE, ROLES
 from broker.jetstream.bus import Bus
 from broker.jetstream.delivery import decode
 from broker.nats.client import Msg
@@ -17,7 +17,6 @@ from broker.nats.subscription import LinkSubscription
 
 log = logging.getLogger(__name__)
 
-ROLES: Final = ("learner", "rollout", "envhub", "rewardhub")
 TICK_S: Final = 0.5
 SILENT_AFTER_S: Final = 5.0  # without a beat
 CENSUS_S: Final = 3.0
@@ -182,7 +181,7 @@ async def listen(
     Args:
         read: also call back with the existing entries; each is at most 60 s old.
     """
-    bucket = await bus.key_value(MEMBERS)
+    bucket = bus.key_value(MEMBERS)
     tapped: set[str] = set()
     is_reading = read
 
@@ -215,7 +214,7 @@ async def census(bus: Bus, run: str, within_s: float = CENSUS_S) -> list[wire.Pr
     subscribed = await bus.link.subscribe(PRESENCE.all_subjects(run), on_beat)
     try:
         async with asyncio.timeout(within_s):
-            members = await (await bus.key_value(MEMBERS)).values(run)
+            members = await bus.key_value(MEMBERS).values(run)
             while not set(members) <= set(heard):
                 await news.wait()
                 news.clear()

@@ -11,9 +11,8 @@ import resource
 import secrets
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
-from functools import partial
 from types import FrameType
 from typing import Any, Final, TypeVar
 
@@ -23,7 +22,6 @@ from broker.contract import wire
 from broker.contract.streams import CONTROL, RUNS, token
 from broker.errors import ConfigError, LostState, RlearnerError, UserError
 from broker.jetstream.bus import Bus
-from broker.nats.nats_errors import NoStream
 from broker.runtime.member import Member, Stop
 from broker.settings.arguments import positive
 from broker.settings.runspec import check_digests, discover_run, wait_for_runspec
@@ -170,14 +168,13 @@ async def join(
         _check_option(name, value)
     logs.identify(role=role, process_id=process_id, run=options.run)
     async with AsyncExitStack() as stack:
-        deadline_s = options.connect_deadline
-        connecting = Bus.connect(options.broker, options.run or "", name=process_id, deadline_s=deadline_s)
+        run = options.run or await unless_stopped(stop, _discover(options, process_id, connected))
+        connecting = Bus.connect(options.broker, run, name=process_id, role=role, deadline_s=options.connect_deadline)
         bus = await unless_stopped(stop, connecting)
         stack.push_async_callback(bus.close)
         connected()
-        bus.run = options.run or await unless_stopped(stop, _through_losses(bus, discover_run))
         logs.identify(run=bus.run)
-        spec = await unless_stopped(stop, _through_losses(bus, partial(_wait_until_running, role)))
+        spec = await unless_stopped(stop, _wait_until_running(role, bus))
         if role == "envhub":  # which reads the data sets
             await asyncio.to_thread(check_digests, spec.data_digests)
         await bus.ensure_streams()
@@ -185,6 +182,7 @@ async def join(
         stack.push_async_callback(member.leave)
         member.spawn(_follow_control(member))
         member.spawn(_follow_spec(member))
+        member.spawn(_end_when_refused(bus))
         log.info("joined run %s, epoch %d", bus.run, spec.epoch)
         yield member
 
@@ -215,21 +213,20 @@ async def unless_stopped(stop: Stop, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, asked, return_exceptions=True)
 
 
-async def _through_losses(bus: Bus, wait: Callable[[Bus], Awaitable[T]]) -> T:
-    """Wait for something in the buckets; wait again if the broker comes back without its store."""
-    while True:
-        try:
-            return await wait(bus)
-        except NoStream as error:
-            log.warning("%s; waiting again", error)
-            for stream in (RUNS, CONTROL):
-                await (await bus.key_value(stream)).ensure()
+async def _discover(options: argparse.Namespace, name: str, connected: Callable[[], None]) -> str:
+    """Return the only run on the broker that is not stopped; the operator's key sees all runs."""
+    bus = await Bus.connect(options.broker, "", name=name, deadline_s=options.connect_deadline)
+    try:
+        connected()
+        return await discover_run(bus)
+    finally:
+        await bus.close()
 
 
 async def _wait_until_running(role: str, bus: Bus) -> wire.RunSpec:
     """Return the RunSpec of a run that is not stopped, nor draining if that would end a process of this role."""
     ended = ("stopped", "draining") if role == "envhub" else ("stopped",)
-    control = await bus.key_value(CONTROL)
+    control = bus.key_value(CONTROL)
     reminders = Reminders()
     while True:
         spec = await wait_for_runspec(bus, bus.run)
@@ -243,15 +240,22 @@ async def _wait_until_running(role: str, bus: Bus) -> wire.RunSpec:
 
 
 async def _follow_control(member: Member) -> None:
-    control = await member.bus.key_value(CONTROL)
+    control = member.bus.key_value(CONTROL)
     async for message, _ in control.watch(member.bus.run):
         if isinstance(message, wire.DesiredState) and message.state != member.desired:
             log.info("the desired state of the run is now: %s", message.state)
             member.follow(message.state, message.reason)
 
 
+async def _end_when_refused(bus: Bus) -> None:
+    """Raise the error of a key that the broker refuses; the work in progress is lost to other processes."""
+    refusal = await asyncio.shield(bus.link.refused)
+    await bus.link.close()
+    raise refusal
+
+
 async def _follow_spec(member: Member) -> None:
-    runs = await member.bus.key_value(RUNS)
+    runs = member.bus.key_value(RUNS)
     async for message, _ in runs.watch(member.bus.run):
         if isinstance(message, wire.RunSpec) and message.epoch > member.spec.epoch:
             log.info("the learner is back under epoch %d", message.epoch)

@@ -18,6 +18,8 @@ from typing import Final
 from broker.contract import wire
 from broker.contract.streams import token
 from broker.errors import ConfigError, UserError
+from broker.identity import login
+from broker.identity.key_folder import AUTHORIZATION, KeyFolder
 from broker.jetstream.provision import OLDEST_CLUSTER
 from broker.settings.config import loopback
 from broker.system.children import spawn
@@ -131,6 +133,8 @@ class BrokerServer:
 
     Args:
         store: folder for streams, configuration and log.
+        keys: folder of the keys that may connect, made if missing; None: next to the store. The servers of a cluster
+            share one.
         port: 0 picks a free one.
         bind: a loopback address.
         sync_always: fsync before confirming; needs nats-server 2.10.
@@ -152,6 +156,7 @@ class BrokerServer:
         self,
         store: str,
         *,
+        keys: str | None = None,
         port: int = 0,
         bind: str = "127.0.0.1",
         sync_always: bool = False,
@@ -161,6 +166,7 @@ class BrokerServer:
         num_procs: int | None = None,
     ) -> None:
         self.store = Path(store).absolute()
+        self.keys_path = Path(keys).absolute() if keys else self.store.with_name(f"{self.store.name}.keys")
         self.log_path = self.store / "nats-server.log"
         self._port, self._bind, self._sync_always = port, bind, sync_always
         self._store_max_gib, self._binary = store_max_gib, binary
@@ -180,6 +186,9 @@ class BrokerServer:
         for port in (self._port, self._cluster.port if self._cluster else 0):
             if port:
                 refuse_taken(self._bind, port)
+        keys = KeyFolder(self.keys_path)
+        keys.operator()
+        keys.refresh()
         try:
             self.store.mkdir(parents=True, exist_ok=True)
             # The child inherits the lock and holds it while it lives; that of a killed parent may still be stopping.
@@ -187,8 +196,9 @@ class BrokerServer:
             held = lock(self.store / "lock", in_use, wait_s=STOP_WITHIN_S / 2)
             log = self.log_path.open("ab")
             start_of_log = log.tell()
-            for stale in self.store.glob("nats-server_*.ports"):
-                stale.unlink()
+            for stale in [*self.store.glob("nats-server_*.ports"), self.store / AUTHORIZATION]:
+                stale.unlink(missing_ok=True)
+            (self.store / AUTHORIZATION).symlink_to(self.keys_path / AUTHORIZATION)
             (self.store / "nats-server.conf").write_text(self._configuration())
         except OSError as error:
             raise UserError(f"cannot use the broker's store {self.store}: {error.strerror or error}") from None
@@ -200,7 +210,10 @@ class BrokerServer:
                 raise UserError(f"cannot start {binary}: {error.strerror or error}") from None
         self.pid = self._child.pid
         try:
+            keys.serve(self.pid)
             self.url = self._wait_ready(start_of_log)
+            login.note(self.url, self.keys_path)
+            keys.refresh()  # a key that was made before this server could be told
             self._port = int(self.url.rpartition(":")[2])  # restarted, it must have the same address
         except BaseException:
             self.stop()
@@ -219,6 +232,8 @@ class BrokerServer:
                 child.kill()
         child.wait()
         (self.store / f"nats-server_{child.pid}.ports").unlink(missing_ok=True)
+        if hasattr(self, "url"):
+            login.forget(self.url, self.keys_path)
         self._child = None
 
     def __enter__(self) -> BrokerServer:
@@ -237,6 +252,7 @@ class BrokerServer:
             f"host: {quoted(self._bind)}",
             f"port: {self._port or -1}",
             f"ports_file_dir: {quoted(str(self.store))}",
+            f"include {quoted(AUTHORIZATION)}",  # a link: paths there know no quoted characters
             f"max_payload: {wire.MAX_PAYLOAD_BYTES + HEADROOM_BYTES}",
             "jetstream {",
             f"  store_dir: {quoted(str(self.store))}",

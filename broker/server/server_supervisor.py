@@ -1,4 +1,4 @@
-"""Restarts the private nats-server when it dies, and after a full disk has space again.
+"""Restarts the private nats-server when it dies or after a full disk has space again, and ends expired keys.
 
 A nats-server with a full store neither confirms nor refuses messages (2.15.1) or stops answering (2.9.10), and stays so
 until it is restarted. Nothing that was confirmed is lost; publishers wait.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from typing import Final
 
+from broker.identity.key_folder import KeyFolder
 from broker.server.private_server import BrokerServer
 
 FULL_BELOW_BYTES: Final = 1 << 20
@@ -37,6 +38,7 @@ class ServerSupervisor:
         Raises:
             UserError: if it cannot be restarted.
         """
+        KeyFolder(self._server.keys_path).refresh()  # refuses keys that have expired
         died = self._server.pid
         if not self._server.running:
             if not self._revive:

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from broker.contract import codec, wire
-from broker.contract.streams import CONTROL, RUNS, token
+from broker.contract.streams import CONTROL, EPISODES, EVALTICKETS, RUNS, TICKETS, token
 from broker.errors import ConfigError, Fenced, UserError, WireError
 from broker.jetstream.bus import Bus
 from broker.settings import timeouts
@@ -155,7 +155,7 @@ async def newest_epoch(bus: Bus, run: str) -> int:
     Raises:
         UserError: if its RunSpec has another wire version, or does not decode.
     """
-    found = await (await bus.key_value(RUNS)).get_bytes(run)
+    found = await bus.key_value(RUNS, run).get_bytes(run)
     return 0 if found is None else _decode(run, found[0]).epoch
 
 
@@ -171,7 +171,8 @@ async def publish_runspec(bus: Bus, spec: wire.RunSpec, *, above: int = 0, seen:
         Fenced: if there is a newer epoch than ``seen``.
         UserError: if the run exists with another wire version.
     """
-    runs = await bus.key_value(RUNS)
+    await _ensure_consumers(bus, spec.config)
+    runs = bus.key_value(RUNS)
     while True:
         found = await runs.get_bytes(spec.run)
         newest = 0 if found is None else _decode(spec.run, found[0]).epoch
@@ -184,13 +185,21 @@ async def publish_runspec(bus: Bus, spec: wire.RunSpec, *, above: int = 0, seen:
             return epoch
 
 
+async def _ensure_consumers(bus: Bus, config: dict[str, Any]) -> None:
+    """Create the consumers that the hubs of this configuration use; they may not do so themselves."""
+    found = domains(config)
+    pools = {reward.pool for domain in found.values() for reward in domain.rewards}
+    for stream, keys in ((TICKETS, set(found)), (EVALTICKETS, set(found)), (EPISODES, pools)):
+        await bus.ensure_consumers(stream, keys)
+
+
 async def wait_for_runspec(bus: Bus, run: str) -> wire.RunSpec:
     """Wait for the RunSpec of a run and return it, logging every few seconds.
 
     Raises:
         UserError: if it has another wire version, or does not decode.
     """
-    runs, reminders = await bus.key_value(RUNS), Reminders()
+    runs, reminders = bus.key_value(RUNS), Reminders()
     while True:
         if (found := await runs.get_bytes(run)) is not None:
             return _decode(run, found[0])
@@ -202,10 +211,11 @@ async def wait_for_runspec(bus: Bus, run: str) -> wire.RunSpec:
 
 async def find_runs(bus: Bus) -> dict[str, str]:
     """Return every run on the broker with its desired state, ``running`` if the operator never set one."""
-    runs, control = await bus.key_value(RUNS), await bus.key_value(CONTROL)
     states: dict[str, str] = {}
-    for run in await runs.keys():
-        desired = await control.get(run)
+    for run in await bus.runs():
+        if await bus.key_value(RUNS, run).get_bytes(run) is None:
+            continue
+        desired = await bus.key_value(CONTROL, run).get(run)
         states[run] = desired[0].state if desired and isinstance(desired[0], wire.DesiredState) else "running"
     return states
 

@@ -34,7 +34,12 @@ def _started(pid: int) -> str | None:
 
 def this_process() -> str:
     """Return the identity of this process; empty if the system does not provide it."""
-    machine, pid = _machine(), os.getpid()
+    return identity_of(os.getpid())
+
+
+def identity_of(pid: int) -> str:
+    """Return the identity of a process of this machine; empty if the system does not provide it."""
+    machine = _machine()
     return f"{machine}/{pid}/{_started(pid)}" if machine else ""
 
 

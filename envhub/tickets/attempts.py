@@ -66,7 +66,7 @@ class AttemptNotes:
 
     async def _call(self, work: Callable[[KeyValue], Awaitable[T]]) -> T:
         """Call with the bucket, created again if the broker restarted: it is in memory, so a full disk stops no hub."""
-        bucket = await self._bus.key_value(ATTEMPTS)
+        bucket = self._bus.key_value(ATTEMPTS)
         try:
             return await work(bucket)
         except LostState:

@@ -105,7 +105,7 @@ async def _open(job: OfflineJob, distill: DistillSection, path: str) -> _Asker:
     config = {"rollout": rollout, "broker": job.config["broker"], "model": job.config["model"]}
     spec = wire.RunSpec(run=run, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=path)
     await publish_runspec(bus, spec)
-    await (await bus.key_value(CONTROL)).put(run, wire.DesiredState(state="running"))
+    await bus.key_value(CONTROL).put(run, wire.DesiredState(state="running"))
     roster = Roster(bus, beats=("rollout",))
     await roster.start()
     return _Asker(bus, roster, distill, section(job.config, "broker", BrokerSection).channel)
@@ -137,7 +137,7 @@ class _Asker:
         run, stopped = self._bus.run, wire.DesiredState(state="stopped", reason="training is done")
         try:
             async with asyncio.timeout(FAREWELL_S):
-                await (await self._bus.key_value(CONTROL)).put(run, stopped)
+                await self._bus.key_value(CONTROL).put(run, stopped)
         except TimeoutError:
             where = self._bus.link.where
             log.warning("the broker at %s does not respond, so the servers of run %s are not stopped", where, run)

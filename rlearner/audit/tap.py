@@ -26,6 +26,7 @@ import nats
 from nats.aio.msg import Msg
 
 from broker.contract.streams import SAMPLES, TICKETS
+from broker.identity.login import client_options
 
 
 class TapFile:
@@ -132,6 +133,7 @@ async def tap(url: str, run: str, out: Path, stop: asyncio.Event, ready: asyncio
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, recorder.write, "cut")
     client = await nats.connect(
         url.split(","),
+        **client_options(url),
         name="tap",
         max_reconnect_attempts=-1,
         reconnect_time_wait=0.1,

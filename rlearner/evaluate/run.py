@@ -58,7 +58,7 @@ async def evaluate(config: dict[str, Any], model: str, stop: Stop, *, gpus: str,
         try:
             async with _joined(config, path, broker.url, fleet, gpus, folder, stop) as (bus, evaluator, evaluations):
                 await wait_until_measured(fleet, evaluator, evaluations.pending[0], stop, quiet=as_json)
-                control = await bus.key_value(CONTROL)
+                control = bus.key_value(CONTROL)
                 await control.put(bus.run, wire.DesiredState(state="stopped", reason="the evaluation is done"))
                 completed = list(evaluator.completed)
         finally:
@@ -94,7 +94,7 @@ async def _joined(
         digests = await asyncio.to_thread(data_digests, config)
         spec = wire.RunSpec(run, wire.WIRE_VERSION, epoch=0, config=config, model_path=model, data_digests=digests)
         await publish_runspec(bus, spec)
-        await (await bus.key_value(CONTROL)).put(run, wire.DesiredState(state="running"))
+        await bus.key_value(CONTROL).put(run, wire.DesiredState(state="running"))
         fleet.env |= {"RL_BROKER": url, "RL_RUN": run}
         served = ["--policy", POLICY, "--model", model, "--gpus", gpus, "--id", "rollout-1"]
         fleet.add("rollout-server", "rollout.cli", served)

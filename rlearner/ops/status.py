@@ -83,11 +83,11 @@ def _step_of(path: Path) -> int | str:
 
 async def on_broker(bus: Bus) -> dict[str, Any]:
     """Return the status in the broker: desired state, processes, queue depths, offered weights."""
-    spec = await (await bus.key_value(RUNS)).get(bus.run)
-    desired = await (await bus.key_value(CONTROL)).get(bus.run)
+    spec = await bus.key_value(RUNS).get(bus.run)
+    desired = await bus.key_value(CONTROL).get(bus.run)
     heard = await census(bus, bus.run)
     processes = [{name: getattr(one, name) for name in PROCESS} for one in heard]
-    is_entered = bool(await (await bus.key_value(MEMBERS)).values(f"{bus.run}.learner"))
+    is_entered = bool(await bus.key_value(MEMBERS).values(f"{bus.run}.learner"))
     queues: dict[str, Any] = {}
     for stream in STREAMS:
         if stream.kind in (StreamKind.WORK_QUEUE, StreamKind.LOG):

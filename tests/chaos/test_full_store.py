@@ -35,7 +35,7 @@ class SmallFleet(RunFleet):
 
 
 async def epoch(w: World) -> int:
-    found = await (await w.bus.key_value(RUNS)).get(w.bus.run)
+    found = await w.bus.key_value(RUNS).get(w.bus.run)
     return found[0].epoch if found is not None and isinstance(found[0], wire.RunSpec) else 0
 
 

@@ -38,7 +38,7 @@ pytestmark = [
 
 async def server_port(w: World, name: str) -> int:
     """Where a rollout server takes requests."""
-    found = await (await w.bus.key_value(MEMBERS)).get(f"{w.bus.run}.rollout.{name}")
+    found = await w.bus.key_value(MEMBERS).get(f"{w.bus.run}.rollout.{name}")
     assert found is not None
     assert isinstance(found[0], wire.Presence)
     return int(found[0].address.rpartition(":")[2])

@@ -19,6 +19,7 @@ from nats.aio.msg import Msg
 
 from bench.support.watch import FleetWatch
 from broker.contract.streams import EPISODES, SAMPLES, TICKETS, WEIGHTS, WEIGHTSYNC, Stream
+from broker.identity.login import client_options
 
 ANYWHERE = "anywhere"
 # of the learner: its books, its line, a checkpoint begun, a checkpoint complete
@@ -127,7 +128,7 @@ async def windows(url: str, run: str, watch: FleetWatch) -> AsyncIterator[Window
         """The connection comes back by itself."""
 
     client = await nats.connect(
-        url, name="windows", max_reconnect_attempts=-1, reconnect_time_wait=0.1, error_cb=ignore
+        url, **client_options(url), name="windows", max_reconnect_attempts=-1, reconnect_time_wait=0.1, error_cb=ignore
     )
     try:
         await client.subscribe(f"rl.{run}.>", cb=made.on_message)

@@ -88,7 +88,7 @@ class Load:
 
     async def swap(self) -> None:
         """Compare-and-swap by one process alone never fails, however often the confirmation is lost."""
-        control = await self.issuer.key_value(CONTROL)
+        control = self.issuer.key_value(CONTROL)
         revision = await control.create("swap", wire.DesiredState(state="running", reason="0"))
         assert revision is not None
         while not self.stop.is_set():
@@ -99,7 +99,7 @@ class Load:
             await asyncio.sleep(0.02)
 
     async def watch(self) -> None:
-        control = await self.watcher.key_value(CONTROL)
+        control = self.watcher.key_value(CONTROL)
         async for message, _ in control.watch("swap"):
             if isinstance(message, wire.DesiredState):
                 self.seen = int(message.reason)
@@ -123,7 +123,7 @@ async def until(what: Callable[[], bool], tasks: list[asyncio.Task[None]], withi
 async def test_any_one_server_may_be_killed_under_load(nodes: ClusterNodes) -> None:
     buses = [await Bus.connect(nodes.url, "demo", name=f"bus-{number}", deadline_s=30) for number in range(4)]
     await buses[0].ensure_streams()
-    for stream in ("rl_demo_tickets", "rl_demo_samples", "KV_rl_control"):
+    for stream in ("rl_demo_tickets", "rl_demo_samples", "KV_rl_demo_control"):
         assert (await ask(buses[0].link, f"STREAM.INFO.{stream}"))["config"]["num_replicas"] == 3
     load = Load(buses)
     ending = [asyncio.create_task(work()) for work in (load.issue, load.swap)]

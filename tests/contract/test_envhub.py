@@ -237,7 +237,7 @@ async def test_a_run_that_is_stopped_ends_the_hub_at_once(world: World) -> None:
     await until(lambda: len(holding.asked) == 2)
     from broker.contract.streams import CONTROL
 
-    await (await world.bus.key_value(CONTROL)).put(world.bus.run, wire.DesiredState(state="stopped"))
+    await world.bus.key_value(CONTROL).put(world.bus.run, wire.DesiredState(state="stopped"))
     assert await asyncio.to_thread(child.wait, 100) == 0
 
 

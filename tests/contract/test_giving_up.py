@@ -29,7 +29,7 @@ def good(ticket: wire.Ticket) -> list[wire.Message | bytes]:
 
 
 async def desired(bus: Bus) -> wire.Message:
-    found = await (await bus.key_value(CONTROL)).get(bus.run)
+    found = await bus.key_value(CONTROL).get(bus.run)
     assert found is not None
     return found[0]
 

@@ -15,6 +15,7 @@ import pytest
 from broker.contract import codec, wire
 from broker.contract.examples import EXAMPLES
 from broker.contract.streams import DEAD, SAMPLES, TICKETS
+from broker.identity.login import client_options
 from broker.jetstream.bus import Bus
 
 
@@ -64,7 +65,7 @@ async def test_another_client_reads_a_ticket_and_writes_its_end(bus: Bus, broker
     ticket = EXAMPLES[wire.Ticket]
     assert isinstance(ticket, wire.Ticket)
     await bus.publish(TICKETS, ticket, key=ticket.domain, ticket=ticket.number)
-    client = await nats.connect(broker_url)
+    client = await nats.connect(broker_url, **client_options(broker_url))
     try:
         stream = client.jetstream()
         queue = await stream.pull_subscribe(

@@ -455,7 +455,7 @@ async def test_the_last_value_is_there_for_who_comes_late_and_newer_ones_follow(
 
 
 async def test_key_value_compare_and_swap(bus: Bus, other: Bus) -> None:
-    control, theirs = await bus.key_value(CONTROL), await other.key_value(CONTROL)
+    control, theirs = bus.key_value(CONTROL), other.key_value(CONTROL)
     running, paused = wire.DesiredState(state="running"), wire.DesiredState(state="paused", reason="lunch")
     assert await control.get(bus.run) is None
     revision = await control.create(bus.run, running)
@@ -467,15 +467,13 @@ async def test_key_value_compare_and_swap(bus: Bus, other: Bus) -> None:
     assert newer > revision
     assert await control.update(bus.run, running, revision) is None
     assert await control.get(bus.run) == (paused, newer)
-    assert bus.run in await control.keys()
     await control.delete(bus.run)
     assert await control.get(bus.run) is None
-    assert bus.run not in await control.keys()
     assert await control.create(bus.run, running) is not None  # a deleted key can be created again
 
 
 async def test_watching_keys(bus: Bus) -> None:
-    control = await bus.key_value(CONTROL)
+    control = bus.key_value(CONTROL)
     await control.put(bus.run, wire.DesiredState(state="running"))
     seen: list[str | None] = []
 
@@ -495,12 +493,12 @@ async def test_watching_keys(bus: Bus) -> None:
 
 
 async def test_a_malformed_value_goes_to_the_dead_letters_once(bus: Bus, other: Bus) -> None:
-    control = await bus.key_value(CONTROL)
-    subject = f"$KV.rl_control.{bus.run}"
-    seq = await store(bus.link, "KV_rl_control", subject, b"junk", {MESSAGE_ID: f"junk-{bus.run}"})
+    control = bus.key_value(CONTROL)
+    subject = f"$KV.rl_{bus.run}_control.{bus.run}"
+    seq = await store(bus.link, CONTROL.stream_name(bus.run), subject, b"junk", {MESSAGE_ID: f"junk-{bus.run}"})
 
     async def first_change(one: Bus) -> wire.Message | None:
-        async with aclosing((await one.key_value(CONTROL)).watch(bus.run)) as changes:
+        async with aclosing(one.key_value(CONTROL).watch(bus.run)) as changes:
             return (await anext(changes))[0]
 
     watching = [asyncio.create_task(first_change(one)) for one in (bus, other)]
@@ -584,8 +582,8 @@ async def test_two_runs_on_one_broker_do_not_meet(bus: Bus, broker_url: str) -> 
     await bus.publish(SAMPLES, closed(1))
     assert await (await stranger.work_queue(TICKETS, "lake")).fetch(1, 0.3) == []
     assert (await stranger.last_seq(TICKETS), await stranger.last_seq(SAMPLES)) == (0, 0)
-    await (await stranger.key_value(CONTROL)).put(stranger.run, wire.DesiredState(state="stopped"))
-    assert await (await bus.key_value(CONTROL)).get(bus.run) is None
+    await stranger.key_value(CONTROL).put(stranger.run, wire.DesiredState(state="stopped"))
+    assert await bus.key_value(CONTROL).get(bus.run) is None
     await stranger.delete_streams()
     assert await bus.last_seq(SAMPLES) == 1
     await stranger.close()
@@ -650,7 +648,7 @@ async def test_nothing_confirmed_is_lost_and_everything_goes_on_after_the_broker
     port = int(server.url.rpartition(":")[2])
     bus = await Bus.connect(server.url, "demo", name="x", deadline_s=60)
     await bus.ensure_streams()
-    control = await bus.key_value(CONTROL)
+    control = bus.key_value(CONTROL)
     read: list[int] = []
     confirmed: list[int | None] = []
     states: list[str] = []
@@ -812,7 +810,7 @@ async def test_a_watcher_reads_what_its_subscription_missed_and_nothing_that_was
 ) -> None:
     """A plain subscription sees a put that is refused, and may miss one that is not."""
     monkeypatch.setattr("broker.jetstream.kv.READ_AGAIN_S", 0.5)
-    control, theirs = await bus.key_value(CONTROL), await other.key_value(CONTROL)
+    control, theirs = bus.key_value(CONTROL), other.key_value(CONTROL)
     first = await control.put(bus.run, wire.DesiredState(state="running"))
     seen: list[tuple[str, int]] = []
 
@@ -824,7 +822,7 @@ async def test_a_watcher_reads_what_its_subscription_missed_and_nothing_that_was
     watching = asyncio.create_task(watch())
     await until(lambda: len(seen) == 1)
     assert await theirs.update(bus.run, wire.DesiredState(state="stopped"), first + 100) is None  # refused
-    subscribed = next(one for one in bus.link._subscribed if one.subject == f"$KV.rl_control.{bus.run}")
+    subscribed = next(one for one in bus.link._subscribed if one.subject == f"$KV.rl_{bus.run}_control.{bus.run}")
     inner = subscribed._inner
     assert inner is not None
     await inner.unsubscribe()  # from here on it sees nothing
@@ -837,9 +835,9 @@ async def test_a_watcher_reads_what_its_subscription_missed_and_nothing_that_was
 
 
 async def test_a_watcher_has_no_consumer(bus: Bus) -> None:
-    control = await bus.key_value(CONTROL)
+    control = bus.key_value(CONTROL)
     await control.put(bus.run, wire.DesiredState(state="running"))
     async with aclosing(control.watch(bus.run)) as changes:
         await anext(changes)
-        before = (await ask(bus.link, "STREAM.INFO.KV_rl_control"))["state"]["consumer_count"]
+        before = (await ask(bus.link, f"STREAM.INFO.{CONTROL.stream_name(bus.run)}"))["state"]["consumer_count"]
     assert before == 0

@@ -125,14 +125,14 @@ async def test_what_is_left_behind(
     train = {"max_staleness": 0, "weights_snapshot_every": 2, "weights_snapshot_port": 0}
     config = fleet.config(str(tmp_path), run_name, eval=evaluation, checkpoint={"every_steps": 1}, train=train)
     hub = await run(bus, broker_url, config)
-    control = await (await bus.key_value(CONTROL)).get(run_name)
+    control = await bus.key_value(CONTROL).get(run_name)
     assert control is not None
     assert control[0] == wire.DesiredState(state="stopped", reason="all steps are done")
-    spec = await (await bus.key_value(RUNS)).get(run_name)
+    spec = await bus.key_value(RUNS).get(run_name)
     assert spec is not None
     assert isinstance(spec[0], wire.RunSpec)
     assert (spec[0].epoch, spec[0].config) == (1, config)
-    assert await (await bus.key_value(MEMBERS)).get(f"{run_name}.learner.learner") is None  # it said farewell
+    assert await bus.key_value(MEMBERS).get(f"{run_name}.learner.learner") is None  # it said farewell
     async for offer in bus.watch_last(WEIGHTS):
         assert isinstance(offer, wire.WeightsOffer)
         assert (offer.epoch, offer.version) == (1, 3)
@@ -287,7 +287,7 @@ async def test_a_completed_run_ends_well_however_often_it_is_started(
         )
         == 2
     )
-    found = await (await bus.key_value(CONTROL)).get(run_name)
+    found = await bus.key_value(CONTROL).get(run_name)
     assert found is not None
     assert found[0] == wire.DesiredState(state="stopped", reason="all steps are done")
 
@@ -308,7 +308,7 @@ async def test_killed_behind_the_last_checkpoint_the_next_life_tells_the_others(
 ) -> None:
     config = fleet.config(str(tmp_path), run_name, train={"steps": 1})
     await run(bus, broker_url, config)
-    control = await bus.key_value(CONTROL)
+    control = bus.key_value(CONTROL)
     # as it stands when the kill comes before the last word
     await control.put(run_name, wire.DesiredState(state="running"))
     with pytest.raises(Stopped):
@@ -345,7 +345,7 @@ async def test_stop_and_resume_from_the_same_log(bus: Bus, broker_url: str, run_
     assert [line["step"] for line in found] == [1, 2, 3, 4]
     assert tickets_of(found[-1]) == (8, 8, 0, 0, 0, 0)
     assert await bus.last_seq(TICKETS) == 8
-    spec = await (await bus.key_value(RUNS)).get(run_name)
+    spec = await bus.key_value(RUNS).get(run_name)
     assert spec is not None
     assert isinstance(spec[0], wire.RunSpec)
     assert spec[0].epoch == 2
@@ -361,7 +361,7 @@ async def test_a_newer_learner_takes_over(bus: Bus, broker_url: str, run_name: s
     config = fleet.config(str(tmp_path), run_name)
 
     async def take_over() -> None:
-        runs = await bus.key_value(RUNS)
+        runs = bus.key_value(RUNS)
         while (found := await runs.get(run_name)) is None:  # noqa: ASYNC110  # the broker has no event to wait for here
             await asyncio.sleep(0.02)
         assert isinstance(found[0], wire.RunSpec)

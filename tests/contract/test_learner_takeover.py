@@ -54,14 +54,14 @@ async def train(bus: Bus, url: str, config: dict[str, Any], stop: Stop | None = 
 
 
 async def epoch(bus: Bus) -> int:
-    found = await (await bus.key_value(RUNS)).get(bus.run)
+    found = await bus.key_value(RUNS).get(bus.run)
     assert found is not None
     assert isinstance(found[0], wire.RunSpec)
     return found[0].epoch
 
 
 async def word(bus: Bus) -> str:
-    found = await (await bus.key_value(CONTROL)).get(bus.run)
+    found = await bus.key_value(CONTROL).get(bus.run)
     assert found is not None
     assert isinstance(found[0], wire.DesiredState)
     return found[0].state
@@ -122,7 +122,7 @@ async def test_a_run_that_is_stopped_while_its_learner_loads_stays_stopped(
     assert await word(bus) == "stopped"
 
     async def stop() -> None:
-        await (await bus.key_value(CONTROL)).put(bus.run, wire.DesiredState(state="stopped"))
+        await bus.key_value(CONTROL).put(bus.run, wire.DesiredState(state="stopped"))
 
     loaded(stop)
     with pytest.raises(Stopped, match="the run is stopped"):
@@ -187,7 +187,7 @@ async def test_a_paused_run_stays_paused_when_its_learner_is_started_again(
     that is kept.
     """
     await train(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 1}))
-    control = await bus.key_value(CONTROL)
+    control = bus.key_value(CONTROL)
     await control.put(bus.run, wire.DesiredState(state="paused"))
     training = asyncio.create_task(train(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 2})))
     await until(

@@ -254,7 +254,7 @@ async def test_pause_resume_drain_stop(bus: Bus, broker_url: str, run_name: str,
         return []  # it goes on until it is told to stop
 
     async def desired() -> wire.Message:
-        found = await (await bus.key_value(CONTROL)).get(run_name)
+        found = await bus.key_value(CONTROL).get(run_name)
         assert found is not None
         return found[0]
 
@@ -354,7 +354,7 @@ async def test_drain_says_who_ends_and_who_stays_and_why(
     bus: Bus, broker_url: str, run_name: str, tmp_path: Path
 ) -> None:
     spec = wire.RunSpec(run=run_name, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path="")
-    await (await bus.key_value(RUNS)).put(run_name, spec)
+    await bus.key_value(RUNS).put(run_name, spec)
     there = [
         wire.Presence(role="envhub", id="e1", host="h", pid=1, state="serving", slots=8, running=3),
         wire.Presence(role="rollout", id="r1", host="h", pid=2, state="serving"),

@@ -20,6 +20,7 @@ from broker.contract import codec, wire
 from broker.contract.sizes import INLINE_BYTES, PART_BYTES
 from broker.contract.streams import EPISODES, EVALS, PARTS, SAMPLES
 from broker.errors import TooLarge
+from broker.identity.login import client_options
 from broker.jetstream import bus as jetstream
 from broker.jetstream.bus import Bus, LogRecord
 from broker.jetstream.parts import ended_tickets
@@ -54,7 +55,7 @@ async def parted(bus: Bus, seq: int = 1) -> wire.Parted:
 
 async def tamper(bus: Bus, of: wire.Parted, number: int, data: bytes | None) -> None:
     """Replace one part, or delete it."""
-    client = await nats.connect(bus.link.url)
+    client = await nats.connect(bus.link.url, **client_options(bus.link.url))
     stream, subject = client.jetstream(), PARTS.subject(bus.run, f"t.{of.ticket}.{of.upload}.{number}")
     await stream.purge_stream(PARTS.stream_name(bus.run), subject=subject)
     if data is not None:

@@ -72,7 +72,7 @@ async def test_a_ticket_that_kills_hubs_is_played_alone_and_then_closed(world: W
     records = {record.ticket: record for record in await world.records(4)}
     (letter,) = await world.records(1, DEAD)
     await world.settled()
-    bucket = await world.bus.key_value(ATTEMPTS)
+    bucket = world.bus.key_value(ATTEMPTS)
     await until(lambda: _is_empty(bucket, world.bus.run))
     last.send_signal(signal.SIGTERM)
     assert await asyncio.to_thread(last.wait, 100) == 0
@@ -96,7 +96,7 @@ async def test_a_hub_that_hands_back_is_not_counted_as_dead(bus: Bus) -> None:
     assert await attempts.judge(asked, 1) == TicketJudgement(0)
     await attempts.hand_back(asked, 0)
     assert await attempts.judge(asked, 2) == TicketJudgement(0)
-    await (await bus.key_value(ATTEMPTS)).put(f"{bus.run}.tickets.7", wire.Attempt(deaths=1, hub="hub2", process=GONE))
+    await bus.key_value(ATTEMPTS).put(f"{bus.run}.tickets.7", wire.Attempt(deaths=1, hub="hub2", process=GONE))
     assert await attempts.judge(asked, 3) == TicketJudgement(2)
     await attempts.end(asked)
     assert await attempts.judge(asked, 4) == TicketJudgement(1)
@@ -120,15 +120,15 @@ async def test_a_suspect_that_a_living_hub_plays_is_left_to_it(bus: Bus) -> None
 async def test_a_hub_of_another_machine_that_falls_silent_is_dead(bus: Bus) -> None:
     asked, mine = assignment(TICKET), AttemptNotes(bus, "hub1")
     there = wire.Attempt(deaths=2, hub="hub2", process="another-machine/pid:[1]/1/1", alone=True)
-    await (await bus.key_value(ATTEMPTS)).put(f"{bus.run}.tickets.7", there)
+    await bus.key_value(ATTEMPTS).put(f"{bus.run}.tickets.7", there)
     assert await mine.judge(asked, 4) == TicketJudgement(3, poisonous=True)
 
 
 async def test_notes_are_kept_anew_after_the_broker_has_lost_them(bus: Bus) -> None:
     asked, attempts = assignment(TICKET), AttemptNotes(bus, "hub1")
     await attempts.hand_back(asked, 2)
-    await delete_stream(bus.link, "KV_rl_attempts")
+    await delete_stream(bus.link, ATTEMPTS.stream_name(bus.run))
     assert await attempts.judge(asked, 3) == TicketJudgement(1)
-    await delete_stream(bus.link, "KV_rl_attempts")
+    await delete_stream(bus.link, ATTEMPTS.stream_name(bus.run))
     await attempts.hand_back(asked, 2)
     assert await attempts.judge(asked, 3) == TicketJudgement(2)

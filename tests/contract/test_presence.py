@@ -175,7 +175,7 @@ async def test_single_processes_can_be_followed(bus: Bus) -> None:
 
 
 async def test_the_entry_is_put_again_before_it_expires(bus: Bus) -> None:
-    bucket = await bus.key_value(MEMBERS)
+    bucket = bus.key_value(MEMBERS)
     announcer = Announcer(bus, Process("rollout", "r1").describe, refresh_s=0.3)
     await announcer.start()
     found = await bucket.get(f"{bus.run}.rollout.r1")
@@ -212,7 +212,7 @@ async def test_a_census_counts_who_is_heard_and_waits_no_longer_than_needed(bus:
     for announcer in announcers:
         await announcer.start()
     assert [one.id for one in await census(bus, bus.run, LONG_S)] == ["envhub-1", "rollout-1"]
-    bucket = await bus.key_value(MEMBERS)
+    bucket = bus.key_value(MEMBERS)
     await bucket.put(f"{bus.run}.envhub.killed", Process("envhub", "killed").presence)
     started = time.monotonic()
     assert [one.id for one in await census(bus, bus.run, 2.5)] == ["envhub-1", "rollout-1"]

@@ -212,7 +212,7 @@ async def test_the_whole_store_is_lost(
     assert tickets(folder) == (12 + dead, 12, 0, 0, dead, 0)
     async with broker.bus() as bus:
         assert await bus.last_seq(TICKETS) == 12 + dead
-        found = await (await bus.key_value(RUNS)).get(RUN)
+        found = await bus.key_value(RUNS).get(RUN)
     assert found is not None
     assert isinstance(found[0], wire.RunSpec)
     assert found[0].epoch == 2  # although the broker had forgotten the first

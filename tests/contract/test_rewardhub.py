@@ -331,7 +331,7 @@ async def test_a_run_without_rewards_keeps_the_hub_idle_until_it_ends(bus: Bus, 
         while not roster.alive("rewardhub"):  # who joins a run that is stopped already waits for it to begin again
             await roster.changed(0.5)
         await roster.close()
-        await (await bus.key_value(CONTROL)).put(bus.run, wire.DesiredState(state="stopped", reason="all steps done"))
+        await bus.key_value(CONTROL).put(bus.run, wire.DesiredState(state="stopped", reason="all steps done"))
         code, error = await one.wait()
     assert code == 0, error
     assert "no domain of this run has a reward for a hub" in error

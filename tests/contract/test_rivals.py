@@ -190,7 +190,7 @@ async def test_nothing_is_waited_for_where_the_holder_has_ended_or_there_is_none
         assert await first.refuse() == 0
     epoch = await take_epoch(bus)
     note_epoch(tmp_path, epoch, gone)
-    await (await bus.key_value(MEMBERS)).put(f"{bus.run}.learner.learner", presence(gone))
+    await bus.key_value(MEMBERS).put(f"{bus.run}.learner.learner", presence(gone))
     async with asyncio.timeout(LONG_S), listening(bus, tmp_path) as second:
         assert await second.refuse() == 1
 

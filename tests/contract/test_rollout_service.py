@@ -270,7 +270,7 @@ async def test_what_does_not_finish_in_time_is_handed_back_as_it_is(fleet: Fleet
 
 async def renew(bus: Bus, **changes: Any) -> None:
     """The learner is back under a new epoch, with these fields of the RunSpec."""
-    found = await (await bus.key_value(RUNS)).get(bus.run)
+    found = await bus.key_value(RUNS).get(bus.run)
     assert found is not None
     assert isinstance(found[0], wire.RunSpec)
     await runspec.publish_runspec(bus, msgspec.structs.replace(found[0], **changes))
@@ -346,7 +346,7 @@ async def test_the_run_stopped_by_the_operator_ends_it(fleet: Fleet) -> None:
 
     server = await fleet.start("r1", "--engine", "random")
     await fleet.serving("r1")
-    control = await fleet.bus.key_value(CONTROL)
+    control = fleet.bus.key_value(CONTROL)
     await control.put(fleet.bus.run, wire.DesiredState(state="stopped"))
     code, said = await server.ended()
     assert code == 0, said

@@ -18,6 +18,7 @@ import pytest
 from waits import LONG_S, runs
 
 from broker.errors import ConfigError, UserError
+from broker.identity.login import client_options
 from broker.jetstream.bus import Bus
 from broker.server.private_server import BrokerServer, ClusterConfig, binary_version, find_binary
 
@@ -61,7 +62,7 @@ async def test_it_answers_keeps_what_was_stored_and_takes_full_messages(tmp_path
     payload = os.urandom(8 * 1024 * 1024)
     for round_ in range(2):
         with BrokerServer(str(tmp_path / "store"), binary=binary) as server:
-            client = await nats.connect(server.url)
+            client = await nats.connect(server.url, **client_options(server.url))
             stream = client.jetstream()
             if round_ == 0:
                 await stream.add_stream(name="s", subjects=["s"])
@@ -137,7 +138,7 @@ def test_a_store_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_store_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot use the broker's store .*/file/store: Not a directory"):
+    with pytest.raises(UserError, match=r"cannot use the folder of keys .*/file/store.keys: Not a directory"):
         BrokerServer(str(tmp_path / "file" / "store"), binary=WHEEL).start()
 
 
@@ -186,7 +187,7 @@ async def test_a_cluster_of_old_servers_is_refused(tmp_path: Path, monkeypatch: 
 async def test_sync_always_reaches_the_server(tmp_path: Path) -> None:
     with BrokerServer(str(tmp_path), sync_always=True, binary=WHEEL) as server:
         assert "sync_interval: always" in (tmp_path / "nats-server.conf").read_text()
-        client = await nats.connect(server.url)
+        client = await nats.connect(server.url, **client_options(server.url))
         await client.jetstream().add_stream(name="s", subjects=["s"])
         assert (await client.jetstream().publish("s", b"x")).seq == 1
         await client.close()

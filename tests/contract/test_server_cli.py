@@ -37,7 +37,7 @@ def broker(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture
 async def run(bus: Bus) -> Bus:
     """A run that has published its RunSpec."""
-    await (await bus.key_value(RUNS)).put(
+    await bus.key_value(RUNS).put(
         bus.run, wire.RunSpec(run=bus.run, wire_version=1, epoch=1, config={}, model_path="m")
     )
     return bus
@@ -148,7 +148,7 @@ async def test_status_shows_runs_processes_and_depths(run: Bus, broker_url: str)
 async def test_control_tells_the_run(run: Bus, broker_url: str) -> None:
     result = broker("control", "paused", "--reason", "new disk", "--broker", broker_url, "--run", run.run)
     assert (result.returncode, result.stdout) == (0, f"{run.run}: paused\n")
-    found = await (await run.key_value(CONTROL)).get(run.run)
+    found = await run.key_value(CONTROL).get(run.run)
     assert found is not None
     assert found[0] == wire.DesiredState(state="paused", reason="new disk")
     assert f"{run.run}: paused" in broker("status", RL_BROKER=broker_url, RL_RUN=run.run).stdout

@@ -79,11 +79,11 @@ async def test_what_a_restart_needs_is_stored_in_a_full_broker(bus: Bus, filler:
     assert not ordinary.done()
     async with asyncio.timeout(20):
         assert await publish_runspec(bus, spec(bus)) == 1
-        await (await bus.key_value(CONTROL)).put(bus.run, wire.DesiredState(state="paused"))
+        await bus.key_value(CONTROL).put(bus.run, wire.DesiredState(state="paused"))
         assert await bus.publish(WEIGHTS, EXAMPLES[wire.WeightsOffer]) == 1
     assert await held(bus) == 0
     assert await ordinary == 1
-    found = await (await bus.key_value(RUNS)).get(bus.run)
+    found = await bus.key_value(RUNS).get(bus.run)
     assert found is not None
     assert isinstance(found[0], wire.RunSpec)
     assert found[0].epoch == 1
@@ -266,5 +266,5 @@ async def test_a_learner_takes_a_run_over_in_a_full_store_and_trims_it(
 
 
 async def epoch(bus: Bus, wanted: int) -> bool:
-    found = await (await bus.key_value(RUNS)).get(bus.run)
+    found = await bus.key_value(RUNS).get(bus.run)
     return found is not None and isinstance(found[0], wire.RunSpec) and found[0].epoch == wanted

@@ -14,6 +14,7 @@ from pathlib import Path
 import learner_fleet as fleet
 
 from broker.contract.streams import DEAD, TICKETS
+from broker.identity.login import find_login
 from broker.jetstream.bus import Bus
 from broker.runtime.process import Stop
 from learner.service import serve
@@ -35,11 +36,15 @@ async def test_its_groups_are_trained(bus: Bus, broker_url: str, run_name: str, 
     # every ticket allows version 0, the only one of engine random
     train = {"steps": 2, "groups_per_step": 2, "max_staleness": 1}
     config = fleet.config(str(tmp_path), run_name, train=train)
+    key = tmp_path / "hub.key"
+    found = find_login(broker_url, "envhub", run_name).key
+    assert found is not None
+    key.write_text(found.seed)
     children = [
         subprocess.Popen([sys.executable, *arguments], stderr=subprocess.PIPE, text=True)  # noqa: ASYNC220
         for arguments in (
             ["-m", "rollout.cli", "--broker", broker_url, "--run", run_name, "--engine", "random", "--id", "r1"],
-            [str(HUB), broker_url, run_name, "lake"],
+            [str(HUB), broker_url, run_name, "lake", str(key)],
         )
     ]
     stop = Stop()

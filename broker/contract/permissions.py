@@ -1,0 +1,110 @@
+"""What each role may do on the broker, derived from the table of streams.
+
+A role may publish what it writes and subscribe to what it reads, of one run, and ask JetStream for nothing else. Only
+the learner creates, trims and purges the streams of its run; only the operator deletes them and sees several runs.
+
+JetStream sends its reply to any subject that the requester names, with no check of its own. The last values on which
+processes act are therefore signed (``broker.identity.signatures``), so that a reply cannot replace one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from broker.contract.streams import ROLES, STREAMS, Stream, StreamKind
+from broker.errors import ConfigError
+
+LEARNER: Final = "learner"
+OPERATOR: Final = "operator"
+INBOX: Final = "_INBOX"
+API: Final = "$JS.API"
+WORK_QUEUE_READS: Final = ("STREAM.INFO.{}", "CONSUMER.INFO.{}.*", "CONSUMER.LIST.{}", "CONSUMER.MSG.NEXT.{}.*")
+LOG_READS: Final = (
+    *("STREAM.INFO.{}", "STREAM.MSG.GET.{}", "DIRECT.GET.{}.>"),
+    *("CONSUMER.CREATE.{}", "CONSUMER.MSG.NEXT.{}.*", "CONSUMER.DELETE.{}.*"),
+)
+MANAGES: Final = (
+    *("STREAM.CREATE.{}", "STREAM.INFO.{}", "STREAM.PURGE.{}", "STREAM.MSG.GET.{}", "STREAM.MSG.DELETE.{}"),
+    *("CONSUMER.DURABLE.CREATE.{}.*", "CONSUMER.INFO.{}.*", "CONSUMER.LIST.{}"),
+)
+STORED: Final = (StreamKind.WORK_QUEUE, StreamKind.LOG, StreamKind.LAST_VALUE, StreamKind.KV)
+
+
+@dataclass(frozen=True)
+class Permissions:
+    """The subjects that one identity may publish to and subscribe to.
+
+    Attributes:
+        replies: whether it may reply to requests that it receives.
+    """
+
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+    replies: bool = False
+
+
+def inbox(role: str, run: str, name: str) -> str:
+    """Return the subject prefix of an identity's replies, which no other identity may read.
+
+    It stays the same when a broker makes new keys, so that connections survive that.
+    """
+    return ".".join([INBOX, role, run or "all", name or "local"])
+
+
+def permissions(role: str, run: str, name: str = "") -> Permissions:
+    """Return the permissions of one identity.
+
+    Args:
+        role: one of ``ROLES``, or ``OPERATOR``, which may do everything in every run.
+        run: the run; ignored for the operator.
+        name: of the token that brought its key to another host; empty on the broker's own host.
+
+    Raises:
+        ConfigError: if there is no such role.
+    """
+    if role == OPERATOR:
+        return Permissions((">",), (">",), replies=True)
+    if role not in ROLES:
+        raise ConfigError("role", role, f"one of {', '.join(ROLES)}, {OPERATOR}")
+    publish, subscribe = dict[str, None](), {f"{inbox(role, run, name)}.>": None}
+    for stream in STREAMS:
+        publish |= dict.fromkeys(_publishes(stream, role, run))
+        subscribe |= dict.fromkeys(_subscribes(stream, role, run))
+    if role == LEARNER:
+        publish[f"{API}.INFO"] = None  # how full the store is
+    publish[f"{inbox(role, run, name)}.>"] = None  # a link measures its own delay with messages to itself
+    replies = any(stream.kind is StreamKind.REQUEST and stream.reads(role) for stream in STREAMS)
+    return Permissions(tuple(publish), tuple(subscribe), replies)
+
+
+def _publishes(stream: Stream, role: str, run: str) -> list[str]:
+    allowed, requests = list[str](), list[str]()
+    if stream.writes(role):
+        allowed.append(_written(stream, role, run))
+        requests += ["STREAM.INFO.{}"] if stream.kind in STORED else []
+    if stream.reads(role) and stream.kind is StreamKind.WORK_QUEUE:
+        requests += WORK_QUEUE_READS
+        allowed.append(f"$JS.ACK.{stream.stream_name(run)}.>")
+    elif stream.reads(role) and stream.kind in STORED:
+        requests += LOG_READS
+    if role == LEARNER and stream.kind in STORED:
+        requests += MANAGES
+    return allowed + [f"{API}.{one.format(stream.stream_name(run))}" for one in requests]
+
+
+def _subscribes(stream: Stream, role: str, run: str) -> list[str]:
+    if not stream.reads(role):
+        return []
+    if stream.kind is StreamKind.KV:
+        return [f"{stream.key_prefix(run)}>"]
+    return [stream.all_subjects(run)] if stream.kind in (StreamKind.REQUEST, StreamKind.BEST_EFFORT) else []
+
+
+def _written(stream: Stream, role: str, run: str) -> str:
+    """Return the subjects that a role writes; where keys name the role, only its own."""
+    own = {"role": role, "run": run}
+    keys = [own.get(part, "*") for part in stream.key.split(".") if part]
+    if stream.kind is StreamKind.KV:
+        return stream.key_prefix(run) + ".".join(keys)
+    return ".".join(["rl", run, stream.name, *keys])

@@ -1,0 +1,177 @@
+"""The folder of a broker's keys: one per role and run, and who else may connect.
+
+    operator.key             seed of the operator, who may do everything
+    RUN/ROLE.key             seed of a role of a run, for processes of this user
+    users/PUBLIC_KEY.json    role, run and expiry of every key that the broker accepts
+    authorization.conf       the same as the nats-server reads it, written whenever a user changes
+    servers/PID              the servers to reload then
+
+Only its owner can enter the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from broker.contract.permissions import OPERATOR, permissions
+from broker.contract.streams import token
+from broker.errors import UserError
+from broker.identity.keys import Key
+from broker.system.locks import lock
+from broker.system.process_identity import has_ended, identity_of
+
+AUTHORIZATION: Final = "authorization.conf"
+LOCK_WITHIN_S: Final = 10.0
+RELOAD_S: Final = 0.1  # a server takes less to read the file; a key that it does not know yet costs a retry
+
+
+@dataclass(frozen=True)
+class BrokerUser:
+    """One key that the broker accepts.
+
+    Attributes:
+        public_key: as nkeys text.
+        role: a role, or the operator.
+        run: the run; empty for the operator.
+        name: by which it can be revoked; empty for keys of processes of this user.
+        expires_at: seconds since the epoch, 0: never.
+    """
+
+    public_key: str
+    role: str
+    run: str = ""
+    name: str = ""
+    expires_at: float = 0.0
+
+    def expired(self, now: float) -> bool:
+        """Return whether it is no longer accepted."""
+        return 0 < self.expires_at <= now
+
+
+class KeyFolder:
+    """A broker's keys. Several processes may use the folder at once.
+
+    Raises:
+        UserError: if the folder belongs to another user, or others can enter it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            for folder in (path, path / "users", path / "servers"):
+                folder.mkdir(mode=0o700, parents=folder == path, exist_ok=True)
+            status = path.stat()
+        except OSError as error:
+            raise UserError(f"cannot use the folder of keys {path}: {error.strerror}") from None
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise UserError(f"the folder of keys {path} must belong to you alone; run chmod 700 {path}")
+
+    def operator(self) -> Key:
+        """Return the operator's key, a new one in a new folder."""
+        return self._key(self.path / "operator.key", OPERATOR, "")
+
+    def role(self, role: str, run: str) -> Key:
+        """Return the key of this user's processes of a role and run, a new one at the first call."""
+        return self._key(self.path / token(run, "run") / f"{role}.key", role, run)
+
+    def _key(self, file: Path, role: str, run: str) -> Key:
+        if file.is_file():
+            return Key.load(file)
+        with self._locked():
+            if not file.is_file():
+                key = Key.generate()
+                file.parent.mkdir(mode=0o700, exist_ok=True)
+                self._admit(BrokerUser(key.public, role, run))
+                _write(file, f"{key.seed}\n")
+                self._reload()
+                time.sleep(RELOAD_S)
+        return Key.load(file)
+
+    def admit(self, user: BrokerUser) -> None:
+        """Accept one more key.
+
+        Raises:
+            ConfigError: if its role does not exist.
+        """
+        with self._locked():
+            self._admit(user)
+            self._reload()
+
+    def _admit(self, user: BrokerUser) -> None:
+        permissions(user.role, user.run, user.name)  # checks the role
+        _write(self.path / "users" / f"{user.public_key}.json", json.dumps(asdict(user)) + "\n")
+
+    def revoke(self, user: BrokerUser) -> None:
+        """Refuse a key from now on; the broker closes its connections."""
+        with self._locked():
+            (self.path / "users" / f"{user.public_key}.json").unlink(missing_ok=True)
+            self._reload()
+
+    def users(self) -> list[BrokerUser]:
+        """Return every key that has not expired, ordered by role, run and name."""
+        now, found = time.time(), list[BrokerUser]()
+        for file in (self.path / "users").glob("*.json"):
+            with suppress(FileNotFoundError):  # revoked in between
+                found.append(BrokerUser(**json.loads(file.read_text(encoding="utf-8"))))
+        alive = [user for user in found if not user.expired(now)]
+        return sorted(alive, key=lambda user: (user.run, user.role, user.name, user.public_key))
+
+    def serve(self, pid: int) -> None:
+        """Reload this nats-server whenever a user changes."""
+        _write(self.path / "servers" / str(pid), identity_of(pid))
+
+    def refresh(self) -> None:
+        """Write what the nats-server reads, and reload the servers if that changed, as after an expiry."""
+        with self._locked():
+            self._reload()
+
+    def _reload(self) -> None:
+        text, file = authorization(self.users()), self.path / AUTHORIZATION
+        if file.is_file() and file.read_text(encoding="utf-8") == text:
+            return
+        _write(file, text)
+        for server in (self.path / "servers").iterdir():
+            if has_ended(server.read_text(encoding="ascii")):
+                server.unlink(missing_ok=True)
+                continue
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(int(server.name), signal.SIGHUP)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        problem = f"another process has locked the folder of keys {self.path}"
+        with lock(self.path / "lock", problem, wait_s=LOCK_WITHIN_S):
+            yield
+
+
+def authorization(users: list[BrokerUser]) -> str:
+    """Return the part of a nats-server's configuration that accepts these users and refuses all others."""
+    lines = ["authorization {", "  users = ["]
+    for user in users:
+        allowed = permissions(user.role, user.run, user.name)
+        lines.append(f"    # {user.role} {user.run} {user.name}".rstrip())
+        lines.append(f"    {{ nkey: {json.dumps(user.public_key)}, permissions: {{")
+        lines.append(f"      publish: {{ allow: {json.dumps(list(allowed.publish))} }}")
+        lines.append(f"      subscribe: {{ allow: {json.dumps(list(allowed.subscribe))} }}")
+        lines += ["      allow_responses: { max: 1, expires: 600s }"] * allowed.replies
+        lines.append("    } }")
+    return "\n".join([*lines, "  ]", "}"]) + "\n"
+
+
+def _write(file: Path, text: str) -> None:
+    """Write a file that only its owner can read, whole or not at all."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.new")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
+        opened.write(text)
+        opened.flush()
+        os.fsync(descriptor)
+    temporary.replace(file)

@@ -1,0 +1,122 @@
+"""Finds the key with which a process connects to a broker.
+
+A private broker notes its folder of keys by its address, in a folder of its user. Processes of the same user find it
+there; all others need a join token, or a login of the user's own cluster.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+from broker.contract.permissions import INBOX, OPERATOR, inbox
+from broker.errors import UserError
+from broker.identity.key_folder import KeyFolder
+from broker.identity.keys import Key
+
+DEFAULT_PORT: Final = 4222
+
+
+@dataclass(frozen=True)
+class Login:
+    """What a process shows to a broker, and what it may therefore do.
+
+    Attributes:
+        role: the role or operator whose permissions the key has; empty if unknown, as with a login of a user's cluster.
+        run: the run of that role; empty for the operator.
+        name: of the join token; empty for a key of this user's broker.
+        key: None for a login in the address, or none at all.
+    """
+
+    role: str = ""
+    run: str = ""
+    name: str = ""
+    key: Key | None = field(default=None, repr=False)
+
+    @property
+    def inbox(self) -> str:
+        """The subject prefix of replies to this identity."""
+        return inbox(self.role, self.run, self.name) if self.key is not None else INBOX
+
+    @property
+    def manages(self) -> bool:
+        """Whether it may create and trim streams; assumed of a login whose role is unknown."""
+        return self.role in ("", OPERATOR, "learner")
+
+    @property
+    def manages_all(self) -> bool:
+        """Whether it may see all runs."""
+        return self.role in ("", OPERATOR)
+
+
+def find_login(url: str, role: str, run: str) -> Login:
+    """Return the login for a broker: the key of this role and run if its folder of keys is this user's.
+
+    Args:
+        role: a role, or the operator; a process that does not know its run yet connects as the operator.
+
+    Raises:
+        UserError: if a noted folder cannot be used.
+    """
+    for server in url.split(","):
+        if (folder := _noted(server)) is not None and folder.is_dir():
+            keys = KeyFolder(folder)
+            is_operator = role == OPERATOR or not run
+            return Login(OPERATOR, key=keys.operator()) if is_operator else Login(role, run, key=keys.role(role, run))
+    return Login()
+
+
+def client_options(url: str) -> dict[str, str]:
+    """Return the arguments with which a plain ``nats.connect`` logs in as the operator; empty without a key."""
+    login = find_login(url, OPERATOR, "")
+    return {} if login.key is None else {"nkeys_seed_str": login.key.seed, "inbox_prefix": login.inbox}
+
+
+def note(url: str, folder: Path) -> None:
+    """Note the folder of keys of a broker of this user."""
+    place = _notes()
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file = place / _name(url)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary.write_text(f"{folder.absolute()}\n", encoding="utf-8")
+    temporary.replace(file)
+
+
+def forget(url: str, folder: Path) -> None:
+    """Remove the note of a broker that has ended, unless another one took its address."""
+    if _noted(url) == folder.absolute():
+        with suppress(FileNotFoundError):
+            (_notes() / _name(url)).unlink()
+
+
+def _noted(url: str) -> Path | None:
+    """Return the folder of keys that is noted for one address, if any.
+
+    Raises:
+        UserError: if another user could have written the note.
+    """
+    try:
+        with (_notes() / _name(url)).open(encoding="utf-8") as file:
+            if os.fstat(file.fileno()).st_uid != os.geteuid():
+                raise UserError(f"{file.name} belongs to another user; remove it")
+            return Path(file.read().strip())
+    except (OSError, ValueError):
+        return None
+
+
+def _notes() -> Path:
+    """Return the folder of the notes: it outlives a login session, as brokers do."""
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(state).expanduser() / "rlearner" / "brokers"
+
+
+def _name(url: str) -> str:
+    """Return a file name for one address; loopback has several names."""
+    parts = urlsplit(url.strip() if "://" in url else f"nats://{url.strip()}")
+    host = parts.hostname or ""
+    host = "127.0.0.1" if host in ("localhost", "::1") or host.startswith("127.") else host
+    return f"{host}_{parts.port or DEFAULT_PORT}".replace("/", "_")
