@@ -1,0 +1,282 @@
+"""What neither a stranger on the same host nor a compromised process of a run can do to the broker.
+
+Each attempt is judged by the operator's own connection, which looks at the streams before and after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from broker_strangers import Stranger, is_refused, stranger
+from nats.aio.client import Client
+
+from broker.contract import codec, wire
+from broker.contract.examples import EXAMPLES
+from broker.contract.permissions import inbox
+from broker.contract.streams import (
+    CONTROL,
+    EPISODES,
+    EVALTICKETS,
+    MEMBERS,
+    RUNS,
+    SAMPLES,
+    STREAMS,
+    TICKETS,
+    WEIGHTS,
+    Stream,
+    StreamKind,
+)  # fmt: skip
+from broker.identity.key_folder import BrokerUser, KeyFolder
+from broker.identity.keys import Key
+from broker.identity.login import find_login
+from broker.jetstream.bus import Bus
+from broker.nats.nats_errors import NoStream
+
+HUBS = ("rollout", "envhub", "rewardhub")
+STORED = [one for one in STREAMS if one.kind not in (StreamKind.REQUEST, StreamKind.BEST_EFFORT)]
+
+
+@pytest.fixture
+async def run(bus: Bus) -> Bus:
+    """A run with a ticket, a group to be scored, a sample, an offer, a RunSpec and a desired state."""
+    await bus.ensure_consumers(TICKETS, ["lake"])
+    await bus.ensure_consumers(EPISODES, ["default"])
+    await bus.publish(TICKETS, EXAMPLES[wire.Ticket], key="lake")
+    await bus.publish(EPISODES, EXAMPLES[wire.Group], key="default")
+    await bus.publish(SAMPLES, EXAMPLES[wire.Closed])
+    await bus.publish(WEIGHTS, EXAMPLES[wire.WeightsOffer])
+    await bus.key_value(RUNS).put(bus.run, EXAMPLES[wire.RunSpec])
+    await bus.key_value(CONTROL).put(bus.run, wire.DesiredState(state="running"))
+    return bus
+
+
+async def content(bus: Bus) -> dict[str, Any]:
+    """Return what every stream of a run holds, as the operator sees it."""
+    states = {}
+    for stream in STORED:
+        try:
+            info = await bus.info(stream, {"subjects_filter": ">"})
+        except NoStream:
+            states[stream.name] = "gone"
+            continue
+        state, config = info["state"], info["config"]
+        numbers = {name: state[name] for name in ("messages", "first_seq", "last_seq")}
+        kept = ("subjects", "max_msgs_per_subject", "retention", "max_age", "max_bytes")
+        consumers = state["consumer_count"]
+        states[stream.name] = numbers | {name: config.get(name) for name in kept} | {"consumers": consumers}
+    return states
+
+
+# ------------------------------------------------------------------------------------------ without a key of the broker
+
+
+@pytest.mark.parametrize("login", ["none", "user and password", "token", "another key", "a signature of another nonce"])
+async def test_nothing_connects_without_a_key(login: str, broker_url: str) -> None:
+    key = Key.generate()
+    options: dict[str, Any] = {
+        "none": {},
+        "user and password": {"user": "operator", "password": "operator"},
+        "token": {"token": "operator"},
+        "another key": {"nkeys_seed_str": key.seed},
+        "a signature of another nonce": {"nkeys_seed_str": key.seed, "signature_cb": lambda _: key.sign_nonce("old")},
+    }[login]
+    assert await is_refused(broker_url, **options)
+    operator = find_login(broker_url, "operator", "").key
+    assert operator is not None
+    assert not await is_refused(broker_url, nkeys_seed_str=operator.seed)
+
+
+def test_a_command_sent_before_the_login_does_nothing(broker_url: str, run_name: str) -> None:
+    host, port = broker_url.removeprefix("nats://").split(":")
+    subject = f"$KV.rl_{run_name}_runs.{run_name}"
+    with socket.create_connection((host, int(port)), timeout=5) as raw:
+        raw.recv(65536)
+        raw.sendall(f"PUB {subject} 1\r\nx\r\nPING\r\n".encode())
+        said = b""
+        while chunk := raw.recv(65536):
+            said += chunk
+    assert b"Authorization Violation" in said
+    assert b"PONG" not in said
+
+
+@pytest.mark.parametrize("file", ["operator.key", "authorization.conf", "users", "servers"])
+def test_another_user_of_the_host_reads_no_keys(file: str, tmp_path: Path, broker_url: str) -> None:
+    folder = Path(os.environ["XDG_STATE_HOME"]) / "rlearner" / "brokers"
+    keys = Path((folder / broker_url.removeprefix("nats://").replace(":", "_")).read_text().strip())
+    assert (keys / file).exists()
+    command = ["ls" if (keys / file).is_dir() else "cat", str(keys / file)]
+    done = subprocess.run(command, user=65534, capture_output=True, text=True, check=False)
+    assert "Permission denied" in done.stderr
+    assert done.stdout == ""
+
+
+# --------------------------------------------------------------------------------------- with a key of one role and run
+
+
+def attempts() -> list[tuple[str, str, str]]:
+    """Return (role, what it tries, subject) of everything that would change a stream."""
+    found = []
+    for role in HUBS:
+        forged = [
+            ("weights", "rl.{run}.weights"),
+            ("a RunSpec", "$KV.rl_{run}_runs.{run}"),
+            ("a desired state", "$KV.rl_{run}_control.{run}"),
+            ("a ticket", "rl.{run}.tickets.lake"),
+            ("an evaluation ticket", "rl.{run}.evaltickets.lake"),
+            ("the reserve", "rl.{run}.reserve.0"),
+            ("another role's presence", "$KV.rl_{run}_members.{run}.learner.learner"),
+            ("another run's samples", "rl.{other}.samples"),
+            ("another run's RunSpec", "$KV.rl_{other}_runs.{other}"),
+        ]
+        if role == "rollout":
+            forged += [("samples", "rl.{run}.samples"), ("episodes", "rl.{run}.episodes.default")]
+        found += [(role, f"publishes {what}", subject) for what, subject in forged]
+    return found
+
+
+@pytest.mark.parametrize(("role", "what", "subject"), attempts(), ids=lambda value: str(value).replace(" ", "-"))
+async def test_a_role_publishes_only_what_it_writes(
+    run: Bus, broker_url: str, role: str, what: str, subject: str
+) -> None:
+    other = await Bus.connect(broker_url, f"{run.run}-other", name="other", deadline_s=60)
+    await other.ensure_streams()
+    before = await content(run), await content(other)
+    data = codec.encode(EXAMPLES[wire.WeightsOffer] if "weights" in subject else wire.DesiredState(state="stopped"))
+    async with stranger(broker_url, role, run.run) as one:
+        await one.publish(subject.format(run=run.run, other=other.run), data)
+        assert any("permissions violation" in line for line in one.refused)
+    assert (await content(run), await content(other)) == before
+    await other.delete_streams()
+    await other.close()
+
+
+REQUESTS: dict[str, tuple[str, Any]] = {
+    "deletes the samples": ("STREAM.DELETE.{samples}", None),
+    "purges the samples": ("STREAM.PURGE.{samples}", {}),
+    "deletes a ticket": ("STREAM.MSG.DELETE.{tickets}", {"seq": 1}),
+    "changes a stream": ("STREAM.UPDATE.{samples}", {"name": "{samples}", "subjects": ["rl.x"], "max_msgs": 1}),
+    "copies a stream": ("STREAM.CREATE.copy", {"name": "copy", "sources": [{"name": "{samples}"}]}),
+    "mirrors a stream": ("STREAM.CREATE.mirror", {"name": "mirror", "mirror": {"name": "{runs}"}}),
+    "has samples pushed to weights": (
+        "CONSUMER.DURABLE.CREATE.{samples}.x",
+        {"stream_name": "{samples}", "config": {"durable_name": "x", "deliver_subject": "rl.{run}.weights"}},
+    ),
+    "deletes the consumer": ("CONSUMER.DELETE.{tickets}.lake", None),
+    "pauses the consumer": ("CONSUMER.PAUSE.{tickets}.lake", {"pause_until": "2099-01-01T00:00:00Z"}),
+    "backs a stream up": ("STREAM.SNAPSHOT.{samples}", {"deliver_subject": "x"}),
+    "moves the leader": ("STREAM.LEADER.STEPDOWN.{samples}", None),
+    "lists the streams": ("STREAM.NAMES", {}),
+    "purges an account": ("ACCOUNT.PURGE.$G", None),
+}
+
+
+@pytest.mark.parametrize("what", REQUESTS, ids=lambda value: value.replace(" ", "-"))
+@pytest.mark.parametrize("role", HUBS)
+async def test_a_role_asks_jetstream_only_to_read(run: Bus, broker_url: str, role: str, what: str) -> None:
+    names = {"samples": SAMPLES, "tickets": TICKETS, "runs": RUNS}
+    places = {name: stream.stream_name(run.run) for name, stream in names.items()} | {"run": run.run}
+    subject, body = REQUESTS[what]
+    for name, value in places.items():
+        subject, body = (
+            subject.replace(f"{{{name}}}", value),
+            json.loads(json.dumps(body).replace(f"{{{name}}}", value)),
+        )
+    before = await content(run)
+    async with stranger(broker_url, role, run.run) as one:
+        assert await one.ask(f"$JS.API.{subject}", body) is None
+        assert one.refused
+    assert await content(run) == before
+
+
+@pytest.mark.parametrize(
+    ("role", "stream", "consumer"),
+    [("rollout", TICKETS, "lake"), ("rewardhub", TICKETS, "lake"), ("rollout", EPISODES, "default"),
+     ("envhub", EPISODES, "default"), ("rollout", EVALTICKETS, "lake")],
+    ids=lambda value: getattr(value, "name", value),
+)  # fmt: skip
+async def test_a_role_takes_only_its_own_work(
+    run: Bus, broker_url: str, role: str, stream: Stream, consumer: str
+) -> None:
+    name = stream.stream_name(run.run)
+    async with stranger(broker_url, role, run.run) as one:
+        assert await one.ask(f"$JS.API.CONSUMER.MSG.NEXT.{name}.{consumer}", {"batch": 1, "no_wait": True}) is None
+        await one.publish(f"$JS.ACK.{name}.{consumer}.1.1.1.1.1", b"+ACK")
+        assert len(one.refused) == 2
+    assert await run.last_delivered(stream, consumer) == 0
+
+
+@pytest.mark.parametrize("role", HUBS)
+@pytest.mark.parametrize("stream", [SAMPLES, WEIGHTS, RUNS, MEMBERS], ids=lambda stream: stream.name)
+async def test_a_role_reads_no_other_run(run: Bus, broker_url: str, role: str, stream: Stream) -> None:
+    own = f"{run.run}-mine"
+    async with stranger(broker_url, role, own) as one:
+        for request in (f"STREAM.MSG.GET.{stream.stream_name(run.run)}", f"STREAM.INFO.{stream.stream_name(run.run)}"):
+            assert await one.ask(f"$JS.API.{request}", {"seq": 1}) is None
+        assert len(one.refused) == 2
+
+
+LISTENING = [
+    f"rl.{{run}}.{name}" for name in ("samples", "tickets.lake", "weights", "generate.s1", "metrics.learner.l")
+]
+
+
+@pytest.mark.parametrize("subject", [">", "_INBOX.>", "$JS.>", "$KV.>", "rl.*.samples", *LISTENING])
+async def test_a_reward_hub_overhears_nothing(run: Bus, broker_url: str, subject: str) -> None:
+    async def traffic() -> None:
+        await run.publish(SAMPLES, EXAMPLES[wire.Closed])
+        await run.publish(TICKETS, EXAMPLES[wire.Ticket], key="lake")
+        await run.publish(WEIGHTS, EXAMPLES[wire.WeightsOffer])
+        await run.link.send(f"rl.{run.run}.generate.s1", b"prompt")
+
+    async with stranger(broker_url, "rewardhub", run.run) as one:
+        pattern = subject.format(run=run.run)
+        if pattern == f"rl.{run.run}.metrics.learner.l":
+            pytest.skip("metrics are public within a run")
+        assert await one.hears(pattern, traffic) == []
+        assert any("permissions violation" in line for line in one.refused)
+
+
+async def test_a_hub_reads_no_replies_to_another_role(run: Bus, broker_url: str) -> None:
+    async with stranger(broker_url, "envhub", run.run) as one, stranger(broker_url, "rewardhub", run.run) as victim:
+
+        async def traffic() -> None:
+            assert await victim.ask(f"$JS.API.STREAM.INFO.{EPISODES.stream_name(run.run)}") is not None
+
+        assert await one.hears(f"{victim.inbox}.>", traffic) == []
+        assert one.refused
+
+
+# ------------------------------------------------------------------------------------------------------------- revoked
+
+
+async def test_a_revoked_key_is_cut_off_at_once_and_others_go_on(run: Bus, broker_url: str) -> None:
+    folder = Path(os.environ["XDG_STATE_HOME"]) / "rlearner" / "brokers"
+    keys = Path((folder / broker_url.removeprefix("nats://").replace(":", "_")).read_text().strip())
+    guest, places = Key.generate(), KeyFolder(keys)
+    user = BrokerUser(guest.public, "envhub", run.run, name="guest")
+    prefix = inbox(user.role, user.run, user.name)
+    places.admit(user)
+    await asyncio.sleep(0.3)
+    client, cut = Client(), asyncio.Event()
+
+    async def note() -> None:
+        cut.set()
+
+    await client.connect(
+        broker_url, nkeys_seed_str=guest.seed, inbox_prefix=prefix, allow_reconnect=False, closed_cb=note
+    )
+    async with stranger(broker_url, "rewardhub", run.run) as other:
+        one = Stranger(client, prefix)
+        assert await one.ask(f"$JS.API.STREAM.INFO.{TICKETS.stream_name(run.run)}") is not None
+        places.revoke(user)
+        async with asyncio.timeout(2):
+            await cut.wait()
+        assert await other.ask(f"$JS.API.STREAM.INFO.{EPISODES.stream_name(run.run)}") is not None
+    assert await is_refused(broker_url, nkeys_seed_str=guest.seed)
