@@ -14,7 +14,7 @@ from nats.aio.client import Client
 from broker.contract.permissions import inbox
 from broker.identity.login import find_login
 
-ANSWER_S = 1.0  # the broker refuses at once; a request that it allows is answered in milliseconds
+ANSWER_S = 0.3  # the broker refuses at once; a request that it allows is answered in milliseconds
 
 
 class Stranger:
