@@ -13,10 +13,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from bench.support.rendezvous import MeetingPlace
 from broker.contract import wire
 from broker.weights import fp8
 from broker.weights.bucket_payload import ReferenceBytes
-from broker.weights.group import WaitMonitor, WeightGroup, connect_store
+from broker.weights.group import Group, WaitMonitor, WeightGroup
 from broker.weights.memory.copying import copy_all
 from broker.weights.memory.shared import SegmentReader, SharedSegment
 from broker.weights.memory.staging import FlatBuffer, StagingBuffers, plan_of
@@ -82,7 +83,7 @@ class ChannelEnd:
     def __init__(
         self,
         store: Any,
-        port: int,
+        place: MeetingPlace,
         rank: int,
         serial: int,
         model: dict[str, Tensor],
@@ -93,7 +94,7 @@ class ChannelEnd:
         shared: bool,
         dtype: str | None,
     ) -> None:
-        self.store, self.port, self.rank = store, port, rank
+        self.store, self.place, self.rank = store, place, rank
         self.serial, self.model, self.shared = serial, model, shared
         self.plan, self.dtype, self.copies = plan_of(model, bucket_mib, dtype=dtype), dtype, list[float]()
         self.window: SegmentReader | None = None
@@ -106,7 +107,7 @@ class ChannelEnd:
         self.base = ReferenceBytes(self.plan, full_every=10**9) if rank == 0 and delta else None
         self.buffers, self.flat = ReceiveBuffers(kept=kept and dtype != fp8.NAME), FlatBuffer(self.plan)
         self.engine = HeldWeights(TensorHolder(model)) if kept else None
-        self.communicator: WeightGroup | None = None
+        self.communicator: Group | None = None
         self.uses = 0
         self.sent_bytes = 0
 
@@ -127,7 +128,8 @@ class ChannelEnd:
                 rank=1,
                 world_size=2 - self.shared,
                 host=HOST,
-                port=self.port,
+                port=self.place.address.port,
+                key=self.place.address.key,
                 version=version,
                 timeout_s=SETTINGS.timeout_s,
                 shared=self.shared,
@@ -172,10 +174,10 @@ class ChannelEnd:
 class EndProcess:
     """One process; the two run the same rounds in lockstep."""
 
-    def __init__(self, rank: int, port: int, options: argparse.Namespace) -> None:
+    def __init__(self, rank: int, place: MeetingPlace, options: argparse.Namespace) -> None:
         torch.set_num_threads(1)
-        self.rank, self.port, self.options = rank, port, options
-        self.store = connect_store(HOST, port, 60.0)
+        self.rank, self.place, self.options = rank, place, options
+        self.store = place.connect()
         self.bare = WeightGroup(
             self.store, "bare", rank, 2, backend="gloo", host=HOST, timeout_s=60.0, connect_timeout_s=60.0
         )
@@ -192,7 +194,7 @@ class EndProcess:
     ) -> ChannelEnd:
         self.channels += 1
         more = {"delta": delta, "kept": kept, "shared": shared, "dtype": dtype}
-        return ChannelEnd(self.store, self.port, self.rank, self.channels, model, self.options.bucket_mib, **more)  # type: ignore[arg-type]
+        return ChannelEnd(self.store, self.place, self.rank, self.channels, model, self.options.bucket_mib, **more)  # type: ignore[arg-type]
 
     def meet(self) -> None:
         self.meetings += 1

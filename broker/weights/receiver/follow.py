@@ -5,26 +5,28 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 
-from torch.distributed import Store  # type: ignore[attr-defined]
-
 from broker.contract import wire
 from broker.errors import TransferFailed, WireError
 from broker.weights.bucket_payload import IncomingBuckets
 from broker.weights.digest import combine, digest_bucket
-from broker.weights.group import PEEK_EVERY_S, PeerLost, WaitMonitor, WeightGroup, reachable
+from broker.weights.group import PEEK_EVERY_S, Group, PeerLost, WaitMonitor
 from broker.weights.memory.shared import SegmentReader
 from broker.weights.receiver.buffers import IncomingVersion
+from broker.weights.rendezvous.board_client import BoardClient
+from broker.weights.rendezvous.board_request import BoardStore
 from broker.weights.sender.membership import parse_session
 from broker.weights.sender.transfer import CHANGES, PEER, SAY_EVERY_S, ReceivedVersion, TransferSettings, meet
 from broker.weights.store_messages import StoreMessages
 
+LAST_WORDS_S = 1.0  # for the report of a failure: the learner may be stopped
+
 
 def follow(
-    store: Store,
+    store: BoardStore,
     session: wire.WeightsSession,
     digest: str,
     arrival: IncomingVersion,
-    communicator: WeightGroup | None,
+    communicator: Group | None,
     settings: TransferSettings,
     watch: WaitMonitor,
     window: SegmentReader | None = None,
@@ -72,11 +74,12 @@ def follow(
             why = f"digest of version {session.version}: received {received}, offered {expected}; nothing was loaded"
             raise TransferFailed(why)
     except TransferFailed as error:
-        if reachable(session.host, session.port, 1.0):
-            with suppress(TransferFailed):  # perhaps the store failed
-                reason = f"{PEER}{error}" if isinstance(error, PeerLost) else str(error)
-                lines.say(f"ready/{rank}", reason)
-                lines.say(f"done/{rank}", reason)
+        if isinstance(store, BoardClient):
+            store.timeout_s = min(store.timeout_s, LAST_WORDS_S)
+        with suppress(TransferFailed):  # perhaps the learner is gone
+            reason = f"{PEER}{error}" if isinstance(error, PeerLost) else str(error)
+            lines.say(f"ready/{rank}", reason)
+            lines.say(f"done/{rank}", reason)
         if group is not None:
             group.close()
         raise
@@ -84,7 +87,7 @@ def follow(
     return ReceivedVersion(group, received)
 
 
-def _take(lines: StoreMessages, group: WeightGroup, arrival: IncomingVersion, watch: WaitMonitor) -> list[bytes]:
+def _take(lines: StoreMessages, group: Group, arrival: IncomingVersion, watch: WaitMonitor) -> list[bytes]:
     """Receive by broadcast; return the digest of each bucket."""
     incoming = IncomingBuckets(arrival.flat, lines, whole=lines.heard("mode") != CHANGES, base=arrival.base)
     digests: list[bytes] = [b""] * len(incoming)

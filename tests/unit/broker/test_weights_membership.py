@@ -22,7 +22,7 @@ GATHER_S, TTL_S = 0.5, 5.0
 
 
 def join(server: str, version: int, *, epoch: int = 1, plan: str = "p", shared: bool = False) -> wire.WeightsJoin:
-    return wire.WeightsJoin(server=server, epoch=epoch, version=version, plan=plan, shared=shared)
+    return wire.WeightsJoin(server=server, epoch=epoch, version=version, plan=plan, key="k" * 40, shared=shared)
 
 
 def make(version: int = 1) -> TransferMembership:
