@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from broker.weights.rendezvous.board_client import BoardClient, KeyPair, RendezvousAddress
 from broker.weights.rendezvous.board_server import BoardServer
+
+NAME: Final = "receiver"  # of the admitted process
 
 
 @dataclass(frozen=True)
@@ -23,5 +26,5 @@ class MeetingPlace:
 def serve_place(host: str) -> tuple[BoardServer, MeetingPlace]:
     """Serve a rendezvous until the returned server is closed."""
     server, keys = BoardServer(host), KeyPair.make()
-    server.admit("bench", keys.public)
+    server.admit(NAME, keys.public)
     return server, MeetingPlace(RendezvousAddress(host, server.port, server.key), keys)
