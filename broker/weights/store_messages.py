@@ -9,7 +9,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from broker.errors import TransferFailed
 from broker.weights.group import WaitMonitor, first_line
-from broker.weights.rendezvous.board_request import SLICE_S, BoardStore
+from broker.weights.rendezvous.board_client import BoardClient
+from broker.weights.rendezvous.board_request import SLICE_S, BoardRequest, BoardStore
 
 STORE_POLL_S: Final = 0.0005
 
@@ -25,6 +26,13 @@ class StoreMessages:
             self._store.set(f"{self._session}/{word}", text or "ok")
         except RuntimeError as error:
             raise TransferFailed(f"the learner's rendezvous store is gone: {first_line(error)}") from None
+
+    def note(self, word: str, text: str) -> None:
+        """Say something without waiting for the learner to confirm it; a later message fails if it got lost."""
+        if isinstance(self._store, BoardClient):
+            self._store.post(BoardRequest("set", [f"{self._session}/{word}"], value=text.encode()))
+        else:
+            self.say(word, text)
 
     def heard(self, word: str) -> str | None:
         """Return a message: None if it was not sent, else the reason, empty for yes."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
-import threading
 from collections.abc import Iterator
 from typing import Final
+
+_serial = itertools.count()
 
 NETWORK: Final = "10.78.0"  # host n has the address 10.78.0.(n + 1)
 
@@ -22,7 +24,7 @@ class HostNetwork:
     """
 
     def __init__(self, num_hosts: int) -> None:
-        stem = f"rlh-{os.getpid()}-{threading.get_native_id()}"
+        stem = f"rlh-{os.getpid()}-{next(_serial)}"
         self.bridge, self.hosts = f"{stem}-bridge", [f"{stem}-{number}" for number in range(num_hosts)]
         self.addresses = [f"{NETWORK}.{number + 1}" for number in range(num_hosts)]
 

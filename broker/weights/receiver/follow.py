@@ -58,7 +58,7 @@ def follow(
         if session.shared and window is None:
             raise TransferFailed("the learner's memory can no longer be read from here")
         if arrival.held:
-            lines.say(f"held/{rank}", arrival.held)
+            lines.note(f"held/{rank}", arrival.held)
         lines.say(f"ready/{rank}")
         _wait_for_go(lines, session.timeout_s)
         if session.shared and window is not None:

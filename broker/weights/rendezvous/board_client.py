@@ -93,10 +93,8 @@ class BoardClient(BoardStore):
         with self._lock:
             if self.lost:
                 raise RuntimeError(self.lost)
-            self._serial += 1
-            request_id = self._serial.to_bytes(8)
             deadline = time.monotonic() + request.timeout_s + self.timeout_s
-            self._socket.send_multipart([request_id, msgspec.msgpack.encode(request)], zmq.NOBLOCK)
+            request_id = self._send(request)
             while True:
                 if self._socket.poll(POLL_MS):
                     received, status, *values = self._socket.recv_multipart()
@@ -109,6 +107,18 @@ class BoardClient(BoardStore):
         if status == ERROR:
             raise RuntimeError(b"".join(values).decode(errors="replace")[:500])
         return None if status == NO else values
+
+    def post(self, request: BoardRequest) -> None:
+        """Send a request without waiting for its reply, which costs a long link's round trip."""
+        with self._lock:
+            if not self.lost:
+                self._send(request)
+
+    def _send(self, request: BoardRequest) -> bytes:
+        self._serial += 1
+        request_id = self._serial.to_bytes(8)
+        self._socket.send_multipart([request_id, msgspec.msgpack.encode(request)], zmq.NOBLOCK)
+        return request_id
 
     def close(self) -> None:
         """Disconnect; a request in another thread fails."""
