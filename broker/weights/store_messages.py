@@ -27,10 +27,10 @@ class StoreMessages:
         except RuntimeError as error:
             raise TransferFailed(f"the learner's rendezvous store is gone: {first_line(error)}") from None
 
-    def note(self, word: str, text: str) -> None:
+    def note(self, word: str, text: str = "") -> None:
         """Say something without waiting for the learner to confirm it; a later message fails if it got lost."""
         if isinstance(self._store, BoardClient):
-            self._store.post(BoardRequest("set", [f"{self._session}/{word}"], value=text.encode()))
+            self._store.post(BoardRequest("set", [f"{self._session}/{word}"], value=(text or "ok").encode()))
         else:
             self.say(word, text)
 
@@ -66,5 +66,5 @@ class StoreMessages:
     def forget(self, num_receivers: int, num_sizes: int) -> None:
         """Delete the keys after the transfer."""
         words = [f"{word}/{rank}" for word in ("held", "ready", "done", "at") for rank in range(1, num_receivers + 1)]
-        for word in [*words, *(f"size/{index}" for index in range(num_sizes)), "mode", "go", "digest"]:
+        for word in [*words, *(f"size/{index}" for index in range(num_sizes)), "go", "digest"]:
             self._store.delete_key(f"{self._session}/{word}")

@@ -59,14 +59,14 @@ def follow(
             raise TransferFailed("the learner's memory can no longer be read from here")
         if arrival.held:
             lines.note(f"held/{rank}", arrival.held)
-        lines.say(f"ready/{rank}")
-        _wait_for_go(lines, session.timeout_s)
+        lines.note(f"ready/{rank}")
+        whole = _wait_for_go(lines, session.timeout_s)
         if session.shared and window is not None:
             digests = _read(lines, session, window, arrival, watch)
         else:
             try:
                 group = group or meet(store, session.session, rank, session.world_size, settings)
-                digests = _take(lines, group, arrival, watch)
+                digests = _take(lines, group, arrival, watch, whole=whole)
             except TransferFailed as error:
                 raise (TransferFailed if watch.reason else PeerLost)(str(error)) from error
         expected = digest or _wait_for_digest(lines, session.timeout_s)
@@ -87,9 +87,11 @@ def follow(
     return ReceivedVersion(group, received)
 
 
-def _take(lines: StoreMessages, group: Group, arrival: IncomingVersion, watch: WaitMonitor) -> list[bytes]:
+def _take(
+    lines: StoreMessages, group: Group, arrival: IncomingVersion, watch: WaitMonitor, *, whole: bool
+) -> list[bytes]:
     """Receive by broadcast; return the digest of each bucket."""
-    incoming = IncomingBuckets(arrival.flat, lines, whole=lines.heard("mode") != CHANGES, base=arrival.base)
+    incoming = IncomingBuckets(arrival.flat, lines, whole=whole, base=arrival.base)
     digests: list[bytes] = [b""] * len(incoming)
 
     def take(index: int) -> None:
@@ -120,12 +122,14 @@ def _read(
     )
 
 
-def _wait_for_go(lines: StoreMessages, timeout_s: float) -> None:
+def _wait_for_go(lines: StoreMessages, timeout_s: float) -> bool:
+    """Return whether everything is sent, instead of changes."""
     answer = lines.wait("go", timeout_s)
     if answer is None:
         raise PeerLost(f"the learner did not start within {timeout_s:g} s")
-    if answer:
+    if answer and answer != CHANGES:
         raise PeerLost(f"the learner cancelled it: {answer}")
+    return not answer
 
 
 def _wait_for_digest(lines: StoreMessages, timeout_s: float) -> str:

@@ -3,8 +3,8 @@
     receiver r                        sender
     held/r  = digest           --->                                 what it holds already, if it knows
     ready/r = "" or a reason   --->
-                               <---   mode = whole or changes       changes: if all hold what the sender's copy says
-                               <---   go = "" or a reason           nobody enters the collective unless all are here
+                               <---   go = "", changes or a reason  nobody enters the collective unless all are here;
+                                                                    changes: if all hold what the sender's copy says
                                <---   size/i = bytes or whole       changes only, before each bucket
     ------- broadcast of the buckets as they are packed, digest pipelined; or, on the sender's host, they are read -----
     ------- where they are packed (broker.weights.memory.shared), by ranks that come after the communicator's      -----
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from broker.errors import TransferFailed
-from broker.weights.bucket_payload import WHOLE, OutgoingBuckets, ReferenceBytes
+from broker.weights.bucket_payload import OutgoingBuckets, ReferenceBytes
 from broker.weights.curve_group import CurveReceiver, CurveSender
 from broker.weights.group import Backend, Group, PeerLost, WaitMonitor, WeightGroup
 from broker.weights.memory.staging import StagedVersion
@@ -123,12 +123,11 @@ def lead(
         whole = base is None or not base.fits([lines.heard(f"held/{rank}") or "" for rank in range(1, num_sent + 1)])
         if base is not None:
             base.begin()
-        lines.say("mode", WHOLE if whole else CHANGES)
         if lost is not None:
             group = group or meet(store, start, 0, num_sent + 1, settings)
             assert isinstance(group, CurveSender), "the settings have not changed"
             group.open(len(staged), lost)
-        lines.say("go")
+        lines.say("go", "" if whole else CHANGES)
         started, size_bytes = time.monotonic(), staged.plan.size_bytes
         if num_sent:
             if group is None:
