@@ -85,11 +85,14 @@ class BoardServer:
 
     # --------------------------------------------------------------------------------------------- admission
 
-    def admit(self, server: str, key: str) -> None:
-        """Let a server in by its public key (Z85), in exchange for the key that it had."""
+    def admit(self, server: str, key: str) -> bool:
+        """Let a server in by its public key (Z85), in exchange for the key that it had; False if it is another's."""
         with self.changed:
+            if self._admitted.get(key, server) != server:
+                return False
             self._expel(server)
             self._admitted[key] = server
+            return True
 
     def expel(self, server: str) -> None:
         """Refuse a server's further requests, on open connections too."""

@@ -33,8 +33,7 @@ class Admission:
                 return f"no presence of {join.server} is heard in this run, so it gets no weights"
         if len(self._server.admitted()) >= MAX_ADMITTED:
             return f"{MAX_ADMITTED} servers are admitted already"
-        self._server.admit(join.server, join.key)
-        return ""
+        return "" if self._server.admit(join.server, join.key) else "the key is another server's"
 
     def tick(self) -> None:
         """Expel the servers whose presence is gone."""

@@ -11,6 +11,7 @@ from datetime import timedelta
 import pytest
 import torch
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from broker.errors import TransferFailed
 from broker.weights.rendezvous.board import Board, BoardFull
@@ -132,6 +133,33 @@ def test_strangers_get_nothing(server: BoardServer) -> None:
         assert plain.poll(500) == 0
     with closing(BoardClient(address(server), keys, 2.0)) as member:
         assert member.peek("plan") == b"secret"
+
+
+def test_a_stranger_is_refused_before_it_can_send_anything(server: BoardServer) -> None:
+    keys = KeyPair.make()
+    server.admit("r1", keys.public)
+    for pair, expected in ((keys, True), (KeyPair.make(), False)):
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.linger = 0
+            socket.curve_serverkey = server.key.encode()
+            socket.curve_publickey, socket.curve_secretkey = pair.public.encode(), pair.secret
+            done = (
+                zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+            )
+            monitor = socket.get_monitor_socket(done)
+            socket.connect(f"tcp://127.0.0.1:{server.port}")
+            assert monitor.poll(3000)
+            assert (recv_monitor_message(monitor)["event"] == zmq.Event.HANDSHAKE_SUCCEEDED) is expected
+            socket.disable_monitor()
+            monitor.close()
+
+
+def test_a_key_belongs_to_one_server(server: BoardServer) -> None:
+    keys = KeyPair.make()
+    assert server.admit("r1", keys.public)
+    assert not server.admit("r2", keys.public)
+    assert server.admitted() == {"r1"}
+    assert server.admit("r1", keys.public)
 
 
 def test_an_expelled_member_gets_nothing_more_on_its_open_connection(server: BoardServer) -> None:
