@@ -63,6 +63,7 @@ class BoardClient(BoardStore):
         self.address, self._keys, self.timeout_s = address, keys, timeout_s
         self._lock, self._serial, self.lost = threading.Lock(), 0, ""
         self._socket = self.connect()
+        self._monitor = self._socket.get_monitor_socket(zmq.Event.DISCONNECTED)  # a dead learner's host closes at once
         try:
             self.request(BoardRequest("check"))
         except RuntimeError:
@@ -100,9 +101,14 @@ class BoardClient(BoardStore):
                     received, status, *values = self._socket.recv_multipart()
                     if received == request_id:
                         break
-                elif self.lost or time.monotonic() > deadline:
-                    self.lost = self.lost or f"{self.address.where} did not answer within {self.timeout_s:g} s"
-                    self._socket.close()
+                elif self.lost or self._monitor.poll(0) or time.monotonic() > deadline:
+                    why = (
+                        "closed the connection"
+                        if self._monitor.poll(0)
+                        else f"did not answer within {self.timeout_s:g} s"
+                    )
+                    self.lost = self.lost or f"{self.address.where} {why}"
+                    self._end()
                     raise RuntimeError(self.lost)
         if status == ERROR:
             raise RuntimeError(b"".join(values).decode(errors="replace")[:500])
@@ -124,5 +130,11 @@ class BoardClient(BoardStore):
         """Disconnect; a request in another thread fails."""
         self.lost = self.lost or "the connection was closed"
         if self._lock.acquire(timeout=3 * POLL_MS / 1000):
-            self._socket.close()
+            self._end()
             self._lock.release()
+
+    def _end(self) -> None:
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._monitor.close()
+            self._socket.close()

@@ -154,6 +154,17 @@ def test_a_stranger_is_refused_before_it_can_send_anything(server: BoardServer) 
             monitor.close()
 
 
+def test_a_learner_that_is_gone_is_noticed_before_the_timeout() -> None:
+    keys, server = KeyPair.make(), BoardServer("127.0.0.1")
+    server.admit("r1", keys.public)
+    with closing(BoardClient(address(server), keys, 30.0)) as member:
+        threading.Timer(0.2, server.close).start()
+        started = time.monotonic()
+        with pytest.raises(RuntimeError, match="closed the connection"):
+            member.get("never")
+        assert time.monotonic() - started < 5.0
+
+
 def test_a_key_belongs_to_one_server(server: BoardServer) -> None:
     keys = KeyPair.make()
     assert server.admit("r1", keys.public)
