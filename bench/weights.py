@@ -38,9 +38,9 @@ from typing import Any, Final
 
 import torch
 
+from bench.support.rendezvous import MeetingPlace, serve_place
 from bench.support.weights_ends import HOST, ChannelEnd, EndProcess, large_model, small_tensors
 from broker.weights import fp8
-from broker.weights.group import serve_store
 from broker.weights.memory.copying import copy_into
 from broker.weights.memory.staging import FlatBuffer, plan_of
 
@@ -126,9 +126,9 @@ def measure_fp8(end: EndProcess) -> dict[str, Any]:
     return {**measured, "bytes": sizes[0] / sizes[1], "exact": end.agreed("fp8", exact)}
 
 
-def run(rank: int, port: int, options: argparse.Namespace, results: Any) -> None:
+def run(rank: int, place: MeetingPlace, options: argparse.Namespace, results: Any) -> None:
     """All rounds of one end; the sender puts what was measured."""
-    end = EndProcess(rank, port, options)
+    end = EndProcess(rank, place, options)
     measured: dict[str, Any] = {"large": measure_large(end), "small": measure_small(end), "delta": measure_delta(end)}
     measured |= {"fp8": measure_fp8(end)}
     if rank == 0:
@@ -199,16 +199,16 @@ def main() -> None:
     options = parser.parse_args()
     if options.pairs < 7:
         parser.error(f"--pairs {options.pairs} is not allowed; at least 7")
-    store, port = serve_store(HOST)
+    server, place = serve_place(HOST)
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    ends = [context.Process(target=run, args=(rank, port, options, results)) for rank in range(2)]
+    ends = [context.Process(target=run, args=(rank, place, options, results)) for rank in range(2)]
     for end in ends:
         end.start()
     measured = _result(results, ends)
     for end in ends:
         end.join()
-    del store
+    server.close()
     print(json.dumps(figures_of(measured)))
 
 

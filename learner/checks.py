@@ -129,6 +129,10 @@ def _check_training(config: dict[str, Any]) -> None:
         raise ConfigError("train.weights_backend", "ipc", "shared with train.device cpu: ipc is read in a GPU's memory")
     if (port := train["weights_snapshot_port"]) is not None and not train["weights_snapshot_every"]:
         raise ConfigError("train.weights_snapshot_port", port, "null without train.weights_snapshot_every")
+    cert, key = train["weights_snapshot_cert"], train["weights_snapshot_key"]
+    if (cert is None) != (key is None) or (cert is not None and port is None):
+        allowed = "null, or set together with train.weights_snapshot_key and train.weights_snapshot_port"
+        raise ConfigError("train.weights_snapshot_cert", cert, allowed)
     if train["warmup_steps"] >= train["steps"] and train["warmup_steps"]:
         raise ConfigError("train.warmup_steps", train["warmup_steps"], f"below train.steps, which is {train['steps']}")
     for name, domain in config["domains"].items():

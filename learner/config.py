@@ -82,16 +82,22 @@ class TrainSection(OptimizationSection):
     weights_timeout_s: PositiveFloat = 30.0  # longest wait for one bucket
     # shared: servers on this host read them in the learner's memory, others receive them by gloo; gloo: all by gloo;
     # nccl: between GPUs, not for servers that load from host memory (vllm, sglang); ipc: servers read them on the
-    # learner's GPU, others receive them by gloo, not run on a GPU yet; auto, null: nccl from a GPU, else shared
-    weights_backend: Literal["auto", "shared", "gloo", "nccl", "ipc"] | None = "auto"
+    # learner's GPU, others receive them by gloo, not run on a GPU yet; curve: all encrypted, for untrusted networks;
+    # auto, null: nccl from a GPU, else shared
+    weights_backend: Literal["auto", "shared", "gloo", "nccl", "ipc", "curve"] | None = "auto"
+    # interface on which servers of other hosts find the weights, such as eth0; null: that which reaches the broker
+    weights_interface: Annotated[str, Field(min_length=1)] | None = None
+    weights_port: Annotated[int, Field(ge=0, le=65535)] = 0  # of the rendezvous, and of all of curve; 0: any free one
     # dtype on the wire, null: unchanged; fp8: linear layers as float8_e4m3fn, one scale per 128 x 128, others 16 bits
     weights_dtype: Literal["float32", "bfloat16", "float16", "fp8"] | None = None
     weights_delta: bool = False  # send only changes, to servers that hold the version before; one copy more in memory
     weights_full_every: PositiveInt = 50  # with weights_delta: every n-th transfer sends everything
     # versions between two snapshots in the run's folder, for rollout-server --snapshot; 0 none
     weights_snapshot_every: NonNegativeInt = 0
-    # HTTP port for snapshots at broker.bind; 0 any free port, null none
+    # HTTP port for snapshots, at broker.bind, or with a certificate at the weights' interface; 0 any free, null none
     weights_snapshot_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    weights_snapshot_cert: str | None = None  # file with the TLS certificate of that server, PEM; null: no TLS
+    weights_snapshot_key: str | None = None  # file with its private key, PEM
 
 
 class RewardNormalization(Section):

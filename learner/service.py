@@ -312,9 +312,12 @@ class LearnerService:
         stack.push_async_callback(sender.close)
         self.member.spawn(sender.join())  # a learner that can no longer send weights must be restarted
         if self.train.weights_snapshot_every:
+            from learner.weights.addresses import weights_address
             from learner.weights.snapshots import open_snapshots
 
             bind = section(self.config, "broker", BrokerSection).bind
+            if self.train.weights_snapshot_cert is not None:
+                bind = weights_address(self.train.weights_interface, self.bus.link.url)
             await open_snapshots(stack, self.train, bind, self.folder, self.bus.run, sender)
         return sender
 

@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     made = common.parser(__doc__)
     common.engine_options(made)
     made.add_argument("--steps", type=int, default=None, help="optimizer steps (20, or 2)")
-    channels = ["shared", "gloo", "nccl", "ipc"]
+    channels = ["shared", "gloo", "nccl", "ipc", "curve"]
     made.add_argument("--weights", choices=channels, help="train.weights_backend (what fits the GPUs)")
     made.add_argument("--timeout-s", type=float, default=3000.0)
     made.add_argument("overrides", nargs="*", metavar="key=value", help="further settings of the run")

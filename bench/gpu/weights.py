@@ -18,8 +18,9 @@ from typing import Any, Final, Literal
 import torch
 
 from bench.gpu import common
+from bench.support.rendezvous import MeetingPlace, serve_place
 from broker.weights.digest import combine, digest_bucket
-from broker.weights.group import WaitMonitor, WeightGroup, connect_store, serve_store
+from broker.weights.group import WaitMonitor, WeightGroup
 from broker.weights.memory.staging import FlatBuffer, plan_of
 
 HOST: Final = "127.0.0.1"
@@ -91,17 +92,17 @@ def _alone(
 
 
 def _between(options: argparse.Namespace, shape: common.ModelShape, bucket_mib: float) -> tuple[dict[str, Any], bool]:
-    store, port = serve_store(HOST)
+    server, place = serve_place(HOST)
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    arguments = (port, options.device, shape, bucket_mib, options.repeats, results)
+    arguments = (place, options.device, shape, bucket_mib, options.repeats, results)
     ends = [context.Process(target=_end, args=(rank, *arguments)) for rank in range(2)]
     for end in ends:
         end.start()
     found = results.get(timeout=600)
     for end in ends:
         end.join()
-    del store
+    server.close()
     link = _link(shape, options) if options.device == "cuda" else None
     size = found["size_bytes"] / 1e9
     ratios = [bare / ours for bare, ours in zip(found["bare"], found["channel"], strict=True)]
@@ -121,14 +122,14 @@ def _link(shape: common.ModelShape, options: argparse.Namespace) -> float:
 
 
 def _end(
-    rank: int, port: int, kind: str, shape: common.ModelShape, bucket_mib: float, repeats: int, results: Any
+    rank: int, place: MeetingPlace, kind: str, shape: common.ModelShape, bucket_mib: float, repeats: int, results: Any
 ) -> None:
     """Broadcast in lockstep with the other end; the receiver reports, because it sees the last byte."""
     device = f"cuda:{rank}" if kind == "cuda" else "cpu"
     if kind == "cuda":
         torch.cuda.set_device(rank)
     backend: Literal["nccl", "gloo"] = "nccl" if kind == "cuda" else "gloo"
-    store = connect_store(HOST, port, 60.0)
+    store = place.connect()
     group = WeightGroup(store, "bench", rank, 2, backend=backend, host=HOST, timeout_s=WAIT_S, connect_timeout_s=60.0)
     tensors = tensors_of(shape, device)
     flat = FlatBuffer(plan_of(tensors, bucket_mib), device)

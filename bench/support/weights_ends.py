@@ -6,6 +6,7 @@ import argparse
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final
@@ -13,15 +14,17 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from bench.support.rendezvous import NAME, MeetingPlace
 from broker.contract import wire
 from broker.weights import fp8
 from broker.weights.bucket_payload import ReferenceBytes
-from broker.weights.group import WaitMonitor, WeightGroup, connect_store
+from broker.weights.group import Backend, Group, WaitMonitor, WeightGroup
 from broker.weights.memory.copying import copy_all
 from broker.weights.memory.shared import SegmentReader, SharedSegment
 from broker.weights.memory.staging import FlatBuffer, StagingBuffers, plan_of
 from broker.weights.receiver.buffers import ReceiveBuffers
 from broker.weights.receiver.follow import follow
+from broker.weights.rendezvous.board_request import BoardStore
 from broker.weights.sender.membership import StartTransfer, session_name
 from broker.weights.sender.transfer import TransferSettings, lead
 from rollout.engines.hf.weights import HeldWeights
@@ -82,7 +85,7 @@ class ChannelEnd:
     def __init__(
         self,
         store: Any,
-        port: int,
+        place: MeetingPlace,
         rank: int,
         serial: int,
         model: dict[str, Tensor],
@@ -92,8 +95,9 @@ class ChannelEnd:
         kept: bool,
         shared: bool,
         dtype: str | None,
+        settings: TransferSettings = SETTINGS,
     ) -> None:
-        self.store, self.port, self.rank = store, port, rank
+        self.store, self.place, self.rank, self.settings = store, place, rank, settings
         self.serial, self.model, self.shared = serial, model, shared
         self.plan, self.dtype, self.copies = plan_of(model, bucket_mib, dtype=dtype), dtype, list[float]()
         self.window: SegmentReader | None = None
@@ -106,7 +110,7 @@ class ChannelEnd:
         self.base = ReferenceBytes(self.plan, full_every=10**9) if rank == 0 and delta else None
         self.buffers, self.flat = ReceiveBuffers(kept=kept and dtype != fp8.NAME), FlatBuffer(self.plan)
         self.engine = HeldWeights(TensorHolder(model)) if kept else None
-        self.communicator: WeightGroup | None = None
+        self.communicator: Group | None = None
         self.uses = 0
         self.sent_bytes = 0
 
@@ -116,25 +120,26 @@ class ChannelEnd:
         self.uses += 1
         if self.staging is not None:
             start = StartTransfer(
-                session, version, ("receiver",), fresh=self.uses == 1 and not self.shared, num_shared=int(self.shared)
+                session, version, (NAME,), fresh=self.uses == 1 and not self.shared, num_shared=int(self.shared)
             )
             with self.staging.sending(version) as staged:
-                sent = lead(self.store, start, staged, self.communicator, SETTINGS, WaitMonitor(), self.base)
+                sent = lead(self.store, start, staged, self.communicator, self.settings, WaitMonitor(), self.base)
             self.communicator, self.sent_bytes = sent.communicator, sent.size_bytes
         else:
             answer = wire.WeightsSession(
                 session=session,
                 rank=1,
                 world_size=2 - self.shared,
-                host=HOST,
-                port=self.port,
+                host=self.place.address.host,
+                port=self.place.address.port,
+                key=self.place.address.key,
                 version=version,
-                timeout_s=SETTINGS.timeout_s,
+                timeout_s=self.settings.timeout_s,
                 shared=self.shared,
             )
             arrival = self.buffers.take(self.plan, CPU)
             received = follow(
-                self.store, answer, digest, arrival, self.communicator, SETTINGS, WaitMonitor(), self.window
+                self.store, answer, digest, arrival, self.communicator, self.settings, WaitMonitor(), self.window
             )
             self.communicator, self.flat = received.communicator, arrival.flat
             self.buffers.arrived(arrival, received.digest)
@@ -170,14 +175,26 @@ class ChannelEnd:
 
 
 class EndProcess:
-    """One process; the two run the same rounds in lockstep."""
+    """One process; the two run the same rounds in lockstep.
 
-    def __init__(self, rank: int, port: int, options: argparse.Namespace) -> None:
+    Args:
+        store: of the rendezvous; None: connect to the place.
+        settings: of the channels, with the address of this end.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        place: MeetingPlace,
+        options: argparse.Namespace,
+        store: BoardStore | None = None,
+        settings: TransferSettings = SETTINGS,
+    ) -> None:
         torch.set_num_threads(1)
-        self.rank, self.port, self.options = rank, port, options
-        self.store = connect_store(HOST, port, 60.0)
+        self.rank, self.place, self.options, self.settings = rank, place, options, settings
+        self.store = store or place.connect()
         self.bare = WeightGroup(
-            self.store, "bare", rank, 2, backend="gloo", host=HOST, timeout_s=60.0, connect_timeout_s=60.0
+            self.store, "bare", rank, 2, backend="gloo", host=settings.host, timeout_s=60.0, connect_timeout_s=60.0
         )
         self.meetings, self.channels = 0, 0
 
@@ -189,10 +206,12 @@ class EndProcess:
         delta: bool = False,
         kept: bool = True,
         dtype: str | None = None,
+        backend: Backend = "gloo",
     ) -> ChannelEnd:
         self.channels += 1
-        more = {"delta": delta, "kept": kept, "shared": shared, "dtype": dtype}
-        return ChannelEnd(self.store, self.port, self.rank, self.channels, model, self.options.bucket_mib, **more)  # type: ignore[arg-type]
+        settings = replace(self.settings, backend=backend)
+        more = {"delta": delta, "kept": kept, "shared": shared, "dtype": dtype, "settings": settings}
+        return ChannelEnd(self.store, self.place, self.rank, self.channels, model, self.options.bucket_mib, **more)  # type: ignore[arg-type]
 
     def meet(self) -> None:
         self.meetings += 1

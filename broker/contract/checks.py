@@ -27,6 +27,8 @@ MAX_GUIDE_CHARS: Final = 1 << 16  # a grammar of this size takes a second or two
 INT32_MAX: Final = 2**31 - 1
 LOGPROB_EPS: Final = 1e-3  # log_softmax in low precision may slightly exceed 0
 DEAD_LETTER_BYTES: Final = 1 << 20
+KEY_CHARS: Final = 40  # of a CURVE key in Z85
+Z85: Final = frozenset("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#")
 
 
 class ValueRange(NamedTuple):
@@ -313,8 +315,19 @@ def _check_offer(offer: wire.WeightsOffer) -> None:
     _check_logprobs("Probe", probe.logprobs.data)
 
 
+def _check_join(join: wire.WeightsJoin) -> None:
+    """key is a CURVE key in Z85: 40 characters."""
+    _check_key("WeightsJoin", join.key)
+
+
+def _check_key(kind: str, key: str) -> None:
+    if len(key) != KEY_CHARS or not Z85.issuperset(key):
+        raise _wrong(kind, "key", key, f"must be a CURVE key in Z85, {KEY_CHARS} characters")
+
+
 def _check_session(session: wire.WeightsSession) -> None:
-    """rank is below world_size, or not below it if shared, unless error is set."""
+    """rank is below world_size, or not below it if shared, unless error is set. key is a CURVE key in Z85."""
+    _check_key("WeightsSession", session.key)
     if not session.error and (session.rank < session.world_size) == session.shared:
         must = f"must {'not ' * session.shared}be below world_size, {session.world_size}"
         raise _wrong("WeightsSession", "rank", session.rank, must)
@@ -480,6 +493,7 @@ RULES: Final[dict[type, Callable[[Any], None]]] = {
     wire.Ticket: _check_ticket,
     wire.Group: _check_group,
     wire.WeightsOffer: _check_offer,
+    wire.WeightsJoin: _check_join,
     wire.WeightsSession: _check_session,
     wire.GenerateRequest: _check_request,
     wire.AbortRequest: _check_request_id,

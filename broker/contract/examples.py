@@ -64,9 +64,13 @@ EXAMPLES: Final[dict[type[wire.Message], wire.Message]] = {
             adapter=wire.Adapter(base="b4d2a18c0f7e93d1", targets=["q_proj", "v_proj"], rank=16, scale=2.0),
             segment="4711/23/rlearner-weights-9f86d081884c7d65",
         ),
-        wire.WeightsJoin(server="rollout-7c1", epoch=2, version=12, plan="60303ae22b998861", shared=True),
+        wire.WeightsJoin(
+            server="rollout-7c1", epoch=2, version=12, plan="60303ae22b998861",
+            key="rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7", shared=True,
+        ),
         wire.WeightsSession(
-            session="2-5", rank=3, world_size=3, host="127.0.0.1", port=40123, version=12, timeout_s=30.0, shared=True
+            session="2-5", rank=3, world_size=3, host="127.0.0.1", port=40123,
+            key="JTKVSB%%)wK0E.X)V>+}o?pNmC{O&4W4b!Ni{Lh6", version=12, timeout_s=30.0, shared=True,
         ),
         wire.GenerateRequest(
             request_id="lake-417-0-1", conversation_id="lake-417-0", token_ids=wire.column([1, 318, 27], "<i4"),

@@ -231,7 +231,7 @@ class WeightsOffer(Message, frozen=True, tag="WeightsOffer"):
     digest: str  # hex digest over all buckets, see broker.weights.digest; empty while they are being packed
     plan: str  # hex digest of the bucket plan: names, shapes, dtypes, order
     size_bytes: int  # bytes on the wire
-    backend: Literal["gloo", "nccl"]  # transport of the buckets
+    backend: Literal["gloo", "nccl", "curve"]  # transport of the buckets
     probe: Probe  # checked after loading, before serving
     adapter: Adapter | None = None  # if set, the buckets hold its factors instead of the whole model
     segment: str = ""  # process/file/name of shared memory that also holds the buckets, for servers that can open it
@@ -244,6 +244,7 @@ class WeightsJoin(Message, frozen=True, tag="WeightsJoin"):
     epoch: int  # epoch of the offer
     version: int  # version of the offer
     plan: str  # hex digest of the server's own bucket plan
+    key: str  # the server's public CURVE key (Z85) of this epoch; admits it to the rendezvous
     shared: bool = False  # the server has opened the offer's segment and reads the buckets there
 
 
@@ -253,8 +254,9 @@ class WeightsSession(Message, frozen=True, tag="WeightsSession"):
     session: str  # id of the communicator; a known one is reused, an unknown one is created
     rank: int  # rank of the server in it; the learner is 0
     world_size: int  # processes in it
-    host: str  # address of the rendezvous store
-    port: int  # port of the rendezvous store
+    host: str  # address of the rendezvous
+    port: int  # port of the rendezvous
+    key: str  # public CURVE key (Z85) of the rendezvous
     version: int  # version that will be sent
     timeout_s: float  # longest wait for one bucket
     error: str = ""  # reason of a refusal, else empty

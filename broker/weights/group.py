@@ -1,18 +1,17 @@
-"""Communicators independent of the default process group, and the store in which their members meet.
+"""Communicators of gloo and NCCL, independent of the default process group.
 
 Nothing here calls ``init_process_group``: the learner keeps its own default group. Every wait polls, so that it can be
 cancelled at any time; gloo's own timeout only ends threads left behind. Facts about torch 2.13 behind this design: a
 gloo operation whose peer is stopped ends only at its timeout, and ``abort`` does not wake it; with two operations in
-flight the error of a dead peer may reach only one of them; a TCPStore client waits for a stopped server without limit.
+flight the error of a dead peer may reach only one of them.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Final, Literal, Protocol
@@ -20,18 +19,17 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.distributed import BroadcastOptions, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import BroadcastOptions, PrefixStore, Store  # type: ignore[attr-defined]
 
 from broker.errors import TransferFailed
+from broker.system.connections import interface_of
 
-Backend = Literal["gloo", "nccl"]
+Backend = Literal["gloo", "nccl", "curve"]
 
 IN_FLIGHT: Final = 3  # buckets on the wire at a time
 POLL_S: Final = 0.0005
 SLICE_S: Final = 0.05
 PEEK_EVERY_S: Final = 0.1
-KEEP_S: Final = 3600.0  # the store's own timeout, which would write a page to stderr, is never reached
-
 
 WATCHES: Final[WeakSet[WaitMonitor]] = WeakSet()  # all waits, so that the end of the process can cancel them
 
@@ -81,48 +79,33 @@ class WaitMonitor:
         return due
 
 
-def serve_store(host: str) -> tuple[TCPStore, int]:
-    """Return the sender's store and its port; it listens only on ``host``, unlike TCPStore's own listener."""
-    listener = socket.create_server((host, 0), backlog=256)
-    port = int(listener.getsockname()[1])
-    store = TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-        timeout=timedelta(seconds=KEEP_S),
-    )
-    return store, port
+class Group(Protocol):
+    """What carries the buckets of several transfers from the sender (rank 0) to the same receivers.
 
-
-def connect_store(host: str, port: int, timeout_s: float) -> TCPStore:
-    """Return a receiver's connection to the store.
-
-    Raises:
-        TransferFailed: if the store does not answer.
+    Attributes:
+        name: of the communicator, in session ids.
+        lost: receivers that a broadcast went on without, and why; empty if one failure ends it for all.
     """
-    if not reachable(host, port, timeout_s):
-        raise TransferFailed(f"no answer from the rendezvous store {host}:{port}")
-    try:
-        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        raise TransferFailed(f"no rendezvous store at {host}:{port}: {first_line(error)}") from None
-    store.set_timeout(timedelta(seconds=KEEP_S))
-    return store
 
+    name: str
+    lost: dict[str, str]
 
-def reachable(host: str, port: int, timeout_s: float) -> bool:
-    """Return whether the store's process answers; without it torch would write a stack trace to stderr."""
-    try:
-        socket.create_connection((host, port), timeout_s).close()
-    except OSError:
-        return False
-    return True
+    def broadcast(
+        self, buckets: BucketSequence, watch: WaitMonitor, *, done: Callable[[int], None], peek: Callable[[], None]
+    ) -> None:
+        """Send or receive the buckets, see ``WeightGroup.broadcast``."""
+        ...
+
+    def close(self) -> threading.Thread:
+        """Release it in a thread, and return that thread."""
+        ...
 
 
 class WeightGroup:
     """A process group of the sender (rank 0) and its receivers.
+
+    Args:
+        host: address of this end's interface; gloo listens there, and NCCL is told the interface's name.
 
     Raises:
         PeerLost: if not all members connect within ``connect_timeout_s``.
@@ -141,6 +124,8 @@ class WeightGroup:
         connect_timeout_s: float,
     ) -> None:
         self.name, self.rank, self.size, self.timeout_s = name, rank, size, timeout_s
+        self.lost: dict[str, str] = {}
+        self._store = store  # written in Python, so torch does not keep it alive
         self._polls = backend == "nccl"  # a wait with a timeout would abort the communicator
         make = _make_nccl if backend == "nccl" else _make_gloo
         try:
@@ -200,7 +185,7 @@ class WeightGroup:
 
     def close(self) -> threading.Thread:
         """Release the group in a thread: gloo's destructor waits for operations that may hang."""
-        group, self._group = [self._group], None
+        group, self._group = [self._group, self._store], None
         group[0].abort()
         thread = threading.Thread(target=group.clear, name="weights-close", daemon=True)
         thread.start()
@@ -229,23 +214,32 @@ def _make_nccl(store: Store, rank: int, size: int, host: str, connect_timeout_s:
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=connect_timeout_s)
-    with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):  # its watchdog would end this process when a peer hangs
+    with _environment(nccl_environment(host)):
         group = ProcessGroupNCCL(store, rank, size, options)
-    group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+        group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
     return group
 
 
+def nccl_environment(host: str) -> dict[str, str]:
+    """Return NCCL's variables for an interface's address; NCCL reads them when it first connects in a process."""
+    named = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}  # its watchdog would end this process when a peer hangs
+    if interface := interface_of(host):
+        named |= {"NCCL_SOCKET_IFNAME": f"={interface}", "NCCL_SOCKET_FAMILY": "AF_INET6" if ":" in host else "AF_INET"}
+    return named
+
+
 @contextmanager
-def _environment(key: str, value: str) -> Any:
-    before = os.environ.get(key)
-    os.environ[key] = value
+def _environment(values: Mapping[str, str]) -> Any:
+    before = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[key]
-        else:
-            os.environ[key] = before
+        for key, value in before.items():
+            if value is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = value
 
 
 def first_line(error: BaseException) -> str:

@@ -9,6 +9,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from broker.errors import TransferFailed
 from broker.weights.group import WaitMonitor, first_line
+from broker.weights.rendezvous.board_client import BoardClient
+from broker.weights.rendezvous.board_request import SLICE_S, BoardRequest, BoardStore
 
 STORE_POLL_S: Final = 0.0005
 
@@ -25,27 +27,44 @@ class StoreMessages:
         except RuntimeError as error:
             raise TransferFailed(f"the learner's rendezvous store is gone: {first_line(error)}") from None
 
+    def note(self, word: str, text: str = "") -> None:
+        """Say something without waiting for the learner to confirm it; a later message fails if it got lost."""
+        if isinstance(self._store, BoardClient):
+            self._store.post(BoardRequest("set", [f"{self._session}/{word}"], value=(text or "ok").encode()))
+        else:
+            self.say(word, text)
+
     def heard(self, word: str) -> str | None:
         """Return a message: None if it was not sent, else the reason, empty for yes."""
-        key = f"{self._session}/{word}"
+        return self._read(f"{self._session}/{word}", 0.0)
+
+    def _read(self, key: str, wait_s: float) -> str | None:
+        store = self._store
         try:
-            if not self._store.check([key]):
-                return None
-            text: str = self._store.get(key).decode(errors="replace")  # any text is a reason
+            if isinstance(store, BoardStore):  # one round trip, which may be 100 ms
+                value = store.wait_for(key, wait_s) if wait_s else store.peek(key)
+            else:
+                value = store.get(key) if store.check([key]) else None
         except RuntimeError as error:
             raise TransferFailed(f"the learner's rendezvous store is gone: {first_line(error)}") from None
+        if value is None:
+            return None
+        text: str = value.decode(errors="replace")  # any text is a reason
         return "" if text == "ok" else text
 
     def wait(self, word: str, timeout_s: float) -> str | None:
         """Wait for a message and return it as ``heard`` does; None after the timeout."""
-        deadline = time.monotonic() + timeout_s
-        while (answer := self.heard(word)) is None and time.monotonic() < deadline:
+        deadline, key = time.monotonic() + timeout_s, f"{self._session}/{word}"
+        while (left_s := deadline - time.monotonic()) > 0:
             self._watch.beat()
-            time.sleep(STORE_POLL_S)
-        return answer
+            if (answer := self._read(key, min(left_s, SLICE_S))) is not None:
+                return answer
+            if not isinstance(self._store, BoardStore):
+                time.sleep(STORE_POLL_S)
+        return self.heard(word)
 
     def forget(self, num_receivers: int, num_sizes: int) -> None:
         """Delete the keys after the transfer."""
         words = [f"{word}/{rank}" for word in ("held", "ready", "done", "at") for rank in range(1, num_receivers + 1)]
-        for word in [*words, *(f"size/{index}" for index in range(num_sizes)), "mode", "go", "digest"]:
+        for word in [*words, *(f"size/{index}" for index in range(num_sizes)), "go", "digest"]:
             self._store.delete_key(f"{self._session}/{word}")

@@ -15,6 +15,7 @@ from broker.jetstream.bus import Bus
 from broker.runtime.presence import Roster
 from broker.weights import fp8
 from broker.weights.adapter import factor_shapes
+from broker.weights.group import Backend as TransferBackend
 from broker.weights.memory.cuda import CudaDevice
 from broker.weights.memory.staging import plan_of
 from broker.weights.probe import make_probe
@@ -22,6 +23,7 @@ from broker.weights.sender.send import WeightSender
 from broker.weights.sender.transfer import TransferSettings
 from learner.backends.base import Backend
 from learner.config import TrainSection
+from learner.weights.addresses import weights_address
 
 log = logging.getLogger(__name__)
 
@@ -51,11 +53,16 @@ class WeightOffering:
                 self.adapter = None
 
     def sender(self, bus: Bus, roster: Roster, epoch: int) -> WeightSender:
-        """Return a sender for the weights, staged on their device."""
+        """Return a sender for the weights, staged on their device.
+
+        Raises:
+            ConfigError: if ``train.weights_interface`` is not an interface of this host with an address.
+        """
         train, device = self._train, self._backend.device
         carrier = train.weights_backend or "auto"
         if carrier == "auto":
             carrier = "nccl" if device.type == "cuda" else "shared"
+        backend: TransferBackend = "nccl" if carrier == "nccl" else "curve" if carrier == "curve" else "gloo"
         shared = carrier in ("shared", "ipc")
         if self.adapter is None:
             plan = plan_of(self._backend.shapes(), train.weights_bucket_mib, dtype=train.weights_dtype)
@@ -67,7 +74,11 @@ class WeightOffering:
             plan,
             epoch=epoch,
             settings=TransferSettings(
-                "nccl" if carrier == "nccl" else "gloo", shared=shared, timeout_s=train.weights_timeout_s
+                backend,
+                shared=shared,
+                host=weights_address(train.weights_interface, bus.link.url),
+                port=train.weights_port,
+                timeout_s=train.weights_timeout_s,
             ),
             roster=roster,
             device=device,

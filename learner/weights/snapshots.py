@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import ssl
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Final
@@ -10,6 +11,7 @@ from typing import Final
 from aiohttp import web
 
 from broker.errors import ConfigError
+from broker.system.connections import is_loopback
 from broker.weights.sender.send import WeightSender
 from broker.weights.snapshots.publish import SnapshotPublisher
 from broker.weights.snapshots.snapshot import NAME, NEWEST
@@ -37,9 +39,30 @@ async def open_snapshots(
     if train.weights_snapshot_port is not None:
         server = SnapshotServer(folder / FOLDER)
         stack.push_async_callback(server.close)
-        await server.start(bind, train.weights_snapshot_port)
+        tls = load_certificate(train.weights_snapshot_cert, train.weights_snapshot_key)
+        await server.start(bind, train.weights_snapshot_port, tls)
     stack.push_async_callback(publisher.close)
     sender.publisher = publisher
+
+
+def load_certificate(cert: str | None, key: str | None) -> ssl.SSLContext | None:
+    """Return TLS for a server by its certificate and key in PEM; None without them.
+
+    Raises:
+        ConfigError: if a file cannot be read, or they do not fit together.
+    """
+    if cert is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        # OpenSSL would ask for the password of an encrypted key at the terminal
+        context.load_cert_chain(cert, key, password=lambda: "")
+    except OSError as error:  # also SSLError
+        why = error.reason or "not in PEM" if isinstance(error, ssl.SSLError) else error.strerror
+        allowed = f"a certificate in PEM that fits train.weights_snapshot_key {key!r} ({why})"
+        raise ConfigError("train.weights_snapshot_cert", cert, allowed) from None
+    return context
 
 
 class SnapshotServer:
@@ -51,23 +74,29 @@ class SnapshotServer:
         self._runner: web.AppRunner | None = None
         self.address = ""  # for example http://127.0.0.1:8100, once started
 
-    async def start(self, bind: str, port: int) -> None:
+    async def start(self, bind: str, port: int, tls: ssl.SSLContext | None = None) -> None:
         """Start serving; port 0 takes any free port.
 
+        Args:
+            tls: the server's certificate and key; None: without TLS, on loopback only.
+
         Raises:
-            ConfigError: if the port is not available.
+            ConfigError: if the port is not available, or other hosts could read what is sent.
         """
+        if tls is None and not is_loopback(bind):
+            allowed = f"null at {bind} without TLS; set train.weights_snapshot_cert and train.weights_snapshot_key"
+            raise ConfigError("train.weights_snapshot_port", port, allowed)
         app = web.Application()
         app.router.add_get("/{name}", self._file)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_S)
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, bind, port).start()
+            await web.TCPSite(self._runner, bind, port, ssl_context=tls).start()
         except OSError as error:
             allowed = f"unavailable ({error.strerror}); give another, or 0"
             raise ConfigError("train.weights_snapshot_port", port, allowed) from None
         host, taken = self._runner.addresses[0][:2]
-        self.address = f"http://{f'[{host}]' if ':' in host else host}:{taken}"
+        self.address = f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{taken}"
         log.info("snapshots of the weights at %s, API key in %s", self.address, self._where)
 
     async def close(self) -> None:

@@ -11,7 +11,7 @@ from rollout.checks import declaration
 
 FILES_OF_A_PROCESS: Final = 256  # open at once in any process of a run, libraries and sockets included
 FILES_OF_AN_ENVIRONMENT: Final = 4  # pipes to and from a worker process
-HOST_WEIGHTS: Final = frozenset({"shared", "gloo"})  # values of train.weights_backend that use host memory
+HOST_WEIGHTS: Final = frozenset({"shared", "gloo", "curve"})  # values of train.weights_backend that use host memory
 IPC: Final = "ipc"  # the value with which servers read weights from the learner's GPU
 
 

@@ -14,11 +14,11 @@ from waits import LONG_S, until
 
 pytest.importorskip("peft", reason="LoRA needs the extra rlearner[lora]")
 
+from test_weights import StubRoster
 from torch_backend_kit import backend, samples, save_model
 
 from broker.contract import wire
 from broker.jetstream.bus import Bus
-from broker.runtime.presence import Roster
 from broker.weights.receiver.receive import WeightReceiver
 from broker.weights.sender.send import WeightSender
 from learner.backends.torch import TorchBackend
@@ -46,7 +46,7 @@ async def sender_of(
     bus: Bus, trainer: TorchBackend, dtype: str = "float32"
 ) -> AsyncIterator[tuple[WeightSender, WeightOffering]]:
     offering = WeightOffering(trainer, TrainSection.model_validate({"device": "cpu"}), dtype)
-    sender = offering.sender(bus, Roster(bus), 1)
+    sender = offering.sender(bus, StubRoster("s", "s0", "s1", "late"), 1)
     await sender.start()
     yield sender, offering
     await sender.close()

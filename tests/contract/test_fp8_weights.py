@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_shared_weights import SHARED, apart, loaded
-from test_weights import Spawn, ready, spawn  # noqa: F401  # fixture
+from test_weights import Spawn, StubRoster, ready, spawn  # noqa: F401  # fixture
 from torch import Tensor
 from torch_backend_kit import backend, samples, save_model
 from waits import until
@@ -20,7 +20,6 @@ from weights_model import content, make_tensors, probe_logprobs, probe_of
 
 from broker.contract import wire
 from broker.jetstream.bus import Bus
-from broker.runtime.presence import Roster
 from broker.weights import fp8
 from broker.weights.memory.staging import plan_of
 from broker.weights.probe import check_probe
@@ -129,7 +128,7 @@ async def test_an_engine_computes_what_the_trainer_says_also_from_a_snapshot(
     train = TrainSection(lr=1e-2, device="cpu", micro_batch_tokens=64, weights_dtype="fp8", weights_timeout_s=10)
     trainer = backend(path, train=train, model=ModelSection(dtype=dtype))
     offering = WeightOffering(trainer, train, dtype)
-    sender = offering.sender(bus, Roster(bus), 1)
+    sender = offering.sender(bus, StubRoster("first"), 1)
     sender.publisher = SnapshotPublisher(folder, bus.run, every=2)
     assert sender.plan.size_bytes < 0.6 * plan_of(trainer.shapes(), 32).size_bytes
     assert offering.probe().tolerance == {"float32": 5e-3, "bfloat16": 0.25}[dtype]  # as without FP8

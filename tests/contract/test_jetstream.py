@@ -529,13 +529,13 @@ async def test_requests_are_answered_or_fail(bus: Bus, other: Bus) -> None:
         if message.server == "mute":
             return None
         return wire.WeightsSession(
-            session=message.server, rank=1, world_size=2, host="h", port=5, version=3, timeout_s=1.0
+            session=message.server, rank=1, world_size=2, host="h", port=5, key="k" * 40, version=3, timeout_s=1.0
         )
 
     serving = await respond(bus, WEIGHTSYNC, "1", answer)
 
     async def ask(server: str, key: str = "1", timeout_s: float = LONG_S) -> wire.WeightsSession:
-        join = wire.WeightsJoin(server=server, epoch=1, version=3, plan="p0")
+        join = wire.WeightsJoin(server=server, epoch=1, version=3, plan="p0", key="k" * 40)
         return await request(other, WEIGHTSYNC, key, join, timeout_s=timeout_s, reply=wire.WeightsSession)
 
     await bus.last_seq(SAMPLES)  # a round trip: the subscription is there

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 
 import pytest
 from test_weights import SETTINGS, Spawn, offer, ready, spawn  # noqa: F401  # fixture
@@ -18,8 +18,9 @@ from broker.errors import RlearnerError
 from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import request
 from broker.nats.nats_errors import NoResponders
-from broker.weights.group import WaitMonitor, connect_store
+from broker.weights.group import WaitMonitor
 from broker.weights.memory.staging import plan_of
+from broker.weights.rendezvous.board_client import BoardClient, KeyPair, RendezvousAddress
 from broker.weights.sender import membership
 from broker.weights.sender.send import WeightSender
 from broker.weights.sender.transfer import PEER
@@ -35,9 +36,12 @@ async def haunt(bus: Bus, sender: WeightSender, does: str, joined: list[str]) ->
         does: ``nothing`` at all; come to the store, say ``ready`` and then nothing; or ``tell`` then that a peer was
         lost.
     """
+    keys = KeyPair.make()
     while True:
         version = int(sender.metrics()["weights/version"])
-        join = wire.WeightsJoin(server="ghost", epoch=1, version=max(version, 0), plan=sender.plan.digest)
+        join = wire.WeightsJoin(
+            server="ghost", epoch=1, version=max(version, 0), plan=sender.plan.digest, key=keys.public
+        )
         try:
             answer = await request(bus, WEIGHTSYNC, "1", join, timeout_s=6.0, reply=wire.WeightsSession)
         except (RlearnerError, NoResponders):
@@ -47,12 +51,13 @@ async def haunt(bus: Bus, sender: WeightSender, does: str, joined: list[str]) ->
             continue
         joined.append(answer.session)
         if does != "nothing":
-            store = await asyncio.to_thread(connect_store, answer.host, answer.port, 2.0)
-            lines = StoreMessages(store, answer.session, WaitMonitor())
-            lines.say(f"ready/{answer.rank}")
-            if does == "tell":
-                await asyncio.sleep(SETTINGS.connect_timeout_s)
-                lines.say(f"done/{answer.rank}", f"{PEER}communicator of {answer.world_size}: timed out")
+            address = RendezvousAddress(answer.host, answer.port, answer.key)
+            with closing(BoardClient(address, keys, 2.0)) as store:
+                lines = StoreMessages(store, answer.session, WaitMonitor())
+                lines.say(f"ready/{answer.rank}")
+                if does == "tell":
+                    await asyncio.sleep(SETTINGS.connect_timeout_s)
+                    lines.say(f"done/{answer.rank}", f"{PEER}communicator of {answer.world_size}: timed out")
 
 
 @asynccontextmanager

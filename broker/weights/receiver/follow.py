@@ -5,26 +5,28 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 
-from torch.distributed import Store  # type: ignore[attr-defined]
-
 from broker.contract import wire
 from broker.errors import TransferFailed, WireError
 from broker.weights.bucket_payload import IncomingBuckets
 from broker.weights.digest import combine, digest_bucket
-from broker.weights.group import PEEK_EVERY_S, PeerLost, WaitMonitor, WeightGroup, reachable
+from broker.weights.group import PEEK_EVERY_S, Group, PeerLost, WaitMonitor
 from broker.weights.memory.shared import SegmentReader
 from broker.weights.receiver.buffers import IncomingVersion
+from broker.weights.rendezvous.board_client import BoardClient
+from broker.weights.rendezvous.board_request import BoardStore
 from broker.weights.sender.membership import parse_session
 from broker.weights.sender.transfer import CHANGES, PEER, SAY_EVERY_S, ReceivedVersion, TransferSettings, meet
 from broker.weights.store_messages import StoreMessages
 
+LAST_WORDS_S = 1.0  # for the report of a failure: the learner may be stopped
+
 
 def follow(
-    store: Store,
+    store: BoardStore,
     session: wire.WeightsSession,
     digest: str,
     arrival: IncomingVersion,
-    communicator: WeightGroup | None,
+    communicator: Group | None,
     settings: TransferSettings,
     watch: WaitMonitor,
     window: SegmentReader | None = None,
@@ -56,15 +58,15 @@ def follow(
         if session.shared and window is None:
             raise TransferFailed("the learner's memory can no longer be read from here")
         if arrival.held:
-            lines.say(f"held/{rank}", arrival.held)
-        lines.say(f"ready/{rank}")
-        _wait_for_go(lines, session.timeout_s)
+            lines.note(f"held/{rank}", arrival.held)
+        lines.note(f"ready/{rank}")
+        whole = _wait_for_go(lines, session.timeout_s)
         if session.shared and window is not None:
             digests = _read(lines, session, window, arrival, watch)
         else:
             try:
                 group = group or meet(store, session.session, rank, session.world_size, settings)
-                digests = _take(lines, group, arrival, watch)
+                digests = _take(lines, group, arrival, watch, whole=whole)
             except TransferFailed as error:
                 raise (TransferFailed if watch.reason else PeerLost)(str(error)) from error
         expected = digest or _wait_for_digest(lines, session.timeout_s)
@@ -72,11 +74,12 @@ def follow(
             why = f"digest of version {session.version}: received {received}, offered {expected}; nothing was loaded"
             raise TransferFailed(why)
     except TransferFailed as error:
-        if reachable(session.host, session.port, 1.0):
-            with suppress(TransferFailed):  # perhaps the store failed
-                reason = f"{PEER}{error}" if isinstance(error, PeerLost) else str(error)
-                lines.say(f"ready/{rank}", reason)
-                lines.say(f"done/{rank}", reason)
+        if isinstance(store, BoardClient):
+            store.timeout_s = min(store.timeout_s, LAST_WORDS_S)
+        with suppress(TransferFailed):  # perhaps the learner is gone
+            reason = f"{PEER}{error}" if isinstance(error, PeerLost) else str(error)
+            lines.say(f"ready/{rank}", reason)
+            lines.say(f"done/{rank}", reason)
         if group is not None:
             group.close()
         raise
@@ -84,9 +87,11 @@ def follow(
     return ReceivedVersion(group, received)
 
 
-def _take(lines: StoreMessages, group: WeightGroup, arrival: IncomingVersion, watch: WaitMonitor) -> list[bytes]:
+def _take(
+    lines: StoreMessages, group: Group, arrival: IncomingVersion, watch: WaitMonitor, *, whole: bool
+) -> list[bytes]:
     """Receive by broadcast; return the digest of each bucket."""
-    incoming = IncomingBuckets(arrival.flat, lines, whole=lines.heard("mode") != CHANGES, base=arrival.base)
+    incoming = IncomingBuckets(arrival.flat, lines, whole=whole, base=arrival.base)
     digests: list[bytes] = [b""] * len(incoming)
 
     def take(index: int) -> None:
@@ -117,12 +122,14 @@ def _read(
     )
 
 
-def _wait_for_go(lines: StoreMessages, timeout_s: float) -> None:
+def _wait_for_go(lines: StoreMessages, timeout_s: float) -> bool:
+    """Return whether everything is sent, instead of changes."""
     answer = lines.wait("go", timeout_s)
     if answer is None:
         raise PeerLost(f"the learner did not start within {timeout_s:g} s")
-    if answer:
+    if answer and answer != CHANGES:
         raise PeerLost(f"the learner cancelled it: {answer}")
+    return not answer
 
 
 def _wait_for_digest(lines: StoreMessages, timeout_s: float) -> str:

@@ -17,10 +17,11 @@ from broker.contract import wire
 from broker.contract.streams import WEIGHTS
 from broker.errors import RequestFailed, TransferFailed
 from broker.jetstream.bus import Bus
+from broker.system.connections import address_towards
 from broker.system.reminders import Reminders
 from broker.weights import fp8
 from broker.weights.adapter import First
-from broker.weights.group import WaitMonitor, WeightGroup, connect_store
+from broker.weights.group import Group, WaitMonitor
 from broker.weights.memory.cuda import device_of
 from broker.weights.memory.devices import SharedDevice
 from broker.weights.memory.shared import LocalLearner, SegmentReader
@@ -108,7 +109,7 @@ class WeightReceiver:
             quantised=quantised,
         )
         self._neighbour, self._lost = LocalLearner(memory or device_of(self._landing.device)), 0
-        self._communicator: WeightGroup | None = None
+        self._communicator: Group | None = None
         self._watch, self._receiving_epoch = WaitMonitor(), 0
         self._changed, self._served = asyncio.Event(), asyncio.Condition()
         self._tasks: ChannelTasks | None = None
@@ -154,6 +155,7 @@ class WeightReceiver:
         if self._communicator is not None:
             closing, self._communicator = self._communicator.close(), None
             await in_thread(lambda: closing.join(1.0), "weights-join")
+        await in_thread(self._questions.disconnect, "weights-disconnect")
 
     # ------------------------------------------------------------------------------------------ offers
 
@@ -257,15 +259,28 @@ class WeightReceiver:
         answer: wire.WeightsSession,
         offer: wire.WeightsOffer,
         arrival: IncomingVersion,
-        communicator: WeightGroup | None,
+        communicator: Group | None,
         watch: WaitMonitor,
         window: SegmentReader | None,
     ) -> ReceivedVersion:
         if arrival.flat.buffer.is_cuda:
             torch.cuda.set_device(arrival.flat.buffer.device)
-        settings = replace(self._settings, backend=offer.backend, timeout_s=answer.timeout_s)
-        store = connect_store(answer.host, answer.port, settings.connect_timeout_s)
-        return follow(store, answer, offer.digest, arrival, communicator, settings, watch, window)
+        try:
+            host = address_towards(answer.host, answer.port)
+        except OSError as error:
+            raise TransferFailed(f"no route to the learner's {answer.host}: {error.strerror}") from None
+        settings = replace(self._settings, backend=offer.backend, host=host, timeout_s=answer.timeout_s)
+        try:
+            store = self._questions.connect(answer)
+        except TransferFailed:
+            if communicator is not None:
+                communicator.close()
+            raise
+        try:
+            return follow(store, answer, offer.digest, arrival, communicator, settings, watch, window)
+        except TransferFailed:
+            store.close()  # a new connection is made: this one may have lost a reply
+            raise
 
     # --------------------------------------------------------------------------------------- snapshots
 

@@ -10,8 +10,8 @@ from broker.errors import RequestFailed, TransferFailed, WireError
 from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import request
 from broker.weights import plan as plans
-from broker.weights.group import connect_store
 from broker.weights.plan import LayoutPlan
+from broker.weights.rendezvous.board_client import BoardClient, KeyPair, RendezvousAddress
 from broker.weights.sender.send import PLAN_KEY
 from broker.weights.sender.weight_responses import JOIN_TIMEOUT_S
 from broker.weights.threads import in_thread
@@ -28,6 +28,8 @@ class WeightRequests:
 
     def __init__(self, bus: Bus, server: str, connect_timeout_s: float) -> None:
         self._bus, self._server, self._connect_timeout_s = bus, server, connect_timeout_s
+        self._epoch, self._keys = -1, KeyPair.make()
+        self._client: BoardClient | None = None
 
     async def join(self, offer: wire.WeightsOffer, mine: LayoutPlan, *, shared: bool = False) -> wire.WeightsSession:
         """Request the offered version.
@@ -39,7 +41,12 @@ class WeightRequests:
             RequestFailed: if there is no response.
         """
         epoch, version, waits_s = offer.epoch, offer.version, JOIN_TIMEOUT_S + MORE_S
-        join = wire.WeightsJoin(server=self._server, epoch=epoch, version=version, plan=mine.digest, shared=shared)
+        if epoch != self._epoch:
+            self.disconnect()
+            self._epoch, self._keys = epoch, KeyPair.make()
+        join = wire.WeightsJoin(
+            server=self._server, epoch=epoch, version=version, plan=mine.digest, key=self._keys.public, shared=shared
+        )
         return await request(self._bus, WEIGHTSYNC, str(epoch), join, timeout_s=waits_s, reply=wire.WeightsSession)
 
     async def explain(self, offer: wire.WeightsOffer, mine: LayoutPlan) -> str:
@@ -53,4 +60,25 @@ class WeightRequests:
             return f"{said}: bucket plan {offer.plan}, here {mine.digest} (names not known: {error})"
 
     def _fetch_plan(self, answer: wire.WeightsSession) -> str:
-        return plans.decoded(connect_store(answer.host, answer.port, self._connect_timeout_s).get(PLAN_KEY))
+        if (text := self.connect(answer).peek(PLAN_KEY)) is None:
+            raise TransferFailed("the learner has no plan")
+        return plans.decoded(text)
+
+    def connect(self, answer: wire.WeightsSession) -> BoardClient:
+        """Return a connection to the learner's rendezvous, the existing one if it is still good; blocks.
+
+        Raises:
+            TransferFailed: if there is no answer.
+        """
+        address = RendezvousAddress(answer.host, answer.port, answer.key)
+        if self._client is None or self._client.lost or self._client.address != address:
+            self.disconnect()
+            self._client = BoardClient(address, self._keys, self._connect_timeout_s)
+        self._client.timeout_s = max(self._connect_timeout_s, answer.timeout_s)
+        return self._client
+
+    def disconnect(self) -> None:
+        """Close the connection."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None

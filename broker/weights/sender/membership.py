@@ -86,12 +86,13 @@ class TransferMembership:
         plan: digest of the bucket plan.
         gather_s: how long to wait for more joins after the first.
         join_ttl_s: age at which a join is forgotten; its server has stopped waiting and asks again.
+        independent: a transfer goes on without members that fail or leave, and the others have the version.
     """
 
-    def __init__(self, epoch: int, plan: str, *, gather_s: float, join_ttl_s: float) -> None:
+    def __init__(self, epoch: int, plan: str, *, gather_s: float, join_ttl_s: float, independent: bool = False) -> None:
         self.epoch, self.plan = epoch, plan
         self.version = -1  # newest on offer
-        self._gather_s, self._join_ttl_s = gather_s, join_ttl_s
+        self._gather_s, self._join_ttl_s, self._independent = gather_s, join_ttl_s, independent
         self._joins: dict[str, float] = {}  # server -> time of its join for the newest version
         self._shared: set[str] = set()  # servers whose last join said that they can read the sender's memory
         self._gathering_since = 0.0
@@ -148,6 +149,8 @@ class TransferMembership:
             self._running.seen.update(alive)
             gone = [server for server in self._running.members if server in self._running.seen and server not in alive]
             self._running.gone.update(gone)
+            if self._independent and set(self._running.members) - self._running.gone:
+                return []
             return [CancelTransfer(f"{', '.join(gone)} went away")] if gone else []
         for server in [server for server, since in self._joins.items() if now - since > self._join_ttl_s]:
             del self._joins[server]
@@ -195,13 +198,19 @@ class TransferMembership:
         if not running.alone and (failed is not None or running.asked_again):
             self._communicator = None
         if failed is None:
-            for server in running.members:
-                self._probation.pop(server, None)
-            if running.version == self.version:
-                self._received.update(running.members)
+            self._served(running.members, running.version)
         elif running.gone or not (ours or running.gives_way):
-            self._suspect(running, running.gone or set(failed), now)
+            blamed = running.gone | set(failed) if self._independent else running.gone or set(failed)
+            self._suspect(running, blamed, now)
+            if self._independent and failed:
+                self._served(set(running.members) - blamed, running.version)
         self._gathering_since = now  # its members are likely to ask again right now
+
+    def _served(self, servers: Collection[str], version: int) -> None:
+        for server in servers:
+            self._probation.pop(server, None)
+        if version == self.version:
+            self._received.update(servers)
 
     def _suspect(self, running: _Running, failed: set[str], now: float) -> None:
         blamed = failed & set(running.members)

@@ -22,18 +22,20 @@ from torch import Tensor
 
 from broker.contract import wire
 from broker.contract.streams import WEIGHTSYNC
-from broker.errors import Fenced, TransferFailed
+from broker.errors import ConfigError, Fenced, TransferFailed
 from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import respond
 from broker.nats.nats_errors import Disconnected
 from broker.nats.subscription import LinkSubscription
 from broker.runtime.presence import Roster
 from broker.weights.bucket_payload import ReferenceBytes
-from broker.weights.group import WaitMonitor, WeightGroup, serve_store
+from broker.weights.group import Group, WaitMonitor
 from broker.weights.memory.devices import SharedDevice
 from broker.weights.memory.shared import segment_of
 from broker.weights.memory.staging import StagingBuffers
 from broker.weights.plan import LayoutPlan
+from broker.weights.rendezvous.board_server import BoardServer
+from broker.weights.sender.admission import Admission
 from broker.weights.sender.membership import Action, CancelTransfer, RefuseJoin, StartTransfer, TransferMembership
 from broker.weights.sender.offers import OfferStore
 from broker.weights.sender.transfer import SentVersion, SessionFailed, TransferSettings, call_off, lead
@@ -91,9 +93,16 @@ class WeightSender:
         self._staging = StagingBuffers(plan, self._device, self._segment)
         self._device = self._segment.device if self._segment is not None else self._device
         self._base = ReferenceBytes(plan, delta_full_every, self._device) if delta_full_every is not None else None
-        self._membership = TransferMembership(epoch, plan.digest, gather_s=gather_s, join_ttl_s=JOIN_TIMEOUT_S)
+        self._membership = TransferMembership(
+            epoch,
+            plan.digest,
+            gather_s=gather_s,
+            join_ttl_s=JOIN_TIMEOUT_S,
+            independent=self._settings.backend == "curve",
+        )
         self._replies = WeightResponses(self._settings)
-        self._communicator: WeightGroup | None = None
+        self._communicator: Group | None = None
+        self._server: BoardServer | None = None
         self._watch = WaitMonitor()
         self._written: tuple[int, wire.Probe] | None = None
         self._written_lock = threading.Lock()
@@ -105,15 +114,23 @@ class WeightSender:
         self._values |= dict.fromkeys(("weights/failures", "weights/communicators", "weights/deltas"), 0.0)
 
     async def start(self) -> None:
-        """Open the rendezvous store and listen for joins.
+        """Open the rendezvous and listen for joins.
 
         Raises:
             Fenced: if a newer epoch has offered weights.
+            ConfigError: if the address or port is not available.
         """
         self._loop = asyncio.get_running_loop()
         await self._offers.begin()
-        self._store, self._replies.port = serve_store(self._settings.host)
-        self._store.set(PLAN_KEY, self.plan.text)
+        try:
+            server = self._server = BoardServer(self._settings.host, self._settings.port)
+        except OSError as error:
+            allowed = f"unavailable at {self._settings.host} ({error.strerror}); give another, or 0"
+            raise ConfigError("train.weights_port", self._settings.port, allowed) from None
+        self._store = server.store(self._settings.connect_timeout_s)
+        self._admission = Admission(server, self._roster)
+        self._replies.port, self._replies.key = server.port, server.key
+        server.keep(PLAN_KEY, self.plan.text.encode())
         self._subscribed = await respond(self._bus, WEIGHTSYNC, str(self.epoch), self._on_join)
         self._tasks = ChannelTasks()
         self._tasks.spawn(self._publish_versions())
@@ -166,6 +183,8 @@ class WeightSender:
         if self._communicator is not None:
             closing, self._communicator = self._communicator.close(), None
             await in_thread(lambda: closing.join(1.0), "weights-join")
+        if self._server is not None:
+            await in_thread(self._server.close, "weights-close")
 
     # ------------------------------------------------------------------------------------------ offers
 
@@ -218,6 +237,8 @@ class WeightSender:
     async def _on_join(self, message: wire.Message) -> wire.Message | None:
         if not isinstance(message, wire.WeightsJoin):
             return None
+        if problem := await self._admission.admit(message):
+            return self._replies.refusal(problem, max(self._membership.version, 0))
         reply = self._replies.expect(message.server)
         self._perform(self._membership.joined(message, time.monotonic()))
         self._poke.set()
@@ -233,6 +254,7 @@ class WeightSender:
             except TimeoutError:
                 pass
             self._poke.clear()
+            self._admission.tick()
             self._perform(self._membership.tick(time.monotonic(), *self._present()))
 
     def _present(self) -> tuple[set[str] | None, set[str] | None]:
@@ -289,7 +311,7 @@ class WeightSender:
         self._membership.ended(time.monotonic(), failed, ours=ours)
         self._poke.set()
 
-    def _send(self, start: StartTransfer, communicator: WeightGroup | None, watch: WaitMonitor) -> SentVersion:
+    def _send(self, start: StartTransfer, communicator: Group | None, watch: WaitMonitor) -> SentVersion:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         try:

@@ -3,8 +3,8 @@
     receiver r                        sender
     held/r  = digest           --->                                 what it holds already, if it knows
     ready/r = "" or a reason   --->
-                               <---   mode = whole or changes       changes: if all hold what the sender's copy says
-                               <---   go = "" or a reason           nobody enters the collective unless all are here
+                               <---   go = "", changes or a reason  nobody enters the collective unless all are here;
+                                                                    changes: if all hold what the sender's copy says
                                <---   size/i = bytes or whole       changes only, before each bucket
     ------- broadcast of the buckets as they are packed, digest pipelined; or, on the sender's host, they are read -----
     ------- where they are packed (broker.weights.memory.shared), by ranks that come after the communicator's      -----
@@ -13,9 +13,11 @@
     done/r  = "" or a reason   --->                                 bytes right, or why not; "peer: ": by another
                                <---   stop = reason                 at any time: leave, ask again
 
-The sender thus knows whom to blame: members that report their own fault, else those that are silent while others report
-a lost peer. A failing member ends the others' wait; only a peer that hangs during the broadcast costs its timeout. All
-functions block and belong in a thread. The receiver's side is ``broker.weights.receiver.follow``.
+By CURVE no member needs another: the sender leaves behind those that fail and finishes with the rest. By gloo and NCCL
+it ends a transfer that lacks a member, and knows whom to blame: members that report their own fault, else those that
+are silent while others report a lost peer. A failing member ends the others' wait; only a peer that hangs during the
+broadcast costs its timeout. All functions block and belong in a thread. The receiver's side is
+``broker.weights.receiver.follow``.
 """
 
 from __future__ import annotations
@@ -24,12 +26,14 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-from torch.distributed import Store  # type: ignore[attr-defined]
-
 from broker.errors import TransferFailed
-from broker.weights.bucket_payload import WHOLE, OutgoingBuckets, ReferenceBytes
-from broker.weights.group import Backend, PeerLost, WaitMonitor, WeightGroup
+from broker.weights.bucket_payload import OutgoingBuckets, ReferenceBytes
+from broker.weights.curve_group import CurveReceiver, CurveSender
+from broker.weights.group import Backend, Group, PeerLost, WaitMonitor, WeightGroup
 from broker.weights.memory.staging import StagedVersion
+from broker.weights.rendezvous.board_client import BoardClient
+from broker.weights.rendezvous.board_request import BoardStore
+from broker.weights.rendezvous.board_server import LearnerStore
 from broker.weights.sender.membership import StartTransfer, parse_session
 from broker.weights.store_messages import STORE_POLL_S, StoreMessages
 
@@ -49,7 +53,8 @@ class TransferSettings:
 
     backend: Backend = "gloo"
     shared: bool = False
-    host: str = "127.0.0.1"  # interface of the weight sockets
+    host: str = "127.0.0.1"  # address of this end's interface, on which the sender listens
+    port: int = 0  # that the sender listens on; 0 takes any free one
     timeout_s: float = 30.0  # time limit for one bucket
     connect_timeout_s: float = 5.0  # time limit for a peer to connect
 
@@ -78,7 +83,7 @@ class SentVersion:
         whole: everything was sent, not only changes.
     """
 
-    communicator: WeightGroup | None
+    communicator: Group | None
     seconds: float
     size_bytes: int
     whole: bool
@@ -88,15 +93,15 @@ class SentVersion:
 class ReceivedVersion:
     """A received version; its communicator, if there was one, can be reused."""
 
-    communicator: WeightGroup | None
+    communicator: Group | None
     digest: str
 
 
 def lead(
-    store: Store,
+    store: BoardStore,
     start: StartTransfer,
     staged: StagedVersion,
-    communicator: WeightGroup | None,
+    communicator: Group | None,
     settings: TransferSettings,
     watch: WaitMonitor,
     base: ReferenceBytes | None = None,
@@ -107,28 +112,34 @@ def lead(
         base: what the members may hold; if all hold it, only changes are sent. It follows what is sent.
 
     Raises:
-        SessionFailed: names the servers at fault; the communicator is closed.
+        SessionFailed: names the servers at fault; the communicator is closed. By CURVE all others have the version.
     """
     lines = StoreMessages(store, start.session, watch)
     group, num_sent = communicator, start.num_sent
     base = base if num_sent else None  # it tracks what the communicator carries
+    lost: dict[str, str] | None = {} if independent(start, settings) else None
     try:
-        _collect(lines, "ready", start, settings.connect_timeout_s)
+        _collect(lines, "ready", start, settings.connect_timeout_s, lost)
         whole = base is None or not base.fits([lines.heard(f"held/{rank}") or "" for rank in range(1, num_sent + 1)])
         if base is not None:
             base.begin()
-        lines.say("mode", WHOLE if whole else CHANGES)
-        lines.say("go")
+        if lost is not None:
+            group = group or meet(store, start, 0, num_sent + 1, settings)
+            assert isinstance(group, CurveSender), "the settings have not changed"
+            group.open(len(staged), lost)
+        lines.say("go", "" if whole else CHANGES)
         started, size_bytes = time.monotonic(), staged.plan.size_bytes
         if num_sent:
             if group is None:
-                group = meet(store, start.session, 0, num_sent + 1, settings)
+                group = meet(store, start, 0, num_sent + 1, settings)
             outgoing = OutgoingBuckets(staged, base, lines, whole=whole)
-            group.broadcast(outgoing, watch, done=outgoing.sent, peek=lambda: _blame(lines, start))
+            group.broadcast(outgoing, watch, done=outgoing.sent, peek=lambda: _blame(lines, start, lost))
             size_bytes = outgoing.size_bytes
         digest = _own_digest(staged, watch, settings.timeout_s)
         lines.say("digest", digest)
-        _collect(lines, "done", start, settings.timeout_s)
+        _collect(lines, "done", start, settings.timeout_s, lost)
+        if lost:
+            raise SessionFailed(_listed(lost), lost)
         seconds = time.monotonic() - started
         if base is not None:
             base.end(digest, whole=whole)
@@ -165,7 +176,7 @@ def _own_digest(staged: StagedVersion, watch: WaitMonitor, timeout_s: float) -> 
     return digest
 
 
-def call_off(store: Store, start: StartTransfer, communicator: WeightGroup | None, reason: str) -> SessionFailed:
+def call_off(store: BoardStore, start: StartTransfer, communicator: Group | None, reason: str) -> SessionFailed:
     """Tell the members that the transfer is cancelled; close the communicator, as its members leave it too."""
     StoreMessages(store, start.session, WaitMonitor()).say("go", reason)
     if communicator is not None:
@@ -173,11 +184,23 @@ def call_off(store: Store, start: StartTransfer, communicator: WeightGroup | Non
     return SessionFailed(reason, {}, ours=True)
 
 
-def meet(store: Store, session: str, rank: int, size: int, settings: TransferSettings) -> WeightGroup:
-    """Create the communicator of a session; rank 0 sends."""
+def independent(start: StartTransfer, settings: TransferSettings) -> bool:
+    """Return whether the members' transfers do not depend on each other."""
+    return settings.backend == "curve" and not start.num_shared
+
+
+def meet(store: BoardStore, start: StartTransfer | str, rank: int, size: int, settings: TransferSettings) -> Group:
+    """Create the communicator of a transfer, of which receivers know the session's name; rank 0 sends."""
+    name = parse_session(start if isinstance(start, str) else start.session)[0]
+    if settings.backend == "curve":
+        if isinstance(start, str):
+            assert isinstance(store, BoardClient), "a receiver is connected to the rendezvous"
+            return CurveReceiver(store, name, settings.timeout_s)
+        assert isinstance(store, LearnerStore), "the sender serves the rendezvous"
+        return CurveSender(store.server, name, start.members[: start.num_sent], settings.timeout_s)
     return WeightGroup(
         store,
-        parse_session(session)[0],
+        name,
         rank,
         size,
         backend=settings.backend,
@@ -187,13 +210,21 @@ def meet(store: Store, session: str, rank: int, size: int, settings: TransferSet
     )
 
 
-def _collect(lines: StoreMessages, word: str, start: StartTransfer, timeout_s: float) -> None:
-    """Wait until every member has sent the word, while those that read report progress."""
+def _collect(
+    lines: StoreMessages, word: str, start: StartTransfer, timeout_s: float, lost: dict[str, str] | None = None
+) -> None:
+    """Wait until every member has sent the word, while those that read report progress.
+
+    Args:
+        lost: members to go on without; those that do not send it are added. None: one failure ends the transfer.
+    """
     deadline = time.monotonic() + timeout_s
     wrong: dict[str, str] = {}
     readers = range(start.num_sent + 1, len(start.members) + 1)
     at: dict[int, str | None] = {rank: lines.heard(f"at/{rank}") for rank in readers}
     for rank, server in enumerate(start.members, 1):
+        if lost is not None and server in lost:
+            continue
         answer = None
         while answer is None and (left_s := deadline - time.monotonic()) > 0:
             answer = lines.wait(f"{word}/{rank}", min(left_s, SAY_EVERY_S))
@@ -204,12 +235,21 @@ def _collect(lines: StoreMessages, word: str, start: StartTransfer, timeout_s: f
             wrong[server] = f"not {word} within {timeout_s:g} s"
         elif answer:
             wrong[server] = answer
-    _fail(wrong)
+    if lost is None:
+        _fail(wrong)
+        return
+    lost |= wrong
+    if len(lost) == len(start.members):
+        raise SessionFailed(_listed(lost), lost)
+
+
+def _listed(wrong: dict[str, str]) -> str:
+    return "; ".join(f"{server}: {reason}" for server, reason in wrong.items())
 
 
 def _fail(wrong: dict[str, str]) -> None:
     """End a transfer in which members report faults."""
-    text = "; ".join(f"{server}: {reason}" for server, reason in wrong.items())
+    text = _listed(wrong)
     if own := {server: reason for server, reason in wrong.items() if not reason.startswith(PEER)}:
         raise SessionFailed(text, own)
     if wrong:
@@ -233,6 +273,10 @@ def _said(lines: StoreMessages, start: StartTransfer, first: int | None = None) 
     return {server: answer for server, answer in answers.items() if answer}
 
 
-def _blame(lines: StoreMessages, start: StartTransfer) -> None:
-    """End a broadcast that lacks a member; a member that reads does not need it."""
-    _fail(_said(lines, start, start.num_sent))
+def _blame(lines: StoreMessages, start: StartTransfer, lost: dict[str, str] | None) -> None:
+    """End a broadcast that lacks a member, or go on without it; a member that reads does not need it."""
+    said = _said(lines, start, start.num_sent)
+    if lost is None:
+        _fail(said)
+    else:
+        lost |= {server: reason for server, reason in said.items() if server not in lost}

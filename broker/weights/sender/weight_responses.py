@@ -18,11 +18,12 @@ class WeightResponses:
     """The open requests, one per server.
 
     Attributes:
-        port: of the rendezvous store.
+        port: of the rendezvous.
+        key: its public CURVE key.
     """
 
     def __init__(self, settings: TransferSettings) -> None:
-        self._settings, self.port = settings, 0
+        self._settings, self.port, self.key = settings, 0, ""
         self._open: dict[str, Reply] = {}
 
     def expect(self, server: str) -> Reply:
@@ -52,7 +53,11 @@ class WeightResponses:
 
     def refuse(self, server: str, reason: str, version: int) -> None:
         """Refuse a server's request."""
-        self._answer(server, self._session(reason, version, rank=0, world_size=1, error=reason))
+        self._answer(server, self.refusal(reason, version))
+
+    def refusal(self, reason: str, version: int) -> wire.WeightsSession:
+        """Return a refusing response."""
+        return self._session(reason, version, rank=0, world_size=1, error=reason)
 
     def refuse_all(self, reason: str, version: int) -> None:
         """Refuse all open requests."""
@@ -73,6 +78,7 @@ class WeightResponses:
             world_size=world_size,
             host=self._settings.host,
             port=self.port,
+            key=self.key,
             version=version,
             timeout_s=self._settings.timeout_s,
             error=error,

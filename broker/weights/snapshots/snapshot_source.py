@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
 from broker.errors import TransferFailed, UserError, WireError
+from broker.system.connections import is_loopback
 from broker.weights.digest import BucketDigest, combine
 from broker.weights.group import WaitMonitor
 from broker.weights.memory.staging import FlatBuffer
@@ -48,6 +49,9 @@ class SnapshotSource:
             if not known or self._url.query or self._url.username:
                 why = f"snapshot {where!r} is not allowed; a folder, or http://host:port/path without user and query"
                 raise UserError(why)
+            if self._url.scheme == "http" and not is_loopback(self._url.hostname or ""):
+                why = "to other hosts only https://, because http proves neither the sender nor the bytes"
+                raise UserError(f"snapshot {where!r} is not allowed; {why}")
 
     def newest(self) -> SnapshotManifest | None:
         """Return the newest manifest, None without one.

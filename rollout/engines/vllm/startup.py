@@ -180,6 +180,8 @@ def _environment(config: EngineConfig, folder: Path, *, on_cpu: bool) -> None:
     """Set vLLM's environment variables for this process and its workers, except those that the user has set."""
     # Forking a process with threads may hang, so vLLM's processes are spawned.
     defaults = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    # its workers are on this host; by default it would listen at the address that reaches the Internet
+    defaults |= {"VLLM_HOST_IP": "127.0.0.1", "VLLM_LOOPBACK_IP": "127.0.0.1"}
     if on_cpu:
         defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         if config.section.num_threads:

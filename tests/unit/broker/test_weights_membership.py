@@ -22,7 +22,7 @@ GATHER_S, TTL_S = 0.5, 5.0
 
 
 def join(server: str, version: int, *, epoch: int = 1, plan: str = "p", shared: bool = False) -> wire.WeightsJoin:
-    return wire.WeightsJoin(server=server, epoch=epoch, version=version, plan=plan, shared=shared)
+    return wire.WeightsJoin(server=server, epoch=epoch, version=version, plan=plan, key="k" * 40, shared=shared)
 
 
 def make(version: int = 1) -> TransferMembership:
@@ -60,6 +60,21 @@ def test_same_members_use_the_communicator_again() -> None:
         sessions.append((start.session, start.fresh))
         state.ended(0.0, None)
     assert sessions == [("1-1.0", True), ("1-1.1", False), ("1-2.0", True), ("1-2.1", False), ("1-3.0", True)]
+
+
+def test_independent_members_are_not_ended_by_one_that_leaves_or_fails() -> None:
+    state = TransferMembership(1, "p", gather_s=GATHER_S, join_ttl_s=TTL_S, independent=True)
+    state.offered(1)
+    for server in "abc":
+        state.joined(join(server, 1), 0.0)
+    (start,) = state.tick(0.0, set("abc"), set("abc"))
+    assert isinstance(start, StartTransfer)
+    assert state.tick(1.0, set(), {"a", "b"}) == []
+    state.ended(2.0, {"c", "b"})  # c went away, b failed, a has the version
+    for server in "ab":
+        state.joined(join(server, 1), 2.0)
+    assert state.tick(2.0, {"a"}, {"a", "b"}) == [StartTransfer("1-2.0", 1, ("a",), fresh=True)]  # b is on probation
+    assert state.tick(3.0, set(), set()) == [CancelTransfer("a went away")]  # nobody is left
 
 
 def test_who_reads_the_senders_memory_is_in_no_communicator_and_ends_none() -> None:

@@ -66,6 +66,11 @@ def merged(**sections: Any) -> dict[str, Any]:
             "null without train.weights_snapshot_every",
         ),
         (
+            {"train": {"weights_snapshot_cert": "cert.pem"}},
+            "train.weights_snapshot_cert",
+            "null, or set together with train.weights_snapshot_key and train.weights_snapshot_port",
+        ),
+        (
             {"train": {"micro_batch_tokens": 255}},
             "train.micro_batch_tokens",
             "at least domains.lake.max_context_tokens, which is 256",

@@ -1,0 +1,1 @@
+"""Hosts on one machine: network namespaces on a bridge, and a slow link between two of them."""
