@@ -42,10 +42,11 @@ class TemplateRules:
 
     def _start(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a first user message with system prompt and generation prompt."""
-        return tuple(self._tokenizer.encode(self._render([_user(text)])))
+        return tuple(self._tokenizer.encode(self._render([_user(self._tokenizer.shield(text))])))
 
     def _delta(self, text: str, role: Role = "user") -> tuple[int, ...]:
         """Return the tokens after a turn of the policy: its end, the user or tool message, the generation prompt."""
+        text = self._tokenizer.shield(text)
         return tuple(self._tokenizer.encode(self._tail(text, self._system) if role == "user" else self._answer(text)))
 
     def calls(self, text: str) -> list[ToolCall]:

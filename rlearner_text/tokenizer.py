@@ -17,6 +17,7 @@ import tokenizers
 from broker.errors import ConfigError
 from rlearner_text.chat_template import Chat, ChatTemplate, find_template
 from rlearner_text.hub import read_json, tokenizer_folder
+from rlearner_text.special_text import encode_parts, shielder
 from rlearner_text.transformers_import import import_transformers
 
 _SHORT: Final = 16  # tokens; decoded short texts are cached, because the answers of many episodes repeat
@@ -31,6 +32,7 @@ class _Backend(Protocol):
     def token_id(self, token: str) -> int | None: ...
     def size(self) -> int: ...
     def vocabulary(self) -> dict[str, int]: ...
+    def special(self) -> list[str]: ...
 
 
 class _Fast:
@@ -62,6 +64,9 @@ class _Fast:
     def vocabulary(self) -> dict[str, int]:
         return dict(self._tokenizer.get_vocab(with_added_tokens=True))
 
+    def special(self) -> list[str]:
+        return [one.content for one in self._tokenizer.get_added_tokens_decoder().values() if one.special]
+
 
 class _Auto:
     """transformers' AutoTokenizer, for folders without a tokenizer.json."""
@@ -92,6 +97,10 @@ class _Auto:
     def vocabulary(self) -> dict[str, int]:
         return dict(self._tokenizer.get_vocab())
 
+    def special(self) -> list[str]:
+        added = [str(one) for one in self._tokenizer.added_tokens_decoder.values() if one.special]
+        return [*added, *self._tokenizer.all_special_tokens]
+
 
 class Tokenizer:
     """Converts text to token ids and back, and knows the model's chat template and end tokens.
@@ -113,6 +122,7 @@ class Tokenizer:
         )
         self._special = _named_tokens(config, read_json(folder / "special_tokens_map.json", name, key, missing_ok=True))
         self._template_source = find_template(folder, config, name)
+        self._shield = shielder([*self._backend.special(), *self._special.values()])
         self.vocab_size = self._backend.size()
         self._decode_short = lru_cache(maxsize=_SHORT_KEPT)(self._backend.decode)
         self.eos_token_ids = self._find_eos(folder)
@@ -129,8 +139,15 @@ class Tokenizer:
         return cls(tokenizer_folder(str(path), key), str(path), trust_remote_code=trust_remote_code, key=key)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of the text alone; special tokens spelled out in it are recognised."""
-        return self._backend.encode(text)
+        """Return the token ids of the text alone; special tokens spelled out in it are recognised, unless shielded."""
+        return encode_parts(text, self._backend.encode)
+
+    def shield(self, text: str) -> str:
+        """Return untrusted text marked so that ``encode`` gives no special token for what it spells out.
+
+        Text that spells no special token returns unchanged. The marks are for ``encode`` only.
+        """
+        return self._shield(text)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of the token ids."""

@@ -8,6 +8,7 @@ import sys
 from typing import Final, TextIO
 
 from broker.errors import UserError
+from broker.system.visible_text import visible
 
 log = logging.getLogger(__name__)
 _identity = {"run": "-", "role": "-", "id": "-"}
@@ -24,10 +25,13 @@ class LineFormatter(logging.Formatter):
         super().__init__(datefmt=None)
         self.default_time_format = "%Y-%m-%d %H:%M:%S"
 
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record), newlines=True)
+
     def formatMessage(self, record: logging.LogRecord) -> str:
         given = {key: value for key, value in vars(record).items() if key not in _STANDARD}
         below = given.pop(TRACEBACK, "")
-        extras = [f"{key}={value}" for key, value in given.items()]
+        extras = [visible(f"{key}={value}") for key, value in given.items()]
         message = " ".join(record.getMessage().splitlines())
         line = " ".join([self.formatTime(record), record.levelname, *_identity.values(), message, *extras])
         return f"{line}\n{below}" if below else line
@@ -81,7 +85,7 @@ def apply(options: argparse.Namespace) -> None:
 
 def say_error(text: str) -> None:
     """Print ``error: …`` to stderr, and log it to the log file if there is one."""
-    print(f"error: {text}", file=sys.stderr)
+    print(f"error: {visible(text, newlines=True)}", file=sys.stderr)
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.FileHandler):
             handler.handle(log.makeRecord(log.name, logging.ERROR, __file__, 0, text, (), None))

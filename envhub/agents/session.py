@@ -23,6 +23,7 @@ from rlearner_text.openai.generation import REPLY_ID_CHARS
 from rlearner_text.openai.http_errors import HttpError
 from rlearner_text.openai.request_bodies import ChatBody, ChatMessage, CompletionBody, GenerationBody
 from rlearner_text.openai.token_events import TokenEvent, TokenListener
+from rlearner_text.special_text import shield_values
 from rlearner_text.tokenizer import Tokenizer
 
 AGAIN_AT_ONCE = 503  # the openai client retries after this status
@@ -96,14 +97,16 @@ class AgentSession:
 
     def _rendered(self, body: ChatBody) -> str:
         """Return the prompt's text; turns with unchanged tool calls appear as they were sampled."""
-        messages = [self._as_said(message, body.most_calls) for message in body.messages]
+        shield = self._means.tokenizer.shield
+        plain = [_shielded(shield, message) for message in body.messages]
+        messages = [self._as_said(one, body.most_calls, other) for one, other in zip(body.messages, plain, strict=True)]
+        tools = shield_values(shield, body.offered)
         try:
-            return self._means.tokenizer.render_chat(messages, tools=body.offered)
+            return self._means.tokenizer.render_chat(messages, tools=tools)
         except ConfigError:  # some templates need the calls that a tool answers
-            return self._means.tokenizer.render_chat([message.plain() for message in body.messages], tools=body.offered)
+            return self._means.tokenizer.render_chat(plain, tools=tools)
 
-    def _as_said(self, message: ChatMessage, most_calls: int | None) -> dict[str, Any]:
-        plain = message.plain()
+    def _as_said(self, message: ChatMessage, most_calls: int | None, plain: dict[str, Any]) -> dict[str, Any]:
         if message.role == "assistant" and message.tool_calls:
             prefix = message.tool_calls[0].id[: len(tool_calls.prefix_of("x" * REPLY_ID_CHARS, 0))]
             if (text := self._said.get(prefix)) is not None:
@@ -205,3 +208,9 @@ def _ends(tokenizer: Tokenizer) -> tuple[Sequence[int], Sequence[int]]:
     except ConfigError:  # the template shows old turns differently from new ones, so nothing is joined
         return (), tokenizer.eos_token_ids
     return rules.closing, rules.stop_token_ids
+
+
+def _shielded(shield: Callable[[str], str], message: ChatMessage) -> dict[str, Any]:
+    # An assistant message repeats sampled text, whose special tokens the record has to find again.
+    plain: dict[str, Any] = message.plain()
+    return plain if message.role == "assistant" else shield_values(shield, plain)

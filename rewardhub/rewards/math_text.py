@@ -21,7 +21,7 @@ _NUMBER: Final = re.compile(
 )
 # A single letter after a number is a variable, a word is a unit.
 _NUMBER_WITH_UNIT: Final = re.compile(
-    r"[-+−]?\s*(?:\\?[$€£¥])?\s*-?[\d,]*\.?\d+"
+    r"[-+−]?\s*+(?:\\?[$€£¥])?\s*+-?(?:[\d,]*+\.\d++|[\d,]*+(?<=\d))"
     r"(?:\s*%|\s*(?:km|cm|mm|kg|mg|lbs?|oz|ft|hr|ml|mph|°[CF]?)\b[/a-z²³]*|\s+(?P<word>[A-Za-z]{3,})[A-Za-z.,/ ]*)",
     re.IGNORECASE,
 )
@@ -174,7 +174,7 @@ def to_latex(text: str) -> str:
     if "\\" not in text:
         text = _POWER.sub(lambda found: "^{" + (found[2] or found[1]) + "}", text).replace("**", "^")
         text = _BARE_FUNCTION.sub(r"\\\1 ", text)
-        text = re.sub(r"\s+(?:and|or)\s+", ", ", text)
+        text = re.sub(r"(?<!\s)\s++(?:and|or)\s+", ", ", text)
     text = text.replace("−", "-").replace("·", "\\cdot ").replace("×", "\\times ")
     text = re.sub(r"√\s*\(([^()]*)\)|√\s*(\w+)", lambda found: "\\sqrt{" + (found[1] or found[2]) + "}", text)
     return imaginary(text)

@@ -61,6 +61,7 @@ class ScoringModel:
     def tokens(self, prompt: str, response: str) -> tuple[list[int], bool]:
         """Return the token ids of question and response, and whether the beginning was cut off."""
         args = self._args
+        prompt, response = self._tokenizer.shield(prompt), self._tokenizer.shield(response)
         if self._converses:
             system = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
             chat = [*system, {"role": "user", "content": prompt}, {"role": "assistant", "content": response}]

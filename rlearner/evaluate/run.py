@@ -27,6 +27,7 @@ from broker.runtime.process import Stop, Stopped
 from broker.server.private_server import BrokerServer
 from broker.settings.config import PRIVATE_STORE_GIB, BrokerSection
 from broker.settings.runspec import domains, publish_runspec, section
+from broker.system.visible_text import visible
 from learner.config import EvalSection
 from learner.disk_retry import DiskRetry
 from learner.evaluation.evaluation import Evaluation, EvaluationQueue
@@ -71,7 +72,7 @@ async def evaluate(config: dict[str, Any], model: str, stop: Stop, *, gpus: str,
         raise UserError(f"no task could be measured; see {folder / 'logs'}")
     result = result_of(completed[0], model, time.monotonic() - began)
     (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(result) if as_json else report(result, folder))
+    print(json.dumps(result) if as_json else visible(report(result, folder), newlines=True))
 
 
 def _found(model: str) -> str:
@@ -131,7 +132,7 @@ async def wait_until_measured(
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.asked.wait(), LOOK_EVERY_S)
             for event in fleet.watch():
-                print(event, file=sys.stderr)
+                print(visible(str(event)), file=sys.stderr)
             done = total - len(asked.waiting)
             bar.update(line, completed=done)
             if bar.disable and not quiet and done / total >= said + SAY_EVERY:

@@ -12,6 +12,7 @@ from typing import Final
 from broker.contract.streams import SAMPLES
 from broker.errors import LostState
 from broker.jetstream.bus import Bus
+from broker.system.visible_text import visible
 from learner.run_folder import connect_run, find_run
 from rlearner.audit import tap_records
 from rlearner.audit.report import AuditReport
@@ -74,7 +75,7 @@ def _print(report: AuditReport, run: str, *, as_json: bool) -> None:
     for name in ("tickets", "trained", "filtered", "dropped", "dead", "open", "lost", "trained_twice", "not_archived"):
         print(f"  {name:14}{figures[name]}")
     for note in report.notes:
-        print(f"  {note}")
+        print(visible(f"  {note}"))
     for problem in report.problems:
-        print(f"PROBLEM: {problem}")
+        print(visible(f"PROBLEM: {problem}"))
     print("ok" if report.ok else f"NOT OK: {len(report.problems)} problems")

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from broker.errors import UserError
 from broker.settings.runspec import load, validate
+from broker.system.visible_text import visible
 from learner.reporting.metrics import read_lines
 from learner.run_folder import RunPlace, find_run
 from rlearner.replay.compare import ReplayComparison
@@ -32,7 +33,7 @@ async def replay_run(options: argparse.Namespace) -> int:
 
     def say(text: str) -> None:
         if not options.json:
-            print(text, flush=True)
+            print(visible(text, newlines=True), flush=True)
 
     check = ReplayComparison(place.folder)
     with ExitStack() as stack:

@@ -14,6 +14,7 @@ from broker.contract.streams import SAMPLES
 from broker.errors import ConfigError, UserError
 from broker.jetstream.bus import LogRecord
 from broker.jetstream.stored_message import peek
+from broker.system.visible_text import visible, visible_json
 from learner.credit import archive
 from learner.reporting.transcripts import decode, load_tokenizer
 from learner.run_folder import RunPlace, connect_run, find_run
@@ -36,7 +37,7 @@ async def show_run(options: argparse.Namespace) -> int:
         raise UserError(f"ticket {options.group} has no group: {reason}, {detail}")
     tokenizer, found["tokenizer"] = load_tokenizer(place.config, place.folder)
     found["trajectories"] = [trajectory_of(one, tokenizer) for one in _chosen(record.message, options.episode)]
-    print(json.dumps(found, ensure_ascii=False) if options.json else "\n".join(text_of(found, options.tokens)))
+    print(visible_json(found) if options.json else visible("\n".join(text_of(found, options.tokens)), newlines=True))
     return 0
 
 

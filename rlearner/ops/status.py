@@ -21,6 +21,7 @@ from broker.errors import UserError
 from broker.jetstream.bus import Bus
 from broker.nats.nats_errors import ApiError
 from broker.runtime.presence import CENSUS_S, census, display_name
+from broker.system.visible_text import visible
 from learner.checkpoints import checkpoint
 from learner.credit import ledger_file, ledger_segments
 from learner.reporting.metrics import read_lines
@@ -45,7 +46,8 @@ async def show_status(options: argparse.Namespace) -> int:
         print(json.dumps(found))
     else:
         lines = text_of(found, time.time())
-        print("\n".join(wrapped(lines, shutil.get_terminal_size().columns) if sys.stdout.isatty() else lines))
+        lines = wrapped(lines, shutil.get_terminal_size().columns) if sys.stdout.isatty() else lines
+        print(visible("\n".join(lines), newlines=True))
     return 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from broker.contract.streams import SAMPLES
 from broker.errors import UserError
 from broker.jetstream.bus import LogRecord
 from broker.jetstream.stored_message import peek
+from broker.system.visible_text import visible, visible_json
 from learner.credit import archive, ledger_file, ledger_segments
 from learner.reporting.metrics import read_lines
 from learner.run_folder import RunPlace, connect_run, find_run
@@ -30,7 +30,7 @@ async def trace_run(options: argparse.Namespace) -> int:
         found["step_time"] = _step_time(place.folder, found["step"])
     if record is not None:
         found |= describe(record)
-    print(json.dumps(found, ensure_ascii=False) if options.json else "\n".join(text_of(found)))
+    print(visible_json(found) if options.json else visible("\n".join(text_of(found)), newlines=True))
     return 0
 
 

@@ -26,6 +26,7 @@ from broker.server.private_server import BrokerServer
 from broker.server.server_supervisor import ServerSupervisor
 from broker.settings.config import PRIVATE_STORE_GIB, BrokerSection
 from broker.settings.runspec import section
+from broker.system.visible_text import visible
 from learner.checkpoints.checkpoint import newest_checkpoint
 from learner.config import EvalSection, TrainSection
 from learner.prepare import nothing_left, refuse_fewer_steps, run_folder
@@ -163,7 +164,7 @@ async def _show(
                 if failed := board.failures.news(time.monotonic(), fleet.logs):
                     lines.append(failed)
                 for line in [*happened, *lines]:
-                    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {line}", flush=True)
+                    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {visible(line, newlines=True)}", flush=True)
         listening.cancel()
         if listening.done() and not listening.cancelled() and (error := listening.exception()):
             raise error

@@ -13,6 +13,7 @@ from rlearner_text.openai.answer_store import AnswerStore
 from rlearner_text.openai.http_errors import HttpError
 from rlearner_text.openai.request_bodies import ChatBody, CompletionBody, GenerationBody
 from rlearner_text.openai.token_events import TokenListener
+from rlearner_text.special_text import shield_values
 from rlearner_text.tokenizer import Tokenizer
 
 
@@ -95,5 +96,7 @@ class SingleKeyBackend:
         return [await asyncio.to_thread(encode, one) if isinstance(one, str) else one for one in body.prompts()]
 
     def _encoded(self, body: ChatBody) -> list[int]:
-        messages = [one.plain() for one in body.messages]
-        return self._tokenizer.encode(self._tokenizer.render_chat(messages, tools=body.offered))
+        shield = self._tokenizer.shield
+        messages = [shield_values(shield, one.plain()) for one in body.messages]
+        tools = shield_values(shield, body.offered)
+        return self._tokenizer.encode(self._tokenizer.render_chat(messages, tools=tools))

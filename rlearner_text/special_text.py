@@ -1,0 +1,39 @@
+"""Marks special tokens that untrusted text spells out, so that the tokenizer reads them as plain text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+CUT: Final = "\U0010fffe"  # a noncharacter, which Unicode reserves for use inside a program
+
+
+def shielder(special: Iterable[str]) -> Callable[[str], str]:
+    """Return a function that puts ``CUT`` after the first character of every special token in a text.
+
+    Overlapping spellings are all cut. A token of one character cannot be cut and stays as it is.
+    """
+    spelled = sorted({re.escape(token) for token in special if len(token) > 1}, key=len, reverse=True)
+    if not spelled:
+        return lambda text: text
+    pattern = re.compile(f"(?=(?:{'|'.join(spelled)}))(.)", re.DOTALL)
+    return lambda text: pattern.sub(rf"\1{CUT}", text)
+
+
+def shield_values(shield: Callable[[str], str], value: Any) -> Any:
+    """Return a JSON value with every string in it shielded, keys included."""
+    if isinstance(value, str):
+        return shield(value)
+    if isinstance(value, dict):
+        return {shield_values(shield, key): shield_values(shield, one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [shield_values(shield, one) for one in value]
+    return value
+
+
+def encode_parts(text: str, encode: Callable[[str], list[int]]) -> list[int]:
+    """Return the token ids of a text, encoding the parts between its cuts apart; the cuts themselves vanish."""
+    if CUT not in text:
+        return encode(text)
+    return [token for part in text.split(CUT) if part for token in encode(part)]
