@@ -21,17 +21,20 @@ from envhub.envs import agent as agent_env
 from envhub.envs.agent import AgentArgs
 from envhub.task import EpisodeFailed, EpisodeResult, EpisodeTask
 from rlearner_text.openai.backends import ApiBackend
+from rlearner_text.openai.connections import Limits
 from rlearner_text.openai.server import HttpServer
 from rlearner_text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+AGENT_LIMITS = Limits(total=8192, per_peer=8192)  # all agents of a hub have the same address
 
 
 class AgentRunner:
     """The endpoint of one hub and its episodes; ``tokenizer`` is that of the policy."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._server = HttpServer(tokenizer, self._desk, lambda: ("serving", -1))
+        self._server = HttpServer(tokenizer, self._desk, lambda: ("serving", -1), AGENT_LIMITS)
         self._sessions: dict[str, AgentSession] = {}  # by key
         self._starting = asyncio.Lock()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import time
@@ -16,6 +17,7 @@ from broker.contract import wire
 from rlearner_text.openai import api_keys
 from rlearner_text.openai.answer_store import Item
 from rlearner_text.openai.backends import ApiBackend, GenerateHandler, ServedModel, SingleKeyBackend
+from rlearner_text.openai.connections import Connections, LimitedHandler, Limits, arrived, read_body
 from rlearner_text.openai.generation import FAILED, generate
 from rlearner_text.openai.http_errors import HttpError
 from rlearner_text.openai.request_bodies import COMPLETION_TOKENS, ChatBody, CompletionBody, parse
@@ -25,9 +27,12 @@ from rlearner_text.openai.sse_chunks import ChatFormat
 from rlearner_text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+access = logging.getLogger(f"{__name__}.access")
 
 CLOSE_S: Final = 2.0  # for unfinished answers when the server closes
 RETRY_AFTER_S: Final = "1"
+PATH_CHARACTERS: Final = 200  # of a path in the access log
+BACKLOG: Final = 1024  # connections that wait to be accepted, as many as a flood of half-open ones brings
 Desk = Callable[[str | None], ApiBackend | None]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -56,15 +61,20 @@ class HttpServer:
         tokenizer: of the model served.
         desk: returns the backend for an Authorization header; None if the key is missing or wrong.
         health: returns the state, for example ``serving``, and the policy version.
+        limits: of connections.
 
     Attributes:
         address: for example ``http://127.0.0.1:8000/v1``; set once started.
     """
 
-    def __init__(self, tokenizer: Tokenizer, desk: Desk, health: Callable[[], tuple[str, int]]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, desk: Desk, health: Callable[[], tuple[str, int]], limits: Limits | None = None
+    ) -> None:
         self._tokenizer, self._desk, self._health_of = tokenizer, desk, health
         self._began = int(time.time())
+        self._connections = Connections(limits or Limits())
         self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
         self._taken: socket.socket | None = None
         self.address = ""
 
@@ -115,12 +125,19 @@ class HttpServer:
             app, handler_cancellation=True, access_log=None, logger=_connections, shutdown_timeout=CLOSE_S
         )
         await self._runner.setup()
-        await web.SockSite(self._runner, self._taken).start()
-        host, taken = self._runner.addresses[0][:2]
+        server = self._runner.server
+        assert server is not None
+        self._listener = await asyncio.get_running_loop().create_server(
+            lambda: LimitedHandler(server, self._connections, _connections), sock=self._taken, backlog=BACKLOG
+        )
+        host, taken = self._taken.getsockname()[:2]
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{taken}/v1"
 
     async def close(self) -> None:
         """Stop serving; idempotent."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -132,6 +149,18 @@ class HttpServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer a request and write its line in the access log, without query, headers and body."""
+        began, status = time.monotonic(), 499  # the client disconnected, as nginx writes it
+        try:
+            response = await self._answered(request, handler)
+            status = response.status
+            return response
+        finally:
+            arrived(request, busy=False)
+            took, peer = time.monotonic() - began, request.remote
+            access.info("%s %s %s %d %.3f s", peer, request.method, ascii(request.path[:PATH_CHARACTERS]), status, took)
+
+    async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check the key and convert all errors to error answers."""
         try:
             if request.path != "/health":
@@ -178,17 +207,17 @@ class HttpServer:
     # ----------------------------------------------------------------------------------------------- generation
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        body = parse(await request.read(), ChatBody)
+        body = parse(await read_body(request, wire.MAX_PAYLOAD_BYTES), ChatBody)
         made, limit = partial(ChatFormat, body, self._tokenizer), body.max_completion_tokens or body.max_tokens
         return await generate(request, self._desk_of(request), self._tokenizer, body, limit, made)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        body = parse(await request.read(), CompletionBody)
+        body = parse(await read_body(request, wire.MAX_PAYLOAD_BYTES), CompletionBody)
         made, limit = partial(ChatFormat, body, self._tokenizer), body.max_tokens or COMPLETION_TOKENS
         return await generate(request, self._desk_of(request), self._tokenizer, body, limit, made)
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
-        desk, raw = self._desk_of(request), await request.read()
+        desk, raw = self._desk_of(request), await read_body(request, wire.MAX_PAYLOAD_BYTES)
         body = parse(raw, ResponsesBody)
         items = items_of(body, desk.kept)
         chat = chat_of(body, items)
@@ -205,4 +234,7 @@ def _answer(problem: HttpError) -> web.Response:
     headers = {"Retry-After": RETRY_AFTER_S} if problem.status == 503 else {}
     if problem.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return web.json_response(problem.body, status=problem.status, headers=headers)
+    answer = web.json_response(problem.body, status=problem.status, headers=headers)
+    if problem.status in (408, 413):
+        answer.force_close()  # the rest of the body is not read
+    return answer

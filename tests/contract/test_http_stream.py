@@ -236,8 +236,8 @@ async def test_tokens_come_as_they_are_sampled_and_a_client_that_leaves_ends_it(
 
 async def test_a_slow_client_does_not_slow_the_engine(model_path: str) -> None:
     async with api(model_path, delay_s=0.005) as served:
-        for site in cast(Any, served.server)._runner.sites:
-            site._server.sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections inherit it
+        for listener in cast(Any, served.server)._listener.sockets:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections inherit it
         body = json.dumps(
             {"prompt": "a", "n": 16, "max_tokens": 120, "ignore_eos": True, "stream": True, "logprobs": 0}
         ).encode()
