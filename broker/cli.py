@@ -60,6 +60,8 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--port", type=port, default=4222, help="0 picks a free one (%(default)s)")
     serve.add_argument("--bind", default="127.0.0.1", metavar="ADDRESS", help="a loopback address (%(default)s)")
     serve.add_argument("--store", default="runs/broker", metavar="FOLDER", help="folder of the streams (%(default)s)")
+    text = "folder of the keys that may connect, shared by the servers of a cluster (FOLDER.keys of the store)"
+    serve.add_argument("--keys", metavar="FOLDER", help=text)
     text = "largest size of the store (%(default)s)"
     serve.add_argument("--store-max-gib", type=positive, default=8.0, metavar="GIB", help=text)
     serve.add_argument("--sync-always", action="store_true", help="fsync every message before it is confirmed")
@@ -129,6 +131,7 @@ async def operate(options: argparse.Namespace) -> None:
 async def _serve(options: argparse.Namespace, stop: Stop) -> None:
     server = BrokerServer(
         options.store,
+        keys=options.keys,
         port=options.port,
         bind=options.bind,
         sync_always=options.sync_always,

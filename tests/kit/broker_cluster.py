@@ -48,7 +48,11 @@ class ClusterNodes:
             "test", f"n{number}", self._cluster_ports[number], routes, monitor=self._monitor_ports[number]
         )
         server = BrokerServer(
-            str(self._folder / f"n{number}"), port=self.ports[number], binary=self._binary, cluster=cluster
+            str(self._folder / f"n{number}"),
+            keys=str(self._folder / "keys"),
+            port=self.ports[number],
+            binary=self._binary,
+            cluster=cluster,
         )
         server.start()
         self.servers[number] = server
