@@ -70,6 +70,19 @@ def find_login(url: str, role: str, run: str) -> Login:
     return Login()
 
 
+def keys_of(url: str) -> KeyFolder:
+    """Return the folder of keys of a broker of this user.
+
+    Raises:
+        UserError: if there is none.
+    """
+    for server in url.split(","):
+        if (folder := _noted(server)) is not None and folder.is_dir():
+            return KeyFolder(folder)
+    where = "on the machine where it was started, as the same user"
+    raise UserError(f"no keys of a broker at {url.rpartition('@')[2]} on this machine; run this {where}")
+
+
 def client_options(url: str) -> dict[str, str]:
     """Return the arguments with which a plain ``nats.connect`` logs in as the operator; empty without a key."""
     login = find_login(url, OPERATOR, "")
@@ -77,13 +90,20 @@ def client_options(url: str) -> dict[str, str]:
 
 
 def note(url: str, folder: Path) -> None:
-    """Note the folder of keys of a broker of this user."""
+    """Note the folder of keys of a broker of this user.
+
+    Raises:
+        UserError: if the note cannot be written.
+    """
     place = _notes()
-    place.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = place / _name(url)
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    temporary.write_text(f"{folder.absolute()}\n", encoding="utf-8")
-    temporary.replace(file)
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary.write_text(f"{folder.absolute()}\n", encoding="utf-8")
+        temporary.replace(file)
+    except OSError as error:
+        raise UserError(f"cannot write to {place}: {error.strerror}; set XDG_STATE_HOME to a folder of yours") from None
 
 
 def forget(url: str, folder: Path) -> None:

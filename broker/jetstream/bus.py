@@ -15,7 +15,7 @@ from broker.contract.permissions import OPERATOR
 from broker.contract.sizes import HEADER_BYTES, Buffer
 from broker.contract.streams import DEAD, EVALS, RUNS, STREAMS, Stream, StreamKind
 from broker.errors import LostState, TooLarge
-from broker.identity.login import find_login
+from broker.identity.login import Login, find_login
 from broker.jetstream import provision
 from broker.jetstream.ack_progress import AckProgress
 from broker.jetstream.api import StoredEntry, ask, bounds, find
@@ -75,17 +75,25 @@ class Bus:
 
     @classmethod
     async def connect(
-        cls, url: str, run: str, *, name: str, role: str = OPERATOR, deadline_s: float | None = None
+        cls,
+        url: str,
+        run: str,
+        *,
+        name: str,
+        role: str = OPERATOR,
+        login: Login | None = None,
+        deadline_s: float | None = None,
     ) -> Bus:
         """Connect, retrying until the deadline and logging that every few seconds.
 
         Args:
             role: whose permissions to use: a process of the run, or the operator.
+            login: from a join token; None: looked up by the address.
 
         Raises:
             BrokerUnreachable: if no broker answers within ``deadline_s`` (None: no limit), or it refuses the key.
         """
-        link = NatsLink(url, name, partial(find_login, url, role, run))
+        link = NatsLink(url, name, (lambda: login) if login is not None else partial(find_login, url, role, run))
         await link.open(deadline_s)
         if (limit := link.max_payload) < wire.MAX_PAYLOAD_BYTES + HEADER_BYTES:
             log.warning("the broker's max_payload is %d bytes; larger requests fail (set max_payload: 9MB)", limit)

@@ -21,6 +21,8 @@ import uvloop
 from broker.contract import wire
 from broker.contract.streams import CONTROL, RUNS, token
 from broker.errors import ConfigError, LostState, RlearnerError, UserError
+from broker.identity import tokens
+from broker.identity.login import Login
 from broker.jetstream.bus import Bus
 from broker.runtime.member import Member, Stop
 from broker.settings.arguments import positive
@@ -142,6 +144,8 @@ def add_join_options(parser: argparse.ArgumentParser) -> None:
     url, run = os.environ.get("RL_BROKER") or DEFAULT_BROKER, os.environ.get("RL_RUN") or None
     add("--broker", metavar="URL", default=url, help="address of the broker (RL_BROKER, %(default)s)")
     add("--run", metavar="NAME", default=run, help="run to join (RL_RUN, else the only one running)")
+    text = "join token of another host or user, from `rlearner invite`; - reads standard input"
+    add("--join", metavar="FILE", help=text)
     add("--id", metavar="NAME", help="name of this process, unique in the run (generated)")
     add("--connect-deadline", metavar="SECONDS", type=positive, help="time limit for reaching a broker (none)")
     logs.add_options(parser)
@@ -168,8 +172,10 @@ async def join(
         _check_option(name, value)
     logs.identify(role=role, process_id=process_id, run=options.run)
     async with AsyncExitStack() as stack:
-        run = options.run or await unless_stopped(stop, _discover(options, process_id, connected))
-        connecting = Bus.connect(options.broker, run, name=process_id, role=role, deadline_s=options.connect_deadline)
+        url, asked, login = _token(options, role)
+        run: str = asked or await unless_stopped(stop, _discover(options, process_id, connected))
+        deadline_s = options.connect_deadline
+        connecting = Bus.connect(url, run, name=process_id, role=role, login=login, deadline_s=deadline_s)
         bus = await unless_stopped(stop, connecting)
         stack.push_async_callback(bus.close)
         connected()
@@ -211,6 +217,20 @@ async def unless_stopped(stop: Stop, work: Coroutine[Any, Any, T]) -> T:
         for one in (task, asked):
             one.cancel()
         await asyncio.gather(task, asked, return_exceptions=True)
+
+
+def _token(options: argparse.Namespace, role: str) -> tuple[str, str | None, Login | None]:
+    """Return the broker, the run, and the login, if the options have a join token.
+
+    Raises:
+        UserError: if the token cannot be used, or is for another run than --run.
+    """
+    if options.join is None:
+        return options.broker, options.run, None
+    made = tokens.read(options.join, role)
+    if options.run not in (None, made.run):
+        raise UserError(f"--run {options.run}: the token {options.join} is for run {made.run}")
+    return made.broker, made.run, made.login
 
 
 async def _discover(options: argparse.Namespace, name: str, connected: Callable[[], None]) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 from collections.abc import Callable, Coroutine
 from importlib import import_module
 from typing import Any
 
-from broker.runtime.process import Stop, main, unless_stopped
+from broker.identity.tokens import JOINING, duration
+from broker.runtime.process import DEFAULT_BROKER, Stop, main, unless_stopped
 from broker.settings.arguments import natural
 from broker.system.entry import EXIT_STOPPED
 from learner.run_folder import add_broker_options, add_run_options, add_runs_options
@@ -51,6 +53,7 @@ def add_parsers(subparsers: Any) -> None:
     runs = subparsers.add_parser("runs", help=text, description=text)
     add_runs_options(runs)
     runs.set_defaults(run=lambda options: _run("listing:list_runs", options))
+    _add_invitations(subparsers)
     texts = {
         "pause": "take no new work until `rlearner resume`",
         "resume": "continue after a pause",
@@ -60,6 +63,36 @@ def add_parsers(subparsers: Any) -> None:
     for name, text in texts.items():
         parser = _add(subparsers, name, text, "control:set_state")
         parser.add_argument("--reason", default="", help="one line for the processes' logs")
+
+
+def _add_invitations(subparsers: Any) -> None:
+    """Add the commands for join tokens; they need the broker's keys, so its host and user."""
+    url = os.environ.get("RL_BROKER") or DEFAULT_BROKER
+    texts = {
+        "invite": "write a token with which another host or user joins a run",
+        "invited": "list the tokens that the broker accepts",
+        "revoke": "refuse a token from now on and end its connections",
+    }
+    parsers = {}
+    for name, text in texts.items():
+        parser = parsers[name] = subparsers.add_parser(name, help=text, description=text)
+        parser.add_argument("--broker", metavar="URL", default=url, help="address of the broker (RL_BROKER)")
+        parser.set_defaults(run=lambda options, name=name: _run(f"invitations:{name}", options))
+    add = parsers["invite"].add_argument
+    add("role", choices=JOINING, help="what the token's processes do")
+    add("--run", dest="run_name", metavar="NAME", required=True, help="the run")
+    add("--out", metavar="FILE", required=True, help="a new file, which only you can read")
+    text = "until the broker refuses it, for example 30m, 24h or 7d (%(default)s)"
+    add("--expires", type=_duration, default="24h", metavar="TIME", help=text)
+    add("--name", default="", help="by which it can be revoked (generated)")
+    parsers["revoke"].add_argument("name", metavar="NAME", help="as `rlearner invited` shows it")
+
+
+def _duration(text: str) -> float:
+    try:
+        return duration(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _add(subparsers: Any, name: str, text: str, body: str, *, broker: bool = True) -> argparse.ArgumentParser:

@@ -1,0 +1,142 @@
+"""Join tokens: files that let one more host, or another user, join a run as one role."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import stat
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from broker.contract.streams import token
+from broker.errors import ConfigError, UserError
+from broker.identity.key_folder import BrokerUser, KeyFolder
+from broker.identity.keys import Key
+from broker.identity.login import Login
+
+JOINING: Final = ("rollout", "envhub", "rewardhub")  # the roles that join a run; the learner starts it
+SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+MOST_BYTES: Final = 16_384
+
+
+@dataclass(frozen=True)
+class JoinToken:
+    """What a process needs to join a run.
+
+    Attributes:
+        broker: address of the broker.
+        run: the run.
+        role: the only role that it admits.
+        name: by which the operator can revoke it.
+        expires_at: seconds since the epoch, 0: never.
+        seed: the secret half of its key.
+    """
+
+    broker: str
+    run: str
+    role: str
+    name: str
+    expires_at: float
+    seed: str = field(repr=False)
+
+    @property
+    def login(self) -> Login:
+        """The login of this token's key."""
+        return Login(self.role, self.run, self.name, Key(self.seed))
+
+
+def duration(text: str) -> float:
+    """Return the seconds in a text such as ``30m``, ``24h`` or ``7d``.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    found = re.fullmatch(r"(\d{1,6})([smhd])", text)
+    if found is None or not int(found[1]):
+        raise ValueError(f"{text!r} is not allowed; a number with s, m, h or d, for example 24h")
+    return float(int(found[1]) * SECONDS[found[2]])
+
+
+def invite(keys: KeyFolder, broker: str, role: str, run: str, *, name: str = "", expires_s: float) -> JoinToken:
+    """Make a token and let the broker accept its key.
+
+    Args:
+        name: unique among the broker's tokens; empty: the role with a random number.
+        expires_s: seconds until the broker refuses it.
+
+    Raises:
+        UserError: if the name is taken, or the role does not join runs.
+    """
+    if role not in JOINING:
+        raise ConfigError("role", role, f"one of {', '.join(JOINING)}")
+    name = token(name or f"{role}-{secrets.token_hex(3)}", "--name")
+    if any(user.name == name for user in keys.users()):
+        raise UserError(f"--name {name}: the broker already has a token of this name; `rlearner revoke {name}` ends it")
+    key = Key.generate()
+    made = JoinToken(broker, token(run, "--run"), role, name, time.time() + expires_s, key.seed)
+    keys.admit(BrokerUser(key.public, role, run, name, made.expires_at))
+    return made
+
+
+def write(made: JoinToken, path: Path) -> None:
+    """Write a token to a new file that only its owner can read.
+
+    Raises:
+        UserError: if the file exists or cannot be written.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise UserError(f"--out {path}: {error.strerror}") from None
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(made)) + "\n")
+
+
+def read(place: str, role: str) -> JoinToken:
+    """Return the token in a file, or on standard input for ``-``.
+
+    Args:
+        role: of the process that joins.
+
+    Raises:
+        UserError: if it cannot be read, other users can read it, or it is not a valid token for this role.
+    """
+    made = _parse(_content(place), place)
+    if made.role != role:
+        raise UserError(f"--join {place}: this token is for {made.role} {made.name}, not for {role}")
+    if 0 < made.expires_at <= time.time():
+        when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(made.expires_at))
+        raise UserError(f"--join {place}: this token expired at {when}; ask for a new one (rlearner invite {role})")
+    return made
+
+
+def _content(place: str) -> bytes:
+    if place == "-":
+        return sys.stdin.buffer.read(MOST_BYTES + 1)
+    try:
+        with open(place, "rb") as file:
+            if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:
+                raise UserError(f"--join {place}: other users can read this file; run chmod 600 {place}")
+            return file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise UserError(f"--join {place}: {error.strerror}") from None
+
+
+def _parse(data: bytes, place: str) -> JoinToken:
+    wrong = f"--join {place}: this is not a token that `rlearner invite` wrote"
+    try:
+        if len(data) > MOST_BYTES:
+            raise UserError(wrong)
+        fields: Any = msgspec.json.decode(data)
+        made = msgspec.convert(fields, JoinToken, strict=True)
+    except (msgspec.MsgspecError, RecursionError):
+        raise UserError(wrong) from None
+    Key.parse(made.seed, f"--join {place}")
+    return made

@@ -1,0 +1,57 @@
+"""``rlearner invite``, ``invited`` and ``revoke``: who may join a run from another host or as another user."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from broker.errors import UserError
+from broker.identity import tokens
+from broker.identity.login import keys_of
+
+
+async def invite(options: argparse.Namespace) -> int:
+    """Write a join token; print where, and how to use it."""
+    keys = keys_of(options.broker)
+    made = tokens.invite(
+        keys, options.broker, options.role, options.run_name, name=options.name, expires_s=options.expires
+    )
+    path = Path(options.out)
+    try:
+        tokens.write(made, path)
+    except UserError:
+        keys.revoke(next(user for user in keys.users() if user.name == made.name))
+        raise
+    until = time.strftime("%Y-%m-%d %H:%M", time.localtime(made.expires_at))
+    command = "rollout-server" if options.role == "rollout" else options.role
+    print(f"{path}: {made.role} {made.name} of run {made.run}, until {until}; use it: {command} --join {path}")
+    return 0
+
+
+async def invited(options: argparse.Namespace) -> int:
+    """Print the tokens that the broker accepts."""
+    found = [user for user in keys_of(options.broker).users() if user.name]
+    for user in found:
+        until = time.strftime("%Y-%m-%d %H:%M", time.localtime(user.expires_at))
+        print(f"{user.name}  {user.role} of run {user.run}, until {until}")
+    print(f"{len(found)} token{'' if len(found) == 1 else 's'}", file=sys.stderr)
+    return 0
+
+
+async def revoke(options: argparse.Namespace) -> int:
+    """Refuse a token from now on.
+
+    Raises:
+        UserError: if the broker has no token of that name.
+    """
+    keys = keys_of(options.broker)
+    found = [user for user in keys.users() if user.name == options.name]
+    if not found:
+        others = ", ".join(user.name for user in keys.users() if user.name) or "none"
+        raise UserError(f"the broker has no token {options.name!r}; there is {others}")
+    for user in found:
+        keys.revoke(user)
+    print(f"{options.name}: the broker refuses it from now on")
+    return 0

@@ -1,0 +1,202 @@
+"""Join tokens: written by the operator, used by a process without the broker's keys, revoked while it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.contract import wire
+from broker.errors import UserError
+from broker.identity import tokens
+from broker.identity.key_folder import KeyFolder
+from broker.identity.login import find_login, keys_of
+from broker.jetstream.bus import Bus
+from broker.settings.runspec import publish_runspec
+
+
+def rlearner(*arguments: str, url: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rlearner.cli", *arguments, "--broker", url]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """The environment of a user who has no keys of the broker."""
+    return {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
+
+
+def hub(env: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "rewardhub.cli", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env)
+
+
+def read_until(child: subprocess.Popen[str], text: str) -> str:
+    assert child.stderr is not None
+    for line in child.stderr:
+        if text in line:
+            return line
+    raise AssertionError(f"{text} is not in the log")
+
+
+async def _published(bus: Bus) -> None:
+    spec = wire.RunSpec(run=bus.run, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path="")
+    await publish_runspec(bus, spec)
+
+
+async def test_a_token_admits_a_process_until_it_is_revoked(
+    bus: Bus, broker_url: str, tmp_path: Path, elsewhere: dict[str, str]
+) -> None:
+    await _published(bus)
+    out = tmp_path / "hub.token"
+    made = rlearner("invite", "rewardhub", "--run", bus.run, "--out", str(out), "--name", "far", url=broker_url)
+    assert made.returncode == 0, made.stderr
+    assert made.stdout.startswith(f"{out}: rewardhub far of run {bus.run}, until ")
+    assert out.stat().st_mode & 0o777 == 0o600
+    assert json.loads(out.read_text())["seed"] not in made.stdout + made.stderr
+    child = hub(elsewhere, "--join", str(out))
+    try:
+        assert f"joined run {bus.run}" in read_until(child, "joined run")
+        listed = rlearner("invited", url=broker_url)
+        assert f"far  rewardhub of run {bus.run}" in listed.stdout
+        revoked = rlearner("revoke", "far", url=broker_url)
+        assert (revoked.returncode, revoked.stdout) == (0, "far: the broker refuses it from now on\n")
+        assert child.stderr is not None
+        said = child.stderr.read()
+        assert child.wait(timeout=60) == 2
+        errors = [line for line in said.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1
+        assert "refuses the key U" in errors[0]
+        assert errors[0].endswith("it was revoked or has expired")
+        assert "Traceback" not in said
+    finally:
+        child.kill()
+        child.communicate()
+    again = hub(elsewhere, "--join", str(out))
+    assert "refuses the key U" in again.communicate(timeout=60)[1]
+    assert again.returncode == 2
+
+
+async def test_without_a_token_nobody_else_joins(bus: Bus, broker_url: str, elsewhere: dict[str, str]) -> None:
+    await _published(bus)
+    child = hub(elsewhere, "--broker", broker_url, "--run", bus.run)
+    said = child.communicate(timeout=60)[1]
+    assert child.returncode == 2
+    assert said.splitlines()[-1] == (
+        f"error: the broker at {broker_url} requires a login: it was started by another user or on another host; ask "
+        "for a join token (rlearner invite) and pass it with --join"
+    )
+
+
+def test_a_token_that_expires_is_no_longer_rendered(tmp_path: Path) -> None:
+    keys = KeyFolder(tmp_path / "keys")
+    made = tokens.invite(keys, "nats://x:1", "envhub", "demo", expires_s=0.2)
+    text = keys.path / "authorization.conf"
+    public = made.login.key.public if made.login.key else ""
+    assert public in text.read_text()
+    time.sleep(0.3)
+    keys.refresh()
+    assert public not in text.read_text()
+    assert keys.users() == []
+
+
+def token_file(folder: Path, text: str, mode: int = 0o600) -> str:
+    file = folder / "a.token"
+    file.write_text(text)
+    file.chmod(mode)
+    return str(file)
+
+
+def good(**changes: Any) -> str:
+    key = tokens.Key.generate()
+    fields = {"broker": "nats://x:1", "run": "demo", "role": "envhub", "name": "n", "expires_at": 0.0, "seed": key.seed}
+    return json.dumps(fields | changes)
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "says"),
+    [
+        ("", 0o600, "this is not a token that `rlearner invite` wrote"),
+        ("[" * 10_000, 0o600, "this is not a token that `rlearner invite` wrote"),
+        ("x" * 20_000, 0o600, "this is not a token that `rlearner invite` wrote"),
+        (good(expires_at="never"), 0o600, "this is not a token that `rlearner invite` wrote"),
+        (good(seed="SUAAA"), 0o600, "holds no key; expected the seed of a NATS user (it begins with SU)"),
+        (good(role="rewardhub"), 0o600, "this token is for rewardhub n, not for envhub"),
+        (good(expires_at=1.0), 0o600, "expired at 1970-01-01 00:00:01 UTC; ask for a new one (rlearner invite envhub)"),
+        (good(), 0o640, "other users can read this file; run chmod 600 "),
+    ],
+    ids=["empty", "nested", "large", "a wrong type", "no key", "another role", "expired", "readable by others"],
+)
+def test_a_bad_token_is_refused_in_one_line(text: str, mode: int, says: str, tmp_path: Path) -> None:
+    place = token_file(tmp_path, text, mode)
+    with pytest.raises(UserError) as caught:
+        tokens.read(place, "envhub")
+    assert says in str(caught.value)
+    assert str(caught.value).startswith(f"--join {place}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_good_token_is_read(tmp_path: Path) -> None:
+    made = tokens.read(token_file(tmp_path, good()), "envhub")
+    assert (made.broker, made.run, made.role, made.login.inbox) == (
+        "nats://x:1", "demo", "envhub", "_INBOX.envhub.demo.n",
+    )  # fmt: skip
+    assert made.seed not in repr(made) + repr(made.login)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["invite", "envhub", "--run", "demo", "--out", "/nowhere/x"], "--out /nowhere/x: No such file or directory"),
+        (["invite", "envhub", "--run", "a.b", "--out", "x"], "error: --run: 'a.b' is not allowed; use 1-64 letters"),
+        (["invite", "learner", "--run", "demo", "--out", "x"], "invalid choice: 'learner'"),
+        (["invite", "envhub", "--run", "demo", "--out", "x", "--expires", "soon"], "s, m, h or d, for example 24h"),
+        (["revoke", "no-such-token"], "error: the broker has no token 'no-such-token'; there is "),
+    ],
+    ids=["no folder", "a wrong run", "a wrong role", "a wrong time", "an unknown token"],
+)  # fmt: skip
+def test_a_bad_command_line_is_refused_in_one_line(arguments: list[str], says: str, broker_url: str) -> None:
+    before = keys_of(broker_url).users()
+    done = rlearner(*arguments, url=broker_url)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert keys_of(broker_url).users() == before
+
+
+def test_the_name_of_a_token_is_unique(tmp_path: Path) -> None:
+    keys = KeyFolder(tmp_path / "keys")
+    tokens.invite(keys, "nats://x:1", "envhub", "demo", name="a", expires_s=60)
+    with pytest.raises(UserError, match="--name a: the broker already has a token of this name; `rlearner revoke a`"):
+        tokens.invite(keys, "nats://x:1", "rollout", "demo", name="a", expires_s=60)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("1s", 1), ("30m", 1800), ("24h", 86_400), ("7d", 604_800)])
+def test_durations(text: str, seconds: float) -> None:
+    assert tokens.duration(text) == seconds
+
+
+def test_commands_for_keys_need_the_broker_of_this_user(tmp_path: Path) -> None:
+    done = rlearner("invited", url="nats://127.0.0.1:9")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: no keys of a broker at nats://127.0.0.1:9 on this machine; run this on the machine where it was "
+        "started, as the same user\n"
+    )
+
+
+def test_the_folder_of_keys_is_refused_if_others_can_enter(tmp_path: Path, broker_url: str) -> None:
+    folder = tmp_path / "keys"
+    folder.mkdir(mode=0o755)
+    with pytest.raises(
+        UserError, match=f"the folder of keys {folder} must belong to you alone; run chmod 700 {folder}"
+    ):
+        KeyFolder(folder)
+    assert find_login("nats://127.0.0.1:9", "envhub", "demo").key is None
