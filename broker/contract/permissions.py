@@ -86,8 +86,8 @@ def _publishes(stream: Stream, role: str, run: str) -> list[str]:
     if stream.reads(role) and stream.kind is StreamKind.WORK_QUEUE:
         requests += WORK_QUEUE_READS
         allowed.append(f"$JS.ACK.{stream.stream_name(run)}.>")
-    elif stream.reads(role) and stream.kind in STORED:
-        requests += LOG_READS
+    elif (stream.reads(role) or role == LEARNER) and stream.kind in STORED:
+        requests += LOG_READS  # the learner reads all, to continue where an earlier one ended
     if role == LEARNER and stream.kind in STORED:
         requests += MANAGES
     return allowed + [f"{API}.{one.format(stream.stream_name(run))}" for one in requests]

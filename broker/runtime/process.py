@@ -173,9 +173,10 @@ async def join(
     logs.identify(role=role, process_id=process_id, run=options.run)
     async with AsyncExitStack() as stack:
         url, asked, login = _token(options, role)
-        run: str = asked or await unless_stopped(stop, _discover(options, process_id, connected))
+        if asked is None:
+            asked = await unless_stopped(stop, _discover(options, process_id, connected))
         deadline_s = options.connect_deadline
-        connecting = Bus.connect(url, run, name=process_id, role=role, login=login, deadline_s=deadline_s)
+        connecting = Bus.connect(url, asked, name=process_id, role=role, login=login, deadline_s=deadline_s)
         bus = await unless_stopped(stop, connecting)
         stack.push_async_callback(bus.close)
         connected()
