@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from broker.contract.streams import ROLES, STREAMS, Stream, StreamKind
+from broker.contract.streams import BEST_EFFORT, KV, LAST_VALUE, LOG, REQUEST, ROLES, STREAMS, WORK_QUEUE, Stream
 from broker.errors import ConfigError
 
 LEARNER: Final = "learner"
@@ -28,7 +28,7 @@ MANAGES: Final = (
     *("STREAM.CREATE.{}", "STREAM.INFO.{}", "STREAM.PURGE.{}", "STREAM.MSG.GET.{}", "STREAM.MSG.DELETE.{}"),
     *("CONSUMER.DURABLE.CREATE.{}.*", "CONSUMER.INFO.{}.*", "CONSUMER.LIST.{}"),
 )
-STORED: Final = (StreamKind.WORK_QUEUE, StreamKind.LOG, StreamKind.LAST_VALUE, StreamKind.KV)
+STORED: Final = (WORK_QUEUE, LOG, LAST_VALUE, KV)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def permissions(role: str, run: str, name: str = "") -> Permissions:
     if role == LEARNER:
         publish[f"{API}.INFO"] = None  # how full the store is
     publish[f"{inbox(role, run, name)}.>"] = None  # a link measures its own delay with messages to itself
-    replies = any(stream.kind is StreamKind.REQUEST and stream.reads(role) for stream in STREAMS)
+    replies = any(stream.kind is REQUEST and stream.reads(role) for stream in STREAMS)
     return Permissions(tuple(publish), tuple(subscribe), replies)
 
 
@@ -83,10 +83,10 @@ def _publishes(stream: Stream, role: str, run: str) -> list[str]:
     if stream.writes(role):
         allowed.append(_written(stream, role, run))
         requests += ["STREAM.INFO.{}"] if stream.kind in STORED else []
-    if stream.reads(role) and stream.kind is StreamKind.WORK_QUEUE:
+    if stream.reads(role) and stream.kind is WORK_QUEUE:
         requests += WORK_QUEUE_READS
         allowed.append(f"$JS.ACK.{stream.stream_name(run)}.>")
-    elif (stream.reads(role) or role == LEARNER) and stream.kind in STORED:
+    elif (stream.reads(role) or role == LEARNER) and stream.kind in (LOG, LAST_VALUE, KV):
         requests += LOG_READS  # the learner reads all, to continue where an earlier one ended
     if role == LEARNER and stream.kind in STORED:
         requests += MANAGES
@@ -96,15 +96,15 @@ def _publishes(stream: Stream, role: str, run: str) -> list[str]:
 def _subscribes(stream: Stream, role: str, run: str) -> list[str]:
     if not stream.reads(role):
         return []
-    if stream.kind is StreamKind.KV:
+    if stream.kind is KV:
         return [f"{stream.key_prefix(run)}>"]
-    return [stream.all_subjects(run)] if stream.kind in (StreamKind.REQUEST, StreamKind.BEST_EFFORT) else []
+    return [stream.all_subjects(run)] if stream.kind in (REQUEST, BEST_EFFORT) else []
 
 
 def _written(stream: Stream, role: str, run: str) -> str:
     """Return the subjects that a role writes; where keys name the role, only its own."""
     own = {"role": role, "run": run}
     keys = [own.get(part, "*") for part in stream.key.split(".") if part]
-    if stream.kind is StreamKind.KV:
+    if stream.kind is KV:
         return stream.key_prefix(run) + ".".join(keys)
     return ".".join(["rl", run, stream.name, *keys])
