@@ -12,6 +12,7 @@ Only its owner can enter the folder.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -65,6 +66,7 @@ class KeyFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._read, self._next_expiry = 0, 0.0  # when the users were last read, and when the next one expires
         try:
             for folder in (path, path / "users", path / "servers"):
                 folder.mkdir(mode=0o700, parents=folder == path, exist_ok=True)
@@ -132,6 +134,15 @@ class KeyFolder:
         """Write what the nats-server reads, and reload the servers if that changed, as after an expiry."""
         with self._locked():
             self._reload()
+
+    def expire(self) -> None:
+        """Refuse the keys that have expired since the last call; cheap while no user changes."""
+        changed = (self.path / "users").stat().st_mtime_ns
+        if changed == self._read and time.time() < self._next_expiry:
+            return
+        self._read = changed
+        self._next_expiry = min((user.expires_at for user in self.users() if user.expires_at), default=math.inf)
+        self.refresh()
 
     def _reload(self) -> None:
         text, file = authorization(self.users()), self.path / AUTHORIZATION

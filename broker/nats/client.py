@@ -52,6 +52,11 @@ class GuardedClient(_Client):
             self._pongs[0] = asyncio.get_running_loop().create_future()
         await super()._process_pong()
 
+    def drop_attempt(self) -> None:
+        """Close the socket of an attempt that the server refused, which nats-py 2.16 leaves open."""
+        if not self.is_connected and self._transport is not None:
+            self._transport.close()  # type: ignore[no-untyped-call]
+
     @property
     def has_stopped_reading(self) -> bool:
         """Whether the client reports a connection but no longer reads from it."""

@@ -317,6 +317,7 @@ class NatsLink:
         if self.connected.is_set() or not any(text in error.lower() for text in REFUSALS):
             self._refused_since = 0.0
             return
+        self._client.drop_attempt()
         self._refused_since = self._refused_since or time.monotonic()
         if time.monotonic() - self._refused_since > REFUSED_AFTER_S and not self.refused.done():
             self.refused.set_result(BrokerUnreachable(self._why_refused()))

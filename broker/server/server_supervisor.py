@@ -29,7 +29,7 @@ class ServerSupervisor:
     """
 
     def __init__(self, server: BrokerServer, *, revive: bool = True) -> None:
-        self._server, self._revive = server, revive
+        self._server, self._revive, self._keys = server, revive, KeyFolder(server.keys_path)
         self.full = False
 
     def look(self) -> list[str]:
@@ -38,7 +38,7 @@ class ServerSupervisor:
         Raises:
             UserError: if it cannot be restarted.
         """
-        KeyFolder(self._server.keys_path).refresh()  # refuses keys that have expired
+        self._keys.expire()
         died = self._server.pid
         if not self._server.running:
             if not self._revive:

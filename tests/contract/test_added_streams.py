@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -77,7 +78,7 @@ def test_a_stream_is_a_declaration_and_one_line(tmp_path: Path, broker_url: str,
         file.write_text(source.replace(before, text + before, 1))
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, broker_url, run_name],
-        env={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": ""},
+        env={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "", "XDG_STATE_HOME": os.environ["XDG_STATE_HOME"]},
         cwd=tmp_path,
         capture_output=True,
         text=True,

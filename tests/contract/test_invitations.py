@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -19,6 +20,8 @@ from broker.identity import tokens
 from broker.identity.key_folder import KeyFolder
 from broker.identity.login import find_login, keys_of
 from broker.jetstream.bus import Bus
+from broker.server.private_server import BrokerServer
+from broker.server.server_supervisor import ServerSupervisor
 from broker.settings.runspec import publish_runspec
 
 
@@ -93,6 +96,20 @@ async def test_without_a_token_nobody_else_joins(bus: Bus, broker_url: str, else
         f"error: the broker at {broker_url} requires a login: it was started by another user or on another host; ask "
         "for a join token (rlearner invite) and pass it with --join"
     )
+
+
+async def test_a_supervised_broker_ends_a_token_that_expires(tmp_path: Path) -> None:
+    with BrokerServer(str(tmp_path / "store")) as server:
+        supervisor = ServerSupervisor(server)
+        assert supervisor.look() == []
+        made = tokens.invite(keys_of(server.url), server.url, "envhub", "demo", expires_s=1.0)
+        bus = await Bus.connect(server.url, "demo", name="x", role="envhub", login=made.login, deadline_s=60)
+        assert not bus.link.refused.done()
+        await asyncio.sleep(1.1)
+        assert supervisor.look() == []
+        async with asyncio.timeout(10):
+            assert "it was revoked or has expired" in str(await bus.link.refused)
+        await bus.close()
 
 
 def test_a_token_that_expires_is_no_longer_rendered(tmp_path: Path) -> None:
