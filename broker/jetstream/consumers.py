@@ -61,7 +61,7 @@ def adopted(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
 async def ensure_consumer(link: NatsLink, stream_name: str, wanted: dict[str, Any]) -> str:
     """Create the consumer of a queue, or adopt the existing one; return its name.
 
-    A process that may not create it waits until the learner has.
+    A process that may not create it waits until the learner has; the learner changes what it can.
 
     Raises:
         UserError: if the existing one cannot be used.
@@ -87,6 +87,8 @@ async def _wait_for_consumer(link: NatsLink, stream_name: str, wanted: dict[str,
         if reminders.due(time.monotonic()):
             log.info("waiting for the learner to create the consumer of %s", wanted["filter_subject"])
         await asyncio.sleep(WAIT_S)
+    if found["filter_subject"] != wanted["filter_subject"] or differences(found, adopted(found, wanted)):
+        raise _unusable(stream_name, found, wanted, "the learner could not change it")
     return str(found["durable_name"])
 
 
@@ -98,15 +100,20 @@ async def _adopt(link: NatsLink, stream_name: str, found: dict[str, Any], wanted
         elif found["filter_subject"] != wanted["filter_subject"]:
             raise ApiError(400, 0, "it takes messages of other subjects")
     except ApiError as error:
-        raise UserError(
-            f"the consumer {name} of stream {stream_name}, created by another program, cannot serve "
-            f"{wanted['filter_subject']}: {error.description}; it has {_listed(differences(found, changed))}; "
-            f"delete it with `nats consumer rm {stream_name} {name}` to have it created as in docs/wire.md"
-        ) from None
+        raise _unusable(stream_name, found, wanted, error.description) from None
     if kept := differences(changed, wanted):
         kept.pop("durable_name", None)
         log.info("using the consumer %s of stream %s, which has %s", name, stream_name, _listed(kept) or "another name")
     return str(name)
+
+
+def _unusable(stream_name: str, found: dict[str, Any], wanted: dict[str, Any], why: str) -> UserError:
+    name = found["durable_name"]
+    return UserError(
+        f"the consumer {name} of stream {stream_name}, created by another program, cannot serve "
+        f"{wanted['filter_subject']}: {why}; it has {_listed(differences(found, adopted(found, wanted)))}; "
+        f"delete it with `nats consumer rm {stream_name} {name}` to have it created as in docs/wire.md"
+    )
 
 
 async def find_consumer(link: NatsLink, stream_name: str, name: str, subject: str) -> dict[str, Any] | None:

@@ -100,6 +100,7 @@ async def test_a_hub_ends_with_one_line_where_it_cannot_use_the_consumer(
 ) -> None:
     world = World(bus, broker_url, tmp_path)
     await world.publish_spec({"lake": LAKE})
+    await ask(bus.link, f"CONSUMER.DELETE.{TICKETS.stream_name(bus.run)}.lake")
     await make(bus, deliver_subject="elsewhere")
     child = world.spawn("--n", "2")
     _, said = await asyncio.to_thread(child.communicate, timeout=100)
@@ -108,7 +109,7 @@ async def test_a_hub_ends_with_one_line_where_it_cannot_use_the_consumer(
     assert "Traceback" not in said
     last = said.splitlines()[-1]
     assert last.startswith(f"error: the consumer lake of stream {TICKETS.stream_name(bus.run)}")
-    assert "can not update push consumer to pull based" in last
+    assert "the learner could not change it; it has deliver_subject 'elsewhere' instead of ''" in last
 
 
 async def test_ours_is_made_once_and_not_changed(bus: Bus) -> None:
