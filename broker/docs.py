@@ -21,6 +21,7 @@ from broker.channel.bundle import FULL_AT, MAX_TOKEN_CHARS
 from broker.contract import checks, codec, sizes, streams, wire
 from broker.contract.examples import EXAMPLES
 from broker.contract.streams import STREAMS, Stream, StreamKind
+from broker.identity.signatures import HEADER as SIGNATURE
 from broker.jetstream import consumers
 
 TARGET: Final = Path(__file__).parents[1] / "docs" / "wire.md"
@@ -44,7 +45,9 @@ A `Column` is a map of `dtype` (a numpy dtype string: `<i4` 32-bit integers, `<f
 `|u1` bytes) and `data` (the concatenated bytes of the values). The examples show `data` as a list of values.
 
 The header `{wire.TICKET_HEADER}` contains the number of a message's ticket, so that a body that does not decode still
-closes its ticket; `{wire.EVAL_HEADER}` marks messages of an evaluation.
+closes its ticket; `{wire.EVAL_HEADER}` marks messages of an evaluation. The rows marked `signed` carry the header
+`{SIGNATURE}: MILLISECONDS.SIGNATURE`, the base64 of an ed25519 signature of `rlearner SUBJECT MILLISECONDS`, a newline
+and the message, made with the key of the run's owner. Ignore a value without it if your join token has an `owner`.
 
 ## Writing a hub
 
@@ -146,7 +149,11 @@ def schema() -> list[str]:
     lines = [f"wire version {wire.WIRE_VERSION}"]
     for stream in STREAMS:
         messages = "|".join(message.__name__ for message in stream.messages)
-        limits = f"ttl_s={stream.ttl_s:g} max_bytes={stream.max_bytes}" + (" memory" if stream.memory else "")
+        limits = (
+            f"ttl_s={stream.ttl_s:g} max_bytes={stream.max_bytes}"
+            + " memory" * stream.memory
+            + " signed" * stream.signed
+        )
         lines.append(f"stream {_subject(stream)} {stream.kind.name} {messages} {stream.stream_name('RUN')} {limits}")
     source = fields_of(inspect.getsource(wire))
     for struct in _documented():
@@ -172,7 +179,8 @@ def _streams_table() -> str:
         names = [message.__name__ for message in stream.messages]
         messages = ", ".join(f"[{name}](#{name.lower()})" for name in names) or "bytes"
         kept = stream.kept + (f", at most {stream.max_bytes >> 20} MiB" if stream.max_bytes else "")
-        kept += ", in memory" * stream.memory + "; also stored in a full broker" * stream.essential
+        kept += ", in memory" * stream.memory + ", signed" * stream.signed
+        kept += "; also stored in a full broker" * stream.essential
         cells = [stream.name, f"`{_subject(stream)}`", messages, stream.kind.value, stream.writer, stream.reader, kept]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"

@@ -87,7 +87,7 @@ class TrainingLoop:
         await self._offer_if_current()
         self._evaluator.step_completed(self._ledger.state.version, self._ledger.rules.steps)
         self._began = time.monotonic()
-        unread = self._bus.read_log(SAMPLES, self._ledger.state.position + 1, wanted=self._is_wanted)
+        unread = self._bus.read_log(SAMPLES, self._ledger.state.position + 1, wanted=self._is_wanted, drop_others=True)
         async with aclosing(unread) as records:
             while not self._done:
                 if self._ledger.full:

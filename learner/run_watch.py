@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
+import msgspec
+
 from broker.contract import wire
 from broker.contract.streams import CONTROL, RUNS
 from broker.errors import Fenced
@@ -27,6 +29,7 @@ class EpochWatch:
 
     def __init__(self, bus: Bus, stop: Stop, say: Callable[[str], None]) -> None:
         self._bus, self._stop, self._say = bus, stop, say
+        self._spec: wire.RunSpec | None = None  # as published
         self.epoch = 0  # of this incarnation, 0 before it has taken one
         self.paused = False  # by the operator
         self._fence: Fenced | None = None
@@ -53,6 +56,7 @@ class EpochWatch:
         if self._stop.asked.is_set():
             raise Stopped(self._stop.reason)
         self.epoch = await publish_runspec(self._bus, spec, above=above, seen=seen)
+        self._spec = msgspec.structs.replace(spec, epoch=self.epoch)
         if said == self._said and state == "paused":
             run = self._bus.run
             log.warning("run %s is paused and stays so; continue it with `rlearner resume %s`", run, run)
@@ -104,11 +108,14 @@ class EpochWatch:
             raise self._fence
 
     async def _follow_epoch(self) -> None:
-        """Raise ``Fenced`` once a newer incarnation takes the run."""
+        """Raise ``Fenced`` once a newer incarnation takes the run; put the RunSpec back if another one replaced it."""
         runs = self._bus.key_value(RUNS)
-        async for message, _ in runs.watch(self._bus.run):
+        async for message, revision in runs.watch(self._bus.run):
             if isinstance(message, wire.RunSpec):
                 self._check(message.epoch)
+            elif self._spec is not None:
+                log.warning("the RunSpec of run %s was deleted or replaced; writing it again", self._bus.run)
+                await runs.update(self._bus.run, self._spec, revision)
 
     async def _follow_control(self) -> None:
         control = self._bus.key_value(CONTROL)

@@ -24,12 +24,11 @@ WHEEL_BINARY = str(Path(sysconfig.get_path("scripts")) / "nats-server")
 _numbers = itertools.count(1)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def own_state() -> Iterator[None]:
-    """Keys of brokers are noted in a folder of this test session, which all processes that it starts inherit."""
-    with tempfile.TemporaryDirectory(prefix="rlearner-test-state-") as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_STATE_HOME", folder)
-        yield
+def pytest_configure(config: pytest.Config) -> None:
+    """Note the keys of brokers in a folder of this test session; set before modules copy the environment."""
+    state = tempfile.TemporaryDirectory(prefix="rlearner-test-state-")
+    os.environ["XDG_STATE_HOME"] = state.name
+    config.add_cleanup(state.cleanup)
 
 
 @pytest.fixture(scope="session")

@@ -95,7 +95,7 @@ class MarksConnection:
     """The connection that a process's in-progress marks have, without their thread: there is nothing to mark."""
 
     def __init__(self, bus: Bus) -> None:
-        self._link = NatsLink(bus.link.url, f"{bus.name} marks")
+        self._link = NatsLink(bus.link.url, f"{bus.name} marks", bus.link.find_login)
         self._opening: asyncio.Task[None] | None = None
 
     def start(self) -> None:

@@ -44,6 +44,7 @@ class Stream:
     ttl_s: float = 0.0  # seconds after which a key-value entry expires, 0: never
     max_bytes: int = 0  # most bytes kept, 0: unlimited
     essential: bool = False  # stored even if the broker is full, from the run's reserve; small and rare messages only
+    signed: bool = False  # by the owner of the run; readers ignore other values
     memory: bool = False  # kept in the broker's memory, independent of a full disk; lost when the broker restarts
 
     def subject(self, run: str, key: str = "") -> str:
@@ -108,7 +109,7 @@ EVALS: Final = Stream(
     max_bytes=1 << 28,
 )
 WEIGHTS: Final = Stream(
-    "weights", LAST_VALUE, (wire.WeightsOffer,), "", "learner", "rollout", "last value", essential=True
+    "weights", LAST_VALUE, (wire.WeightsOffer,), "", "learner", "rollout", "last value", essential=True, signed=True
 )
 WEIGHTSYNC: Final = Stream(
     "weightsync", REQUEST, (wire.WeightsJoin, wire.WeightsSession), "epoch", "rollout", "learner"
@@ -131,12 +132,12 @@ ATTEMPTS: Final = Stream(
     "attempts", KV, (wire.Attempt,), "run.stream.ticket", "envhub", "envhub", "a day", ttl_s=86_400.0, memory=True
 )
 CONTROL: Final = Stream(
-    "control", KV, (wire.DesiredState,), "run", "operator, learner", "all", "last value", essential=True
+    "control", KV, (wire.DesiredState,), "run", "operator, learner", "all", "last value", essential=True, signed=True
 )
 MEMBERS: Final = Stream(
     "members", KV, (wire.Presence,), "run.role.id", "all", "envhub, learner", "60 s", ttl_s=60.0, memory=True
 )
-RUNS: Final = Stream("runs", KV, (wire.RunSpec,), "run", "learner", "all", "last value", essential=True)
+RUNS: Final = Stream("runs", KV, (wire.RunSpec,), "run", "learner", "all", "last value", essential=True, signed=True)
 RESERVE: Final = Stream(
     "reserve", LAST_VALUE, (), "part", "learner", "none", "until an essential message needs its room"
 )

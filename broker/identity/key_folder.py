@@ -2,6 +2,7 @@
 
     operator.key             seed of the operator, who may do everything
     RUN/ROLE.key             seed of a role of a run, for processes of this user
+    RUN/owner.key            seed that signs what all processes of a run follow; the broker does not know it
     users/PUBLIC_KEY.json    role, run and expiry of every key that the broker accepts
     authorization.conf       the same as the nats-server reads it, written whenever a user changes
     servers/PID              the servers to reload then
@@ -84,17 +85,24 @@ class KeyFolder:
         """Return the key of this user's processes of a role and run, a new one at the first call."""
         return self._key(self.path / token(run, "run") / f"{role}.key", role, run)
 
+    def owner(self, run: str) -> Key:
+        """Return the key of the owner of a run, a new one at the first call."""
+        return self._key(self.path / token(run, "run") / "owner.key", "", run)
+
     def _key(self, file: Path, role: str, run: str) -> Key:
+        """Return the key in a file; a new one if there is none, which the broker accepts if it is one of a role."""
         if file.is_file():
             return Key.load(file)
         with self._locked():
             if not file.is_file():
                 key = Key.generate()
                 file.parent.mkdir(mode=0o700, exist_ok=True)
-                self._admit(BrokerUser(key.public, role, run))
+                if role:
+                    self._admit(BrokerUser(key.public, role, run))
                 _write(file, f"{key.seed}\n")
-                self._reload()
-                time.sleep(RELOAD_S)
+                if role:
+                    self._reload()
+                    time.sleep(RELOAD_S)
         return Key.load(file)
 
     def admit(self, user: BrokerUser) -> None:

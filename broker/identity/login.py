@@ -14,7 +14,9 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from broker.contract.permissions import INBOX, OPERATOR, inbox
+from broker.contract.sizes import Buffer
 from broker.errors import UserError
+from broker.identity import signatures
 from broker.identity.key_folder import KeyFolder
 from broker.identity.keys import Key
 
@@ -30,12 +32,16 @@ class Login:
         run: the run of that role; empty for the operator.
         name: of the join token; empty for a key of this user's broker.
         key: None for a login in the address, or none at all.
+        owner: public key of the run's owner, from a join token.
+        keys: the broker's folder of keys, if this user has it.
     """
 
     role: str = ""
     run: str = ""
     name: str = ""
     key: Key | None = field(default=None, repr=False)
+    owner: str = ""
+    keys: KeyFolder | None = field(default=None, repr=False)
 
     @property
     def inbox(self) -> str:
@@ -46,6 +52,25 @@ class Login:
     def manages(self) -> bool:
         """Whether it may create and trim streams; assumed of a login whose role is unknown."""
         return self.role in ("", OPERATOR, "learner")
+
+    def sign(self, run: str, subject: str, data: Buffer, *, above: int = 0) -> dict[str, str]:
+        """Return the header that signs a value; none on brokers without keys.
+
+        Args:
+            above: see ``signatures.signed``.
+        """
+        if self.keys is None or not self.manages:
+            return {}
+        return signatures.signed(self.keys.owner(run), subject, data, above=above)
+
+    def stamp(self, run: str, subject: str, headers: dict[str, str] | None, data: Buffer) -> int:
+        """Return when the owner of a run signed a value, in milliseconds; 0 on brokers without keys.
+
+        Raises:
+            WireError: if the owner did not sign it.
+        """
+        owner = self.keys.owner(run).public if self.keys is not None else self.owner
+        return signatures.stamp(owner, subject, headers, data) if owner else 0
 
     @property
     def manages_all(self) -> bool:
@@ -65,8 +90,9 @@ def find_login(url: str, role: str, run: str) -> Login:
     for server in url.split(","):
         if (folder := _noted(server)) is not None and folder.is_dir():
             keys = KeyFolder(folder)
-            is_operator = role == OPERATOR or not run
-            return Login(OPERATOR, key=keys.operator()) if is_operator else Login(role, run, key=keys.role(role, run))
+            if role == OPERATOR or not run:
+                return Login(OPERATOR, key=keys.operator(), keys=keys)
+            return Login(role, run, key=keys.role(role, run), keys=keys)
     return Login()
 
 
@@ -128,10 +154,13 @@ def _noted(url: str) -> Path | None:
         return None
 
 
+def state_folder() -> Path:
+    """Return the folder of this user for what outlives a login session, as brokers do."""
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "rlearner"
+
+
 def _notes() -> Path:
-    """Return the folder of the notes: it outlives a login session, as brokers do."""
-    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(state).expanduser() / "rlearner" / "brokers"
+    return state_folder() / "brokers"
 
 
 def _name(url: str) -> str:

@@ -36,6 +36,7 @@ class JoinToken:
         role: the only role that it admits.
         name: by which the operator can revoke it.
         expires_at: seconds since the epoch, 0: never.
+        owner: public key of the owner of the run.
         seed: the secret half of its key.
     """
 
@@ -44,12 +45,13 @@ class JoinToken:
     role: str
     name: str
     expires_at: float
+    owner: str
     seed: str = field(repr=False)
 
     @property
     def login(self) -> Login:
         """The login of this token's key."""
-        return Login(self.role, self.run, self.name, Key(self.seed))
+        return Login(self.role, self.run, self.name, Key(self.seed), self.owner)
 
 
 def duration(text: str) -> float:
@@ -80,7 +82,8 @@ def invite(keys: KeyFolder, broker: str, role: str, run: str, *, name: str = "",
     if any(user.name == name for user in keys.users()):
         raise UserError(f"--name {name}: the broker already has a token of this name; `rlearner revoke {name}` ends it")
     key = Key.generate()
-    made = JoinToken(broker, token(run, "--run"), role, name, time.time() + expires_s, key.seed)
+    owner = keys.owner(token(run, "--run")).public
+    made = JoinToken(broker, run, role, name, time.time() + expires_s, owner, key.seed)
     keys.admit(BrokerUser(key.public, role, run, name, made.expires_at))
     return made
 

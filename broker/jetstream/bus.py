@@ -14,13 +14,13 @@ from broker.contract import codec, wire
 from broker.contract.permissions import OPERATOR
 from broker.contract.sizes import HEADER_BYTES, Buffer
 from broker.contract.streams import DEAD, EVALS, RUNS, STREAMS, Stream, StreamKind
-from broker.errors import LostState, TooLarge
+from broker.errors import LostState, TooLarge, WireError
 from broker.identity.login import Login, find_login
 from broker.jetstream import provision
 from broker.jetstream.ack_progress import AckProgress
 from broker.jetstream.api import StoredEntry, ask, bounds, find
 from broker.jetstream.consumers import ensure_consumer, find_consumer, settings
-from broker.jetstream.delivery import DEAD_BYTES, Delivery, decode, decode_aside, ticket_of
+from broker.jetstream.delivery import DEAD_BYTES, Decoded, Delivery, decode, decode_aside, ticket_of
 from broker.jetstream.kv import KeyValue
 from broker.jetstream.log_reader import follow
 from broker.jetstream.parts import EVALUATION, TRAINING, GroupParts
@@ -131,8 +131,8 @@ class Bus:
         config = stream_config(stream, run, replicas)
         if config is None:
             return
-        role = self.link.role
-        if not self.link.manages:
+        role = self.link.login.role
+        if not self.link.login.manages:
             if stream.reads(role) or stream.writes(role):
                 await provision.wait_for_stream(self.link, config["name"])
         elif not await provision.exists(self.link, config["name"]):  # faster than a creation request
@@ -140,7 +140,7 @@ class Bus:
 
     async def runs(self) -> list[str]:
         """Return the runs that have streams on the broker; of those, a process of a run sees only its own."""
-        if not self.link.manages_all:
+        if not self.link.login.manages_all:
             return [self.run]
         ends = f"_{RUNS.name}"
         names = await provision.stream_names(self.link, "$KV.>")
@@ -188,6 +188,8 @@ class Bus:
             name, subject = stream.stream_name(self.run), stream.subject(self.run, key)
             essential = stream.essential or isinstance(message, wire.RulesChange)
             make_room = partial(release, self.link, self.run) if essential else None
+            if stream.signed:
+                headers |= self.link.login.sign(self.run, subject, data)
             return await store(self.link, name, subject, data, headers, make_room)
 
     async def last_seq(self, stream: Stream) -> int:
@@ -283,7 +285,12 @@ class Bus:
         return queue
 
     async def read_log(
-        self, stream: Stream, start_seq: int, *, wanted: Callable[[int], bool] = lambda _: True
+        self,
+        stream: Stream,
+        start_seq: int,
+        *,
+        wanted: Callable[[int], bool] = lambda _: True,
+        drop_others: bool = False,
     ) -> AsyncGenerator[LogRecord, None]:
         """Yield every record from ``start_seq`` on, in order, without gaps, across reconnects; wait at the end.
 
@@ -292,6 +299,8 @@ class Bus:
         Args:
             wanted: whether to fetch this ticket's group if it is stored in parts; called when the record's turn comes.
                 Other records have the ``Parted`` as message; one whose parts are missing or damaged has an error.
+            drop_others: whether to delete the ticket's other parts once its group is fetched; for the only reader that
+                decides which record of a ticket counts.
 
         Raises:
             LostState: if the log ends before ``start_seq - 1``, or has lost records it should have kept.
@@ -316,20 +325,28 @@ class Bus:
                     log.warning("%s: %d is missing before %d; asking the stream's leader", name, seq, entry.seq)
                     if (missed := await find(self.link, name, seq=seq)) is not None:
                         following = seq + 1
-                        yield await self.record(missed, stream, wanted)
+                        yield await self.record(missed, stream, wanted, drop_others=drop_others)
                 if entry.seq >= following:
                     following = entry.seq + 1
-                    yield await self.record(entry, stream, wanted)
+                    yield await self.record(entry, stream, wanted, drop_others=drop_others)
 
     async def record(
-        self, entry: StoredEntry, stream: Stream, wanted: Callable[[int], bool] = lambda _: True
+        self,
+        entry: StoredEntry,
+        stream: Stream,
+        wanted: Callable[[int], bool] = lambda _: True,
+        *,
+        drop_others: bool = False,
     ) -> LogRecord:
-        """Decode one entry of a log, with its parts if wanted."""
+        """Decode one entry of a log, with its parts if wanted; see ``read_log``."""
         message, error = await decode_aside(entry.data, stream.messages)
         data: bytes | bytearray = entry.data
         if isinstance(message, wire.Parted) and wanted(message.ticket):
-            message, error, body = await self._parts.load(message)
+            parted = message
+            message, error, body = await self._parts.load(parted)
             data = body or data
+            if message is not None and drop_others:
+                await self._parts.drop_others(parted)
         return LogRecord(entry.seq, message, error, ticket_of(entry.headers), data)
 
     async def watch_last(self, stream: Stream) -> AsyncGenerator[wire.Message, None]:
@@ -344,11 +361,19 @@ class Bus:
                 if entry.seq == newest:
                     continue
                 newest = entry.seq
-                message, error = decode(entry.data, stream.messages)
+                message, error = self._decode_signed(stream, entry)
                 if message is None:
                     await self.dead_letter(stream, seq=entry.seq, ticket=0, reason=error, data=entry.data)
                 else:
                     yield message
+
+    def _decode_signed(self, stream: Stream, entry: StoredEntry) -> Decoded:
+        if stream.signed:
+            try:
+                self.link.login.stamp(self.run, entry.subject, entry.headers, entry.data)
+            except WireError as error:
+                return None, str(error)
+        return decode(entry.data, stream.messages)
 
     def key_value(self, stream: Stream, run: str = "") -> KeyValue:
         """Return the bucket of a KV row, of this run or of another."""

@@ -67,7 +67,7 @@ async def ensure_consumer(link: NatsLink, stream_name: str, wanted: dict[str, An
         UserError: if the existing one cannot be used.
         ApiError: if the broker refuses for another reason.
     """
-    if not link.manages:
+    if not link.login.manages:
         return await _wait_for_consumer(link, stream_name, wanted)
     try:
         await _create(link, stream_name, wanted, action="create")

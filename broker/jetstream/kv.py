@@ -6,13 +6,14 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from typing import Final
 
 from broker.contract import codec, wire
 from broker.contract.streams import Stream, token
 from broker.errors import ConfigError, WireError
-from broker.jetstream.api import find
+from broker.jetstream.api import StoredEntry, find
 from broker.jetstream.latest import latest
 from broker.jetstream.publish import EXPECTED_LAST_KEY_SEQ, MESSAGE_ID, store
 from broker.jetstream.reserve import release
@@ -36,7 +37,8 @@ OnPut = Callable[[str, wire.Message | None], None]
 class KeyValue:
     """One KV bucket of a run, typed by its row in the table. Keys begin with the run, for example ``demo.rollout.r1``.
 
-    A bucket that does not exist reads as empty.
+    A bucket that does not exist reads as empty. In a bucket whose values the run's owner signs, one without a valid
+    signature reads as deleted, and so does one that is older than a value that was read before.
 
     Watching needs no consumer on the broker: a put is a publish on the key's subject, which a plain subscription
     receives. That includes refused puts and may miss some, so a message only triggers a read of the stored value.
@@ -50,7 +52,9 @@ class KeyValue:
         self, link: NatsLink, stream: Stream, run: str, malformed: Malformed, ensure: Callable[[], Awaitable[None]]
     ) -> None:
         self._link, self._stream = link, stream
-        self._stream_name, self._prefix = stream.stream_name(run), stream.key_prefix(run)
+        self._run, self._stream_name, self._prefix = run, stream.stream_name(run), stream.key_prefix(run)
+        self._stamps: dict[str, int] = {}  # of the newest signed value that was read, by key
+        self._refused: dict[str, int] = {}  # revision of the newest value without a valid signature, by key
         self._malformed, self.ensure = malformed, ensure
 
     async def get(self, key: str) -> tuple[wire.Message, int] | None:
@@ -169,13 +173,38 @@ class KeyValue:
         headers[MESSAGE_ID] = f"{self._link.inbox}.{self._link.next_token()}"
         make_room = partial(release, self._link, key.partition(".")[0]) if self._stream.essential else None
         subject = self._prefix + _checked(key, self._stream.name)
-        return await store(self._link, self._stream_name, subject, data, headers, make_room)
+        if self._stream.signed:
+            with suppress(NoStream):
+                await self._last(key)  # so that the new value is the newest, even if the clocks of its writers differ
+            headers |= self._link.login.sign(self._run, subject, data, above=self._stamps.get(key, 0))
+        revision = await store(self._link, self._stream_name, subject, data, headers, make_room)
+        if self._stream.signed and revision is not None:
+            self._stamps[key] = self._link.login.stamp(self._run, subject, headers, data)
+        return revision
 
     async def _last(self, key: str) -> tuple[bytes, int, bool] | None:
         """Return (value, revision, whether it is a deletion) of the key's newest entry, from the stream's leader."""
         subject = self._prefix + _checked(key, self._stream.name)
         found = await find(self._link, self._stream_name, last_of=subject)
-        return None if found is None else (found.data, found.seq, _is_deletion(found.headers))
+        if found is None:
+            return None
+        return found.data, found.seq, _is_deletion(found.headers) or not self._is_valid(key, found)
+
+    def _is_valid(self, key: str, entry: StoredEntry) -> bool:
+        """Return whether the run's owner signed an entry, as its newest so far; always true for unsigned buckets."""
+        if not self._stream.signed:
+            return True
+        try:
+            stamp = self._link.login.stamp(self._run, entry.subject, entry.headers, entry.data)
+            if stamp < self._stamps.get(key, 0):
+                raise WireError("it is older than one that was read before")
+        except WireError as error:
+            if self._refused.get(key) != entry.seq:
+                log.warning("%s %s: ignoring value %d: %s", self._stream.name, key, entry.seq, error)
+            self._refused[key] = entry.seq
+            return False
+        self._stamps[key] = stamp
+        return True
 
 
 def _checked(key: str, what: str) -> str:

@@ -89,15 +89,23 @@ class GroupParts:
             return None, f"Group in parts, ticket {parted.ticket}, upload {parted.upload}: {error}", bytearray()
 
     async def drop(self, parted: wire.Parted) -> None:
-        """Delete one upload that is no longer needed, if this process may; trimming removes what remains."""
-        if not self._link.manages:
-            return
-        subjects = PARTS.all_subjects(self._run(), _kind(parted), str(parted.ticket), parted.upload)
+        """Delete one upload that is no longer needed, if this process may; the learner deletes what remains."""
+        if self._link.login.manages:
+            await self._purge(_kind(parted), str(parted.ticket), parted.upload)
+
+    async def drop_others(self, parted: wire.Parted) -> None:
+        """Delete the other uploads of a ticket: those of earlier reward pools and of processes that ended halfway."""
+        place = _kind(parted), str(parted.ticket)
+        for upload in {subject.split(".")[5] for subject in await self._subjects(*place)} - {parted.upload}:
+            await self._purge(*place, upload)
+
+    async def _purge(self, *first: str) -> None:
+        subjects = PARTS.all_subjects(self._run(), *first)
         purge = json.dumps({"filter": subjects}).encode()
         try:
             await self._link.send(f"$JS.API.STREAM.PURGE.{PARTS.stream_name(self._run())}", purge)
         except Disconnected:
-            log.debug("parts of ticket %d stay until the next trimming", parted.ticket)
+            log.debug("%s stays until the next trimming", subjects)
 
     async def trim(self, kind: str, keep: Callable[[int], bool]) -> int:
         """Delete the parts of every ticket of one kind that ``keep`` rejects; return how many tickets had some."""
@@ -107,10 +115,10 @@ class GroupParts:
             await ask(self._link, f"STREAM.PURGE.{name}", {"filter": PARTS.all_subjects(run, kind, str(ticket))})
         return len(ended)
 
-    async def _subjects(self, kind: str) -> list[str]:
+    async def _subjects(self, *first: str) -> list[str]:
         run, found = self._run(), list[str]()
         while True:
-            body = {"subjects_filter": PARTS.all_subjects(run, kind), "offset": len(found)}
+            body = {"subjects_filter": PARTS.all_subjects(run, *first), "offset": len(found)}
             answer = await ask(self._link, f"STREAM.INFO.{PARTS.stream_name(run)}", body)
             page = answer["state"].get("subjects") or {}
             found += page

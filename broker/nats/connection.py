@@ -125,19 +125,9 @@ class NatsLink:
         return self._login.key
 
     @property
-    def role(self) -> str:
-        """The role of this identity, empty if unknown."""
-        return self._login.role
-
-    @property
-    def manages(self) -> bool:
-        """Whether this identity may create and trim the streams of its run."""
-        return self._login.manages
-
-    @property
-    def manages_all(self) -> bool:
-        """Whether this identity may see all runs."""
-        return self._login.manages_all
+    def login(self) -> Login:
+        """The identity of this connection; unknown before the first attempt to connect."""
+        return self._login
 
     async def close(self) -> None:
         """Flush and disconnect permanently; pending calls fail with Disconnected."""

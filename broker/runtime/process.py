@@ -23,9 +23,11 @@ from broker.contract.streams import CONTROL, RUNS, token
 from broker.errors import ConfigError, LostState, RlearnerError, UserError
 from broker.identity import tokens
 from broker.identity.login import Login
+from broker.identity.trust import is_trusted, trust
 from broker.jetstream.bus import Bus
 from broker.runtime.member import Member, Stop
 from broker.settings.arguments import positive
+from broker.settings.run_code import named_code
 from broker.settings.runspec import check_digests, discover_run, wait_for_runspec
 from broker.system import logs
 from broker.system.entry import EXIT_FAULT, EXIT_STOPPED, output_is_closed, refuse
@@ -146,6 +148,8 @@ def add_join_options(parser: argparse.ArgumentParser) -> None:
     add("--run", metavar="NAME", default=run, help="run to join (RL_RUN, else the only one running)")
     text = "join token of another host or user, from `rlearner invite`; - reads standard input"
     add("--join", metavar="FILE", help=text)
+    text = "with --join: from now on load code that runs of the token's owner name (files, modules, commands)"
+    add("--trust-run-code", action="store_true", help=text)
     add("--id", metavar="NAME", help="name of this process, unique in the run (generated)")
     add("--connect-deadline", metavar="SECONDS", type=positive, help="time limit for reaching a broker (none)")
     logs.add_options(parser)
@@ -182,6 +186,7 @@ async def join(
         connected()
         logs.identify(run=bus.run)
         spec = await unless_stopped(stop, _wait_until_running(role, bus))
+        _require_trust(bus, spec)
         if role == "envhub":  # which reads the data sets
             await asyncio.to_thread(check_digests, spec.data_digests)
         await bus.ensure_streams()
@@ -227,11 +232,28 @@ def _token(options: argparse.Namespace, role: str) -> tuple[str, str | None, Log
         UserError: if the token cannot be used, or is for another run than --run.
     """
     if options.join is None:
+        if options.trust_run_code:
+            raise UserError("--trust-run-code goes with --join; runs of this machine's own user are trusted")
         return options.broker, options.run, None
     made = tokens.read(options.join, role)
     if options.run not in (None, made.run):
         raise UserError(f"--run {options.run}: the token {options.join} is for run {made.run}")
+    if options.trust_run_code:
+        trust(made.owner)
     return made.broker, made.run, made.login
+
+
+def _require_trust(bus: Bus, spec: wire.RunSpec) -> None:
+    """Check that this host trusts the run's owner, if the configuration names code.
+
+    Raises:
+        UserError: if it does not; names the settings.
+    """
+    owner = bus.link.login.owner
+    if owner and (found := named_code(spec.config)) and not is_trusted(owner):
+        keys = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+        remedy = "add --trust-run-code once if you trust its owner with this account"
+        raise UserError(f"run {bus.run} names code of its own ({keys}); {remedy}")
 
 
 async def _discover(options: argparse.Namespace, name: str, connected: Callable[[], None]) -> str:
@@ -280,4 +302,5 @@ async def _follow_spec(member: Member) -> None:
     async for message, _ in runs.watch(member.bus.run):
         if isinstance(message, wire.RunSpec) and message.epoch > member.spec.epoch:
             log.info("the learner is back under epoch %d", message.epoch)
+            _require_trust(member.bus, message)
             member.renew(message)

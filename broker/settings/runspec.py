@@ -239,20 +239,33 @@ async def discover_run(bus: Bus) -> str:
         await asyncio.sleep(POLL_S)
 
 
+class _Versioned(msgspec.Struct):
+    """The part of a RunSpec that all wire versions have."""
+
+    wire_version: int = wire.WIRE_VERSION
+
+
 def _decode(run: str, data: bytes) -> wire.RunSpec:
-    """Decode a RunSpec, checking the wire version first: a newer one may have unknown fields."""
+    """Decode a RunSpec; one of another wire version may have fields that this program does not know."""
     try:
-        raw = msgspec.msgpack.decode(data)
-        version = raw.get("wire_version") if isinstance(raw, dict) else None
-    except msgspec.DecodeError:
-        version = None
-    if isinstance(version, int) and version != wire.WIRE_VERSION:
+        spec, problem = codec.decode(data, wire.RunSpec), ""
+        version = spec.wire_version
+    except WireError as error:
+        spec, problem, version = None, str(error), _version(data)
+    if version != wire.WIRE_VERSION:
         found = f"run {run} uses wire version {version}, this program {wire.WIRE_VERSION}"
         raise UserError(f"{found}; install the version that started the run")
+    if spec is None:
+        raise UserError(f"the RunSpec of run {run} does not decode: {problem}")
+    return spec
+
+
+def _version(data: bytes) -> int:
+    """Return the wire version in the encoding of a RunSpec, ours if it has none; nothing else is decoded."""
     try:
-        return codec.decode(data, wire.RunSpec)
-    except WireError as error:
-        raise UserError(f"the RunSpec of run {run} does not decode: {error}") from None
+        return msgspec.msgpack.decode(data, type=_Versioned).wire_version
+    except (msgspec.MsgspecError, RecursionError):
+        return wire.WIRE_VERSION
 
 
 def digest_file(path: str) -> str:

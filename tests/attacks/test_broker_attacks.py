@@ -10,9 +10,11 @@ import json
 import os
 import socket
 import subprocess
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from broker_strangers import Stranger, is_refused, stranger
 from nats.aio.client import Client
@@ -25,6 +27,7 @@ from broker.contract.streams import (
     EPISODES,
     EVALTICKETS,
     MEMBERS,
+    PARTS,
     RUNS,
     SAMPLES,
     STREAMS,
@@ -33,11 +36,15 @@ from broker.contract.streams import (
     Stream,
     StreamKind,
 )  # fmt: skip
+from broker.identity import signatures
 from broker.identity.key_folder import BrokerUser, KeyFolder
 from broker.identity.keys import Key
 from broker.identity.login import find_login
+from broker.jetstream.api import find
 from broker.jetstream.bus import Bus
 from broker.nats.nats_errors import NoStream
+from broker.runtime.process import Stop
+from learner.run_watch import EpochWatch
 
 HUBS = ("rollout", "envhub", "rewardhub")
 STORED = [one for one in STREAMS if one.kind not in (StreamKind.REQUEST, StreamKind.BEST_EFFORT)]
@@ -275,3 +282,99 @@ async def test_a_revoked_key_is_cut_off_at_once_and_others_go_on(run: Bus, broke
             await cut.wait()
         assert await other.ask(f"$JS.API.STREAM.INFO.{EPISODES.stream_name(run.run)}") is not None
     assert await is_refused(broker_url, nkeys_seed_str=guest.seed)
+
+
+# -------------------------------------------------------------- JetStream replies to any subject that a requester names
+
+FORGED: dict[Stream, wire.Message] = {
+    RUNS: msgspec.structs.replace(EXAMPLES[wire.RunSpec], epoch=99, model_path="/tmp/evil"),
+    CONTROL: wire.DesiredState(state="stopped", reason="forged"),
+    WEIGHTS: msgspec.structs.replace(EXAMPLES[wire.WeightsOffer], epoch=99),
+}
+
+
+async def reply_to(broker_url: str, run: str, target: str, data: bytes, **headers: str) -> None:
+    """Let the broker send bytes that a reward hub stored to a subject that the hub may not publish to."""
+    part, stream = PARTS.subject(run, "train.7.x.0"), PARTS.stream_name(run)
+    async with stranger(broker_url, "rewardhub", run) as one:
+        await one.publish(part, data, **headers)
+        await one.publish(f"$JS.API.DIRECT.GET.{stream}.{part}", b"", reply=target)
+        assert one.refused == []
+        await asyncio.sleep(0.3)
+
+
+@pytest.mark.parametrize("stream", FORGED, ids=lambda stream: stream.name)
+async def test_a_reply_replaces_no_value_that_processes_follow(
+    run: Bus, broker_url: str, stream: Stream, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = await Bus.connect(broker_url, run.run, name="server", role="rollout", deadline_s=60)
+    target = f"{stream.key_prefix(run.run)}{run.run}" if stream is not WEIGHTS else stream.subject(run.run)
+    data = codec.encode(FORGED[stream])
+    await reply_to(broker_url, run.run, target, data)
+    stored = await find(run.link, stream.stream_name(run.run), last_of=target)
+    assert stored is not None
+    assert stored.data == data  # the broker takes it, so all depends on the readers
+    for reader in (run, server):
+        assert await followed(reader, stream) is None
+    if stream is not WEIGHTS:
+        assert "the owner of the run did not sign it" in caplog.text
+    await server.close()
+
+
+async def followed(reader: Bus, stream: Stream) -> wire.Message | None:
+    """Return the value that a process would follow."""
+    if stream is not WEIGHTS:
+        found = await reader.key_value(stream).get(reader.run)
+        return found[0] if found else None
+    with suppress(TimeoutError):
+        async with asyncio.timeout(0.5), aclosing(reader.watch_last(stream)) as offers:
+            async for offer in offers:
+                return offer
+    return None
+
+
+async def test_an_old_desired_state_cannot_be_sent_again(run: Bus, broker_url: str) -> None:
+    control = run.key_value(CONTROL)
+    place = f"{CONTROL.key_prefix(run.run)}{run.run}"
+    old = await find(run.link, CONTROL.stream_name(run.run), last_of=place)
+    assert old is not None
+    assert old.headers is not None
+    await control.put(run.run, wire.DesiredState(state="paused"))
+    headers = {signatures.HEADER: old.headers[signatures.HEADER]}
+    await reply_to(broker_url, run.run, place, old.data, **headers)
+    stored = await find(run.link, CONTROL.stream_name(run.run), last_of=place)
+    assert stored is not None
+    assert stored.data == old.data
+    assert (stored.headers or {})[signatures.HEADER] == headers[signatures.HEADER]
+    assert await control.get(run.run) is None
+    await control.put(run.run, wire.DesiredState(state="stopped"))
+    found = await control.get(run.run)
+    assert found is not None
+    assert found[0] == wire.DesiredState(state="stopped")
+
+
+async def test_the_learner_writes_a_replaced_runspec_again(run: Bus, broker_url: str) -> None:
+    learner = await Bus.connect(broker_url, run.run, name="learner", role="learner", deadline_s=60)
+    watch = EpochWatch(learner, Stop(), lambda _: None)
+    await watch.open()
+    await watch.take_epoch(msgspec.structs.replace(EXAMPLES[wire.RunSpec], run=run.run, config={}))
+    follow_epoch, follow_control = watch.services()
+    follow_control.close()
+    following = asyncio.create_task(follow_epoch)
+    try:
+        target = f"{RUNS.key_prefix(run.run)}{run.run}"
+        await reply_to(broker_url, run.run, target, codec.encode(FORGED[RUNS]))
+        async with asyncio.timeout(10):
+            while True:
+                stored = await find(run.link, RUNS.stream_name(run.run), last_of=target)
+                if stored is not None and codec.decode(stored.data, wire.RunSpec).epoch == watch.epoch:
+                    break
+                await asyncio.sleep(0.05)
+        found = await run.key_value(RUNS).get(run.run)
+        assert found is not None
+        assert isinstance(found[0], wire.RunSpec)
+        assert found[0].model_path == EXAMPLES[wire.RunSpec].model_path
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        await learner.close()

@@ -22,7 +22,7 @@ from broker.identity.login import find_login, keys_of
 from broker.jetstream.bus import Bus
 from broker.server.private_server import BrokerServer
 from broker.server.server_supervisor import ServerSupervisor
-from broker.settings.runspec import publish_runspec
+from broker.settings.runspec import load, publish_runspec, validate
 
 
 def rlearner(*arguments: str, url: str) -> subprocess.CompletedProcess[str]:
@@ -133,8 +133,8 @@ def token_file(folder: Path, text: str, mode: int = 0o600) -> str:
 
 def good(**changes: Any) -> str:
     key = tokens.Key.generate()
-    fields = {"broker": "nats://x:1", "run": "demo", "role": "envhub", "name": "n", "expires_at": 0.0, "seed": key.seed}
-    return json.dumps(fields | changes)
+    fields = {"broker": "nats://x:1", "run": "demo", "role": "envhub", "name": "n", "expires_at": 0.0}
+    return json.dumps(fields | {"owner": key.public, "seed": key.seed} | changes)
 
 
 @pytest.mark.parametrize(
@@ -217,3 +217,37 @@ def test_the_folder_of_keys_is_refused_if_others_can_enter(tmp_path: Path, broke
     ):
         KeyFolder(folder)
     assert find_login("nats://127.0.0.1:9", "envhub", "demo").key is None
+
+
+async def test_code_of_a_run_is_loaded_only_for_a_trusted_owner(
+    bus: Bus, broker_url: str, tmp_path: Path, elsewhere: dict[str, str]
+) -> None:
+    out, loaded = tmp_path / "hub.token", tmp_path / "loaded"
+    reward = tmp_path / "mine.py"
+    reward.write_text(f"open({str(loaded)!r}, 'w').close()\ndef score(sample): return 1.0\n")
+    config = load("configs/quickstart.yaml", [f"domains.lake.rewards=[{{name: {reward}:score}}]"])
+    spec = wire.RunSpec(run=bus.run, wire_version=wire.WIRE_VERSION, epoch=1, config=validate(config), model_path="")
+    await publish_runspec(bus, spec)
+    loaded.unlink()  # by the validation
+    made = rlearner("invite", "rewardhub", "--run", bus.run, "--out", str(out), url=broker_url)
+    assert made.returncode == 0, made.stderr
+    refused = hub(elsewhere, "--join", str(out))
+    said = refused.communicate(timeout=60)[1]
+    assert refused.returncode == 2
+    assert said.splitlines()[-1] == (
+        f"error: run {bus.run} names code of its own (domains.lake.rewards.0.name); add --trust-run-code once if you "
+        "trust its owner with this account"
+    )
+    assert not loaded.exists()
+    for options in (["--trust-run-code"], []):
+        joined = hub(elsewhere, "--join", str(out), *options)
+        try:
+            assert f"joined run {bus.run}" in read_until(joined, "joined run")
+        finally:
+            joined.kill()
+            joined.communicate()
+    alone = hub(elsewhere, "--broker", broker_url, "--run", bus.run, "--trust-run-code")
+    assert alone.communicate(timeout=60)[1] == (
+        "error: --trust-run-code goes with --join; runs of this machine's own user are trusted\n"
+    )
+    assert alone.returncode == 2

@@ -495,7 +495,8 @@ async def test_watching_keys(bus: Bus) -> None:
 async def test_a_malformed_value_goes_to_the_dead_letters_once(bus: Bus, other: Bus) -> None:
     control = bus.key_value(CONTROL)
     subject = f"$KV.rl_{bus.run}_control.{bus.run}"
-    seq = await store(bus.link, CONTROL.stream_name(bus.run), subject, b"junk", {MESSAGE_ID: f"junk-{bus.run}"})
+    headers = {MESSAGE_ID: f"junk-{bus.run}"} | bus.link.login.sign(bus.run, subject, b"junk")
+    seq = await store(bus.link, CONTROL.stream_name(bus.run), subject, b"junk", headers)
 
     async def first_change(one: Bus) -> wire.Message | None:
         async with aclosing(one.key_value(CONTROL).watch(bus.run)) as changes:

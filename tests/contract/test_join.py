@@ -290,13 +290,9 @@ async def test_another_wire_version_is_refused_even_with_unknown_fields(bus: Bus
     newer = msgspec.msgpack.encode(
         {"type": "RunSpec", "run": bus.run, "wire_version": wire.WIRE_VERSION + 1, "novelty": 1}
     )
-    await store(
-        bus.link,
-        RUNS.stream_name(bus.run),
-        f"{RUNS.key_prefix(bus.run)}{bus.run}",
-        newer,
-        {MESSAGE_ID: f"newer-{bus.run}"},
-    )
+    place = f"{RUNS.key_prefix(bus.run)}{bus.run}"
+    headers = {MESSAGE_ID: f"newer-{bus.run}"} | bus.link.login.sign(bus.run, place, newer)
+    await store(bus.link, RUNS.stream_name(bus.run), place, newer, headers)
     with pytest.raises(
         UserError, match=rf"run {bus.run} uses wire version {wire.WIRE_VERSION + 1}, this program {wire.WIRE_VERSION}"
     ):

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +183,7 @@ async def test_a_costly_answer_scores_the_lowest_and_its_group_goes_on(bus: Bus,
     assert await bus.last_seq(DEAD) == 0
 
 
-async def test_a_group_in_parts_is_scored_and_leaves_one_upload(bus: Bus, broker_url: str) -> None:
+async def test_a_group_in_parts_is_scored_and_its_learner_keeps_one_upload(bus: Bus, broker_url: str) -> None:
     await publish_spec(bus)
     one = large_groups.group(1, 5 * large_groups.MB, domain="qa", pools=["default", "style"], reference="#### 42")
     await put(bus, one)
@@ -196,11 +196,14 @@ async def test_a_group_in_parts_is_scored_and_leaves_one_upload(bus: Bus, broker
         assert isinstance(record.message, wire.Group)
         assert (record.message.pools, record.message.reward_hubs) == ([], ["math", "style"])
         assert record.message.trajectories[0].token_ids == one.trajectories[0].token_ids
+    assert (await bus.depth(PARTS))[""] == 15  # of the environment hub and of both pools; hubs may delete none
+    async with aclosing(bus.read_log(SAMPLES, 1, drop_others=True)) as learner:
+        assert (await anext(learner)).message == record.message
 
-        async def only_the_last() -> bool:
-            return (await bus.depth(PARTS))[""] == 5
+    async def only_the_last() -> bool:
+        return (await bus.depth(PARTS))[""] == 5
 
-        await until(only_the_last)
+    await until(only_the_last)
     assert (await records(bus, SAMPLES, 1))[0].message == record.message
 
 

@@ -9,11 +9,14 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 from waits import LONG_S, until
 
 import broker.nats.connection
+from broker.contract.permissions import OPERATOR
+from broker.identity.login import find_login
 from broker.nats.client import nats_errors
 from broker.nats.connection import NatsLink
 from broker.server.private_server import BrokerServer
@@ -45,7 +48,7 @@ async def works(link: NatsLink) -> bool:
 
 async def test_the_answer_to_a_ping_that_was_given_up_does_no_harm(server: BrokerServer) -> None:
     """The broker stands still, a flush gives up, and the broker answers it after all."""
-    link = NatsLink(server.url, "test")
+    link = NatsLink(server.url, "test", partial(find_login, server.url, OPERATOR, ""))
     await link.open(LONG_S)
     reading = link._client._reading_task
     os.kill(server.pid, signal.SIGSTOP)
@@ -65,7 +68,7 @@ async def test_a_client_that_has_stopped_reading_is_replaced(
 ) -> None:
     """Whatever stopped it: bytes that go out are no sign of life."""
     monkeypatch.setattr(broker.nats.connection, "LOOK_EVERY_S", 0.05)
-    link = NatsLink(server.url, "test")
+    link = NatsLink(server.url, "test", partial(find_login, server.url, OPERATOR, ""))
     await link.open(LONG_S)
     before = link._client
     assert before._reading_task is not None

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
 
+from broker.identity.login import keys_of, note
+
 BUFFER_BYTES: Final = 64 * 1024  # of the proxy's sockets: what a socket holds has crossed the link already
 
 
@@ -70,6 +72,7 @@ async def slow_link(broker_url: str, *, up: float = 1e9, down: float = 1e9) -> A
     listening.bind(("127.0.0.1", 0))
     server = await asyncio.start_server(accept, sock=listening, limit=BUFFER_BYTES)
     link.url = f"nats://127.0.0.1:{listening.getsockname()[1]}"
+    note(link.url, keys_of(broker_url).path)  # clients log in at the proxy's address as at the broker's
     try:
         yield link
     finally:
