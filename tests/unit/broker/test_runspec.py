@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -292,3 +293,23 @@ def test_digests_tell_other_content(tmp_path: Path) -> None:
     Path(path).unlink()
     with pytest.raises(UserError, match=r"data\.jsonl: No such file"):
         runspec.check_digests(digests)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"\x81\xa1x" * 100_000 + b"\xc0", "does not decode"),
+        (b"\x81\xa1x\xdd\x00\x60\x00\x00" + b"\xc0" * 0x600000, "the limit is"),
+        (b"\x82\xa4type\xa7RunSpec\xacwire_version\xcd\x10\x00", "uses wire version 4096"),
+        (b"", "does not decode"),
+    ],
+    ids=["deep", "large", "newer", "empty"],
+)
+def test_a_runspec_that_is_no_runspec_is_one_line_and_costs_little(data: bytes, says: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match=says):
+            runspec._decode("demo", data)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
