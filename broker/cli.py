@@ -18,7 +18,7 @@ from broker.runtime import process
 from broker.runtime.process import Stop
 from broker.server.private_server import BrokerServer, ClusterConfig
 from broker.server.server_supervisor import ServerSupervisor
-from broker.settings.arguments import ArgumentParser, complete, natural, port, positive
+from broker.settings.arguments import ArgumentParser, add_broker, complete, natural, port, positive
 from broker.system.entry import enter
 
 LOOK_EVERY_S: Final = 0.5
@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
 
     serve = commands.add_parser("serve", help="run a private nats-server until stopped")
     serve.add_argument("--port", type=port, default=4222, help="0 picks a free one (%(default)s)")
-    serve.add_argument("--bind", default="127.0.0.1", metavar="ADDRESS", help="a loopback address (%(default)s)")
+    serve.add_argument("--bind", default="127.0.0.1", metavar="ADDRESS", help="an address of this host (%(default)s)")
     serve.add_argument("--store", default="runs/broker", metavar="FOLDER", help="folder of the streams (%(default)s)")
     text = "folder of the keys that may connect, shared by the servers of a cluster (FOLDER.keys of the store)"
     serve.add_argument("--keys", metavar="FOLDER", help=text)
@@ -98,8 +98,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_operator_options(parser: argparse.ArgumentParser, operation: Operation) -> None:
-    url, run = os.environ.get("RL_BROKER") or process.DEFAULT_BROKER, os.environ.get("RL_RUN") or None
-    parser.add_argument("--broker", metavar="URL", default=url, help="broker address (RL_BROKER, %(default)s)")
+    run = os.environ.get("RL_RUN") or None
+    add_broker(parser)
     parser.add_argument("--run", metavar="NAME", default=run, help="which run (RL_RUN, else the only one)")
     text = "give up after (%(default)s)"
     parser.add_argument("--connect-deadline", type=positive, default=DEADLINE_S, metavar="SECONDS", help=text)

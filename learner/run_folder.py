@@ -14,9 +14,9 @@ import yaml
 
 from broker.errors import BrokerUnreachable, UserError
 from broker.jetstream.bus import Bus
-from broker.runtime import process
+from broker.nats.addresses import DEFAULT_BROKER
 from broker.runtime.presence import census
-from broker.settings.arguments import positive
+from broker.settings.arguments import add_broker, positive
 from broker.settings.runspec import find_runs
 from broker.system.locks import lock
 
@@ -56,8 +56,8 @@ def add_runs_options(parser: argparse.ArgumentParser) -> None:
 
 def add_broker_options(parser: argparse.ArgumentParser) -> None:
     """Add --broker and --connect-deadline; a broker that the user named must answer."""
-    address, after = f"address of the broker (RL_BROKER, {process.DEFAULT_BROKER})", "give up after (%(default)s)"
-    parser.add_argument("--broker", metavar="URL", default=os.environ.get("RL_BROKER") or None, help=address)
+    add_broker(parser, is_noted=True)
+    after = "give up after (%(default)s)"
     parser.add_argument("--connect-deadline", type=positive, default=DEADLINE_S, metavar="SECONDS", help=after)
 
 
@@ -80,7 +80,7 @@ def find_run(run: str, folder: str) -> RunPlace:
 
 def broker_address(named: str | None, folder: Path) -> str:
     """Return the named broker, else that of a running ``rlearner up``, else the run's last one, else the default."""
-    return named or current_address(folder) or process.DEFAULT_BROKER
+    return named or current_address(folder) or DEFAULT_BROKER
 
 
 def current_address(folder: Path) -> str:

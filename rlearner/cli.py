@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from broker.settings.arguments import ArgumentParser, add_config, complete, positive
+from broker.settings.arguments import ArgumentParser, add_broker, add_config, complete, positive
 from broker.system import logs
 from broker.system.entry import EXIT_STOPPED, enter
 from rlearner import offline_cli as pipelines_cli
@@ -50,7 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     up_cli.add_parser(commands)
     start = _add_config_parser(commands, "start", "run the learner; the other processes join by themselves")
-    pipelines_cli.add_broker(start)
+    add_broker(start)
     text = "give up if no broker answers in time (never)"
     start.add_argument("--connect-deadline", metavar="SECONDS", type=positive, help=text)
     logs.add_options(start)

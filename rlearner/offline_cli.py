@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 from typing import Any, Final
 
-from broker.settings.arguments import add_config
+from broker.settings.arguments import add_broker, add_config
 
 HELP: Final = {
     "sft": "fine-tune a model on conversations",
@@ -17,19 +16,13 @@ HELP: Final = {
 }
 
 
-def add_broker(parser: argparse.ArgumentParser, when: str = "") -> None:
-    """Add ``--broker``."""
-    url, text = os.environ.get("RL_BROKER") or "nats://127.0.0.1:4222", f"address of the broker{when}"
-    parser.add_argument("--broker", metavar="URL", default=url, help=f"{text} (RL_BROKER, %(default)s)")
-
-
 def add_parsers(subparsers: Any) -> None:
     """Add ``sft``, ``dpo`` and ``distill``."""
     for name, text in HELP.items():
         parser = subparsers.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         add_config(parser, file=name, setting="train.lr=1e-5")
         if name == "distill":
-            add_broker(parser, ", with distill.served")
+            add_broker(parser, text="address of the broker, with distill.served")
         parser.set_defaults(run=run, pipeline=name)
 
 

@@ -18,6 +18,7 @@ from typing import Final
 
 from broker.errors import UserError
 from broker.runtime.process import Stop
+from broker.settings.arguments import broker_words
 from broker.settings.registry import resolve
 from broker.system import gpus
 from broker.system.children import spawn
@@ -57,12 +58,19 @@ def gpu_shares(spec: str, section: RolloutSection) -> list[list[int]]:
 
 
 def replica_command(options: argparse.Namespace, run: str, section: RolloutSection) -> Command:
-    """Return how to start the server of one share: this process's options with other GPUs, id and HTTP port."""
+    """Return how to start the server of one share: this process's options with other GPUs, id and HTTP port.
+
+    Raises:
+        UserError: if the join token came from standard input, which can be read only once.
+    """
+    if options.join == "-":
+        raise UserError("--join -: several servers read the token, so write it to a file and name that")
 
     def command(index: int, numbers: Sequence[int]) -> list[str]:
-        line = [sys.executable, "-m", "rollout.cli", "--broker", options.broker, "--run", run]
+        line = [sys.executable, "-m", "rollout.cli", "--run", run, *broker_words(options.broker)]
         line += ["--gpus", ",".join(map(str, numbers))]
         for name, value in (
+            ("--join", options.join),
             ("--engine", options.engine),
             ("--policy", options.policy),
             ("--model", options.model),

@@ -4,6 +4,7 @@
     RUN/ROLE.key             seed of a role of a run, for processes of this user
     RUN/owner.key            seed that signs what all processes of a run follow; the broker does not know it
     users/PUBLIC_KEY.json    role, run and expiry of every key that the broker accepts
+    tls/                     certificates: ca.pem of the broker's own authority, one per address, and their keys
     authorization.conf       the same as the nats-server reads it, written whenever a user changes
     servers/PID              the servers to reload then
 
@@ -104,6 +105,29 @@ class KeyFolder:
                     self._reload()
                     time.sleep(RELOAD_S)
         return Key.load(file)
+
+    def authority(self) -> str:
+        """Return the certificate of the broker's authority as PEM text, empty if no other host reaches the broker."""
+        try:
+            return (self.path / "tls" / "ca.pem").read_text(encoding="ascii")
+        except FileNotFoundError:
+            return ""
+
+    def certificate(self, address: str) -> tuple[Path, Path]:
+        """Return the files of certificate and key of the broker's server at an IP address.
+
+        Raises:
+            UserError: if one cannot be used.
+        """
+        from broker.identity.certificates import server_certificate  # takes a third of a second to import
+
+        folder = self.path / "tls"
+        with self._locked():
+            try:
+                folder.mkdir(mode=0o700, exist_ok=True)
+                return server_certificate(folder, address)
+            except (OSError, ValueError) as error:
+                raise UserError(f"cannot use the certificates in {folder}: {error}") from None
 
     def admit(self, user: BrokerUser) -> None:
         """Accept one more key.

@@ -7,10 +7,11 @@ there; all others need a join token, or a login of the user's own cluster.
 from __future__ import annotations
 
 import os
+import ssl
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from broker.contract.permissions import INBOX, OPERATOR, inbox
@@ -33,6 +34,7 @@ class Login:
         name: of the join token; empty for a key of this user's broker.
         key: None for a login in the address, or none at all.
         owner: public key of the run's owner, from a join token.
+        authority: certificate of the broker's authority as PEM text; empty: the system's authorities count.
         keys: the broker's folder of keys, if this user has it.
     """
 
@@ -41,12 +43,29 @@ class Login:
     name: str = ""
     key: Key | None = field(default=None, repr=False)
     owner: str = ""
+    authority: str = ""
     keys: KeyFolder | None = field(default=None, repr=False)
 
     @property
     def inbox(self) -> str:
         """The subject prefix of replies to this identity."""
         return inbox(self.role, self.run, self.name) if self.key is not None else INBOX
+
+    def tls_context(self) -> ssl.SSLContext | None:
+        """Return a context that accepts only a broker with a certificate of its authority; None: the default one.
+
+        Raises:
+            UserError: if the certificate of the authority is none.
+        """
+        if not self.authority:
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        try:
+            context.load_verify_locations(cadata=self.authority)
+        except (ssl.SSLError, ValueError):
+            raise UserError("the certificate of the broker's authority is damaged; ask for a new join token") from None
+        return context
 
     @property
     def manages(self) -> bool:
@@ -91,8 +110,8 @@ def find_login(url: str, role: str, run: str) -> Login:
         if (folder := _noted(server)) is not None and folder.is_dir():
             keys = KeyFolder(folder)
             if role == OPERATOR or not run:
-                return Login(OPERATOR, key=keys.operator(), keys=keys)
-            return Login(role, run, key=keys.role(role, run), keys=keys)
+                return Login(OPERATOR, key=keys.operator(), authority=keys.authority(), keys=keys)
+            return Login(role, run, key=keys.role(role, run), authority=keys.authority(), keys=keys)
     return Login()
 
 
@@ -109,10 +128,12 @@ def keys_of(url: str) -> KeyFolder:
     raise UserError(f"no keys of a broker at {url.rpartition('@')[2]} on this machine; run this {where}")
 
 
-def client_options(url: str) -> dict[str, str]:
+def client_options(url: str) -> dict[str, Any]:
     """Return the arguments with which a plain ``nats.connect`` logs in as the operator; empty without a key."""
     login = find_login(url, OPERATOR, "")
-    return {} if login.key is None else {"nkeys_seed_str": login.key.seed, "inbox_prefix": login.inbox}
+    if login.key is None:
+        return {}
+    return {"nkeys_seed_str": login.key.seed, "inbox_prefix": login.inbox, "tls": login.tls_context()}
 
 
 def note(url: str, folder: Path) -> None:

@@ -37,6 +37,7 @@ class JoinToken:
         name: by which the operator can revoke it.
         expires_at: seconds since the epoch, 0: never.
         owner: public key of the owner of the run.
+        authority: certificate of the broker's authority as PEM text; empty for one on loopback.
         seed: the secret half of its key.
     """
 
@@ -46,12 +47,13 @@ class JoinToken:
     name: str
     expires_at: float
     owner: str
+    authority: str
     seed: str = field(repr=False)
 
     @property
     def login(self) -> Login:
         """The login of this token's key."""
-        return Login(self.role, self.run, self.name, Key(self.seed), self.owner)
+        return Login(self.role, self.run, self.name, Key(self.seed), self.owner, self.authority)
 
 
 def duration(text: str) -> float:
@@ -83,7 +85,7 @@ def invite(keys: KeyFolder, broker: str, role: str, run: str, *, name: str = "",
         raise UserError(f"--name {name}: the broker already has a token of this name; `rlearner revoke {name}` ends it")
     key = Key.generate()
     owner = keys.owner(token(run, "--run")).public
-    made = JoinToken(broker, run, role, name, time.time() + expires_s, owner, key.seed)
+    made = JoinToken(broker, run, role, name, time.time() + expires_s, owner, keys.authority(), key.seed)
     keys.admit(BrokerUser(key.public, role, run, name, made.expires_at))
     return made
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import socket
+import ssl
+import time
 from typing import Final
 from urllib.parse import urlsplit
 
 from broker.errors import BrokerUnreachable
 
+DEFAULT_BROKER: Final = "nats://127.0.0.1:4222"
+INSECURE: Final = "RL_INSECURE"  # environment variable of --insecure
+EXPIRED, NOT_YET_VALID, OTHER_NAMES = 10, 9, (62, 64)  # of OpenSSL's X509_V_ERR
 SCHEMES: Final = ("nats", "tls", "ws", "wss")
 
 
@@ -44,7 +49,21 @@ def why_unreachable(error: Exception) -> str:
     if isinstance(error, socket.gaierror):
         return f"unknown host name ({error.strerror})"
     if isinstance(error, TimeoutError):
-        return "the attempt to connect timed out"
+        return "the attempt to connect timed out; a firewall may drop its port"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not accepted: {_why_untrusted(error)}"
+    if isinstance(error, ssl.SSLError):
+        return f"TLS fails: {error.reason or error}".replace("WRONG_VERSION_NUMBER", "what answers there speaks no TLS")
     if "INFO" in str(error):  # the first message of a NATS server
         return "what answers there is not a NATS server"
     return str(error) or type(error).__name__
+
+
+def _why_untrusted(error: ssl.SSLCertVerificationError) -> str:
+    now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    if error.verify_code in (EXPIRED, NOT_YET_VALID):
+        when = "has expired" if error.verify_code == EXPIRED else "is not yet valid"
+        return f"it {when} by the clock of this host ({now}); renew it (restart our broker) or set the clock"
+    if error.verify_code in OTHER_NAMES:
+        return f"{error.verify_message}; use the address for which it was made"
+    return f"{error.verify_message}; use a join token of this broker, or name its authority in SSL_CERT_FILE"

@@ -7,11 +7,14 @@ quarter of every process's startup time.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, Final
 
-from broker.identity.keys import Key
+from broker.identity.login import Login
+from broker.nats.addresses import INSECURE
+from broker.system.connections import is_loopback
 
 _WEB: Final = "aiohttp"
 _modules: dict[str, Any] = sys.modules  # None makes the import of a module fail
@@ -28,23 +31,49 @@ finally:
         del _modules[_WEB]
 
 
+class Unprotected(nats_errors.Error):
+    """A connection to another host would not be encrypted, or need no login."""
+
+
 class GuardedClient(_Client):
-    """The nats-py client with a bug fix, and with a key that is looked up at every attempt to connect.
+    """The nats-py client with a bug fix, a login looked up at every attempt, and nothing unprotected to other hosts.
 
     A private broker makes its keys when it starts, which may be after its clients.
 
     Args:
-        find_key: returns the key, None for a login in the address or none at all.
+        find_login: returns the login; one without a key leaves it to the address.
     """
 
-    def __init__(self, find_key: Callable[[], Key | None] = lambda: None) -> None:
+    def __init__(self, find_login: Callable[[], Login] = Login) -> None:
         super().__init__()
-        self._find_key = find_key
+        self._find_login = find_login
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        if initial_connection and self._current_server is not None and self._current_server.uri.scheme == "tls":
+            info["tls_required"] = True  # whatever the server says: the login must not cross in clear
+        await super()._process_info(info, initial_connection)
 
     def _connect_command(self) -> bytes:
-        if (key := self._find_key()) is not None:
+        login = self._find_login()
+        self._require_protection(login)
+        if (key := login.key) is not None:
             self._public_nkey, self._signature_cb = key.public, key.sign_nonce
         return super()._connect_command()
+
+    def _require_protection(self, login: Login) -> None:
+        """Check that a connection to another host is encrypted and has a login.
+
+        Raises:
+            Unprotected: if not, unless the environment variable of --insecure is set.
+        """
+        assert self._current_server is not None
+        uri = self._current_server.uri
+        if is_loopback(uri.hostname or "") or os.environ.get(INSECURE):
+            return
+        if not self._server_info.get("tls_required"):
+            raise Unprotected("it uses no TLS; add --insecure only on a network that you trust")
+        if login.key is None and not uri.username:
+            raise Unprotected("there is no login for it; pass a join token with --join, or add --insecure")
 
     async def _process_pong(self) -> None:
         """Accept the reply to an abandoned ping too: nats-py 2.16 fails there and stops reading."""
@@ -53,9 +82,15 @@ class GuardedClient(_Client):
         await super()._process_pong()
 
     def drop_attempt(self) -> None:
-        """Close the socket of an attempt that the server refused, which nats-py 2.16 leaves open."""
-        if not self.is_connected and self._transport is not None:
-            self._transport.close()  # type: ignore[no-untyped-call]
+        """Close the socket of an attempt that failed, which nats-py 2.16 leaves open.
+
+        After a failed TLS handshake it would wait forever for the end of that socket's streams.
+        """
+        transport: Any = self._transport
+        if not self.is_connected and transport is not None:
+            for writer in filter(None, (transport._io_writer, transport._bare_io_writer)):
+                writer.transport.abort()
+            self._transport = None
 
     @property
     def has_stopped_reading(self) -> bool:
@@ -63,4 +98,4 @@ class GuardedClient(_Client):
         return bool(self.is_connected and self._reading_task is not None and self._reading_task.done())
 
 
-__all__ = ["GuardedClient", "Msg", "Subscription", "nats_errors"]
+__all__ = ["GuardedClient", "Msg", "Subscription", "Unprotected", "nats_errors"]

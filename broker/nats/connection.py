@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 import re
+import ssl
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,11 +20,10 @@ from urllib.parse import urlsplit
 from broker.contract.permissions import INBOX
 from broker.contract.sizes import Buffer
 from broker.errors import BrokerUnreachable, UserError
-from broker.identity.keys import Key
 from broker.identity.login import Login
 from broker.nats import addresses
 from broker.nats.calls import PendingCalls, fail
-from broker.nats.client import GuardedClient, Msg, nats_errors
+from broker.nats.client import GuardedClient, Msg, Unprotected, nats_errors
 from broker.nats.nats_errors import Disconnected, NoResponders
 from broker.nats.refusals import RefusalTracker
 from broker.nats.server_health import ServerHealth
@@ -62,10 +62,11 @@ class NatsLink:
         self.url, self.name, self.find_login = url, name, find_login
         self._login = Login()
         self.refused: asyncio.Future[UserError] = asyncio.get_running_loop().create_future()
+        self._unsafe = False  # the latest attempt failed because the connection would not be protected
         self._refused_since = 0.0  # of the first of consecutive refusals; 0: not refused
         self.connected = asyncio.Event()
         self.on_disconnect: set[Callable[[], None]] = set()
-        self._client = GuardedClient(self._key)
+        self._client = GuardedClient(self._look_up)
         self._closing = False
         self._waiting = Reminders()
         self._error = ""
@@ -120,9 +121,9 @@ class NatsLink:
             if self.refused.done():
                 await self._abandon()
 
-    def _key(self) -> Key | None:
+    def _look_up(self) -> Login:
         self._login = self.find_login()
-        return self._login.key
+        return self._login
 
     @property
     def login(self) -> Login:
@@ -185,9 +186,9 @@ class NatsLink:
         return self._client.max_payload
 
     async def _connect(self) -> None:
-        self._key()  # a server that learns of a new key drops connections that have not logged in yet
+        self._look_up()  # a server that learns of a new key drops connections that have not logged in yet
         servers = self._servers()
-        self._client = GuardedClient(self._key)
+        self._client = GuardedClient(self._look_up)
         self._traffic.watch(self._client)
         await self._client.connect(
             servers,
@@ -204,6 +205,7 @@ class NatsLink:
             max_outstanding_pings=2,
             flush_timeout=10.0,
             skip_subject_validation=True,
+            tls=self._login.tls_context(),
         )
         for subscribed in list(self._subscribed):
             await subscribed.attach(self._client)
@@ -296,15 +298,20 @@ class NatsLink:
         if (denied := _DENIED.search(str(error))) is not None:
             self._calls.drop(self._denied(denied["subject"]), denied["subject"])
             return
-        self._note_refusal(str(error))
         self._error = addresses.why_unreachable(error)
+        self._note_refusal(error)
         self._tried = now = time.monotonic()
         if not self.connected.is_set() and not self._closing and self._waiting.due(now):
             log.warning("no broker at %s (%s); trying again", self.where, self._error)
 
-    def _note_refusal(self, error: str) -> None:
-        """Note that a server which requires a login ended an attempt to connect, with or without saying why."""
-        if self.connected.is_set() or not any(text in error.lower() for text in REFUSALS):
+    def _note_refusal(self, error: Exception) -> None:
+        """Note an attempt that will not succeed later: the server refuses the login, or this end the server.
+
+        A server that requires a login may end an attempt without saying why.
+        """
+        self._unsafe = isinstance(error, (Unprotected, ssl.SSLError))
+        text = str(error).lower()
+        if self.connected.is_set() or not (self._unsafe or any(refusal in text for refusal in REFUSALS)):
             self._refused_since = 0.0
             return
         self._client.drop_attempt()
@@ -317,6 +324,8 @@ class NatsLink:
         return UserError(f"the broker at {self.where} does not allow {who} to publish to {subject}")
 
     def _why_refused(self) -> str:
+        if self._unsafe:
+            return f"this process does not connect to the broker at {self.where}: {self._error}"
         if self._login.key is not None:
             return f"the broker at {self.where} refuses the key {self._login.key.public}: it was revoked or has expired"
         return (

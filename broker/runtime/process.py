@@ -26,7 +26,7 @@ from broker.identity.login import Login
 from broker.identity.trust import is_trusted, trust
 from broker.jetstream.bus import Bus
 from broker.runtime.member import Member, Stop
-from broker.settings.arguments import positive
+from broker.settings.arguments import add_broker, positive
 from broker.settings.run_code import named_code
 from broker.settings.runspec import check_digests, discover_run, wait_for_runspec
 from broker.system import logs
@@ -39,7 +39,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-DEFAULT_BROKER: Final = "nats://127.0.0.1:4222"
 POLL_S: Final = 0.5
 FEW_FILES: Final = 4096
 GARBAGE_AFTER: Final = 50_000  # objects made and not freed; see _collect_rarely
@@ -143,8 +142,8 @@ def _find(error: BaseException, kind: type[T]) -> T | None:
 def add_join_options(parser: argparse.ArgumentParser) -> None:
     """Add --broker (RL_BROKER), --run (RL_RUN), --id, --connect-deadline and the logging options."""
     add = parser.add_argument
-    url, run = os.environ.get("RL_BROKER") or DEFAULT_BROKER, os.environ.get("RL_RUN") or None
-    add("--broker", metavar="URL", default=url, help="address of the broker (RL_BROKER, %(default)s)")
+    run = os.environ.get("RL_RUN") or None
+    add_broker(parser)
     add("--run", metavar="NAME", default=run, help="run to join (RL_RUN, else the only one running)")
     text = "join token of another host or user, from `rlearner invite`; - reads standard input"
     add("--join", metavar="FILE", help=text)

@@ -23,6 +23,7 @@ from broker.identity.key_folder import AUTHORIZATION, KeyFolder
 from broker.jetstream.provision import OLDEST_CLUSTER
 from broker.settings.config import loopback
 from broker.system.children import spawn
+from broker.system.connections import addresses, is_loopback
 from broker.system.locks import lock
 
 OLDEST: Final = (2, 9)
@@ -129,14 +130,14 @@ class ClusterConfig:
 
 
 class BrokerServer:
-    """A nats-server child process with JetStream, on loopback; it dies with its parent.
+    """A nats-server child process with JetStream; it dies with its parent. Beyond loopback it requires TLS.
 
     Args:
         store: folder for streams, configuration and log.
         keys: folder of the keys that may connect, made if missing; None: next to the store. The servers of a cluster
             share one.
         port: 0 picks a free one.
-        bind: a loopback address.
+        bind: an address of this host; one that other hosts reach gets a certificate of the broker's own authority.
         sync_always: fsync before confirming; needs nats-server 2.10.
         store_max_gib: disk space that the streams may take.
         binary: path of the nats-server, None searches for one.
@@ -146,7 +147,7 @@ class BrokerServer:
 
     Raises (from start):
         UserError: if the port is taken, the store not writable or in use, no nats-server found, or the bind address not
-            a loopback address.
+            one of this host.
     """
 
     url: str
@@ -172,7 +173,17 @@ class BrokerServer:
         self._store_max_gib, self._binary = store_max_gib, binary
         self._cluster = cluster
         self._env = {"GOMAXPROCS": str(num_procs), **os.environ} if num_procs else None
+        self._certificate: tuple[Path, Path] | None = None  # and its key, beyond loopback
         self._child: subprocess.Popen[bytes] | None = None
+
+    def _checked_bind(self) -> str:
+        if self._cluster is not None:
+            require_loopback(self._bind)  # routes have neither TLS nor logins
+        known = [address for each in addresses().values() for address in each]
+        if not is_loopback(self._bind) and self._bind not in known:
+            allowed = f"one address of this host, which others use too: {', '.join(sorted(known)) or 'none'}"
+            raise ConfigError("--bind", self._bind, allowed)
+        return self._bind
 
     @property
     def running(self) -> bool:
@@ -181,12 +192,13 @@ class BrokerServer:
 
     def start(self) -> None:
         """Start the server and return when it answers; a restart uses the same port and store."""
-        require_loopback(self._bind)
+        bind = self._checked_bind()
         binary = find_binary(sync_always=self._sync_always, clustered=self._cluster is not None, binary=self._binary)
         for port in (self._port, self._cluster.port if self._cluster else 0):
             if port:
-                refuse_taken(self._bind, port)
+                refuse_taken(bind, port)
         keys = KeyFolder(self.keys_path)
+        self._certificate = None if is_loopback(bind) else keys.certificate(bind)
         keys.operator()
         keys.refresh()
         try:
@@ -260,8 +272,14 @@ class BrokerServer:
             *(["  sync_interval: always"] if self._sync_always else []),
             "}",
             *(self._cluster.lines(self._bind) if self._cluster else []),
+            *(self._tls_lines() if self._certificate else []),
         ]
         return "\n".join(lines) + "\n"
+
+    def _tls_lines(self) -> list[str]:
+        assert self._certificate is not None
+        certificate, key = (json.dumps(str(file)) for file in self._certificate)
+        return ["tls {", f"  cert_file: {certificate}", f"  key_file: {key}", '  min_version: "1.3"', "}"]
 
     def _wait_ready(self, start_of_log: int) -> str:
         """Return the URL, once the server has written its address."""
@@ -276,7 +294,8 @@ class BrokerServer:
             except (FileNotFoundError, json.JSONDecodeError):
                 time.sleep(0.01)
                 continue
-            return str(urls[0])
+            host = f"[{self._bind}]" if ":" in self._bind else self._bind
+            return f"tls://{host}:{urls[0].rpartition(':')[2]}" if self._certificate else str(urls[0])
         raise UserError(f"nats-server was not ready within {READY_WITHIN_S:g} s, see {self.log_path}")
 
     def _why_dead(self, start_of_log: int) -> str:

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 from broker.contract.streams import token
-from broker.errors import ConfigError
+from broker.errors import ConfigError, UserError
+from broker.nats.addresses import DEFAULT_BROKER, INSECURE, without_passwords
 from broker.system.entry import EXIT_USER_ERROR
 
 WIDTH: Final = 100  # of descriptions in help texts
@@ -137,3 +138,40 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         return math.nan
+
+
+class _Address(argparse.Action):
+    """Stores an address from the command line, which all users of the machine can read."""
+
+    def __call__(self, parser: argparse.ArgumentParser, options: argparse.Namespace, value: Any, *_: Any) -> None:
+        if "@" in value:
+            allowed = "an address without a login, because other users can see it here; put the address into RL_BROKER"
+            raise UserError(f"--broker {without_passwords(value)}: {allowed}")
+        setattr(options, self.dest, value)
+
+
+class _SetInsecure(argparse.Action):
+    """Sets the variable, which processes that this one starts inherit."""
+
+    def __call__(self, *_: Any) -> None:
+        os.environ[INSECURE] = "1"
+
+
+def add_broker(parser: argparse.ArgumentParser, *, text: str = "address of the broker", is_noted: bool = False) -> None:
+    """Add --broker (RL_BROKER) and --insecure (RL_INSECURE).
+
+    Args:
+        is_noted: whether None is the default, because a run's folder names its broker.
+    """
+    named = os.environ.get("RL_BROKER") or None
+    shown = without_passwords(named or DEFAULT_BROKER).replace("%", "%%")
+    default = named if is_noted else named or DEFAULT_BROKER
+    help_text = f"{text} (RL_BROKER, {shown})"
+    parser.add_argument("--broker", metavar="URL", action=_Address, default=default, help=help_text)
+    help_text = f"connect to a broker on another host without TLS or without a login ({INSECURE}=1)"
+    parser.add_argument("--insecure", action=_SetInsecure, nargs=0, default=argparse.SUPPRESS, help=help_text)
+
+
+def broker_words(url: str) -> list[str]:
+    """Return the words that name a broker to another command; none for one with a login, which RL_BROKER holds."""
+    return [] if "@" in url else ["--broker", url]

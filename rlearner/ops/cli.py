@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 from collections.abc import Callable, Coroutine
 from importlib import import_module
 from typing import Any
 
 from broker.identity.tokens import JOINING, duration
-from broker.runtime.process import DEFAULT_BROKER, Stop, main, unless_stopped
-from broker.settings.arguments import natural
+from broker.runtime.process import Stop, main, unless_stopped
+from broker.settings.arguments import add_broker, natural
 from broker.system.entry import EXIT_STOPPED
 from learner.run_folder import add_broker_options, add_run_options, add_runs_options
 
@@ -67,7 +66,6 @@ def add_parsers(subparsers: Any) -> None:
 
 def _add_invitations(subparsers: Any) -> None:
     """Add the commands for join tokens; they need the broker's keys, so its host and user."""
-    url = os.environ.get("RL_BROKER") or DEFAULT_BROKER
     texts = {
         "invite": "write a token with which another host or user joins a run",
         "invited": "list the tokens that the broker accepts",
@@ -76,7 +74,7 @@ def _add_invitations(subparsers: Any) -> None:
     parsers = {}
     for name, text in texts.items():
         parser = parsers[name] = subparsers.add_parser(name, help=text, description=text)
-        parser.add_argument("--broker", metavar="URL", default=url, help="address of the broker (RL_BROKER)")
+        add_broker(parser)
         parser.set_defaults(run=lambda options, name=name: _run(f"invitations:{name}", options))
     add = parsers["invite"].add_argument
     add("role", choices=JOINING, help="what the token's processes do")

@@ -13,6 +13,7 @@ from broker.contract import wire
 from broker.errors import UserError
 from broker.jetstream.bus import Bus
 from broker.runtime.presence import census
+from broker.settings.arguments import broker_words
 from learner.run_folder import broker_address, find_run
 
 STATES: Final = {"pause": "paused", "resume": "running", "drain": "draining", "stop": "stopped"}
@@ -21,7 +22,7 @@ STATES: Final = {"pause": "paused", "resume": "running", "drain": "draining", "s
 async def set_state(options: argparse.Namespace) -> int:
     """Publish the desired state and return the exit code."""
     run, url = _target(options)
-    arguments = ["control", STATES[options.command], "--run", run, "--broker", url, "--reason", options.reason]
+    arguments = ["control", STATES[options.command], "--run", run, *broker_words(url), "--reason", options.reason]
     arguments += ["--connect-deadline", str(options.connect_deadline)]
     await broker_cli.operate(broker_cli.parser().parse_args(arguments))
     if options.command == "drain":

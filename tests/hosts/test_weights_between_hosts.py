@@ -76,7 +76,8 @@ class Hosts:
 def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[HostNetwork, str]]:
     """Hosts, and the broker's address on the first."""
     folder = tmp_path_factory.mktemp("broker")
-    with host_network(3) as made:
+    with host_network(3) as made, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RL_INSECURE", "1")  # what is tested here is the weight channel
         settings = f'host: "{made.addresses[0]}"\nport: {BROKER_PORT}\nmax_payload: 9MB\n'
         (folder / "nats.conf").write_text(f'{settings}jetstream {{ store_dir: "{folder}" }}\n')
         command = [*made.inside(0), find_binary(), "-c", str(folder / "nats.conf")]

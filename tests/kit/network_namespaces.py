@@ -114,6 +114,7 @@ class NamespaceNetwork:
 def network(num_nodes: int) -> Iterator[NamespaceNetwork]:
     """A network, with the calling thread, and what it starts from now on, in the namespace that reaches all nodes."""
     made = NamespaceNetwork(num_nodes)
+    os.environ["RL_INSECURE"] = "1"  # the brokers have neither TLS nor logins
     before = os.open(f"/proc/self/task/{threading.get_native_id()}/ns/net", os.O_RDONLY)
     try:
         made.create()
@@ -127,6 +128,7 @@ def network(num_nodes: int) -> Iterator[NamespaceNetwork]:
     finally:
         os.close(before)
         made.destroy()
+        del os.environ["RL_INSECURE"]
 
 
 def broker_configuration(store: Path, max_payload: int, cluster: str = "") -> str:
