@@ -33,6 +33,9 @@ def check(config: dict[str, Any]) -> None:
         raise ConfigError("rollout.snapshot", section.snapshot, allowed)
     if section.snapshot_only and section.snapshot is None:
         raise ConfigError("rollout.snapshot_only", True, "false without rollout.snapshot")
+    if (section.http_tls_cert is None) != (section.http_tls_key is None):
+        allowed = "null, or set together with rollout.http_tls_key (--tls-cert, --tls-key)"
+        raise ConfigError("rollout.http_tls_cert", section.http_tls_cert, allowed)
     evaluation = config.get("eval") or {}
     if "random" in (evaluation.get("baseline"), *(evaluation.get("against") or ())):  # ``rlearner up`` serves it
         random_args = resolve("engine_args", "random", ENGINE_ARGS)

@@ -18,6 +18,7 @@ EXAMPLES: Final = {
         "rollout-server --run quick --gpus 4-7",
         "rollout-server --engine random --policy random",
         "rollout-server max_running=32 --http=8000",
+        "rollout-server --http=8000 --http-bind 10.0.0.1 --tls-cert cert.pem --tls-key key.pem",
     ]
 }
 
@@ -42,6 +43,10 @@ def parser() -> argparse.ArgumentParser:
     add("--snapshot", metavar="PLACE", help=place)
     http = f"serve an OpenAI-compatible API on this port ({HTTP_PORT}), 0 for any; write --http=PORT before settings"
     add("--http", nargs="?", const=HTTP_PORT, type=_port, metavar="PORT", help=http)
+    text = "address at which the API listens (broker.bind); beyond loopback it needs --tls-cert, or --insecure"
+    add("--http-bind", metavar="ADDRESS", help=text)
+    add("--tls-cert", metavar="FILE", help="TLS certificate of the API, or chain of certificates, in PEM")
+    add("--tls-key", metavar="FILE", help="its private key in PEM, which other users cannot read")
     setting = "settings of the section rollout, for example max_running=32"
     add("overrides", nargs="*", metavar="key=value", help=setting)
     return complete(result, EXAMPLES)

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from broker.contract.wire import ACTOR
 from broker.settings.config import Section
+
+
+def _address(value: str) -> str:
+    if value != "localhost":
+        try:
+            ipaddress.ip_address(value)
+        except ValueError:
+            raise ValueError("an IP address of this host, for example 10.0.0.1, or 0.0.0.0 for all") from None
+    return value
 
 
 class RolloutSection(Section):
@@ -23,6 +33,9 @@ class RolloutSection(Section):
     prefix_cache: bool = True
     update_mode: Literal["keep", "recompute", "abort"] = "keep"  # what happens to requests in flight at new weights
     http_port: Annotated[int, Field(ge=0, le=65535)] | None = None  # OpenAI-compatible API; 0: any free port
+    http_bind: Annotated[str, AfterValidator(_address)] | None = None  # where it listens; null: at broker.bind
+    http_tls_cert: str | None = None  # file with its TLS certificate or chain, PEM; null: plain HTTP, on loopback only
+    http_tls_key: str | None = None  # file with the private key, PEM
     snapshot: str | None = None  # train.weights_snapshot_every: folder or URL to start from without the learner
     snapshot_only: bool = False  # never request weights from the learner, only read snapshots
     num_threads: NonNegativeInt = 0  # torch threads; 0: torch's default

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from broker.errors import ConfigError
+from broker.nats.addresses import INSECURE
+from broker.system.connections import is_loopback
 from rlearner_text.openai import api_keys
 from rlearner_text.openai.backends import GenerateHandler, ServedModel
+from rlearner_text.openai.certificates import server_tls
 from rlearner_text.openai.server import HttpServer
 from rlearner_text.tokenizer import Tokenizer
 from rollout.config import RolloutSection
@@ -68,16 +73,24 @@ class HttpApi:
 
 
 async def prepare_http(
-    handle: GenerateHandler, served: ServedModel, *, bind: str, port: int, trust_remote_code: bool
+    handle: GenerateHandler,
+    served: ServedModel,
+    section: RolloutSection,
+    *,
+    bind: str,
+    port: int,
+    trust_remote_code: bool,
 ) -> HttpApi:
     """Prepare the API without serving, so that its errors appear before the engine loads.
 
     Raises:
-        UserError: if the port or the key is not available, or the model has no tokenizer.
+        UserError: if the port or the key is not available, the certificate cannot be used, other hosts could read what
+            is sent, or the model has no tokenizer.
     """
+    tls = _tls(section, bind)
     key, key_place = api_keys.find_key()
     tokenizer = await asyncio.to_thread(Tokenizer.load, served.path, trust_remote_code=trust_remote_code)
-    server = HttpServer.with_key(handle, tokenizer, served, key)
+    server = HttpServer.with_key(handle, tokenizer, served, key, tls)
     with _port_refused(port):
         try:
             server.take(bind, port)
@@ -85,6 +98,16 @@ async def prepare_http(
             await server.close()
             raise
     return HttpApi(server, served, port, key_place)
+
+
+def _tls(section: RolloutSection, bind: str) -> ssl.SSLContext | None:
+    if section.http_tls_cert is not None and section.http_tls_key is not None:
+        names = {"cert_name": "rollout.http_tls_cert", "key_name": "rollout.http_tls_key"}
+        return server_tls(section.http_tls_cert, section.http_tls_key, **names)
+    if not is_loopback(bind) and not os.environ.get(INSECURE):
+        allowed = "an address of loopback without TLS, because others could read keys and prompts; add --tls-cert and "
+        raise ConfigError("rollout.http_bind", bind, allowed + "--tls-key, or --insecure on a network that you trust")
+    return None
 
 
 @contextmanager

@@ -40,6 +40,9 @@ def server_section(config: Mapping[str, Any], options: argparse.Namespace) -> Ro
         section["snapshot"] = options.snapshot
     if options.http is not None:
         section["http_port"] = options.http
+    for name in ("http_bind", "tls_cert", "tls_key"):
+        if (given := getattr(options, name)) is not None:
+            section[name if name == "http_bind" else f"http_{name}"] = given
     for override in options.overrides:
         section = apply_override(section, override)
     parsed = parse("rollout", section, RolloutSection)

@@ -241,7 +241,8 @@ class RolloutService:
 
         served = served_model(self._engine, self._section, self._spec.model_path, self._state)
         trust = (self._spec.config.get("model") or {}).get("trust_remote_code", False)
-        return await prepare_http(self.handle, served, bind=self._broker.bind, port=port, trust_remote_code=trust)
+        bind = self._section.http_bind or self._broker.bind
+        return await prepare_http(self.handle, served, self._section, bind=bind, port=port, trust_remote_code=trust)
 
     async def _follow_weights(self) -> None:
         from broker.weights.receiver.receive import WeightReceiver  # imports torch

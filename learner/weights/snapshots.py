@@ -17,6 +17,7 @@ from broker.weights.snapshots.publish import SnapshotPublisher
 from broker.weights.snapshots.snapshot import NAME, NEWEST
 from learner.config import TrainSection
 from rlearner_text.openai import api_keys
+from rlearner_text.openai.certificates import server_tls
 
 log = logging.getLogger(__name__)
 
@@ -49,20 +50,13 @@ def load_certificate(cert: str | None, key: str | None) -> ssl.SSLContext | None
     """Return TLS for a server by its certificate and key in PEM; None without them.
 
     Raises:
-        ConfigError: if a file cannot be read, or they do not fit together.
+        ConfigError: if they cannot be used; see ``server_tls``.
     """
     if cert is None:
         return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        # OpenSSL would ask for the password of an encrypted key at the terminal
-        context.load_cert_chain(cert, key, password=lambda: "")
-    except OSError as error:  # also SSLError
-        why = error.reason or "not in PEM" if isinstance(error, ssl.SSLError) else error.strerror
-        allowed = f"a certificate in PEM that fits train.weights_snapshot_key {key!r} ({why})"
-        raise ConfigError("train.weights_snapshot_cert", cert, allowed) from None
-    return context
+    assert key is not None  # checked with the configuration
+    names = {"cert_name": "train.weights_snapshot_cert", "key_name": "train.weights_snapshot_key"}
+    return server_tls(cert, key, **names)
 
 
 class SnapshotServer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Final, Protocol, cast
 
 from aiohttp import web
 
@@ -30,6 +30,14 @@ class Limits:
     arrival_s: float = ARRIVAL_S
 
 
+class Connection(Protocol):
+    """An open connection."""
+
+    def abort(self) -> None:
+        """Close it at once."""
+        ...
+
+
 class Connections:
     """Connections of one server. At a limit the oldest one without a complete request makes room for a new one.
 
@@ -39,11 +47,11 @@ class Connections:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self._peers: dict[LimitedHandler, str] = {}
-        self._waiting: dict[LimitedHandler, None] = {}  # oldest first
+        self._peers: dict[Connection, str] = {}
+        self._waiting: dict[Connection, None] = {}  # oldest first
         self._count: Counter[str] = Counter()
 
-    def add(self, handler: LimitedHandler, peer: str) -> LimitedHandler | None:
+    def add(self, handler: Connection, peer: str) -> Connection | None:
         """Count a new connection; return the one to close, which may be the new one, or None."""
         full_peer = self._count[peer] >= self.limits.per_peer
         full = full_peer or len(self._peers) >= self.limits.total
@@ -55,13 +63,13 @@ class Connections:
             self.remove(closing)
         return closing
 
-    def work(self, handler: LimitedHandler, *, busy: bool) -> None:
+    def work(self, handler: Connection, *, busy: bool) -> None:
         """Note that a request has arrived completely, or is answered."""
         self._waiting.pop(handler, None)
         if not busy and handler in self._peers:
             self._waiting[handler] = None
 
-    def remove(self, handler: LimitedHandler) -> None:
+    def remove(self, handler: Connection) -> None:
         """Forget a closed connection; idempotent."""
         peer = self._peers.pop(handler, None)
         self._waiting.pop(handler, None)
@@ -72,11 +80,13 @@ class Connections:
 
 
 class LimitedHandler(web.RequestHandler):
-    """Reports its connection to ``Connections``."""
+    """Reports its connection to ``Connections``; ``handshake`` is what was counted there before."""
 
-    __slots__ = ("connections",)
+    __slots__ = ("connections", "handshake")
 
-    def __init__(self, server: web.Server, connections: Connections, logger: object) -> None:
+    def __init__(
+        self, server: web.Server, connections: Connections, logger: object, handshake: Connection | None = None
+    ) -> None:
         # aiohttp closes a connection without a complete header when the keep-alive time is over
         super().__init__(
             server,
@@ -86,14 +96,20 @@ class LimitedHandler(web.RequestHandler):
             access_log=None,  # type: ignore[arg-type]
             logger=logger,  # type: ignore[arg-type]
         )
-        self.connections = connections
+        self.connections, self.handshake = connections, handshake
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        if self.handshake is not None:
+            self.connections.remove(self.handshake)
         name = transport.get_extra_info("peername")
         closing = self.connections.add(self, name[0] if name else "")
-        if closing is not None and closing.transport is not None:
-            closing.transport.abort()
+        if closing is not None:
+            closing.abort()
+
+    def abort(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self.connections.remove(self)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -24,6 +25,7 @@ from rlearner_text.openai.request_bodies import COMPLETION_TOKENS, ChatBody, Com
 from rlearner_text.openai.response_events import ResponsesFormat
 from rlearner_text.openai.responses import ResponsesBody, chat_of, items_of
 from rlearner_text.openai.sse_chunks import ChatFormat
+from rlearner_text.openai.tls_listener import TlsListener
 from rlearner_text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -62,30 +64,46 @@ class HttpServer:
         desk: returns the backend for an Authorization header; None if the key is missing or wrong.
         health: returns the state, for example ``serving``, and the policy version.
         limits: of connections.
+        tls: certificate and key; None: plain HTTP.
 
     Attributes:
         address: for example ``http://127.0.0.1:8000/v1``; set once started.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, desk: Desk, health: Callable[[], tuple[str, int]], limits: Limits | None = None
+        self,
+        tokenizer: Tokenizer,
+        desk: Desk,
+        health: Callable[[], tuple[str, int]],
+        limits: Limits | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._tokenizer, self._desk, self._health_of = tokenizer, desk, health
         self._began = int(time.time())
         self._connections = Connections(limits or Limits())
         self._runner: web.AppRunner | None = None
+        self._tls = tls
         self._listener: asyncio.Server | None = None
+        self._tls_listener: TlsListener | None = None
         self._taken: socket.socket | None = None
         self.address = ""
 
     @classmethod
-    def with_key(cls, handle: GenerateHandler, tokenizer: Tokenizer, served: ServedModel, key: str) -> HttpServer:
+    def with_key(
+        cls,
+        handle: GenerateHandler,
+        tokenizer: Tokenizer,
+        served: ServedModel,
+        key: str,
+        tls: ssl.SSLContext | None = None,
+    ) -> HttpServer:
         """Return a server with one key, one model and one engine."""
         desk = SingleKeyBackend(handle, tokenizer, served)
         return cls(
             tokenizer,
             lambda header: desk if api_keys.matches(header, key) else None,
             lambda: (served.state(), served.policy_version()),
+            tls=tls,
         )
 
     async def start(self, bind: str, port: int) -> None:
@@ -127,17 +145,25 @@ class HttpServer:
         await self._runner.setup()
         server = self._runner.server
         assert server is not None
-        self._listener = await asyncio.get_running_loop().create_server(
-            lambda: LimitedHandler(server, self._connections, _connections), sock=self._taken, backlog=BACKLOG
-        )
+        made = partial(LimitedHandler, server, self._connections, _connections)
+        if self._tls is not None:
+            self._tls_listener = TlsListener(self._taken, self._tls, self._connections, made)
+            self._tls_listener.start(BACKLOG)
+        else:
+            loop = asyncio.get_running_loop()
+            self._listener = await loop.create_server(made, sock=self._taken, backlog=BACKLOG)
         host, taken = self._taken.getsockname()[:2]
-        self.address = f"http://{f'[{host}]' if ':' in host else host}:{taken}/v1"
+        scheme = "http" if self._tls is None else "https"
+        self.address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{taken}/v1"
 
     async def close(self) -> None:
         """Stop serving; idempotent."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+        if self._tls_listener is not None:
+            await self._tls_listener.close()
+            self._tls_listener = None
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None

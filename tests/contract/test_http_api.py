@@ -32,6 +32,7 @@ from rlearner_text.config import TinyModel
 from rlearner_text.openai import api_keys
 from rlearner_text.openai.backends import ServedModel
 from rlearner_text.tiny import _write_tokenizer
+from rollout.config import RolloutSection
 from rollout.http import prepare_http
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -258,6 +259,7 @@ async def test_a_port_that_is_taken(served: Api, model_path: str, monkeypatch: p
         await prepare_http(
             served.service.handle,
             ServedModel("actor", model_path, 64, lambda: "serving", lambda: 0),
+            RolloutSection(),
             bind="127.0.0.1",
             port=port,
             trust_remote_code=False,

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import aiohttp
+from https_kit import Issued
 
 from broker.contract import wire
 from broker.runtime.process import Member
@@ -51,6 +52,7 @@ async def api(
     engine: str = "random",
     max_context_tokens: int = 128,
     state: str = "serving",
+    tls: Issued | None = None,
     **engine_args: Any,
 ) -> AsyncIterator[Api]:
     section = RolloutSection(
@@ -61,11 +63,13 @@ async def api(
     member = cast(Member, SimpleNamespace(spec=spec, bus=None, id="s1", poke=lambda: None))
     service, tokenizer = RolloutService(member, spec, section, running), Tokenizer.load(model_path)
     served = served_model(running, section, model_path, lambda: state)
-    server = HttpServer.with_key(service.handle, tokenizer, served, KEY)
+    server = HttpServer.with_key(service.handle, tokenizer, served, KEY, tls.server() if tls else None)
     await running.start()
     await server.start("127.0.0.1", 0)
     try:
-        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as client:
+        connector = aiohttp.TCPConnector(ssl=tls.client() if tls else True)
+        headers = {"Authorization": f"Bearer {KEY}"}
+        async with aiohttp.ClientSession(headers=headers, connector=connector) as client:
             yield Api(service, running, tokenizer, server, server.address, client)
     finally:
         await server.close()

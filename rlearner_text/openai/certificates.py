@@ -1,0 +1,69 @@
+"""TLS of our HTTP servers: loads a certificate with its key, after checks that name the setting."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import ssl
+import stat
+from pathlib import Path
+from typing import Final
+
+from cryptography import x509
+
+from broker.errors import ConfigError
+
+_REASONS: Final = {"KEY_VALUES_MISMATCH": "the key belongs to another certificate"}
+
+
+def server_tls(cert: str, key: str, *, cert_name: str, key_name: str) -> ssl.SSLContext:
+    """Return TLS 1.2 or newer for a server by its certificate, or chain of certificates, and key in PEM.
+
+    Args:
+        cert_name: the setting that names the certificate, for errors.
+        key_name: the setting that names the key, for errors.
+
+    Raises:
+        ConfigError: if a file cannot be read, they do not fit together, the certificate is not valid now, or other
+            users can read the key.
+    """
+    _check_readable(cert, cert_name)
+    _check_readable(key, key_name)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        # OpenSSL would ask for the password of an encrypted key at the terminal
+        context.load_cert_chain(cert, key, password=lambda: "")
+    except OSError as error:  # also SSLError
+        why = error.reason or "not in PEM" if isinstance(error, ssl.SSLError) else str(error.strerror)
+        allowed = f"a certificate in PEM that fits {key_name} {key!r} ({_REASONS.get(why, why)})"
+        raise ConfigError(cert_name, cert, allowed) from None
+    _check_private(key, key_name)
+    _check_valid(cert, cert_name)
+    return context
+
+
+def _check_readable(file: str, name: str) -> None:
+    try:
+        with open(file, "rb"):
+            pass
+    except OSError as error:
+        raise ConfigError(name, file, f"a file in PEM that this process can read ({error.strerror})") from None
+
+
+def _check_private(file: str, name: str) -> None:
+    """Refuse a key that others can read. As in PostgreSQL, a group may read root's, for example Debian's ssl-cert."""
+    status = os.stat(file)
+    forbidden = stat.S_IRWXO | (stat.S_IWGRP if status.st_uid == 0 else stat.S_IRWXG)
+    if status.st_mode & forbidden:
+        mode = stat.S_IMODE(status.st_mode)
+        raise ConfigError(name, file, f"a file that other users cannot read (its mode is {mode:o}; run chmod 600)")
+
+
+def _check_valid(file: str, name: str) -> None:
+    found = x509.load_pem_x509_certificates(Path(file).read_bytes())[0]
+    now = datetime.datetime.now(datetime.UTC)
+    begin, end = found.not_valid_before_utc, found.not_valid_after_utc
+    if not begin <= now < end:
+        when = f"expired at {end:%Y-%m-%d %H:%M} UTC" if end <= now else f"begins at {begin:%Y-%m-%d %H:%M} UTC"
+        raise ConfigError(name, file, f"a certificate that is valid now (this one {when}; renew it or set the clock)")
