@@ -37,6 +37,13 @@ EXAMPLES: Final = {
     "rlearner invite": ["rlearner invite envhub --run quick --expires 24h --out hub.token"],
     "rlearner invited": ["rlearner invited"],
     "rlearner revoke": ["rlearner revoke envhub-3f9a01"],
+    "rlearner api-key": ["rlearner api-key create alice --expires 30d --requests-per-minute 60 --out alice.key"],
+    "rlearner api-key create": [
+        "rlearner api-key create alice --expires 30d --requests-per-minute 60 --out alice.key",
+        "rlearner api-key create ci --expires 12h --tokens-per-minute 20000 --concurrent 4 --out ci.key",
+    ],
+    "rlearner api-key list": ["rlearner api-key list"],
+    "rlearner api-key revoke": ["rlearner api-key revoke alice"],
     "rlearner pause": ["rlearner pause quick --reason 'the disk is full'"],
     "rlearner resume": ["rlearner resume quick"],
     "rlearner drain": ["rlearner drain quick"],

@@ -19,6 +19,7 @@ from broker.system.connections import is_loopback
 from rlearner_text.openai import api_keys
 from rlearner_text.openai.backends import GenerateHandler, ServedModel
 from rlearner_text.openai.certificates import server_tls
+from rlearner_text.openai.named_keys import KeyStore
 from rlearner_text.openai.server import HttpServer
 from rlearner_text.tokenizer import Tokenizer
 from rollout.config import RolloutSection
@@ -89,8 +90,10 @@ async def prepare_http(
     """
     tls = _tls(section, bind)
     key, key_place = api_keys.find_key()
+    named = KeyStore()
+    named.read()  # checked now, and again with each change
     tokenizer = await asyncio.to_thread(Tokenizer.load, served.path, trust_remote_code=trust_remote_code)
-    server = HttpServer.with_key(handle, tokenizer, served, key, tls)
+    server = HttpServer.with_key(handle, tokenizer, served, key, tls, named)
     with _port_refused(port):
         try:
             server.take(bind, port)

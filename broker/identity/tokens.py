@@ -96,12 +96,21 @@ def write(made: JoinToken, path: Path) -> None:
     Raises:
         UserError: if the file exists or cannot be written.
     """
+    write_private(json.dumps(asdict(made)) + "\n", path)
+
+
+def write_private(text: str, path: Path) -> None:
+    """Write the file that --out names, a new one that only its owner can read.
+
+    Raises:
+        UserError: if the file exists or cannot be written.
+    """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise UserError(f"--out {path}: {error.strerror}") from None
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(made)) + "\n")
+        file.write(text)
 
 
 def read(place: str, role: str) -> JoinToken:

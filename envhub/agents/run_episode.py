@@ -20,7 +20,8 @@ from envhub.agents.session import AgentSession, SessionContext
 from envhub.envs import agent as agent_env
 from envhub.envs.agent import AgentArgs
 from envhub.task import EpisodeFailed, EpisodeResult, EpisodeTask
-from rlearner_text.openai.backends import ApiBackend
+from rlearner_text.openai import api_keys
+from rlearner_text.openai.callers import Caller
 from rlearner_text.openai.connections import Limits
 from rlearner_text.openai.server import HttpServer
 from rlearner_text.tokenizer import Tokenizer
@@ -42,9 +43,9 @@ class AgentRunner:
         """Close the endpoint."""
         await self._server.close()
 
-    def _desk(self, header: str | None) -> ApiBackend | None:
-        scheme, _, key = (header or "").partition(" ")
-        return self._sessions.get(key.strip()) if scheme.lower() == "bearer" else None
+    def _desk(self, header: str | None) -> Caller | None:
+        session = self._sessions.get(api_keys.bearer(header) or "")
+        return None if session is None else Caller(session.name, session)
 
     async def play(self, task: EpisodeTask, means: SessionContext, on_tokens: Callable[[int], None]) -> EpisodeResult:
         """Play one episode; when cancelled, kill the program.

@@ -58,6 +58,7 @@ class AgentSession:
     def __init__(self, task: EpisodeTask, means: SessionContext, on_tokens: Callable[[int], None]) -> None:
         self._task, self._means, self._on_tokens = task, means, on_tokens
         self._section = task.domain.section
+        self.name = task.id  # in the access log
         closing, stops = _ends(means.tokenizer)
         self._stop_token_ids = stops
         self.record = EpisodeRecord(means.tokenizer, closing, stops)

@@ -10,7 +10,7 @@ from typing import Any
 
 from broker.identity.tokens import JOINING, duration
 from broker.runtime.process import Stop, main, unless_stopped
-from broker.settings.arguments import add_broker, natural
+from broker.settings.arguments import add_broker, count, natural
 from broker.system.entry import EXIT_STOPPED
 from learner.run_folder import add_broker_options, add_run_options, add_runs_options
 
@@ -53,6 +53,7 @@ def add_parsers(subparsers: Any) -> None:
     add_runs_options(runs)
     runs.set_defaults(run=lambda options: _run("listing:list_runs", options))
     _add_invitations(subparsers)
+    _add_api_keys(subparsers)
     texts = {
         "pause": "take no new work until `rlearner resume`",
         "resume": "continue after a pause",
@@ -84,6 +85,34 @@ def _add_invitations(subparsers: Any) -> None:
     add("--expires", type=_duration, default="24h", metavar="TIME", help=text)
     add("--name", default="", help="by which it can be revoked (generated)")
     parsers["revoke"].add_argument("name", metavar="NAME", help="as `rlearner invited` shows it")
+
+
+def _add_api_keys(subparsers: Any) -> None:
+    """Add the commands for keys of the HTTP API; they need no broker."""
+    text = "keys for the HTTP API of this user's rollout servers (rollout-server --http)"
+    commands = subparsers.add_parser("api-key", help=text, description=text)
+    keys = commands.add_subparsers(dest="api_key", required=True, metavar="COMMAND")
+    texts = {
+        "create": "make a key, which servers that run accept at once",
+        "list": "list the keys with their limits",
+        "revoke": "refuse a key from now on; servers that run notice",
+    }
+    parsers = {}
+    for name, text in texts.items():
+        parser = parsers[name] = keys.add_parser(name, help=text, description=text)
+        body = "listed" if name == "list" else name
+        parser.set_defaults(run=lambda options, body=body: _run(f"http_keys:{body}", options))
+    add = parsers["create"].add_argument
+    add("name", metavar="NAME", help="by which logs show it and it can be revoked")
+    add("--out", metavar="FILE", required=True, help="a new file for the key, which only you can read")
+    text = "until servers refuse it, for example 12h or 90d (%(default)s)"
+    add("--expires", type=_duration, default="30d", metavar="TIME", help=text)
+    text = "requests per minute to each server (no limit)"
+    add("--requests-per-minute", type=count, default=0, metavar="N", help=text)
+    text = "tokens of prompts and answers per minute and server (no limit)"
+    add("--tokens-per-minute", type=count, default=0, metavar="N", help=text)
+    add("--concurrent", type=count, default=0, metavar="N", help="requests at once to each server (no limit)")
+    parsers["revoke"].add_argument("name", metavar="NAME", help="as `rlearner api-key list` shows it")
 
 
 def _duration(text: str) -> float:

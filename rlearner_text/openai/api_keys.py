@@ -47,9 +47,14 @@ def find_key() -> tuple[str, str]:
 
 def matches(header: str | None, key: str) -> bool:
     """Return whether an Authorization header has the key, in constant time for wrong keys of one length."""
+    given = bearer(header)
+    return given is not None and hmac.compare_digest(given.encode(errors="surrogateescape"), key.encode())
+
+
+def bearer(header: str | None) -> str | None:
+    """Return the key in an Authorization header, None without one."""
     scheme, _, given = (header or "").partition(" ")
-    sent = given.strip().encode(errors="surrogateescape")
-    return scheme.lower() == "bearer" and hmac.compare_digest(sent, key.encode())
+    return given.strip() if scheme.lower() == "bearer" else None
 
 
 def _create(path: Path) -> None:

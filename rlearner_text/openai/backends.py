@@ -78,9 +78,8 @@ class ApiBackend(Protocol):
 class SingleKeyBackend:
     """Renders prompts with the model's own chat template and answers with one engine."""
 
-    def __init__(self, handle: GenerateHandler, tokenizer: Tokenizer, served: ServedModel) -> None:
-        self._handle, self.served, self._tokenizer = handle, served, tokenizer
-        self.kept = AnswerStore()
+    def __init__(self, handle: GenerateHandler, tokenizer: Tokenizer, served: ServedModel, kept: AnswerStore) -> None:
+        self._handle, self.served, self._tokenizer, self.kept = handle, served, tokenizer, kept
 
     async def handle(self, ask: wire.GenerateRequest, tap: TokenListener | None = None, /) -> wire.GenerateReply:
         return await self._handle(ask, tap)

@@ -9,6 +9,7 @@ from typing import Final, Protocol, cast
 
 from aiohttp import web
 
+from rlearner_text.openai.callers import Call
 from rlearner_text.openai.http_errors import HttpError
 
 ARRIVAL_S: Final = 20.0  # for the header, and once more for the body; also how long an idle connection stays open
@@ -82,7 +83,7 @@ class Connections:
 class LimitedHandler(web.RequestHandler):
     """Reports its connection to ``Connections``; ``handshake`` is what was counted there before."""
 
-    __slots__ = ("connections", "handshake")
+    __slots__ = ("call", "connections", "handshake")
 
     def __init__(
         self, server: web.Server, connections: Connections, logger: object, handshake: Connection | None = None
@@ -97,6 +98,7 @@ class LimitedHandler(web.RequestHandler):
             logger=logger,  # type: ignore[arg-type]
         )
         self.connections, self.handshake = connections, handshake
+        self.call: Call | None = None  # of the request in work; a connection has one at a time
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -120,6 +122,16 @@ def arrived(request: web.Request, *, busy: bool = True) -> None:
     """Note that the request has arrived completely, or with ``busy=False`` is answered."""
     handler = cast(LimitedHandler, request.protocol)
     handler.connections.work(handler, busy=busy)
+
+
+def set_call(request: web.Request, call: Call | None) -> None:
+    """Note whose request it is."""
+    cast(LimitedHandler, request.protocol).call = call
+
+
+def call_of(request: web.Request) -> Call | None:
+    """Return the call of the request; None before its key has been accepted."""
+    return cast(LimitedHandler, request.protocol).call
 
 
 async def read_body(request: web.Request, limit: int) -> bytes:

@@ -18,6 +18,7 @@ from rlearner_text.openai import tool_calls
 from rlearner_text.openai.answer_guides import guides_of
 from rlearner_text.openai.answers import AnswerChoice, AnswerWriter
 from rlearner_text.openai.backends import ApiBackend, ServedModel
+from rlearner_text.openai.connections import call_of
 from rlearner_text.openai.http_errors import ENGINE_FAILED, HttpError
 from rlearner_text.openai.request_bodies import MOST_CHOICES, ChatBody, CompletionBody, GenerationBody
 from rlearner_text.openai.streaming import ChoiceEvents, EventStream, TokenBuffer
@@ -60,8 +61,10 @@ async def generate(
         form: creates the format of the answer.
 
     Raises:
-        HttpError: if the request is invalid, or there is no output.
+        HttpError: if the request is invalid, its key has no tokens left, or there is no output.
     """
+    call = call_of(request)
+    assert call is not None
     _check_model(body, desk.served)
     _check_top(body, desk.served)
     if isinstance(body, ChatBody) and body.offered:
@@ -80,6 +83,8 @@ async def generate(
     feeds = [TokenBuffer(news, body.wanted_top if desk.served.top_logprobs else 0) for _ in asks]
     made = form(AnswerWriter(body, tokenizer, desk.served.model, reply_id))
     given = [prompts[index // body.n] for index in range(len(asks))]
+    room = [min(most, desk.served.max_context_tokens - len(prompt)) for prompt in given]  # tokens of each choice
+    call.reserve(sum(map(len, prompts)), sum(room))
     # A stream takes pieces from the feeds as they arrive; otherwise each task collects its own.
     one = _one if body.stream else _heard
     tasks = [asyncio.create_task(one(desk, index, given[index], ask, feeds[index])) for index, ask in enumerate(asks)]
@@ -91,7 +96,15 @@ async def generate(
     finally:  # if the client disconnects or one choice fails, cancel the others
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        replies = await asyncio.gather(*tasks, return_exceptions=True)
+        call.settle(sum(map(_sampled, replies, room)))
+
+
+def _sampled(reply: AnswerChoice | BaseException, room: int) -> int:
+    """Return the tokens that a choice counts for: all that were possible if its client did not wait for it."""
+    if isinstance(reply, asyncio.CancelledError):
+        return room
+    return 0 if isinstance(reply, BaseException) else len(reply.reply.token_ids.array())
 
 
 def _conversation(body: GenerationBody) -> str:

@@ -9,17 +9,29 @@ ENGINE_FAILED: Final = "the engine failed"  # prefix of errors that are not the 
 _TYPES: Final = {
     401: "authentication_error",
     404: "not_found_error",
+    429: "rate_limit_error",
     503: "service_unavailable_error",
     504: "timeout_error",
 }
 
 
 class HttpError(Exception):
-    """An error answer; ``param`` is the wrong field of the body, ``code`` is for programs (``model_not_found``)."""
+    """An error answer; ``param`` is the wrong field of the body, ``code`` is for programs (``model_not_found``).
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    ``retry_s``: after how many seconds to try again, None: not said.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_s: int | None = None,
+    ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.message, self.param, self.code, self.retry_s = status, message, param, code, retry_s
 
     @property
     def body(self) -> dict[str, Any]:

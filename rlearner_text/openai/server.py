@@ -15,12 +15,13 @@ from typing import Final
 from aiohttp import web
 
 from broker.contract import wire
-from rlearner_text.openai import api_keys
 from rlearner_text.openai.answer_store import Item
-from rlearner_text.openai.backends import ApiBackend, GenerateHandler, ServedModel, SingleKeyBackend
-from rlearner_text.openai.connections import Connections, LimitedHandler, Limits, arrived, read_body
+from rlearner_text.openai.backends import ApiBackend, GenerateHandler, ServedModel
+from rlearner_text.openai.callers import Call, Caller, KeyDesk
+from rlearner_text.openai.connections import Connections, LimitedHandler, Limits, arrived, call_of, read_body, set_call
 from rlearner_text.openai.generation import FAILED, generate
 from rlearner_text.openai.http_errors import HttpError
+from rlearner_text.openai.named_keys import KeyStore
 from rlearner_text.openai.request_bodies import COMPLETION_TOKENS, ChatBody, CompletionBody, parse
 from rlearner_text.openai.response_events import ResponsesFormat
 from rlearner_text.openai.responses import ResponsesBody, chat_of, items_of
@@ -32,10 +33,10 @@ log = logging.getLogger(__name__)
 access = logging.getLogger(f"{__name__}.access")
 
 CLOSE_S: Final = 2.0  # for unfinished answers when the server closes
-RETRY_AFTER_S: Final = "1"
+RETRY_AFTER_S: Final = 1  # of status 503
 PATH_CHARACTERS: Final = 200  # of a path in the access log
 BACKLOG: Final = 1024  # connections that wait to be accepted, as many as a flood of half-open ones brings
-Desk = Callable[[str | None], ApiBackend | None]
+Desk = Callable[[str | None], Caller | None]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -61,7 +62,7 @@ class HttpServer:
 
     Args:
         tokenizer: of the model served.
-        desk: returns the backend for an Authorization header; None if the key is missing or wrong.
+        desk: returns who sent an Authorization header; None if the key is missing or wrong.
         health: returns the state, for example ``serving``, and the policy version.
         limits: of connections.
         tls: certificate and key; None: plain HTTP.
@@ -96,12 +97,13 @@ class HttpServer:
         served: ServedModel,
         key: str,
         tls: ssl.SSLContext | None = None,
+        named: KeyStore | None = None,
     ) -> HttpServer:
-        """Return a server with one key, one model and one engine."""
-        desk = SingleKeyBackend(handle, tokenizer, served)
+        """Return a server with one model and engine, for one key and the named ones."""
+        desk = KeyDesk(handle, tokenizer, served, key, named)
         return cls(
             tokenizer,
-            lambda header: desk if api_keys.matches(header, key) else None,
+            desk.find,
             lambda: (served.state(), served.policy_version()),
             tls=tls,
         )
@@ -177,21 +179,26 @@ class HttpServer:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Answer a request and write its line in the access log, without query, headers and body."""
         began, status = time.monotonic(), 499  # the client disconnected, as nginx writes it
+        set_call(request, None)
         try:
             response = await self._answered(request, handler)
             status = response.status
             return response
         finally:
             arrived(request, busy=False)
-            took, peer = time.monotonic() - began, request.remote
-            access.info("%s %s %s %d %.3f s", peer, request.method, ascii(request.path[:PATH_CHARACTERS]), status, took)
+            _log_access(request, status, time.monotonic() - began)
 
     async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Check the key and convert all errors to error answers."""
+        """Check the key and its limits, and convert all errors to error answers."""
         try:
-            if request.path != "/health":
-                self._desk_of(request)
-            return await handler(request)
+            if request.path == "/health":
+                return await handler(request)
+            call = self._call(request)
+            call.begin()
+            try:
+                return await handler(request)
+            finally:
+                call.end()
         except HttpError as problem:
             return _answer(problem)
         except ConnectionError:
@@ -205,12 +212,19 @@ class HttpServer:
             log.exception("a request to %s failed", request.path)
             return _answer(HttpError(500, FAILED))
 
-    def _desk_of(self, request: web.Request) -> ApiBackend:
-        desk = self._desk(request.headers.get("Authorization"))
-        if desk is None:
+    def _call(self, request: web.Request) -> Call:
+        caller = self._desk(request.headers.get("Authorization"))
+        if caller is None:
             message = "the API key is missing or wrong; send it as Authorization: Bearer KEY"
             raise HttpError(401, message, code="invalid_api_key")
-        return desk
+        call = Call(caller)
+        set_call(request, call)
+        return call
+
+    def _desk_of(self, request: web.Request) -> ApiBackend:
+        call = call_of(request)
+        assert call is not None
+        return call.caller.backend
 
     async def _health(self, _: web.Request) -> web.Response:
         state, version = self._health_of()
@@ -256,8 +270,17 @@ class HttpServer:
         return await generate(request, desk, self._tokenizer, chat, body.max_output_tokens or body.max_tokens, made)
 
 
+def _log_access(request: web.Request, status: int, seconds: float) -> None:
+    """Write the peer, the key's name, prompt and output tokens, method, path, status and time of a request."""
+    call, path = call_of(request), ascii(request.path[:PATH_CHARACTERS])
+    name = "-" if call is None else call.caller.name
+    tokens = f"{call.prompt_tokens}+{call.output_tokens}" if call is not None and call.prompt_tokens else "-"
+    access.info("%s %s %s %s %s %d %.3f s", request.remote, name, tokens, request.method, path, status, seconds)
+
+
 def _answer(problem: HttpError) -> web.Response:
-    headers = {"Retry-After": RETRY_AFTER_S} if problem.status == 503 else {}
+    retry_s = RETRY_AFTER_S if problem.status == 503 else problem.retry_s
+    headers = {} if retry_s is None else {"Retry-After": str(retry_s)}
     if problem.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     answer = web.json_response(problem.body, status=problem.status, headers=headers)

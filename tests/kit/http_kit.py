@@ -16,6 +16,7 @@ from https_kit import Issued
 from broker.contract import wire
 from broker.runtime.process import Member
 from broker.settings.registry import resolve
+from rlearner_text.openai.named_keys import KeyStore
 from rlearner_text.openai.server import HttpServer
 from rlearner_text.tokenizer import Tokenizer
 from rollout.config import RolloutSection
@@ -38,8 +39,11 @@ class Api:
     address: str
     client: aiohttp.ClientSession
 
-    async def post(self, path: str, body: Any, status: int = 200) -> Any:
-        async with self.client.post(self.address + path, data=io.BytesIO(json.dumps(body).encode())) as response:
+    async def post(self, path: str, body: Any, status: int = 200, key: str | None = None) -> Any:
+        """Return the answer; ``key``: None: that of these tests."""
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        data = io.BytesIO(json.dumps(body).encode())
+        async with self.client.post(self.address + path, data=data, headers=headers) as response:
             answer = await response.json()
             assert response.status == status, answer
             return answer
@@ -53,6 +57,7 @@ async def api(
     max_context_tokens: int = 128,
     state: str = "serving",
     tls: Issued | None = None,
+    named: KeyStore | None = None,
     **engine_args: Any,
 ) -> AsyncIterator[Api]:
     section = RolloutSection(
@@ -63,7 +68,7 @@ async def api(
     member = cast(Member, SimpleNamespace(spec=spec, bus=None, id="s1", poke=lambda: None))
     service, tokenizer = RolloutService(member, spec, section, running), Tokenizer.load(model_path)
     served = served_model(running, section, model_path, lambda: state)
-    server = HttpServer.with_key(service.handle, tokenizer, served, KEY, tls.server() if tls else None)
+    server = HttpServer.with_key(service.handle, tokenizer, served, KEY, tls.server() if tls else None, named)
     await running.start()
     await server.start("127.0.0.1", 0)
     try:

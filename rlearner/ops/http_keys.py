@@ -1,0 +1,64 @@
+"""``rlearner api-key create``, ``list`` and ``revoke``: who may use the HTTP API of this user's servers."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from broker.errors import UserError
+from broker.identity.tokens import write_private
+from rlearner_text.openai.named_keys import KeyStore, NamedKey
+
+
+async def create(options: argparse.Namespace) -> int:
+    """Write a new key to a file; print where, and its limits.
+
+    Raises:
+        UserError: if the name is taken, or a file cannot be written; then there is no new key.
+    """
+    store = KeyStore()
+    secret, made = store.create(
+        options.name,
+        expires_s=options.expires,
+        requests_per_minute=options.requests_per_minute,
+        tokens_per_minute=options.tokens_per_minute,
+        concurrent=options.concurrent,
+    )
+    try:
+        write_private(f"{secret}\n", Path(options.out))
+    except UserError:
+        store.revoke(made.name)
+        raise
+    print(f"{options.out}: API key {_described(made)}; send it as Authorization: Bearer KEY")
+    return 0
+
+
+async def listed(_: argparse.Namespace) -> int:
+    """Print all keys."""
+    found = KeyStore().read()
+    for key in found:
+        print(_described(key))
+    print(f"{len(found)} API key{'' if len(found) == 1 else 's'}", file=sys.stderr)
+    return 0
+
+
+async def revoke(options: argparse.Namespace) -> int:
+    """Refuse a key from now on.
+
+    Raises:
+        UserError: if there is no key of that name.
+    """
+    KeyStore().revoke(options.name)
+    print(f"{options.name}: servers refuse it from now on")
+    return 0
+
+
+def _described(key: NamedKey) -> str:
+    until = time.strftime("%Y-%m-%d %H:%M", time.localtime(key.expires_at))
+    parts = [f"{'expired' if key.expired(time.time()) else 'until'} {until}"]
+    parts += [f"{key.requests_per_minute} requests per minute"] * (key.requests_per_minute > 0)
+    parts += [f"{key.tokens_per_minute} tokens per minute"] * (key.tokens_per_minute > 0)
+    parts += [f"{key.concurrent} requests at once"] * (key.concurrent > 0)
+    return f"{key.name}, {', '.join(parts)}"

@@ -1,0 +1,203 @@
+"""Named API keys of a user on a machine: a private file that stores them hashed, with limits and expiry."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from broker.contract.streams import token
+from broker.errors import ConfigError, UserError
+from broker.system.locks import lock
+from rlearner_text.openai.api_keys import key_file
+
+log = logging.getLogger(__name__)
+
+FILE: Final = "keys.json"
+DEFAULT: Final = "default"  # name of the key without name: RL_API_KEY, or the generated one
+MOST_KEYS: Final = 256  # each is compared with every request
+MOST_BYTES: Final = 1 << 20
+LOCK_WITHIN_S: Final = 10.0
+
+
+@dataclass(frozen=True)
+class NamedKey:
+    """One key; 0 as a limit means none.
+
+    Attributes:
+        sha256: hash of the key, hexadecimal; 32 random bytes need no salt.
+        expires_at: seconds since the epoch.
+        requests_per_minute: of one server.
+        tokens_per_minute: of prompts and answers, of one server.
+        concurrent: requests at once, of one server.
+    """
+
+    name: str
+    sha256: str
+    expires_at: float
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    concurrent: int = 0
+
+    def expired(self, now: float) -> bool:
+        """Return whether it is no longer accepted."""
+        return self.expires_at <= now
+
+
+class KeyStore:
+    """The file of named keys; several processes may use it at once.
+
+    Args:
+        folder: None: ``api_keys`` next to the generated key.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder or key_file().parent / "api_keys"
+        self.file = self.folder / FILE
+
+    def read(self) -> list[NamedKey]:
+        """Return all keys, expired ones too; none without a file.
+
+        Raises:
+            UserError: if the file is not valid, or other users can read or replace it.
+        """
+        try:
+            _check_private(os.stat(self.folder), self.folder, "700")
+            with open(self.file, "rb") as opened:
+                _check_private(os.fstat(opened.fileno()), self.file, "600")
+                data = opened.read(MOST_BYTES + 1)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise UserError(f"cannot read the API keys in {self.file}: {error.strerror}") from None
+        try:
+            found = msgspec.json.decode(data, type=list[NamedKey])
+            for key in found:
+                token(key.name, "name")
+        except (msgspec.MsgspecError, RecursionError, ConfigError):
+            raise UserError(f"{self.file} is not a file of API keys that `rlearner api-key` wrote") from None
+        return found
+
+    def create(
+        self, name: str, *, expires_s: float, requests_per_minute: int, tokens_per_minute: int, concurrent: int
+    ) -> tuple[str, NamedKey]:
+        """Make a key that servers accept at once; return it, which is stored nowhere, and its entry.
+
+        Raises:
+            UserError: if the name is taken or not allowed, or the file cannot be used.
+        """
+        if token(name, "NAME") == DEFAULT:
+            raise ConfigError("NAME", name, "any other; it is the name of RL_API_KEY and of the generated key in logs")
+        secret = f"rl-{secrets.token_urlsafe(32)}"
+        expires_at = time.time() + expires_s
+        made = NamedKey(name, _hash(secret), expires_at, requests_per_minute, tokens_per_minute, concurrent)
+        with self._locked():
+            known = self.read()
+            if any(key.name == name for key in known):
+                raise UserError(f"there is an API key {name} already; `rlearner api-key revoke {name}` ends it")
+            if len(known) >= MOST_KEYS:
+                raise UserError(f"there are {MOST_KEYS} API keys already; revoke those that are no longer used")
+            self._write([*known, made])
+        return secret, made
+
+    def revoke(self, name: str) -> None:
+        """Refuse a key from now on.
+
+        Raises:
+            UserError: if there is no such key, or the file cannot be used.
+        """
+        with self._locked():
+            known = self.read()
+            kept = [key for key in known if key.name != name]
+            if len(kept) == len(known):
+                raise UserError(f"there is no API key {name!r}; there is {', '.join(k.name for k in known) or 'none'}")
+            self._write(kept)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            opened = lock(self.folder / "lock", f"another process has locked {self.folder}", wait_s=LOCK_WITHIN_S)
+        except OSError as error:
+            raise UserError(f"cannot use {self.folder}: {error.strerror}") from None
+        with opened:
+            yield
+
+    def _write(self, keys: list[NamedKey]) -> None:
+        """Replace the file, whole or not at all."""
+        temporary = self.folder / f".{FILE}.{os.getpid()}"
+        try:
+            with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as opened:
+                opened.write(msgspec.json.format(msgspec.json.encode([asdict(key) for key in keys])) + b"\n")
+                opened.flush()
+                os.fsync(opened.fileno())
+            temporary.replace(self.file)
+            handle = os.open(self.folder, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+        except OSError as error:
+            raise UserError(f"cannot write {self.file}: {error.strerror}") from None
+
+
+class LiveKeys:
+    """The keys as a server accepts them: the file is read again when it has changed.
+
+    A file that is no longer valid or private admits no key, with an error in the log.
+    """
+
+    def __init__(self, store: KeyStore) -> None:
+        self._store = store
+        self._stamp: tuple[int, ...] | None = None
+        self.keys: list[NamedKey] = []
+        self.changes = 0  # how often the keys were read
+
+    def find(self, given: str) -> NamedKey | None:
+        """Return the key with this secret, which may have expired, or None; compared in constant time."""
+        self._refresh()
+        digest, found = _hash(given), None
+        for key in self.keys:  # all of them, so that the time tells nothing
+            if hmac.compare_digest(digest, key.sha256):
+                found = key
+        return found
+
+    def _refresh(self) -> None:
+        stamp = _stamp(self._store.folder) + _stamp(self._store.file)
+        if stamp == self._stamp:
+            return
+        self._stamp, self.changes = stamp, self.changes + 1
+        try:
+            self.keys = self._store.read()
+        except UserError as error:
+            self.keys = []
+            log.error("named API keys are refused: %s", error)
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Return what changes when a file is replaced, or its mode changes."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return (0,)
+    return status.st_ino, status.st_ctime_ns, status.st_mode, status.st_uid
+
+
+def _check_private(status: os.stat_result, path: Path, mode: str) -> None:
+    if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise UserError(f"{path} must belong to you alone; run chmod {mode} {path}")
+
+
+def _hash(secret: str) -> str:
+    return hashlib.sha256(secret.encode(errors="surrogateescape")).hexdigest()
