@@ -34,7 +34,7 @@ STOP_WITHIN_S: Final = 10.0
 
 
 def require_loopback(bind: str) -> None:
-    """Refuse addresses that other machines reach, because traffic is neither encrypted nor authenticated yet.
+    """Refuse addresses that other machines reach, because what passes there is not encrypted.
 
     Raises:
         ConfigError: if it is not a loopback address.

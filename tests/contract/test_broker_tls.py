@@ -17,7 +17,7 @@ import pytest
 from waits import LONG_S
 
 import broker.identity.certificates as certificates
-from broker.errors import BrokerUnreachable, ConfigError, UserError
+from broker.errors import BrokerUnreachable, UserError
 from broker.identity import tokens
 from broker.identity.key_folder import KeyFolder
 from broker.identity.login import Login, find_login, keys_of
@@ -182,12 +182,6 @@ async def test_a_start_renews_a_certificate_that_ends_soon(tmp_path: Path, monke
         bus = await Bus.connect(server.url, "demo", name="x", deadline_s=LONG_S)
         await bus.close()
     assert keys.authority() == authority
-
-
-def test_only_an_address_of_this_host_can_be_bound(tmp_path: Path) -> None:
-    for bind in ("0.0.0.0", "192.0.2.1", "somewhere"):
-        with pytest.raises(ConfigError, match=rf"^--bind: '{bind}' is not allowed; one address of this host"):
-            BrokerServer(str(tmp_path / "store"), bind=bind).start()
 
 
 def test_keys_of_certificates_are_private(server: BrokerServer) -> None:

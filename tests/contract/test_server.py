@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -116,12 +117,19 @@ def test_a_port_that_is_taken_between_looking_and_binding_is_named(
     assert not server.running
 
 
-@pytest.mark.parametrize("bind", ["0.0.0.0", "192.168.1.7", "::", "example.org", ""])
-def test_any_address_but_loopback_is_refused_with_the_reason(tmp_path: Path, bind: str) -> None:
+@pytest.mark.parametrize("bind", ["0.0.0.0", "192.0.2.7", "::", "example.org", ""])
+def test_only_an_address_of_this_host_can_be_bound(tmp_path: Path, bind: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^--bind: '{re.escape(bind)}' is not allowed; one address of this host"):
+        BrokerServer(str(tmp_path / "store"), bind=bind).start()
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_cluster_stays_on_loopback(tmp_path: Path) -> None:
+    pair = ClusterConfig("pair", "one", 6222, ("127.0.0.1:6223",))
     with pytest.raises(
         ConfigError, match=r"broker\.bind.*only a loopback address.*neither encrypted nor authenticated"
     ):
-        BrokerServer(str(tmp_path / "store"), bind=bind).start()
+        BrokerServer(str(tmp_path / "store"), bind="192.0.2.7", cluster=pair).start()
     assert not (tmp_path / "store").exists()
 
 

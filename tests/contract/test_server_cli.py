@@ -113,7 +113,7 @@ def test_serve_refuses_a_taken_port_and_other_addresses(tmp_path: Path) -> None:
         fails(broker("serve", "--port", port, "--store", str(tmp_path)), f"port {port} on 127.0.0.1 is already in use")
     fails(
         broker("serve", "--bind", "0.0.0.0", "--store", str(tmp_path)),
-        r"broker\.bind: '0\.0\.0\.0' is not allowed; only a loopback",
+        r"--bind: '0\.0\.0\.0' is not allowed; one address of this host",
     )
     result = broker("serve", "--port", "70000")
     assert result.returncode == 2
