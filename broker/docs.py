@@ -59,7 +59,8 @@ that the role writes or reads, the requests to JetStream that reading them takes
 `_INBOX.{{role}}.{{run}}.{{name}}`, where the name is that of the join token, `local` on the broker's own host.
 
 **Join.** Read the run's `RunSpec` from the bucket `rl_{{run}}_runs` for the settings and the model's path (its
-tokenizer), and follow the `DesiredState` in `rl_{{run}}_control`: take no tickets while it is `paused`, end after
+tokenizer; the bucket `rl_{{run}}_models` has its files for hosts without that folder), and follow the `DesiredState` in
+`rl_{{run}}_control`: take no tickets while it is `paused`, end after
 `draining` and at once after `stopped`; no entry means `running`. Publish a `Presence` with role `envhub` and the
 domains in `serves`, every second or two to `rl.{{run}}.presence.envhub.{{id}}`, and put it into the bucket
 `rl_{{run}}_members` every 20 s. The learner uses it to find the members of the run.
@@ -88,7 +89,10 @@ that has been delivered {streams.MAX_DELIVERIES} times must be closed as `too_ma
 tickets that kill hubs by keeping an [Attempt](#attempt); otherwise its own death leaves no trace.
 
 **Generate.** A rollout server's `Presence` has its `address` and `channel`. For `zmq` it is a ROUTER socket: connect
-one DEALER per server. Every ZeroMQ message is one frame, a *bundle*: a MessagePack list of at most {FULL_AT} pairs
+one DEALER per server. The address is `tcp://IP:PORT key=KEY host=DIGEST local=NAME`: use CURVE with the server's public
+key, and with a key pair whose public half is in the `key` of your own presence, which admits you. (`local` is the name
+of a Unix socket for processes of the same user; `host` tells where a loopback address is valid.)
+Every ZeroMQ message is one frame, a *bundle*: a MessagePack list of at most {FULL_AT} pairs
 `[token, message]`. The token is a text of at most {MAX_TOKEN_CHARS} characters that the client chooses and the reply
 repeats; it is empty for an `AbortRequest`. The message is the **bytes** (MessagePack `bin`) of an encoded
 `GenerateRequest` or `GenerateReply`, not a map in the list. A bundle is at most 8 MiB; replies come in any order, alone

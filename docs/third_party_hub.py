@@ -24,6 +24,7 @@ from nats.js.errors import KeyNotFoundError, NotFoundError
 
 URL, RUN, DOMAIN, KEY = sys.argv[1:5]
 ID = f"third-party-{uuid.uuid4().hex[:8]}"
+CURVE = zmq.curve_keypair()
 AT_ONCE, MAX_TOKENS = 4, 4  # tickets in hand; tokens of an answer
 
 
@@ -57,8 +58,11 @@ class Servers:
     async def ask(self, request, within_s):
         address, token = (await self.find())["address"], uuid.uuid4().hex
         if address not in self.sockets:
-            self.sockets[address] = self.context.socket(zmq.DEALER)
-            self.sockets[address].connect(address)
+            endpoint, *words = address.split(" ")  # tcp://10.0.0.2:41234 key=... host=... local=...
+            dealer = self.sockets[address] = self.context.socket(zmq.DEALER)
+            dealer.curve_serverkey = dict(word.split("=", 1) for word in words)["key"].encode()
+            dealer.curve_publickey, dealer.curve_secretkey = CURVE  # admitted because our presence has the first
+            dealer.connect(endpoint)
             self.reading.add(asyncio.create_task(self.receive(self.sockets[address])))
         self.replies[token] = asyncio.get_running_loop().create_future()
         try:
@@ -132,7 +136,7 @@ async def play(jetstream, servers, message):
 
 async def announce(client, members, playing):
     presence = {"type": "Presence", "role": "envhub", "id": ID, "host": socket.gethostname(), "pid": os.getpid()}
-    presence |= {"state": "serving", "slots": AT_ONCE, "serves": [DOMAIN]}
+    presence |= {"state": "serving", "slots": AT_ONCE, "serves": [DOMAIN], "key": CURVE[0].decode()}
     for second in range(1 << 62):
         body = msgpack.packb({**presence, "running": len(playing)})
         await client.publish(f"rl.{RUN}.presence.envhub.{ID}", body)

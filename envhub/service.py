@@ -45,6 +45,7 @@ from envhub.tickets.feed import QueueTurns, TicketFeed
 from envhub.tickets.outbox import InHand, TicketOutbox
 from envhub.workers.calls import EnvironmentCalls
 from envhub.workers.worker_pool import WorkerPools
+from rlearner_text.model_files import local_model
 from rlearner_text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -65,13 +66,18 @@ async def serve(options: argparse.Namespace, stop: Stop) -> None:
         UserError: if a domain is unknown, an environment cannot run here, or a data file differs from the run's.
     """
     async with join("envhub", options, stop) as member:
-        await EnvironmentHub(member, n=options.n, names=options.domains).run()
+        model = await local_model(member.bus, member.spec)
+        await EnvironmentHub(member, model.path, n=options.n, names=options.domains).run()
 
 
 class EnvironmentHub:
-    """One environment hub in one run."""
+    """One environment hub in one run.
 
-    def __init__(self, member: Member, *, n: int | None = None, names: Iterable[str] = ()) -> None:
+    Args:
+        model_path: the run's model on this host, for its tokenizer.
+    """
+
+    def __init__(self, member: Member, model_path: str, *, n: int | None = None, names: Iterable[str] = ()) -> None:
         config = member.spec.config
         self.settings = section(config, "envhub", EnvhubSection)
         self.member, self.spec = member, member.spec
@@ -80,7 +86,7 @@ class EnvironmentHub:
         for domain in self.domains.values():
             domain.check()
         trusted = (config.get("model") or {}).get("trust_remote_code", False)
-        tokenizer = Tokenizer.load(member.spec.model_path, trust_remote_code=trusted)
+        tokenizer = Tokenizer.load(model_path, trust_remote_code=trusted)
         self.client = carriers.connect(section(config, "broker", BrokerSection).channel, member.bus)
         self.servers = ServerRoster(member.bus, lambda: self.generator.in_use(), random.Random())
         self.generator = TurnGenerator(self.client, self.servers, name=member.id, max_retries=self.settings.max_retries)
@@ -102,6 +108,7 @@ class EnvironmentHub:
 
     async def run(self) -> None:
         """Play tickets until a stop is requested, then drain."""
+        self.client.announce = self.member.poke
         self.member.announce(self.presence)
         self.member.report(self.metrics)
         self.member.spawn(self.servers.serve())
@@ -377,6 +384,7 @@ class EnvironmentHub:
             serves=self.health.serves,
             problem=self.health.problem,
             process=this_process(),
+            key=self.client.key,
         )
 
     def metrics(self) -> dict[str, float]:

@@ -40,6 +40,7 @@ from learner.run_watch import EpochWatch
 from learner.training_setup import begin_imports, open_training
 from learner.warm_start import ModelPreparation, PreparationInterrupted
 from rlearner_text.config import ModelSection
+from rlearner_text.model_files import share
 
 if TYPE_CHECKING:
     from broker.weights.sender.send import WeightSender
@@ -294,9 +295,11 @@ class LearnerService:
     async def _take_epoch(self, model_path: str) -> None:
         """Fence the previous holder of the run and let the other processes join."""
         run, config, digests = self.bus.run, self.config, self.digests
+        with_code = bool((config.get("model") or {}).get("trust_remote_code"))
         spec = wire.RunSpec(
-            run=run, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=model_path, data_digests=digests
-        )
+            run=run, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=model_path,
+            data_digests=digests, model_files=await share(self.bus, model_path, with_code=with_code),
+        )  # fmt: skip
         while not self.watch.epoch:
             seen = await unless_stopped(self.stop, self.rivals.refuse()) if self.rivals is not None else None
             with suppress(Fenced):  # another learner was faster: check that one

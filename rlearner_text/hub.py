@@ -11,7 +11,7 @@ from typing import Any, Final
 from broker.errors import ConfigError
 from broker.settings.preflight import PreflightFinding
 
-_TOKENIZER_FILES: Final = (
+TOKENIZER_FILES: Final = (
     "config.json", "generation_config.json", "tokenizer*.json", "tokenizer.model", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
     "additional_chat_templates/*",
@@ -38,7 +38,7 @@ def tokenizer_folder(path: str, key: str = "model.path") -> Path:
         if not folder.is_dir():
             raise ConfigError(key, path, f"no such folder; {_EXPECTED}")
         return folder
-    return Path(_download(path, key, _TOKENIZER_FILES))
+    return Path(_download(path, key, TOKENIZER_FILES))
 
 
 def weights_folder(path: str, key: str = "model.path") -> Path:
@@ -143,7 +143,7 @@ def copy_tokenizer(path: str, target: Path) -> None:
         ConfigError: if there is no such model.
     """
     source = tokenizer_folder(path)
-    for pattern in _TOKENIZER_FILES:
+    for pattern in TOKENIZER_FILES:
         for file in source.glob(pattern):
             if file.name != "config.json":
                 copy = target / file.relative_to(source)

@@ -43,6 +43,8 @@ def parser() -> argparse.ArgumentParser:
     add("--snapshot", metavar="PLACE", help=place)
     http = f"serve an OpenAI-compatible API on this port ({HTTP_PORT}), 0 for any; write --http=PORT before settings"
     add("--http", nargs="?", const=HTTP_PORT, type=_port, metavar="PORT", help=http)
+    add("--interface", metavar="NAME", help="interface that hubs on other hosts reach, for example eth0 (the broker's)")
+    add("--bind", metavar="ADDRESS", help="the same by its IP address, with a port or without: 10.0.0.2:7000")
     text = "address at which the API listens (broker.bind); beyond loopback it needs --tls-cert, or --insecure"
     add("--http-bind", metavar="ADDRESS", help=text)
     add("--tls-cert", metavar="FILE", help="TLS certificate of the API, or chain of certificates, in PEM")

@@ -75,6 +75,8 @@ def replica_command(options: argparse.Namespace, run: str, section: RolloutSecti
             ("--policy", options.policy),
             ("--model", options.model),
             ("--snapshot", options.snapshot),
+            ("--interface", options.interface),
+            ("--bind", options.bind and next_port(options.bind, index)),
             ("--http-bind", options.http_bind),
             ("--tls-cert", options.tls_cert),
             ("--tls-key", options.tls_key),
@@ -92,6 +94,13 @@ def replica_command(options: argparse.Namespace, run: str, section: RolloutSecti
         return line
 
     return command
+
+
+def next_port(bind: str, index: int) -> str:
+    """Return the address of one of several servers: with a port, each has its own."""
+    host, colon, port = bind.rpartition(":")
+    has_port = colon and port.isdecimal() and (host.endswith("]") or ":" not in host)
+    return f"{host}:{int(port) + index}" if has_port else bind
 
 
 @dataclass

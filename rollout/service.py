@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from broker.channel import carriers
+from broker.channel.listening import listening_address
 from broker.contract import wire
 from broker.contract.wire import ACTOR
 from broker.errors import UserError
@@ -25,6 +26,7 @@ from broker.settings import registry, runspec
 from broker.settings.config import BrokerSection
 from broker.system import gpus
 from rlearner_text.config import check_model_path
+from rlearner_text.model_files import LocalModel, local_model
 from rollout import replicas
 from rollout.config import RolloutSection
 from rollout.engines import ENGINES
@@ -44,6 +46,7 @@ log = logging.getLogger(__name__)
 
 FROZEN: Final = 0  # version of a policy whose weights never change
 IMPORT_AFTER_S: Final = 0.5  # of waiting: a run that is up may reject the arguments before any import
+
 CLOSE_DELAY_S: Final = 0.25  # between the last reply and closing the connection, so that clients read the reply first
 
 
@@ -63,7 +66,7 @@ async def run(options: argparse.Namespace, stop: process.Stop) -> None:
             parts = replicas.gpu_shares(options.gpus, section)
             if len(parts) > 1:
                 break
-            await _serve(member, member.spec, section, device)
+            await _serve(member, member.spec, section, device, (options.interface, options.bind))
             if stop.asked.is_set():
                 return
             log.info("epoch %d changes the settings of rollout servers: restarting", member.spec.epoch)
@@ -71,13 +74,26 @@ async def run(options: argparse.Namespace, stop: process.Stop) -> None:
     await replicas.run(parts, command, stop, drain_s=section.drain_timeout_s)
 
 
-async def _serve(member: process.Member, spec: wire.RunSpec, section: RolloutSection, device: gpus.Device) -> None:
-    """Serve one engine on all visible GPUs until a stop is requested or a RunSpec requires a restart."""
+async def _serve(
+    member: process.Member,
+    spec: wire.RunSpec,
+    section: RolloutSection,
+    device: gpus.Device,
+    listen: tuple[str | None, str | None],
+) -> None:
+    """Serve one engine on all visible GPUs until a stop is requested or a RunSpec requires a restart.
+
+    Args:
+        listen: --interface and --bind.
+    """
     if section.model_path is not None:
         await asyncio.to_thread(check_model_path, section.model_path, "rollout.model_path")
-    config = replace(_engine_config(spec, section), device=device)
+    model = await local_model(member.bus, spec)
+    config = replace(_engine_config(spec, section, model), device=device)
     engine_class: type[Engine] = await asyncio.to_thread(registry.resolve, "engines", section.engine, ENGINES)
-    service = RolloutService(member, spec, section, engine_class(config))
+    loopback = runspec.section(spec.config, "broker", BrokerSection).bind
+    bind = listening_address(*listen, member.bus.link.url, loopback)
+    service = RolloutService(member, spec, section, engine_class(config), model, bind)
     try:
         await service.serve()
     finally:
@@ -89,13 +105,14 @@ def _built_from(spec: wire.RunSpec) -> tuple[object, ...]:
     broker, train = (spec.config.get(name) or {} for name in ("broker", "train"))
     weights = [train.get(name) for name in ("weights_bucket_mib", "weights_dtype")]
     sections = [spec.config.get(name) for name in ("model", "rollout")]
-    return spec.model_path, *sections, broker.get("channel"), broker.get("bind"), weights
+    return spec.model_path, spec.model_files, *sections, broker.get("channel"), broker.get("bind"), weights
 
 
-def _engine_config(spec: wire.RunSpec, section: RolloutSection) -> EngineConfig:
+def _engine_config(spec: wire.RunSpec, section: RolloutSection, local: LocalModel) -> EngineConfig:
     model = spec.config.get("model") or {}
     return EngineConfig(
-        model_path=section.model_path or spec.model_path,
+        model_path=section.model_path or local.path,
+        has_weights=section.model_path is not None or local.has_weights,
         section=section,
         dtype=model.get("dtype", "float32"),
         trust_remote_code=model.get("trust_remote_code", False),
@@ -127,12 +144,24 @@ class RolloutService:
 
     Args:
         spec: the RunSpec to build it from; the member's own may be newer.
+        model: the run's model on this host, by default the folder or hub name in the RunSpec.
+        bind: where it takes requests from other hosts and users, by default ``broker.bind``.
     """
 
-    def __init__(self, member: process.Member, spec: wire.RunSpec, section: RolloutSection, engine: Engine) -> None:
+    def __init__(
+        self,
+        member: process.Member,
+        spec: wire.RunSpec,
+        section: RolloutSection,
+        engine: Engine,
+        model: LocalModel | None = None,
+        bind: str | None = None,
+    ) -> None:
+        self._model = model or LocalModel(spec.model_path)
         self._member, self._spec, self._section, self._engine = member, spec, section, engine
         self._broker = runspec.section(spec.config, "broker", BrokerSection)
-        self._channel = carriers.serve(self._broker.channel, member.bus, member.id, bind=self._broker.bind)
+        bind = self._broker.bind if bind is None else bind
+        self._channel = carriers.serve(self._broker.channel, member.bus, member.id, bind=bind)
         self._receiver: WeightReceiver | None = None
         self._snapshots: SnapshotSource | None = None
         self._http: HttpApi | None = None
@@ -157,7 +186,7 @@ class RolloutService:
         member.report(self.metrics, self.texts)
         if self._section.http_port is not None:
             self._http = await self._take_http(self._section.http_port)
-        log.info("loading %s for engine %s", self._section.model_path or self._spec.model_path, self._section.engine)
+        log.info("loading %s for engine %s", self._section.model_path or self._model.path, self._section.engine)
         await self._engine.start()
         member.spawn(self._watch_engine())
         await self._channel.start(self.handle, self._answering.abort)
@@ -169,7 +198,7 @@ class RolloutService:
         elif self._engine.has_weights:
             await self._engine.adopt(FROZEN)
         member.poke()
-        log.info("answering at %s, %d slots", self._address, self._engine.stats().slots)
+        log.info("answering at %s, %d slots", self._address.partition(" ")[0], self._engine.stats().slots)
         await self._over()
         await self.drain()
 
@@ -239,7 +268,7 @@ class RolloutService:
     async def _take_http(self, port: int) -> HttpApi:
         from rollout.http import prepare_http, served_model  # imported here because the API is off by default
 
-        served = served_model(self._engine, self._section, self._spec.model_path, self._state)
+        served = served_model(self._engine, self._section, self._model.path, self._state)
         trust = (self._spec.config.get("model") or {}).get("trust_remote_code", False)
         bind = self._section.http_bind or self._broker.bind
         return await prepare_http(self.handle, served, self._section, bind=bind, port=port, trust_remote_code=trust)
@@ -280,6 +309,8 @@ class RolloutService:
 
     def _first_weights(self) -> tuple[Mapping[str, Tensor], bool]:
         """Return the run's initial weights, from the engine or from disk, and whether they stay unchanged."""
+        if not self._model.has_weights and self._section.model_path is None:
+            raise UserError(f"this host has only the configuration of {self._spec.model_path}")
         held = self._engine.weights()
         if not self._loaded and not any(tensor.is_meta for tensor in held.values()):
             stay = all(tensor.is_cpu and tensor.is_contiguous() for tensor in held.values())  # merged ones replace them
@@ -289,7 +320,9 @@ class RolloutService:
         from rollout.engines.hf.model import load_model
         from rollout.engines.hf.weights import HeldWeights
 
-        return HeldWeights(load_model(_engine_config(self._spec, self._section), device("cpu"))).tensors(), True
+        return HeldWeights(
+            load_model(_engine_config(self._spec, self._section, self._model), device("cpu"))
+        ).tensors(), True
 
     async def _load(self, tensors: Mapping[str, Tensor], offer: wire.WeightsOffer) -> None:
         """Load an offered version; an empty mapping means that the engine already holds these bytes.

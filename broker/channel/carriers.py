@@ -1,8 +1,8 @@
 """The request channel: generation requests go directly from a client to one server and back.
 
-``broker.channel`` selects one of two carriers: ZeroMQ (DEALER/ROUTER, address from presence) or NATS request/reply,
-for sites without a direct route. Neither stores anything: a client sends an unanswered request to another server. The
-code common to the carriers is in ``endpoint`` (server) and ``client``.
+``broker.channel`` selects one of two carriers: ZeroMQ (DEALER/ROUTER, address and keys from presence) or NATS
+request/reply, for sites without a direct route. Neither stores anything: a client sends an unanswered request to
+another server. The code common to the carriers is in ``endpoint`` (server) and ``client``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,15 @@ class ChannelServer(Protocol):
 
 
 class ChannelClient(Protocol):
-    """Sends requests to any number of servers, many at once."""
+    """Sends requests to any number of servers, many at once.
+
+    Attributes:
+        key: public key that this process's presence must announce, so that servers admit it; empty: none is needed.
+        announce: called while a server waits for that presence; replaced by the owner.
+    """
+
+    key: str
+    announce: Callable[[], None]
 
     async def generate(self, address: str, request: wire.GenerateRequest, *, timeout_s: float) -> wire.GenerateReply:
         """Send a request to the server at ``address``; abort it there on cancellation and timeout.
@@ -94,8 +102,11 @@ def load_channel(kind: str) -> RequestChannel:
 def serve(kind: str, bus: Bus, server_id: str, *, bind: str = "127.0.0.1") -> ChannelServer:
     """Return a server of a channel of the registry.
 
+    Args:
+        bind: address of the interface on which other hosts and users reach it, IP or IP:PORT.
+
     Raises:
-        ConfigError: if there is no such channel, or the bind address is not a loopback address.
+        ConfigError: if there is no such channel, or ``bind`` is not the address of one interface.
     """
     return load_channel(kind).server(bus, server_id, bind)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Final, Protocol
 
 from broker.channel.endpoint import bury
@@ -39,10 +39,14 @@ class RequestCarrier(Protocol):
 
 
 class RequestClient:
-    """The pending requests of one client."""
+    """The pending requests of one client.
 
-    def __init__(self, bus: Bus, carrier: RequestCarrier) -> None:
-        self._bus, self._carrier = bus, carrier
+    Args:
+        shown: returns the part of an address that messages show.
+    """
+
+    def __init__(self, bus: Bus, carrier: RequestCarrier, shown: Callable[[str], str] = str) -> None:
+        self._bus, self._carrier, self._shown = bus, carrier, shown
         self._tokens = itertools.count(1)
         self._waiting: dict[str, _Waiting] = {}
         self._alarm: asyncio.TimerHandle | None = None  # for all requests: cheaper than a timer for each
@@ -78,17 +82,21 @@ class RequestClient:
         except (TimeoutError, RequestFailed):
             return  # an unreachable server has nothing to abort
 
-    def answered(self, token: str, data: bytes) -> None:
-        """Deliver a reply to its request; drop it if no request is waiting."""
+    def answered(self, token: str, data: bytes, address: str = "") -> None:
+        """Deliver a reply to its request; drop it if no request is waiting.
+
+        Args:
+            address: where the reply comes from; a server cannot reply to the requests to another one.
+        """
         waiting = self._waiting.get(token)
-        if waiting is not None and not waiting[1].done():
+        if waiting is not None and not waiting[1].done() and address in ("", waiting[0]):
             waiting[1].set_result(data)
 
     def failed(self, token: str, reason: str) -> None:
         """Fail a request that will get no reply."""
         waiting = self._waiting.get(token)
         if waiting is not None and not waiting[1].done():
-            waiting[1].set_exception(RequestFailed(f"{waiting[0]}: {reason}"))
+            waiting[1].set_exception(RequestFailed(f"{self._shown(waiting[0])}: {reason}"))
 
     def fail_all(self, reason: str, address: str | None = None) -> None:
         """Fail all requests to this address (None: to any)."""
@@ -126,7 +134,7 @@ class RequestClient:
             if until > now:
                 next_at = min(next_at, until)
                 continue
-            future.set_exception(RequestFailed(f"{address}: no answer within {timeout_s:g} s"))
+            future.set_exception(RequestFailed(f"{self._shown(address)}: no answer within {timeout_s:g} s"))
             self._abort_later(address, request_id)
         if next_at < math.inf:
             self._set_alarm(loop, next_at)
@@ -152,7 +160,8 @@ class RequestClient:
             reply = codec.decode(data, wire.GenerateReply)
         except WireError as error:
             bury(self._bus, self._background, str(error), data)
-            raise RequestFailed(f"{address}: {error}") from None
+            raise RequestFailed(f"{self._shown(address)}: {error}") from None
         if reply.request_id not in (request.request_id, ""):  # empty: the server could not read the request
-            raise RequestFailed(f"{address}: answered request {reply.request_id!r} instead of {request.request_id!r}")
+            others = f"answered request {reply.request_id!r} instead of {request.request_id!r}"
+            raise RequestFailed(f"{self._shown(address)}: {others}")
         return reply

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, Final
 
 from broker.channel.carriers import AbortHandler, Handler
@@ -18,6 +19,18 @@ log = logging.getLogger(__name__)
 Reply = Callable[[bytes], Awaitable[None]]
 
 CLOSE_WITHIN_S: Final = 2.0  # for aborted handlers to return their partial output
+MAX_LETTERS: Final = 16  # dead letters being stored; further malformed messages leave none
+MAX_TASKS: Final = 65_536  # replies that wait for a slow broker included
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """How many requests, and encoded bytes of them, a server answers at once, for all clients and for one."""
+
+    count: int = 16_384
+    bytes: int = 1 << 30
+    count_of_client: int = 8_192
+    bytes_of_client: int = 1 << 28
 
 
 def error_reply(server_id: str, request_id: str, error: str) -> wire.GenerateReply:
@@ -36,16 +49,30 @@ def error_reply(server_id: str, request_id: str, error: str) -> wire.GenerateRep
 
 
 class RequestEndpoint:
-    """Receives the requests of one server and runs each in its own task."""
+    """Receives the requests of one server and runs each in its own task.
 
-    def __init__(self, bus: Bus, server_id: str, handle: Handler, abort: AbortHandler) -> None:
+    Args:
+        most: requests and bytes that are answered at once.
+    """
+
+    def __init__(
+        self, bus: Bus, server_id: str, handle: Handler, abort: AbortHandler, most: RequestLimits | None = None
+    ) -> None:
         self._bus, self._server_id, self._handle, self._abort = bus, server_id, handle, abort
+        self._most = most or RequestLimits()
+        self._held: dict[str, tuple[int, int]] = {}  # by client, empty for all: requests and bytes
         self._answering: dict[asyncio.Task[None], str] = {}
         self._burying: set[asyncio.Task[None]] = set()
         self._closing = False
 
-    def receive(self, data: bytes, reply: Reply) -> None:
-        """Start handling one encoded message from a client, to which ``reply`` sends the encoded reply."""
+    def receive(self, data: bytes, reply: Reply, source: str = "") -> None:
+        """Start handling one encoded message from a client, to which ``reply`` sends the encoded reply.
+
+        Args:
+            source: the client, if it is known; no client may take all of the server's room.
+        """
+        if len(self._answering) >= MAX_TASKS:
+            return
         try:
             message: wire.Message = codec.decode(data, wire.GenerateRequest, wire.AbortRequest)
         except WireError as error:
@@ -54,14 +81,18 @@ class RequestEndpoint:
             return
         if isinstance(message, wire.AbortRequest):
             self._tell_abort(message.request_id)
-        elif isinstance(message, wire.GenerateRequest) and not self._closing:
-            self._spawn(message.request_id, self._answer(message, reply))
         elif isinstance(message, wire.GenerateRequest):
-            self._spawn("", self._reject(message.request_id, "the server is closing", reply))
+            problem = "the server is closing" if self._closing else self._room(source, len(data))
+            if problem:
+                self._spawn("", self._reject(message.request_id, problem, reply))
+                return
+            task = self._spawn(message.request_id, self._answer(message, reply))
+            task.add_done_callback(lambda _: self._release(source, len(data)))
 
     def refuse(self, reason: str, data: bytes) -> None:
         """Store an unreadable request as a dead letter."""
-        log.warning("malformed request: %s", reason)
+        if len(self._burying) < MAX_LETTERS:
+            log.warning("malformed request: %s", reason)
         bury(self._bus, self._burying, reason, data)
 
     async def close(self) -> None:
@@ -76,10 +107,34 @@ class RequestEndpoint:
         if self._answering or self._burying:
             await asyncio.wait([*self._answering, *self._burying], timeout=CLOSE_WITHIN_S)
 
-    def _spawn(self, request_id: str, work: Coroutine[Any, Any, None]) -> None:
+    def _room(self, source: str, size: int) -> str:
+        """Take room for a request; return why there is none, else an empty text."""
+        most = self._most
+        limits = {"": (most.count, most.bytes)} | (
+            {source: (most.count_of_client, most.bytes_of_client)} if source else {}
+        )
+        for name, (count, num_bytes) in limits.items():
+            held = self._held.get(name, (0, 0))
+            if held[0] >= count or held[1] + size > num_bytes:
+                whose = " of this client" if name else ""
+                return f"too many requests{whose} at once: {held[0]}, of {held[1] >> 20} MiB"
+        for name in limits:
+            held = self._held.get(name, (0, 0))
+            self._held[name] = held[0] + 1, held[1] + size
+        return ""
+
+    def _release(self, source: str, size: int) -> None:
+        for name in {source, ""}:
+            count, num_bytes = self._held[name]
+            self._held[name] = count - 1, num_bytes - size
+            if count == 1:
+                del self._held[name]
+
+    def _spawn(self, request_id: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._answering[task] = request_id
         task.add_done_callback(self._done)
+        return task
 
     def _done(self, task: asyncio.Task[None]) -> None:
         request_id = self._answering.pop(task)
@@ -111,7 +166,9 @@ class RequestEndpoint:
 
 
 def bury(bus: Bus, burying: set[asyncio.Task[None]], reason: str, data: bytes) -> None:
-    """Start storing unusable bytes as a dead letter."""
+    """Start storing unusable bytes as a dead letter, unless many are being stored."""
+    if len(burying) >= MAX_LETTERS:
+        return
 
     async def work() -> None:
         try:

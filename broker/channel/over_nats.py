@@ -66,6 +66,7 @@ class NatsClient:
 
     def __init__(self, bus: Bus) -> None:
         self._bus, self._link = bus, bus.link
+        self.key, self.announce = "", _nothing  # the broker knows who this is
         self._asker = RequestClient(bus, self)
         self._inbox = f"{self._link.inbox}.{self._link.next_token()}"
         self._subscribed: LinkSubscription | None = None
@@ -117,6 +118,10 @@ class NatsClient:
 
     def _on_disconnect(self) -> None:
         self._asker.fail_all("lost the connection to the broker")
+
+
+def _nothing() -> None:
+    """Announce nothing."""
 
 
 CHANNEL: Final = RequestChannel(NatsServer, NatsClient)

@@ -1,200 +1,279 @@
 """Generation requests over ZeroMQ: the client's DEALER to the server's ROUTER, one socket per server.
 
 Delivery is at most once: if the connection breaks, messages are lost, and the client retries elsewhere. Each ZeroMQ
-message is a ``bundle`` of (token, message) pairs; the client chooses the token, which is empty for an abort.
+message is one frame, a ``bundle`` of (token, message) pairs; the client chooses the token, which is empty for an abort.
+Processes of the same host and user use a local socket. All others use TCP with CURVE: the server's key is part of its
+address, and the server admits the keys that hubs announce in their presence.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from dataclasses import dataclass
+import errno
+import ipaddress
+import logging
+import os
+import re
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 import zmq
+from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
-from broker.channel.bundle import MAX_BUNDLE_BYTES, unpack
+from broker.channel import local_sockets
+from broker.channel.bundle import unpack
 from broker.channel.carriers import AbortHandler, Handler, RequestChannel
-from broker.channel.client import RequestClient
+from broker.channel.connection_limits import Connection, ConnectionLimits
 from broker.channel.endpoint import Reply, RequestEndpoint
+from broker.channel.hub_admission import HubAdmission
+from broker.channel.zmq_address import ServerAddress, this_host
+from broker.channel.zmq_client import ZmqClient
+from broker.channel.zmq_options import open_socket, terminate
 from broker.channel.zmq_socket import Frames, LoopSocket
-from broker.errors import RequestFailed, WireError
+from broker.errors import ConfigError, WireError
 from broker.jetstream.bus import Bus
-from broker.server.private_server import require_loopback
+from broker.system.connections import addresses
 
-LINGER_MS: Final = 1000  # how long close waits for replies to be sent
+log = logging.getLogger(__name__)
+
+_ReplyTo = Callable[[str], Reply]  # of a token
+
 FAREWELL_S: Final = 0.1  # from the last reply to closing: with IMMEDIATE, unread replies are then lost
-HEARTBEAT_MS: Final = 2000
-SILENT_MS: Final = 10_000  # without a heartbeat, after which a peer counts as gone even if TCP has not noticed
-LOST: Final = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED  # no reply can arrive; nothing listens
-
-
-def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
-    socket = context.socket(kind)
-    socket.setsockopt(zmq.LINGER, LINGER_MS)
-    socket.setsockopt(zmq.SNDHWM, 0)  # a full ROUTER silently drops replies; slots limit the pending requests
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_BUNDLE_BYTES)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
-    socket.setsockopt(zmq.IPV6, 1)
-    return socket
+ZAP: Final = "inproc://zeromq.zap.01"
+ZAP_VERSION, ZAP_YES, ZAP_NO = b"1.0", b"200", b"400"
+WATCHED: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+BIND: Final = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([0-9.]+))(?::([0-9]{1,5}))?")
+ALLOWED: Final = "expected an IP address of one interface of this host, IP or IP:PORT"
 
 
 class ZmqServer:
-    """Answers requests on a free port of a loopback address."""
+    """Answers requests on a local socket, and on a port of one address with CURVE.
+
+    Args:
+        bind: ``IP`` or ``IP:PORT``, without port a free one; empty: only the local socket.
+
+    Raises:
+        ConfigError: if ``bind`` is not the address of one interface.
+    """
 
     def __init__(self, bus: Bus, server_id: str, bind: str) -> None:
-        require_loopback(bind)
         self.address = ""
-        self._bus, self._server_id, self._bind = bus, server_id, bind
+        self._bus, self._server_id, self._bind = bus, server_id, _split(bind)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket: LoopSocket | None = None
+        self._local_path = ""
         self._desk: RequestEndpoint | None = None
+        self._sockets: list[LoopSocket] = []
+        self._network: _Network | None = None
 
     async def start(self, handle: Handler, abort: AbortHandler) -> None:
-        """Bind a free port and start answering."""
-        host = "127.0.0.1" if self._bind == "localhost" else f"[{self._bind}]" if ":" in self._bind else self._bind
-        socket = _socket(self._context, zmq.ROUTER)
-        socket.bind(f"tcp://{host}:*")
-        self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        """Bind and start answering.
+
+        Raises:
+            ConfigError: if the address or port cannot be bound.
+        """
         self._desk = RequestEndpoint(self._bus, self._server_id, handle, abort)
-        self._socket = LoopSocket(socket, self._receive)
+        local, tcp, key = self._bind_local(), "", ""
+        if self._bind is not None:
+            try:
+                self._network = _Network(self._context, self._bus, self._desk, *self._bind)
+            except ConfigError:
+                await self.close()
+                raise
+            tcp, key = self._network.endpoint, self._network.key
+            await self._network.start()
+        self.address = str(ServerAddress(tcp, key, this_host() if tcp else "", local))
+
+    def _bind_local(self) -> str:
+        """Bind the local socket and return its name; empty if this host has no folder for it."""
+        local_sockets.sweep()
+        name = local_sockets.new_name()
+        try:
+            self._local_path = local_sockets.path_of(name)
+        except local_sockets.UnsafeFolder as error:
+            log.warning("no local socket, so processes of this host use TCP: %s", error)
+            return ""
+        socket = open_socket(self._context, zmq.ROUTER)
+        try:
+            socket.bind(f"ipc://{self._local_path}")
+        except zmq.ZMQError as error:
+            socket.close(0)
+            log.warning("no local socket, so processes of this host use TCP: %s: %s", self._local_path, error)
+            return ""
+        self._sockets.append(LoopSocket(socket, self._receive))
+        return name
 
     async def close(self) -> None:
         """Answer pending requests, then disconnect."""
-        if self._socket is not None and self._desk is not None:
+        if self._desk is not None:
             await self._desk.close()
             await asyncio.sleep(FAREWELL_S)
-            self._socket.close()
-            self._socket = None
-        await _terminate(self._context)
+            for socket in self._sockets:
+                socket.close()
+            self._sockets.clear()
+            if self._network is not None:
+                await self._network.close()
+            self._desk = None
+        await terminate(self._context)
+        if self._local_path:
+            with suppress(FileNotFoundError):
+                os.unlink(self._local_path)
 
     def _receive(self, frames: Frames) -> None:
-        socket, desk = self._socket, self._desk
-        assert socket is not None
+        desk, socket = self._desk, self._sockets[0]
         assert desk is not None
-        route, data = frames[0], frames[1] if len(frames) == 2 else b"".join(frames[1:])
-        try:
-            entries = unpack(data)
-        except WireError as error:
-            desk.refuse(str(error), data)
+        if len(frames) != 2:
+            desk.refuse(f"{len(frames) - 1} parts where one is allowed", frames[1] if len(frames) > 1 else b"")
             return
-        for token, message in entries:
-            desk.receive(message, _answering(socket, route, token))
+        route, data = frames
+
+        def reply_to(token: str) -> Reply:
+            async def reply(answer: bytes) -> None:
+                socket.post(route, token, answer)
+
+            return reply
+
+        _take(desk, data, reply_to, source="")
 
 
-def _answering(socket: LoopSocket, route: bytes, token: str) -> Reply:
-    async def reply(data: bytes) -> None:
-        socket.post(route, token, data)
+class _Network:
+    """The part of a server that other users and hosts reach."""
 
-    return reply
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], bus: Bus, desk: RequestEndpoint, host: str, port: int
+    ) -> None:
+        self._desk = desk
+        public, secret = zmq.curve_keypair()
+        self.key = public.decode()
+        zap = context.socket(zmq.ROUTER)
+        zap.linger = 0
+        zap.bind(ZAP)  # first: without it ZeroMQ would ask nobody
+        router = open_socket(context, zmq.ROUTER)
+        router.curve_server, router.curve_secretkey = True, secret
+        router.zap_domain = b"generate"
+        router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        router.setsockopt(zmq.BACKLOG, 1024)
+        monitor = router.get_monitor_socket(WATCHED)
+        try:
+            router.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            router.disable_monitor()
+            for socket in (monitor, router, zap):
+                socket.close(0)
+            raise ConfigError("--bind", f"{host}:{port}" if port else host, _why(error)) from None
+        self.endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.limits = ConnectionLimits(int(self.endpoint.rpartition(":")[2]))
+        self.admission = HubAdmission(bus, self.limits.drop)
+        self._router = router
+        self._zap = LoopSocket(zap, self._on_client)
+        self._monitor = LoopSocket(monitor, self._on_event)
+        self._socket = LoopSocket(router, self._receive, copy=False)
+        self._scanning = asyncio.get_running_loop().call_later(self.limits.scan_s, self._scan)
 
-
-@dataclass
-class _Line:
-    """The connection to one server."""
-
-    socket: LoopSocket
-    monitor: LoopSocket
-    inner: zmq.Socket[bytes]
-
-
-class ZmqClient:
-    """Sends requests to servers by their addresses."""
-
-    def __init__(self, bus: Bus) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))  # a line takes 3, the default is 1,023
-        self._lines: dict[str, _Line] = {}
-        self._asker = RequestClient(bus, self)
-        self._closed = False
-        self.generate, self.abort = self._asker.generate, self._asker.abort
-
-    def post(self, address: str, token: str, data: bytes, asker: asyncio.Future[bytes] | None) -> bool:
-        """See ``broker.channel.client.RequestCarrier``."""
-        line = self._lines.get(address)
-        if line is None:
-            if not token:
-                return True  # no request was ever sent there
-            line = self._connect(address)
-        line.socket.post(b"", token, data, asker)
-        return True
-
-    async def send(self, address: str, token: str, data: bytes) -> None:
-        """See ``broker.channel.client.RequestCarrier``."""
-        self.post(address, token, data, None)
-
-    async def forget(self, address: str) -> None:
-        """Fail the pending requests to a server and close its socket."""
-        line = self._lines.pop(address, None)
-        self._asker.fail_all("the server is gone", address)
-        if line is not None:
-            _hang_up(line)
+    async def start(self) -> None:
+        await self.admission.start()
 
     async def close(self) -> None:
-        """Fail all pending requests and disconnect."""
-        self._closed = True
-        await self._asker.close()
-        lines = list(self._lines.values())
-        self._lines.clear()
-        for line in lines:
-            _hang_up(line)
-        await _terminate(self._context)
+        self._scanning.cancel()
+        await self.admission.close()
+        self._router.disable_monitor()
+        self._monitor.close()
+        self.limits.close()
+        self._socket.close()
+        self._zap.close()
 
-    def _connect(self, address: str) -> _Line:
-        if self._closed:
-            raise RequestFailed(f"{address}: the client was closed")
-        try:
-            socket = _socket(self._context, zmq.DEALER)
-        except zmq.ZMQError as error:
-            raise RequestFailed(f"{address}: no connection can be opened: {error}") from None
-        try:
-            socket.setsockopt(zmq.IMMEDIATE, 1)  # do not queue messages for a server that is gone
-            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-            monitor = socket.get_monitor_socket(LOST)
-        except zmq.ZMQError as error:
-            socket.close(0)
-            raise RequestFailed(f"{address}: no connection can be opened: {error}") from None
-        try:
-            socket.connect(address)
-        except zmq.ZMQError as error:
-            socket.disable_monitor()
-            monitor.close(0)
-            socket.close(0)
-            raise RequestFailed(f"{address} is not a server address: {error}") from None
-        line = LoopSocket(socket, lambda frames: self._receive(address, frames))
-        watch = LoopSocket(monitor, lambda frames: self._lost(address, line, frames))
-        self._lines[address] = _Line(line, watch, socket)
-        return self._lines[address]
+    def _on_client(self, frames: Frames) -> None:
+        """Answer ZeroMQ, which asks whether a client may connect (RFC 27)."""
+        route, empty, version, request_id, _domain, address, _identity, mechanism, *credentials = frames
+        is_curve = mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == 32
+        key = z85.encode(credentials[0]).decode() if is_curve else ""
 
-    def _receive(self, address: str, frames: Frames) -> None:
-        data = frames[0] if len(frames) == 1 else b"".join(frames)
-        try:
-            entries = unpack(data)
-        except WireError as error:
-            self._asker.refuse(address, str(error), data)
+        def answer(admitted: bool) -> None:
+            status, text, user = (ZAP_YES, b"OK", key.encode()) if admitted else (ZAP_NO, b"not admitted", b"")
+            self._zap.send_raw([route, empty, version, request_id, status, text, user, b""])
+
+        if key and version == ZAP_VERSION:
+            self.admission.ask(key, address.decode(errors="replace"), answer)
+        else:
+            answer(False)
+
+    def _on_event(self, frames: Frames) -> None:
+        event = parse_monitor_message(frames)
+        if event["event"] == zmq.EVENT_ACCEPTED:
+            self.limits.accepted(event["value"])
+        else:
+            self.limits.closed(event["value"])
+
+    def _receive(self, frames: list[zmq.Frame]) -> None:
+        self._monitor.read_all()  # the connection may be new
+        key, size = str(frames[0].get("User-Id")), sum(len(frame.buffer) for frame in frames)
+        connection = self.limits.received(int(frames[-1].get(zmq.SRCFD)), key, size)
+        if connection is None or connection.is_shut or connection.key != key or not self.admission.admits(key):
             return
-        for token, message in entries:
-            self._asker.answered(token, message)
+        if len(frames) != 2:
+            self._desk.refuse(f"{len(frames) - 1} parts where one is allowed", frames[-1].bytes)
+            return
+        _take(self._desk, frames[1].bytes, self._replies(frames[0].bytes, connection), source=key)
 
-    def _lost(self, address: str, socket: LoopSocket, frames: Frames) -> None:
-        refused = parse_monitor_message(frames)["event"] == zmq.EVENT_CONNECT_RETRIED
-        socket.read_all()  # a server replies before it closes
-        self._asker.fail_all("nothing listens there" if refused else "the connection broke", address)
+    def _replies(self, route: bytes, connection: Connection) -> _ReplyTo:
+        def reply_to(token: str) -> Reply:
+            async def reply(answer: bytes) -> None:
+                connection.posted += len(answer)
+                self._socket.post(route, token, answer)
+
+            return reply
+
+        return reply_to
+
+    def _scan(self) -> None:
+        self._monitor.read_all()
+        self._socket.read_all()
+        self.limits.scan()
+        for key in self.limits.take_excessive():
+            log.warning("a hub exceeded the limits of a connection; its key is refused for a minute")
+            self.admission.ban(key)
+        self._scanning = asyncio.get_running_loop().call_later(self.limits.scan_s, self._scan)
 
 
-def _hang_up(line: _Line) -> None:
-    line.inner.disable_monitor()  # before it is closed
-    line.monitor.close()
-    line.socket.close()
+def _take(desk: RequestEndpoint, data: bytes, reply_to: _ReplyTo, source: str) -> None:
+    """Pass on the messages of a bundle."""
+    try:
+        entries = unpack(data)
+    except WireError as error:
+        desk.refuse(str(error), data)
+        return
+    for token, message in entries:
+        desk.receive(message, reply_to(token), source)
 
 
-async def _terminate(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    """Wait in a thread until pending messages are sent or the linger time is over."""
-    with contextlib.suppress(zmq.ZMQError):  # already terminated
-        await asyncio.to_thread(context.term)
+def _split(bind: str) -> tuple[str, int] | None:
+    """Return IP address and port, 0 for any.
+
+    Raises:
+        ConfigError: if it is not the address of one interface.
+    """
+    if not bind:
+        return None
+    found = BIND.fullmatch("127.0.0.1" if bind == "localhost" else bind)
+    try:
+        address = ipaddress.ip_address((found[1] or found[2]) if found else bind)
+        port = int((found[3] or 0) if found else 0)
+        if address.is_unspecified or address.is_multicast or port > 65535:
+            raise ValueError(bind)
+    except ValueError:
+        raise ConfigError("--bind", bind, f"{ALLOWED}: {', '.join(_own())}") from None
+    return str(address), port
+
+
+def _own() -> list[str]:
+    return [address for known in addresses().values() for address in known]
+
+
+def _why(error: zmq.ZMQError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return "another program uses this port; choose another one, or none for any free port"
+    return f"{ALLOWED}: {', '.join(_own())} ({error.strerror})"
 
 
 CHANNEL: Final = RequestChannel(ZmqServer, ZmqClient)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final
 
 import zmq
@@ -35,10 +36,11 @@ class LoopSocket:
     Args:
         socket: owned by this object.
         receive: called with the frames of every message; must not raise.
+        copy: False: the frames are ``zmq.Frame`` objects, which tell who sent them.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], receive: Callable[[Frames], None]) -> None:
-        self._socket, self._receive = socket, receive
+    def __init__(self, socket: zmq.Socket[bytes], receive: Callable[[Any], None], *, copy: bool = True) -> None:
+        self._socket, self._receive, self._copy = socket, receive, copy
         self._loop = asyncio.get_running_loop()
         self._unsent: dict[bytes, list[tuple[Entry, asyncio.Future[Any] | None]]] = {}  # by route
         self._num_unsent = 0  # since the last attempt to send
@@ -61,6 +63,12 @@ class LoopSocket:
             self._flush()
         if self._look is None:
             self._look_again()
+
+    def send_raw(self, frames: Frames) -> None:
+        """Send a message that is no bundle, at once; drop it if that is not possible."""
+        with suppress(zmq.ZMQError):
+            self._socket.send_multipart(frames, DONTWAIT)
+        self._look_again()
 
     def read_all(self) -> None:
         """Call back with everything that has arrived."""
@@ -125,7 +133,7 @@ class LoopSocket:
             if socket.closed:  # by the callback
                 return False
             try:
-                frames = socket.recv_multipart(DONTWAIT)
+                frames = socket.recv_multipart(DONTWAIT, self._copy)
             except zmq.Again:
                 return False
             self._receive(frames)

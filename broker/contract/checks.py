@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from broker.contract import wire
-from broker.contract.sizes import LEAST_PART_BYTES, MAX_GROUP_BYTES, MAX_PAYLOAD_BYTES
+from broker.contract.sizes import LEAST_PART_BYTES, MAX_GROUP_BYTES, MAX_PAYLOAD_BYTES, PART_BYTES
 from broker.errors import WireError
 
 LARGEST: Final = sys.float_info.max
@@ -27,6 +27,16 @@ MAX_GUIDE_CHARS: Final = 1 << 16  # a grammar of this size takes a second or two
 INT32_MAX: Final = 2**31 - 1
 LOGPROB_EPS: Final = 1e-3  # log_softmax in low precision may slightly exceed 0
 DEAD_LETTER_BYTES: Final = 1 << 20
+MAX_REQUEST_S: Final = 86_400.0  # of a request's deadline
+MAX_ID_CHARS: Final = 256  # of a request or a conversation
+MAX_SERVES: Final = 1024
+# characters of the texts of a presence
+PRESENCE_CHARS: Final = {
+    "host": 256, "address": 256, "channel": 64, "policy": 256, "engine": 1024, "problem": 2048, "process": 256,
+    "said": 512,
+}  # fmt: skip
+DIGEST_CHARS: Final = 32  # of a model's files
+HEX: Final = frozenset("0123456789abcdef")
 KEY_CHARS: Final = 40  # of a CURVE key in Z85
 Z85: Final = frozenset("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#")
 
@@ -52,6 +62,7 @@ PART: Final = ValueRange(LEAST_PART_BYTES, MAX_PAYLOAD_BYTES, "2^16 to 2^23")
 OPTIONAL_FRACTION: Final = ValueRange(-1, 1, "-1 to 1")
 PENALTY: Final = ValueRange(-2, 2, "-2 to 2")
 SHARE: Final = ValueRange(SMALLEST, 1, "> 0 and <= 1")
+REQUEST_S: Final = ValueRange(SMALLEST, MAX_REQUEST_S, "> 0 and <= 86,400")
 
 # every int and float field, as a test checks
 RANGES: Final[dict[type, dict[str, ValueRange]]] = {
@@ -83,7 +94,7 @@ RANGES: Final[dict[type, dict[str, ValueRange]]] = {
         "max_tokens": COUNT, "temperature": NATURAL, "top_p": SHARE, "top_k": NATURAL, "min_p": FRACTION,
         "seed": NATURAL, "frequency_penalty": PENALTY, "presence_penalty": PENALTY, "top_logprobs": NATURAL,
     },
-    wire.GenerateRequest: {"min_version": VERSION, "deadline_s": POSITIVE, "expected_tokens": NATURAL,
+    wire.GenerateRequest: {"min_version": VERSION, "deadline_s": REQUEST_S, "expected_tokens": NATURAL,
         "prompt_top_k": NATURAL},
     wire.AbortRequest: {},
     wire.GenerateReply: {"policy_version": OPTIONAL, "prefix_hit_tokens": NATURAL},
@@ -96,6 +107,7 @@ RANGES: Final[dict[type, dict[str, ValueRange]]] = {
         "waiting": NATURAL, "speed": NATURAL, "idle_ratio": OPTIONAL_FRACTION,
     },
     wire.RunSpec: {"wire_version": NATURAL, "epoch": NATURAL, "created": NATURAL},
+    wire.ModelPart: {"part": NATURAL, "num_parts": COUNT},
 }  # fmt: skip
 
 # fields that become part of a subject or a key; see ``broker.contract.streams.token``
@@ -109,6 +121,7 @@ NAMES: Final[dict[type, tuple[str, ...]]] = {
     wire.DeadLetter: ("stream",),
     wire.Presence: ("role", "id"),
     wire.RunSpec: ("run",),
+    wire.ModelPart: ("digest",),
 }
 
 
@@ -335,7 +348,7 @@ def _check_session(session: wire.WeightsSession) -> None:
 
 def _check_request(request: wire.GenerateRequest) -> None:
     """There is a request_id and at least one token id; token ids are >= 0; stop strings are not empty; biases are from
-    -100 to 100, and guides have at most 2^16 characters."""
+    -100 to 100, guides have at most 2^16 characters, request_id and conversation_id at most 256."""
     sampling, ids = request.sampling, request.token_ids
     _numbers(sampling)
     if sampling.stop and "" in sampling.stop:
@@ -348,8 +361,10 @@ def _check_request(request: wire.GenerateRequest) -> None:
         _check_column("GenerateRequest", "token_ids", ids, "<i4")
         raise _wrong("GenerateRequest", "token_ids", "empty", "at least one token")
     _check_token_ids("GenerateRequest", ids.data)
-    if not request.request_id:
+    if not 0 < len(request.request_id) <= MAX_ID_CHARS:
         _check_request_id(request)
+    if len(request.conversation_id) > MAX_ID_CHARS:
+        raise _too_long("GenerateRequest", "conversation_id", request.conversation_id, MAX_ID_CHARS)
 
 
 def _check_reshaping(sampling: wire.SamplingParams) -> None:
@@ -365,9 +380,30 @@ def _check_reshaping(sampling: wire.SamplingParams) -> None:
 
 
 def _check_request_id(request: wire.GenerateRequest | wire.AbortRequest) -> None:
-    """There is a request_id."""
+    """There is a request_id, of at most 256 characters."""
     if not request.request_id:
         raise _wrong(type(request).__name__, "request_id", "''", "must not be empty")
+    if len(request.request_id) > MAX_ID_CHARS:
+        raise _too_long(type(request).__name__, "request_id", request.request_id, MAX_ID_CHARS)
+
+
+def _too_long(message: str, field: str, value: str, most: int) -> WireError:
+    return _wrong(message, field, f"{len(value)} characters", f"must have at most {most}")
+
+
+def _check_presence(presence: wire.Presence) -> None:
+    """host, address, policy and process have at most 256 characters, channel 64, engine 1,024, problem 2,048, said 512.
+    serves has at most 1,024 names. key is a CURVE key in Z85 or empty."""
+    for name, most in PRESENCE_CHARS.items():
+        if len(value := getattr(presence, name)) > most:
+            raise _too_long("Presence", name, value, most)
+    if len(presence.serves) > MAX_SERVES:
+        raise _wrong("Presence", "serves", f"{len(presence.serves)} names", f"must have at most {MAX_SERVES}")
+    for name in presence.serves:
+        if not wire.NAME.fullmatch(name):
+            raise _wrong("Presence", "serves", name, "must be 1-64 letters, digits, '_' or '-'")
+    if presence.key:
+        _check_key("Presence", presence.key)
 
 
 def _check_reply(reply: wire.GenerateReply) -> None:
@@ -410,8 +446,18 @@ def _check_dead_letter(letter: wire.DeadLetter) -> None:
 
 
 def _check_run_spec(spec: wire.RunSpec) -> None:
-    """config holds only what JSON can express, and finite numbers."""
+    """config holds only what JSON can express, and finite numbers. model_files is empty or 32 hexadecimal digits."""
     _plain("RunSpec", "config", spec.config)
+    if spec.model_files and not (len(spec.model_files) == DIGEST_CHARS and HEX.issuperset(spec.model_files)):
+        raise _wrong("RunSpec", "model_files", spec.model_files, f"must be {DIGEST_CHARS} hexadecimal digits, or empty")
+
+
+def _check_model_part(part: wire.ModelPart) -> None:
+    """part is below num_parts. data has 1 byte to 1 MiB."""
+    if part.part >= part.num_parts:
+        raise _wrong("ModelPart", "part", part.part, f"must be below num_parts, {part.num_parts}")
+    if not 1 <= len(part.data) <= PART_BYTES:
+        raise _wrong("ModelPart", "data", f"{len(part.data)} bytes", f"1 to {PART_BYTES} bytes")
 
 
 def _check_rules_change(change: wire.RulesChange) -> None:
@@ -497,11 +543,13 @@ RULES: Final[dict[type, Callable[[Any], None]]] = {
     wire.WeightsSession: _check_session,
     wire.GenerateRequest: _check_request,
     wire.AbortRequest: _check_request_id,
+    wire.Presence: _check_presence,
     wire.GenerateReply: _check_reply,
     wire.Metrics: _check_metrics,
     wire.DeadLetter: _check_dead_letter,
     wire.RulesChange: _check_rules_change,
     wire.RunSpec: _check_run_spec,
+    wire.ModelPart: _check_model_part,
 }
 
 _CHECKS: Final[dict[type, tuple[Callable[[Any], None], ...]]] = {

@@ -30,6 +30,7 @@ _PROBE: Final = wire.Probe(
     token_ids=wire.column([1, 318, 27], "<i4"), logprobs=wire.column([-3.5, -0.75], "<f4"), tolerance=0.01
 )
 _GUIDE: Final = wire.Guide(schema='{"type": "object"}', before="<tool_call>\n", after="\n</tool_call>")
+_KEY: Final = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 _SAMPLING: Final = wire.SamplingParams(
     max_tokens=64, temperature=1.0, top_p=0.95, seed=1234, stop=["</answer>"], guides=[_GUIDE]
 )
@@ -66,7 +67,7 @@ EXAMPLES: Final[dict[type[wire.Message], wire.Message]] = {
         ),
         wire.WeightsJoin(
             server="rollout-7c1", epoch=2, version=12, plan="60303ae22b998861",
-            key="rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7", shared=True,
+            key=_KEY, shared=True,
         ),
         wire.WeightsSession(
             session="2-5", rank=3, world_size=3, host="127.0.0.1", port=40123,
@@ -94,13 +95,18 @@ EXAMPLES: Final[dict[type[wire.Message], wire.Message]] = {
         wire.DesiredState(state="paused", reason="disk being replaced"),
         wire.Presence(
             role="rollout", id="rollout-7c1", host="node-3", pid=4711, state="serving", engine="hf", channel="zmq",
-            address="tcp://127.0.0.1:41234", epoch=2, policy_version=12, slots=64, running=41, waiting=3,
+            address=f"tcp://10.0.0.2:41234 key={_KEY} host=9f86d081884c7d65", epoch=2, policy_version=12, slots=64,
+            running=41, waiting=3,
             speed=5200.0, idle_ratio=0.0,
         ),
         wire.RunSpec(
             run="demo", wire_version=wire.WIRE_VERSION, epoch=2, config={"train": {"steps": 200, "lr": 1e-6}},
             model_path="runs/demo/warm_start", data_digests={"data/train.jsonl": "b94d27b9934d3e08"},
-            created=1_767_225_600.0,
+            created=1_767_225_600.0, model_files="60303ae22b998861bce3b28f33eec1be",
+        ),
+        wire.ModelPart(
+            digest="60303ae22b998861bce3b28f33eec1be", part=0, num_parts=1,
+            data=bytes.fromhex("789c6b5c9d9c9f979699ae97559c9f7784a9ba160043740749"),
         ),
     )
 }  # fmt: skip

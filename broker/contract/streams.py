@@ -138,13 +138,16 @@ MEMBERS: Final = Stream(
     "members", KV, (wire.Presence,), "run.role.id", "all", "envhub, learner", "60 s", ttl_s=60.0, memory=True
 )
 RUNS: Final = Stream("runs", KV, (wire.RunSpec,), "run", "learner", "all", "last value", essential=True, signed=True)
+MODELS: Final = Stream(
+    "models", KV, (wire.ModelPart,), "run.digest.part", "learner", "rollout, envhub", "last value", essential=True
+)
 RESERVE: Final = Stream(
     "reserve", LAST_VALUE, (), "part", "learner", "none", "until an essential message needs its room"
 )
 
 STREAMS: Final[tuple[Stream, ...]] = (
     *(TICKETS, EPISODES, SAMPLES, PARTS, EVALTICKETS, EVALS, WEIGHTS, WEIGHTSYNC, GENERATE, RERUNS),
-    *(METRICS, PRESENCE, DEAD, ATTEMPTS, CONTROL, MEMBERS, RUNS, RESERVE),
+    *(METRICS, PRESENCE, DEAD, ATTEMPTS, CONTROL, MEMBERS, RUNS, MODELS, RESERVE),
 )
 
 ACK_WAIT_S: Final = 6.0  # redelivery after this long without an in-progress mark

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from broker.contract import sizes
 from broker.contract.sizes import MAX_GROUP_BYTES, MAX_SMALL_BYTES
 
-WIRE_VERSION: Final = 9
+WIRE_VERSION: Final = 10
 MAX_PAYLOAD_BYTES: Final = sizes.MAX_PAYLOAD_BYTES
 ACTOR: Final = "actor"  # the policy being trained
 EVAL_HEADER: Final = "Rl-Eval-Step"  # eval_step of messages of an evaluation; absent in training
@@ -379,7 +379,7 @@ class Presence(Message, frozen=True, tag="Presence"):
     host: str  # machine name
     pid: int  # process id on the host
     state: Literal["starting", "serving", "draining", "failed"]  # what the process is doing
-    address: str = ""  # address of its request channel, for example tcp://127.0.0.1:41234
+    address: str = ""  # rollout: address of its request channel, for example tcp://10.0.0.2:41234 key=... host=...
     channel: str = ""  # name of the request channel: zmq, nats
     policy: str = ACTOR  # rollout: the policy it serves
     engine: str = ""  # rollout: engine name
@@ -394,6 +394,7 @@ class Presence(Message, frozen=True, tag="Presence"):
     problem: str = ""  # one line: why it takes no work, empty while it does
     process: str = ""  # learner, envhub: boot id, PID namespace, pid, start time; see broker/system/process_identity.py
     said: str = ""  # latest WARNING or ERROR logged, with its time, at most 300 characters; empty after 10 minutes
+    key: str = ""  # envhub, learner: public CURVE key of its requests to rollout servers, in Z85
 
 
 class RunSpec(Message, frozen=True, tag="RunSpec"):
@@ -406,15 +407,28 @@ class RunSpec(Message, frozen=True, tag="RunSpec"):
     model_path: str  # folder or hub name of the policy's first weights and tokenizer
     data_digests: dict[str, str] = {}  # file path to content digest, for data sets read by hubs
     created: float = 0.0  # unix seconds, for display only
+    model_files: str = ""  # digest of the stored ModelParts, for hosts without model_path; empty for a hub name
+
+
+class ModelPart(Message, frozen=True, tag="ModelPart"):
+    """One part of the configuration and the tokenizer of the run's model, for hosts that do not have its folder.
+
+    The parts of one digest, concatenated, are a MessagePack map from file name to content, compressed with zlib.
+    """
+
+    digest: str  # of the files; see rlearner_text/model_files.py
+    part: int  # number of this part, from 0
+    num_parts: int  # parts of this digest
+    data: bytes  # 1 byte to 1 MiB
 
 
 MESSAGES: Final[tuple[type[Message], ...]] = (
     Ticket, EvalTicket, Group, Closed, RulesChange, Parted, WeightsOffer, WeightsJoin, WeightsSession, GenerateRequest,
-    AbortRequest, GenerateReply, Metrics, DeadLetter, Attempt, DesiredState, Presence, RunSpec,
+    AbortRequest, GenerateReply, Metrics, DeadLetter, Attempt, DesiredState, Presence, RunSpec, ModelPart,
 )  # fmt: skip
 
 # only messages with columns or bytes may be large
 MAX_BYTES: Final[dict[type[Message], int]] = {kind: MAX_SMALL_BYTES for kind in MESSAGES} | {
     Group: MAX_GROUP_BYTES, GenerateRequest: MAX_PAYLOAD_BYTES, GenerateReply: MAX_PAYLOAD_BYTES,
-    DeadLetter: (1 << 20) + MAX_SMALL_BYTES,
+    DeadLetter: (1 << 20) + MAX_SMALL_BYTES, ModelPart: (1 << 20) + MAX_SMALL_BYTES,
 }  # fmt: skip

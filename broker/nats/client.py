@@ -56,9 +56,16 @@ class GuardedClient(_Client):
     def _connect_command(self) -> bytes:
         login = self._find_login()
         self._require_protection(login)
+        self._note_tls()
         if (key := login.key) is not None:
             self._public_nkey, self._signature_cb = key.public, key.sign_nonce
         return super()._connect_command()
+
+    def _note_tls(self) -> None:
+        """Tell asyncio of an upgrade to TLS; else it logs a warning about nats-py's protocol at every disconnect."""
+        writer: Any = getattr(self._transport, "_io_writer", None)
+        if writer is not None and writer.get_extra_info("ssl_object") is not None:
+            writer.transport.get_protocol()._over_ssl = True
 
     def _require_protection(self, login: Login) -> None:
         """Check that a connection to another host is encrypted and has a login.

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeGuard
 
 from broker.contract import wire
 from broker.contract.streams import MEMBERS, PRESENCE, ROLES
@@ -155,10 +155,12 @@ class Roster:
 
     async def _on_beat(self, message: Msg) -> None:
         presence, error = decode(message.data, PRESENCE.messages)
-        if isinstance(presence, wire.Presence):
-            self.hear(f"{presence.role}.{presence.id}", presence)
-        else:
+        if not isinstance(presence, wire.Presence):
             log.warning("%s: %s", message.subject, error)
+        elif (key := beat_of(message.subject)) != f"{presence.role}.{presence.id}":
+            log.warning("%s: presence of another process, %s.%s, was ignored", key, presence.role, presence.id)
+        else:
+            self.hear(key, presence)
 
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()
@@ -188,16 +190,28 @@ async def listen(
     def tap(key: str, message: wire.Message | None) -> None:
         if is_reading:
             tapped.add(key)
-        if message is None or isinstance(message, wire.Presence):
-            told(key.removeprefix(f"{bus.run}."), message)
+        name = key.removeprefix(f"{bus.run}.")
+        if message is None or _is_of(message, name):
+            told(name, message)
 
     subscribed = await bucket.tap(f"{bus.run}.{role}", tap)
     if read:
         for key, message in (await bucket.values(f"{bus.run}.{role}")).items():
-            if key not in tapped and isinstance(message, wire.Presence):  # a tapped one is newer
-                told(key.removeprefix(f"{bus.run}."), message)
+            name = key.removeprefix(f"{bus.run}.")
+            if key not in tapped and _is_of(message, name):  # a tapped one is newer
+                told(name, message)
     is_reading = False
     return subscribed
+
+
+def beat_of(subject: str) -> str:
+    """Return role.id of the process that may publish on a beat's subject."""
+    return ".".join(subject.split(".")[3:])
+
+
+def _is_of(message: wire.Message | None, name: str) -> TypeGuard[wire.Presence]:
+    """Return whether an entry is the presence of the process ``role.id`` whose key it has; only it may write there."""
+    return isinstance(message, wire.Presence) and name == f"{message.role}.{message.id}"
 
 
 async def census(bus: Bus, run: str, within_s: float = CENSUS_S) -> list[wire.Presence]:
@@ -207,7 +221,7 @@ async def census(bus: Bus, run: str, within_s: float = CENSUS_S) -> list[wire.Pr
 
     async def on_beat(message: Msg) -> None:
         presence, _ = decode(message.data, PRESENCE.messages)
-        if isinstance(presence, wire.Presence):
+        if isinstance(presence, wire.Presence) and _is_of(presence, beat_of(message.subject)):
             heard[f"{run}.{presence.role}.{presence.id}"] = presence
             news.set()
 

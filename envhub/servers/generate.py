@@ -14,6 +14,7 @@ import msgspec
 
 from broker.channel.carriers import ChannelClient
 from broker.contract import wire
+from broker.contract.checks import MAX_REQUEST_S
 from broker.errors import RequestFailed, RlearnerError, WireError
 from envhub.servers.choose import ServerLoad, choose
 
@@ -169,7 +170,7 @@ class TurnGenerator:
             token_ids=wire.column(context, "<i4"),
             sampling=sampling,
             min_version=ask.min_version,
-            deadline_s=deadline_s,
+            deadline_s=min(deadline_s, MAX_REQUEST_S),
             expected_tokens=ask.expected_tokens,
         )
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
+import socket
 import threading
 import time
 from collections.abc import Coroutine, Sequence
@@ -22,12 +24,15 @@ import numpy as np
 
 from broker.channel import carriers
 from broker.contract import wire
+from broker.contract.checks import MAX_REQUEST_S
 from broker.contract.streams import CONTROL
 from broker.errors import RequestFailed, UserError
 from broker.jetstream.bus import Bus
+from broker.runtime.announce import Announcer
 from broker.runtime.presence import Roster
 from broker.settings.config import BrokerSection
 from broker.settings.runspec import publish_runspec, section
+from broker.system.process_identity import this_process
 from broker.system.reminders import Reminders
 from learner.algorithm.samples import Array
 from learner.offline.base import OfflineJob
@@ -108,7 +113,9 @@ async def _open(job: OfflineJob, distill: DistillSection, path: str) -> _Asker:
     await bus.key_value(CONTROL).put(run, wire.DesiredState(state="running"))
     roster = Roster(bus, beats=("rollout",))
     await roster.start()
-    return _Asker(bus, roster, distill, section(job.config, "broker", BrokerSection).channel)
+    asker = _Asker(bus, roster, distill, section(job.config, "broker", BrokerSection).channel)
+    await asker.announcer.start()
+    return asker
 
 
 class _Asker:
@@ -117,6 +124,8 @@ class _Asker:
     def __init__(self, bus: Bus, roster: Roster, distill: DistillSection, carrier: str) -> None:
         self._bus, self._roster, self._distill = bus, roster, distill
         self._client = carriers.connect(carrier, bus)
+        self.announcer = Announcer(bus, self._presence)  # servers on other hosts admit the key of a presence only
+        self._client.announce = self.announcer.poke
         self._numbers = itertools.count(1)
         self._asking: dict[str, int] = {}  # server -> rows in flight
         self._avoid: dict[str, float] = {}  # server -> until when, on the monotonic clock
@@ -141,9 +150,16 @@ class _Asker:
         except TimeoutError:
             where = self._bus.link.where
             log.warning("the broker at %s does not respond, so the servers of run %s are not stopped", where, run)
+        await self.announcer.close()
         await self._client.close()
         await self._roster.close()
         await self._bus.close()
+
+    def _presence(self) -> wire.Presence:
+        return wire.Presence(
+            role="learner", id="distill", host=socket.gethostname(), pid=os.getpid(), state="serving",
+            process=this_process(), key=self._client.key,
+        )  # fmt: skip
 
     async def _row(self, token_ids: Array) -> Answer:
         refused: list[str] = []
@@ -186,7 +202,7 @@ class _Asker:
             conversation_id=f"distill.{number}",
             token_ids=wire.column(token_ids, "<i4"),
             sampling=wire.SamplingParams(max_tokens=1),
-            deadline_s=self._distill.timeout_s,
+            deadline_s=min(self._distill.timeout_s, MAX_REQUEST_S),
             prompt_top_k=self._distill.top_k,
         )
         self._asking[server.id] = self._asking.get(server.id, 0) + 1

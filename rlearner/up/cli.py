@@ -7,7 +7,7 @@ import asyncio
 from typing import Any
 
 from broker.runtime.process import Stop, main
-from broker.settings.arguments import add_config
+from broker.settings.arguments import add_config, port
 
 
 def add_parser(subparsers: Any) -> None:
@@ -18,6 +18,9 @@ def add_parser(subparsers: Any) -> None:
     add_force(parser)
     text = "if the broker's store is lost, count the open tickets as dead and continue"
     parser.add_argument("--rebase", action="store_true", help=text)
+    text = "address of the broker; other hosts reach one that is not loopback, with TLS and a join token (%(default)s)"
+    parser.add_argument("--bind", metavar="ADDRESS", default="127.0.0.1", help=text)
+    parser.add_argument("--port", type=port, default=0, help="port of the broker, 0 for any (%(default)s)")
     parser.set_defaults(run=run)
 
 
@@ -50,7 +53,14 @@ def run(arguments: argparse.Namespace) -> int:
         await asyncio.to_thread(require_fleet, config)
         overrides = [o for o in arguments.overrides if not o.startswith("run.name=")]
         arguments_of_start = [arguments.config, *overrides, f"run.name={config['run']['name']}"]
-        await up(config, arguments_of_start, stop, force=arguments.force, rebase=arguments.rebase)
+        await up(
+            config,
+            arguments_of_start,
+            stop,
+            force=arguments.force,
+            rebase=arguments.rebase,
+            listen=(arguments.bind, arguments.port),
+        )
         return exit_code(config)
 
     return main("up", body)

@@ -41,6 +41,7 @@ from rlearner.up.run_claim import RunClaim, refuse_other_broker
 from rlearner.up.shutdown_display import ShutdownDisplay
 from rlearner.up.view import screen
 
+LOOPBACK = "127.0.0.1"
 DRAW_EVERY_S = 0.25
 LEARNER_PATIENCE_S = 30.0  # for its last checkpoint
 
@@ -67,7 +68,15 @@ def _where(config: dict[str, Any]) -> tuple[str, Path]:
     return config["run"]["name"], Path(config["run"]["dir"]) / config["run"]["name"]
 
 
-async def up(config: dict[str, Any], args: list[str], stop: Stop, *, force: bool = False, rebase: bool = False) -> None:
+async def up(
+    config: dict[str, Any],
+    args: list[str],
+    stop: Stop,
+    *,
+    force: bool = False,
+    rebase: bool = False,
+    listen: tuple[str, int] = (LOOPBACK, 0),
+) -> None:
     """Start everything, show it, and stop it when the learner is done, on a signal, or when a child cannot run.
 
     Args:
@@ -75,6 +84,7 @@ async def up(config: dict[str, Any], args: list[str], stop: Stop, *, force: bool
         args: for ``rlearner start``: the file and the overrides.
         force: see ``learner/resume_checks.py``.
         rebase: continue even if the private broker's store is lost.
+        listen: address and port of the private broker, port 0: any.
 
     Raises:
         UserError: if the run cannot continue with these settings, a child rejected its input, or another
@@ -88,15 +98,27 @@ async def up(config: dict[str, Any], args: list[str], stop: Stop, *, force: bool
     with removed_on_failure(folder), RunClaim(folder, run) as claim:
         said = [f"run {run}, logs in {folder / 'logs'}", *(f"changed since the last start: {one}" for one in changed)]
         print(*said, sep="\n", flush=True)
-        await _up(config, run, folder, [*args, *flags], stop, claim)
+        await _up(config, run, folder, [*args, *flags], stop, claim, listen)
 
 
-async def _up(config: dict[str, Any], run: str, folder: Path, args: list[str], stop: Stop, claim: RunClaim) -> None:
+async def _up(
+    config: dict[str, Any],
+    run: str,
+    folder: Path,
+    args: list[str],
+    stop: Stop,
+    claim: RunClaim,
+    listen: tuple[str, int],
+) -> None:
     settings = section(config, "broker", BrokerSection)
     logs = folder / "logs"
     started, epoch = time.monotonic(), noted_epoch(folder)
     store, most_gib = str(folder / STORE), settings.store_max_gib or PRIVATE_STORE_GIB
-    with BrokerServer(store, sync_always=settings.sync_always, store_max_gib=most_gib, num_procs=1) as broker:
+    (bind, port), sync_always = listen, settings.sync_always
+    made = BrokerServer(store, bind=bind, port=port, sync_always=sync_always, store_max_gib=most_gib, num_procs=1)
+    with made as broker:
+        if bind != LOOPBACK:
+            print(f"other hosts join at {broker.url} with a token: rlearner invite envhub --run {run}", flush=True)
         claim.note(broker.url)
         fleet = ProcessFleet(logs, {"RL_BROKER": broker.url, "RL_RUN": run})
         stop.at_once.append(fleet.kill)

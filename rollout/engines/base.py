@@ -31,6 +31,7 @@ class EngineConfig:
         dtype: name of a torch dtype, from ``model.dtype``.
         trust_remote_code: from ``model.trust_remote_code``.
         device: ``cpu``, ``cuda``, or ``auto``: cuda if available.
+        has_weights: False: the folder has no weights, the first ones come from the learner.
         policy_version: of the weights in ``model_path``; NO_VERSION holds every request until ``adopt`` or
         ``update_weights``.
     """
@@ -41,6 +42,7 @@ class EngineConfig:
     trust_remote_code: bool = False
     device: Literal["cpu", "cuda", "auto"] = "auto"
     policy_version: int = NO_VERSION
+    has_weights: bool = True
 
 
 @dataclass(frozen=True, slots=True)

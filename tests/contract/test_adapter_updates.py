@@ -18,6 +18,7 @@ from test_weights import StubRoster
 from torch_backend_kit import backend, samples, save_model
 
 from broker.contract import wire
+from broker.errors import UserError
 from broker.jetstream.bus import Bus
 from broker.weights.receiver.receive import WeightReceiver
 from broker.weights.sender.send import WeightSender
@@ -25,6 +26,7 @@ from learner.backends.torch import TorchBackend
 from learner.config import TrainSection
 from learner.weights.offering import WeightOffering
 from rlearner_text.config import ModelSection
+from rlearner_text.model_files import LocalModel
 from rollout.config import RolloutSection
 from rollout.engines.base import EngineConfig
 from rollout.engines.hf.engine import HFEngine
@@ -166,8 +168,9 @@ def test_a_server_finds_its_first_weights_in_the_engine_or_else_in_the_folder(tm
     spec = SimpleNamespace(config={}, model_path=path)
     held = {name: tensor.clone() for name, tensor in expected.items()}
 
-    def first(loaded: bool, **engine: object) -> tuple[Mapping[str, Tensor], bool]:
-        made = SimpleNamespace(_loaded=loaded, _engine=SimpleNamespace(**engine), _spec=spec, _section=RolloutSection())
+    def first(loaded: bool, has_weights: bool = True, **engine: object) -> tuple[Mapping[str, Tensor], bool]:
+        parts = {"_spec": spec, "_section": RolloutSection(), "_model": LocalModel(path, has_weights=has_weights)}
+        made = SimpleNamespace(_loaded=loaded, _engine=SimpleNamespace(**engine), **parts)
         return RolloutService._first_weights(made)  # type: ignore[arg-type]
 
     assert first(False, weights=lambda: held) == (held, False)
@@ -177,6 +180,8 @@ def test_a_server_finds_its_first_weights_in_the_engine_or_else_in_the_folder(tm
         assert own
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in found)
+    with pytest.raises(UserError, match="this host has only the configuration of"):
+        first(True, has_weights=False, weights=lambda: held)
 
 
 def test_merged_is_sent_where_it_is_asked_for(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waits import LONG_S
+from waits import LONG_S, until
 
 import broker.identity.certificates as certificates
 from broker.errors import BrokerUnreachable, UserError
@@ -52,6 +52,14 @@ async def test_processes_of_this_user_connect_without_an_option(server: BrokerSe
         transport: Any = bus.link._client._transport
         assert transport._io_writer.get_extra_info("ssl_object").version() == "TLSv1.3"
         await bus.close()
+
+
+async def test_a_disconnect_logs_no_warning_of_asyncio(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with BrokerServer(str(tmp_path / "store"), bind=OWN[0]) as running:
+        bus = await Bus.connect(running.url, "demo", name="x", role="learner", deadline_s=LONG_S)
+    await until(lambda: not bus.link.connected.is_set())
+    await bus.close()
+    assert [record for record in caplog.records if record.name == "asyncio"] == []
 
 
 async def test_a_token_is_enough_elsewhere(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,16 +16,18 @@ import zmq
 import zmq.asyncio
 from waits import LONG_S, until
 
-from broker.channel import carriers
+from broker.channel import carriers, local_sockets
 from broker.channel.bundle import pack, unpack
 from broker.channel.carriers import ChannelClient, ChannelServer
-from broker.channel.over_zmq import ZmqClient
+from broker.channel.zmq_address import ServerAddress, this_host
+from broker.channel.zmq_client import ZmqClient
 from broker.contract import codec, wire
 from broker.contract.streams import DEAD, GENERATE
 from broker.errors import ConfigError, RequestFailed, WireError
 from broker.jetstream.bus import Bus
 from broker.settings.registry import known
 
+KEY = zmq.curve_keypair()[0].decode()
 KINDS = known("channels", carriers.CHANNELS)
 
 
@@ -104,6 +107,11 @@ async def client(kind: str, bus: Bus) -> AsyncIterator[ChannelClient]:
     made = carriers.connect(kind, bus)
     yield made
     await made.close()
+
+
+def closed(port: int) -> str:
+    """The address of a server at a port of this host that has no listener."""
+    return str(ServerAddress(f"tcp://127.0.0.1:{port}", KEY, this_host()))
 
 
 async def letters(bus: Bus, count: int) -> list[wire.DeadLetter]:
@@ -208,7 +216,7 @@ async def test_forget_fails_outstanding_at_once_and_only_there(serve: Serve, cli
 
 
 async def test_nobody_there_fails_soon(client: ChannelClient, kind: str) -> None:
-    address = "tcp://127.0.0.1:9" if kind == "zmq" else "nobody"
+    address = closed(9) if kind == "zmq" else "nobody"
     started = time.monotonic()
     with pytest.raises(RequestFailed, match="nothing listens there"):
         await client.generate(address, request(), timeout_s=60)
@@ -267,7 +275,7 @@ async def send_raw(kind: str, bus: Bus, address: str, data: bytes) -> bytes:
     context = zmq.asyncio.Context()
     socket = context.socket(zmq.DEALER)
     try:
-        socket.connect(address)
+        socket.connect(ServerAddress.parse(address).endpoint()[0])  # a local socket
         await socket.send(pack([("7", data)]))
         ((token, answer),) = unpack(await socket.recv())
         assert token == "7"
@@ -303,7 +311,8 @@ async def answer_raw(kind: str, bus: Bus, answer: bytes) -> tuple[str, Callable[
         return "raw", subscribed.close
     context = zmq.asyncio.Context()
     socket = context.socket(zmq.ROUTER)
-    socket.bind("tcp://127.0.0.1:*")
+    name = local_sockets.new_name()
+    socket.bind(f"ipc://{local_sockets.path_of(name)}")
 
     async def loop() -> None:
         while True:
@@ -318,7 +327,7 @@ async def answer_raw(kind: str, bus: Bus, answer: bytes) -> tuple[str, Callable[
         socket.close(0)
         context.term()
 
-    return socket.getsockopt_string(zmq.LAST_ENDPOINT), stop
+    return f"local={name}", stop
 
 
 async def test_a_malformed_reply_fails_the_request_and_is_buried(client: ChannelClient, kind: str, bus: Bus) -> None:
@@ -385,11 +394,11 @@ async def test_a_large_request_and_reply_pass(serve: Serve, client: ChannelClien
     assert reply.token_ids.array()[0] == 899_999
 
 
-def test_only_loopback_may_be_bound() -> None:
-    with pytest.raises(
-        ConfigError, match=r"broker\.bind: '0\.0\.0\.0' is not allowed; only a loopback address .* encrypted"
-    ):
-        carriers.serve("zmq", None, "s1", bind="0.0.0.0")  # type: ignore[arg-type]
+@pytest.mark.parametrize("bind", ["0.0.0.0", "[::]:7000", "224.0.0.1", "host", "127.0.0.1:99999", "127.0.0.1:7000:1"])
+def test_a_server_is_bound_to_one_address_only(bind: str) -> None:
+    refused = rf"--bind: '{re.escape(bind)}' is not allowed; expected an IP address of one interface .*127\.0\.0\.1"
+    with pytest.raises(ConfigError, match=refused):
+        carriers.serve("zmq", None, "s1", bind=bind)  # type: ignore[arg-type]
 
 
 def test_an_unknown_kind_lists_the_known() -> None:
@@ -404,7 +413,7 @@ async def hang(request):
     print("got", flush=True)
     await asyncio.sleep(600)
 async def main():
-    server = carriers.serve("zmq", None, "s1")
+    server = carriers.serve("zmq", None, "s1", bind="")
     await server.start(hang, lambda request_id: None)
     print(server.address, flush=True)
     await asyncio.sleep(600)
@@ -436,7 +445,7 @@ async def test_a_killed_zmq_server_fails_its_requests_at_once(bus: Bus) -> None:
 
 async def ask_closed_ports(client: ChannelClient, ports: range) -> list[BaseException | wire.GenerateReply]:
     """What becomes of one request to each of many addresses at which nobody listens."""
-    asking = (client.generate(f"tcp://127.0.0.1:{port}", request(f"r{port}"), timeout_s=LONG_S) for port in ports)
+    asking = (client.generate(closed(port), request(f"r{port}"), timeout_s=LONG_S) for port in ports)
     return await asyncio.gather(*asking, return_exceptions=True)
 
 
@@ -459,7 +468,7 @@ async def test_a_client_without_sockets_left_fails_the_request_and_goes_on(bus: 
         str(outcome).partition(": ")[2] for outcome in outcomes
     }
     for port in range(1, 21):
-        await client.forget(f"tcp://127.0.0.1:{port}")
+        await client.forget(closed(port))
     async with asyncio.timeout(LONG_S):  # sockets are freed by a thread of ZeroMQ's
         while "nothing listens there" not in str((await ask_closed_ports(client, range(30, 31)))[0]):  # noqa: ASYNC110
             await asyncio.sleep(0.05)

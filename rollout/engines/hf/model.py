@@ -168,13 +168,25 @@ def load_model(config: EngineConfig, device: torch.device) -> Any:
         raise UserError(f"model path {path!r}: no model there, the folder has no config.json")
     try:
         dtype, trusted = getattr(torch, config.dtype), config.trust_remote_code
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=trusted)
+        if config.has_weights:
+            model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=trusted)
+        else:
+            model = _without_weights(path, dtype, trust_remote_code=trusted)
     except Exception as error:
         known = isinstance(error, (OSError, ValueError, KeyError, RuntimeError))
         if not known and not type(error).__module__.startswith(("safetensors", "huggingface_hub")):
             raise
         raise UserError(f"model path {path!r}: no causal language model could be loaded: {one_line(error)}") from error
     return model.requires_grad_(False).eval().to(device)
+
+
+def _without_weights(path: str, dtype: torch.dtype, *, trust_remote_code: bool) -> Any:
+    """Return the model with random weights, which are replaced before it answers."""
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    if os.path.isfile(os.path.join(path, "generation_config.json")):
+        model.generation_config = transformers.GenerationConfig.from_pretrained(path)
+    return model
 
 
 def pick_device(wanted: str) -> torch.device:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from broker.contract import wire
 from broker.errors import TransferFailed, UserError
 from broker.weights.probe import check_probe
+from rlearner_text.config import check_model_path
 from rollout.engines.base import EngineConfig, EngineStats, GenerationOutput, UpdateMode, request_problem
 from rollout.engines.sglang.args import SGLangArgs
 from rollout.engines.sglang.client import (
@@ -92,6 +93,8 @@ class SGLangEngine:
 
         self._requests.tokenizer = await asyncio.to_thread(find_tokenizer, config)
         path, trusted = config.model_path, config.trust_remote_code
+        if config.has_weights:
+            await asyncio.to_thread(check_model_path, path)
         self._held, model = await asyncio.to_thread(meta_tensors, path, config.dtype, trust_remote_code=trusted)
         text = model.get_text_config()
         self._vocab_size = int(text.vocab_size)
@@ -104,7 +107,7 @@ class SGLangEngine:
         arguments = server_options(
             config.model_path, section, self._args, port=port, dtype=config.dtype, device=config.device,
             version=config.policy_version,
-            copies=num_copies, trust_remote_code=config.trust_remote_code,
+            copies=num_copies, trust_remote_code=config.trust_remote_code, has_weights=config.has_weights,
         )  # fmt: skip
         self._child = SGLangProcess([*command, *arguments], self._died)
         log.info("SGLang started with pid %d at port %d, log in %s", self._child.pid, port, self._child.log_path)

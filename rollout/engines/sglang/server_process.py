@@ -55,12 +55,14 @@ def server_options(
     model_path: str, section: RolloutSection, args: SGLangArgs, *, port: int, dtype: str, device: str, version: int,
     copies: int,
     trust_remote_code: bool,
+    has_weights: bool = True,
 ) -> list[str]:  # fmt: skip
     """Return the server's options; pure.
 
     Args:
         version: of the weights in ``model_path``, returned with every token until they change.
         copies: data-parallel copies of the model.
+        has_weights: False: the folder has none, and the server starts with random ones.
     """
     given: dict[str, str | int | float | bool] = {
         "model-path": model_path,
@@ -81,6 +83,7 @@ def server_options(
         "disable-radix-cache": not section.prefix_cache,
         "enable-deterministic-inference": args.deterministic,
     }
+    given |= {} if has_weights else {"load-format": "dummy"}
     given |= {"device": "cpu"} if device == "cpu" else {}
     given |= {"mem-fraction-static": args.mem_fraction_static} if args.mem_fraction_static is not None else {}
     given |= args.flags

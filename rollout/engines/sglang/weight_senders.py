@@ -26,7 +26,6 @@ from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from broker.errors import TransferFailed, UserError
-from rlearner_text.config import check_model_path
 from rlearner_text.transformers_import import import_transformers
 from rollout.engines.hf.weights import HeldWeights
 from rollout.engines.sglang.args import SGLangArgs
@@ -252,7 +251,6 @@ def meta_tensors(model_path: str, dtype: str, *, trust_remote_code: bool) -> tup
     import_transformers()
     import transformers
 
-    check_model_path(model_path)
     try:
         config = transformers.AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
         with torch.device("meta"):

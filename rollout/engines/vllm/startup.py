@@ -151,6 +151,7 @@ def engine_args(
     kv_cache_gib = args.kv_cache_gib or (CPU_KV_CACHE_GIB if on_cpu else None)
     return {
         "model": config.model_path,
+        "load_format": "auto" if config.has_weights else "dummy",
         "skip_tokenizer_init": not has_tokenizer,
         "trust_remote_code": config.trust_remote_code,
         "dtype": config.dtype,

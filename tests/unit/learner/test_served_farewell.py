@@ -16,7 +16,7 @@ class Silent:
     """Stands for bus, roster and channel: the broker never answers, everything else does as it is told."""
 
     run = "taught"
-    link = SimpleNamespace(where="nats://gone:4222")
+    link = SimpleNamespace(where="nats://gone:4222", on_disconnect=set())
 
     def __init__(self) -> None:
         self.closed = 0
