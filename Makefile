@@ -4,7 +4,7 @@ BIN := .venv/bin
 TORCH ?= torch==2.13.0+cpu
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c requirements/constraints.txt
 
-.PHONY: setup check test test-fast test-options test-frameworks test-vllm vllm-env test-peers test-deepspeed test-megatron chaos quickstart bench bubblewrap docs clean
+.PHONY: setup check test test-fast test-options test-frameworks test-vllm vllm-env test-peers test-deepspeed test-megatron chaos hosts quickstart bench bubblewrap docs clean
 
 setup: .venv/ready
 
@@ -94,6 +94,10 @@ chaos: setup
 		RL_CHAOS_CLUSTER=5 RL_CHAOS_PARTITION_S=1,30,180 RL_CHAOS_CLOCKS=1 RL_CHAOS_EARLY_KILLS=10 RL_CHAOS_RIVALRIES=10 \
 		$(BIN)/python -m pytest tests/chaos tests/cluster -s
 	RL_FUZZ=100000 $(BIN)/python -m pytest tests/unit/broker/test_fuzz.py -s
+
+# A run on three hosts, which are network namespaces of this machine, at full size; needs root.
+hosts: setup
+	RL_HOSTS_CUT_S=30 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/hosts -s
 
 quickstart: setup
 	$(BIN)/rlearner up configs/quickstart.yaml

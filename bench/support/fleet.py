@@ -22,6 +22,7 @@ from broker.server.private_server import BrokerServer
 from broker.system.children import spawn
 from broker.system.entry import EXIT_STOPPED
 
+LOOPBACK: Final = "127.0.0.1"
 RESTART_AFTER_S: Final = 0.5
 LOOK_EVERY_S: Final = 0.05
 PATIENCE_S: Final = 150.0  # longest wait for processes to leave, on a busy machine
@@ -46,8 +47,9 @@ class RunProcess:
     told: bool = False  # to end, since it was last started
     began: int = 0  # where in its log this life begins
     started: float = 0.0  # this life, seconds of the monotonic clock
-    has_rival: bool = False  # another learner of the run may take over; else being fenced is a crash
-    fenced: bool = False  # it ended because its rival took over, and is not started again by itself
+    env: dict[str, str] = field(default_factory=dict)  # variables of its own
+    may_end_with: str = ""  # what it may say when it ends with 2; anything else is a crash
+    has_ended: bool = False  # that happened, so it is not started again by itself
 
     @property
     def pid(self) -> int:
@@ -67,8 +69,8 @@ class RunProcess:
     def start(self) -> None:
         with self.log.open("ab") as log:
             self.began = log.tell()
-            self.process = spawn(self.command, log, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        self.killed, self.told, self.fenced, self.not_before = False, False, False, 0.0
+            self.process = spawn(self.command, log, env={**os.environ, "OMP_NUM_THREADS": "1", **self.env})
+        self.killed, self.told, self.has_ended, self.not_before = False, False, False, 0.0
         self.started = time.monotonic()
 
     def kill(self) -> None:
@@ -102,16 +104,21 @@ class RunProcess:
 
 @dataclass
 class RunFleet:
-    """A broker on one port and one store, and the children of one run; ``folder`` holds stores and logs."""
+    """A broker on one port and one store, and the children of one run; ``folder`` holds stores and logs.
+
+    Attributes:
+        bind: address of the broker; beyond loopback it requires TLS.
+    """
 
     folder: Path
     run: str
     children: list[RunProcess] = field(default_factory=list)
     crashes: list[str] = field(default_factory=list)
+    bind: str = LOOPBACK
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._port = free_port()
+        self.port = free_port(self.bind)
         self._server: BrokerServer | None = None
         self._watching: asyncio.Task[None] | None = None
 
@@ -119,7 +126,7 @@ class RunFleet:
 
     @property
     def url(self) -> str:
-        return f"nats://127.0.0.1:{self._port}"
+        return f"{'nats' if self.bind == LOOPBACK else 'tls'}://{self.bind}:{self.port}"
 
     @property
     def broker_pid(self) -> int:
@@ -127,7 +134,7 @@ class RunFleet:
 
     def start_broker(self) -> None:
         """Start the broker on its port and store; return when it responds."""
-        self._server = BrokerServer(str(self.folder / "broker"), port=self._port)
+        self._server = BrokerServer(str(self.folder / "broker"), bind=self.bind, port=self.port)
         self._server.start()
 
     async def restart_broker(self, after_s: float = RESTART_AFTER_S) -> None:
@@ -148,7 +155,10 @@ class RunFleet:
     def add(self, role: str, name: str, *arguments: str) -> RunProcess:
         own = [] if role == "learner" else ["--run", self.run, "--id", name]
         command = [sys.executable, "-m", MODULES[role], *arguments, "--broker", self.url, *own]
-        child = RunProcess(name, role, command, self.folder / f"{name}.log")
+        return self.start(RunProcess(name, role, command, self.folder / f"{name}.log"))
+
+    def start(self, child: RunProcess) -> RunProcess:
+        """Start a process that is started again when it ends."""
         child.start()
         self.children.append(child)
         return child
@@ -175,9 +185,9 @@ class RunFleet:
             await asyncio.to_thread(self._server.stop)
 
     async def wait_done(self, children: Sequence[RunProcess], timeout_s: float = PATIENCE_S) -> None:
-        """Wait until all children have exited with 0 or were fenced; raise TimeoutError naming one that has not."""
+        """Wait until all children have exited with 0 or as they may; raise TimeoutError naming one that has not."""
         deadline = time.monotonic() + timeout_s
-        while waiting := [child for child in children if not (child.done or child.fenced)]:
+        while waiting := [child for child in children if not (child.done or child.has_ended)]:
             if time.monotonic() > deadline:
                 raise TimeoutError("\n".join(f"{child.name} does not end:\n{child.tail()}" for child in waiting))
             for child in waiting:
@@ -193,15 +203,15 @@ class RunFleet:
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _look_at(self, child: RunProcess) -> None:
-        if child.running or child.done or child.fenced or child.process is None:
+        if child.running or child.done or child.has_ended or child.process is None:
             return
         if not child.not_before:
             code = child.process.returncode
             if code in (0, EXIT_STOPPED):
                 child.done = True
                 return
-            if code == 2 and child.has_rival and FENCED in child.tail():
-                child.fenced = True
+            if code == 2 and child.may_end_with and child.may_end_with in child.tail():
+                child.has_ended = True
                 return
             if not (child.killed and code == -signal.SIGKILL):
                 self.crashes.append(f"{child.name} ended by itself with {code}:\n{child.tail()}")
@@ -210,10 +220,10 @@ class RunFleet:
             child.start()
 
 
-def free_port() -> int:
-    """Return a TCP port of loopback that is free now."""
+def free_port(address: str = LOOPBACK) -> int:
+    """Return a TCP port of an address of this host that is free now."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((address, 0))
         return int(probe.getsockname()[1])
 
 

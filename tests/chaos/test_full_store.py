@@ -30,7 +30,7 @@ class SmallFleet(RunFleet):
     """Its broker may store little."""
 
     def start_broker(self) -> None:
-        self._server = BrokerServer(str(self.folder / "broker"), port=self._port, store_max_gib=LIMIT_MIB / 1024)
+        self._server = BrokerServer(str(self.folder / "broker"), port=self.port, store_max_gib=LIMIT_MIB / 1024)
         self._server.start()
 
 

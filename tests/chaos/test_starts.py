@@ -15,7 +15,7 @@ import chaos_run as chaos
 import pytest
 from chaos_world import LIMIT_S, SEED, World, world
 
-from bench.support.fleet import RunProcess
+from bench.support.fleet import FENCED, RunProcess
 
 EARLY_KILLS = int(os.environ.get("RL_CHAOS_EARLY_KILLS", "1"))  # of each process; `make chaos` has 10
 EARLY_S = 10.0  # after its start, within which a process is killed
@@ -88,9 +88,9 @@ class Rivals:
         Until then rewards are slow, so that the run is not over before a learner has started, however slow the machine.
         """
         chaos.set_pace(self._w.folder, SLOW_S)
-        await self._w.watch.until(lambda: sum(child.fenced for child in self.both) == 1, LIMIT_S)
+        await self._w.watch.until(lambda: sum(child.has_ended for child in self.both) == 1, LIMIT_S)
         chaos.set_pace(self._w.folder, QUICK_S)
-        (winner,) = (child for child in self.both if not child.fenced)
+        (winner,) = (child for child in self.both if not child.has_ended)
         before = self._w.watch.step()
         await self._w.watch.until(lambda: self._w.watch.step() > before, LIMIT_S)
         assert winner.running
@@ -110,7 +110,7 @@ async def test_of_two_learners_of_one_run_exactly_one_trains(tmp_path: Path) -> 
         await w.reach(2)
         second = w.fleet.add("learner", "second", "start", str(tmp_path / "run.yaml"), "--take-over")
         first.command.append("--take-over")  # in its next lives
-        first.has_rival = second.has_rival = True
+        first.may_end_with = second.may_end_with = FENCED
         rivals = Rivals(w, (first, second))
         assert await rivals.settled() is second  # who comes later takes over
         for number in range(RIVALRIES):

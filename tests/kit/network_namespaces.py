@@ -8,7 +8,6 @@ there. Needs root, ``ip`` and ``nft``.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shutil
 import subprocess
@@ -17,7 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-CLONE_NEWNET: Final = 0x40000000
+from bench.support.hosts.network_namespaces import entered
+
 NETWORK: Final = "10.77"  # node n has the addresses 10.77.n.1 and up, the namespace of all the others 10.77.255.254
 MONITOR_PORT: Final = 8222
 TABLE: Final = (
@@ -115,18 +115,11 @@ def network(num_nodes: int) -> Iterator[NamespaceNetwork]:
     """A network, with the calling thread, and what it starts from now on, in the namespace that reaches all nodes."""
     made = NamespaceNetwork(num_nodes)
     os.environ["RL_INSECURE"] = "1"  # the brokers have neither TLS nor logins
-    before = os.open(f"/proc/self/task/{threading.get_native_id()}/ns/net", os.O_RDONLY)
     try:
         made.create()
-        home = os.open(f"/run/netns/{made.home}", os.O_RDONLY)
-        try:
-            _enter(home)
+        with entered(made.home):
             yield made
-        finally:
-            _enter(before)
-            os.close(home)
     finally:
-        os.close(before)
         made.destroy()
         del os.environ["RL_INSECURE"]
 
@@ -137,12 +130,6 @@ def broker_configuration(store: Path, max_payload: int, cluster: str = "") -> st
         f'host: "0.0.0.0"\nport: 4222\nhttp: "0.0.0.0:{MONITOR_PORT}"\nmax_payload: {max_payload}\n'
         f'jetstream {{\n  store_dir: "{store}"\n  max_file_store: {4 << 30}\n}}\n{cluster}'
     )
-
-
-def _enter(descriptor: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.setns(descriptor, CLONE_NEWNET) != 0:
-        raise OSError(ctypes.get_errno(), "setns")
 
 
 def _run(*command: str) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from typing import Final
 
 _serial = itertools.count()
 
+CLONE_NEWNET: Final = 0x40000000
 NETWORK: Final = "10.78.0"  # host n has the address 10.78.0.(n + 1)
 
 
@@ -69,7 +72,7 @@ def why_not() -> str:
     """Return why there can be no such network here, empty if there can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    if missing := [name for name in ("ip", "nsenter") if shutil.which(name) is None]:
+    if missing := [name for name in ("ip", "nsenter", "unshare") if shutil.which(name) is None]:
         return f"not installed: {', '.join(missing)}"
     try:
         with host_network(1):
@@ -87,6 +90,28 @@ def host_network(num_hosts: int) -> Iterator[HostNetwork]:
         yield network
     finally:
         network.remove()
+
+
+@contextlib.contextmanager
+def entered(name: str) -> Iterator[None]:
+    """Put the calling thread, and what it starts, into a network namespace, and back at the end."""
+    before = os.open(f"/proc/self/task/{threading.get_native_id()}/ns/net", os.O_RDONLY)
+    inside = os.open(f"/run/netns/{name}", os.O_RDONLY)
+    try:
+        _enter(inside)
+        try:
+            yield
+        finally:
+            _enter(before)
+    finally:
+        os.close(before)
+        os.close(inside)
+
+
+def _enter(descriptor: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(descriptor, CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
 
 
 def ip(*arguments: str) -> None:
