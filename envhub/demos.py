@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from broker.errors import ConfigError, UserError
+from broker.system.private_files import draft_of
 from envhub.domain import Domain, load_domains
 from envhub.envs.base import can_demonstrate
 from envhub.servers.generate import mix
@@ -55,14 +55,13 @@ def write_demonstrations(
     if not can_demonstrate(chosen.environment):
         raise ConfigError("--domain", chosen.name, f"environment {chosen.section.env} has no solver for demonstrations")
     chosen.check()
-    part, solved = Path(f"{out}.part"), 0
+    target, solved = Path(out), 0
     try:
-        part.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("w", encoding="utf-8") as file:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with draft_of(target) as draft, draft.open("w", encoding="utf-8") as file:
             for rows, success in _rows(chosen, episodes, noise, seed, against):
                 solved += success
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        os.replace(part, out)
     except OSError as error:
         raise UserError(f"{out}: {error.strerror}") from None
     return solved / episodes

@@ -15,6 +15,7 @@ from broker.settings.config import RunSection
 from broker.settings.registry import resolve
 from broker.settings.runspec import section
 from broker.system.entry import EXIT_STOPPED
+from broker.system.private_files import private_folder, private_write
 from learner.checkpoints import checkpoint
 from learner.config import TrainSection
 from rlearner_text.config import ModelSection
@@ -52,13 +53,13 @@ def run_folder(config: dict[str, Any]) -> Path:
 
 
 def make_folder(folder: Path) -> Path:
-    """Create the folder if it is missing, and return it.
+    """Create the folder if it is missing, keep it from other users, and return it.
 
     Raises:
-        UserError: if it cannot be created.
+        UserError: if it cannot be created, belongs to another user, or everyone could write to it.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        private_folder(folder)
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror}") from None
     return folder
@@ -96,9 +97,8 @@ def write_config(folder: Path, config: dict[str, Any]) -> Path:
     """
     make_folder(folder)
     try:
-        target, temporary = folder / "config.yaml", folder / "config.yaml.new"
-        temporary.write_text(to_yaml(config), encoding="utf-8")
-        temporary.replace(target)
+        target = folder / "config.yaml"
+        private_write(target, to_yaml(config).encode())
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror}") from None
     return target

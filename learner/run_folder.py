@@ -19,6 +19,7 @@ from broker.runtime.presence import census
 from broker.settings.arguments import add_broker, positive
 from broker.settings.runspec import find_runs
 from broker.system.locks import lock
+from broker.system.private_files import private_write
 
 ADDRESS: Final = "broker.url"
 EPOCH: Final = "epoch"
@@ -121,7 +122,7 @@ def previous_broker(folder: Path, url: str) -> str:
 def note_broker(folder: Path, url: str) -> None:
     """Note the broker's address for the operator's commands, unless it holds a password."""
     if "@" not in url:
-        (folder / ADDRESS).write_text(url + "\n", encoding="utf-8")
+        private_write(folder / ADDRESS, f"{url}\n".encode())
 
 
 def note_epoch(folder: Path, epoch: int, holder: str) -> None:
@@ -130,12 +131,7 @@ def note_epoch(folder: Path, epoch: int, holder: str) -> None:
     Args:
         holder: the process that took it, see ``broker/system/process_identity.py``.
     """
-    temporary = folder / f"{EPOCH}.new"
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(f"{epoch}\n{holder}\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(folder / EPOCH)
+    private_write(folder / EPOCH, f"{epoch}\n{holder}\n".encode())
 
 
 def noted_epoch(folder: Path) -> int:

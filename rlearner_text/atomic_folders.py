@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from broker.system.private_files import replace, sync
+
 
 @contextmanager
 def atomic_folder(target: str | Path) -> Iterator[Path]:
@@ -29,16 +31,13 @@ def begin_folder(target: str | Path) -> Path:
     """Create an empty folder next to ``target``, to fill, sync and then finish."""
     final = Path(target).absolute()
     final.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
-    work.chmod(0o755)  # mkdtemp makes it private, but other processes of the run read it
-    return work
+    return Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))  # only this user can enter it
 
 
 def sync_tree(folder: Path) -> None:
-    """Flush everything in a folder to disk, including names, and make it readable by others."""
+    """Flush everything in a folder to disk, including names, and keep it from other users."""
     for path in [*folder.rglob("*"), folder]:
-        if path.is_file():
-            path.chmod(0o644)  # safetensors writes private files
+        path.chmod(0o700 if path.is_dir() else 0o600)
         sync(path)
 
 
@@ -48,25 +47,15 @@ def finish_folder(work: Path, target: str | Path) -> None:
     if final.exists():
         _swap(work, final)
     else:
-        os.rename(work, final)
-    sync(final.parent)
+        replace(work, final)
 
 
 def remove_folder(folder: Path) -> None:
     """Delete a folder; a crash leaves it whole or under a hidden name, never half of it under its own name."""
     doomed = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(doomed, ignore_errors=True)  # left by an earlier crash
-    os.rename(folder, doomed)
+    replace(folder, doomed)
     shutil.rmtree(doomed)
-
-
-def sync(path: Path) -> None:
-    """Flush a file's bytes, or a folder's names, to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _swap(work: Path, final: Path) -> None:
@@ -74,5 +63,6 @@ def _swap(work: Path, final: Path) -> None:
     try:
         os.rename(final, old / "was")
         os.rename(work, final)
+        sync(final.parent)
     finally:
         shutil.rmtree(old, ignore_errors=True)

@@ -27,6 +27,7 @@ from bench.learning.arm import TrainingArm, measure
 from bench.learning.figures import interval, rate
 from broker.errors import ConfigError, UserError
 from broker.settings.runspec import load, validate
+from broker.system.private_files import private_write
 
 MEASURED = ("train.num_threads=1", "rollout.num_threads=1", "eval.temperature=1.0")
 
@@ -113,9 +114,7 @@ def kept(path: Path, settings: list[str]) -> dict[str, Any] | None:
 
 def keep(path: Path, settings: list[str], found: dict[str, Any]) -> dict[str, Any]:
     """Write a result atomically."""
-    temporary = path.with_suffix(".new")
-    temporary.write_text(json.dumps({"settings": settings, **found}) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    private_write(path, (json.dumps({"settings": settings, **found}) + "\n").encode())
     return found
 
 

@@ -12,6 +12,7 @@ import torch
 
 from bench.learning.arm import measure, run_arm
 from bench.learning.settings import ArmSettings
+from broker.system.private_files import private_write
 
 
 def main() -> int:
@@ -30,9 +31,7 @@ def main() -> int:
             print(json.dumps({"path": arm.path, "failed": True}), flush=True)
             continue
         target.with_suffix(".failed").unlink(missing_ok=True)
-        temporary = target.with_suffix(".new")
-        temporary.write_text(json.dumps(asked["arm"] | found) + "\n", encoding="utf-8")
-        temporary.replace(target)
+        private_write(target, (json.dumps(asked["arm"] | found) + "\n").encode())
         success = sum(found["solved"]) / len(found["solved"]) / found["episodes_per_map"]
         row = {"path": arm.path, "success": round(success, 4), "seconds": round(time.monotonic() - began, 1)}
         print(json.dumps(row), flush=True)

@@ -29,6 +29,7 @@ from broker.contract.streams import token
 from broker.errors import UserError
 from broker.identity.keys import Key
 from broker.system.locks import lock
+from broker.system.private_files import private_write
 from broker.system.process_identity import has_ended, identity_of
 
 AUTHORIZATION: Final = "authorization.conf"
@@ -181,7 +182,7 @@ class KeyFolder:
         if file.is_file() and file.read_text(encoding="utf-8") == text:
             return
         _write(file, text)
-        for server in (self.path / "servers").iterdir():
+        for server in (self.path / "servers").glob("[0-9]*"):  # not the drafts
             if has_ended(server.read_text(encoding="ascii")):
                 server.unlink(missing_ok=True)
                 continue
@@ -211,10 +212,4 @@ def authorization(users: list[BrokerUser]) -> str:
 
 def _write(file: Path, text: str) -> None:
     """Write a file that only its owner can read, whole or not at all."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.new")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
-        opened.write(text)
-        opened.flush()
-        os.fsync(descriptor)
-    temporary.replace(file)
+    private_write(file, text.encode())

@@ -20,6 +20,7 @@ from broker.errors import UserError
 from broker.identity import signatures
 from broker.identity.key_folder import KeyFolder
 from broker.identity.keys import Key
+from broker.system.private_files import private_folder, private_write
 
 DEFAULT_PORT: Final = 4222
 
@@ -144,11 +145,9 @@ def note(url: str, folder: Path) -> None:
     """
     place = _notes()
     file = place / _name(url)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary.write_text(f"{folder.absolute()}\n", encoding="utf-8")
-        temporary.replace(file)
+        private_folder(place)
+        private_write(file, f"{folder.absolute()}\n".encode())
     except OSError as error:
         raise UserError(f"cannot write to {place}: {error.strerror}; set XDG_STATE_HOME to a folder of yours") from None
 

@@ -25,6 +25,7 @@ from broker.settings.config import loopback
 from broker.system.children import spawn
 from broker.system.connections import addresses, is_loopback
 from broker.system.locks import lock
+from broker.system.private_files import private_folder
 
 OLDEST: Final = (2, 9)
 OLDEST_SYNC_ALWAYS: Final = (2, 10)
@@ -202,7 +203,7 @@ class BrokerServer:
         keys.operator()
         keys.refresh()
         try:
-            self.store.mkdir(parents=True, exist_ok=True)
+            private_folder(self.store)
             # The child inherits the lock and holds it while it lives; that of a killed parent may still be stopping.
             in_use = f"the broker's store {self.store} is in use by another nats-server"
             held = lock(self.store / "lock", in_use, wait_s=STOP_WITHIN_S / 2)

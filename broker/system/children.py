@@ -13,6 +13,8 @@ from typing import IO, Any, Final
 
 import psutil
 
+from broker.system.private_files import PRIVATE_UMASK
+
 _PR_SET_PDEATHSIG: Final = 1
 _PRCTL: Final = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None) if sys.platform == "linux" else None
 
@@ -49,7 +51,7 @@ def spawn(
 
     It receives ``death_signal`` when this process dies (Linux). The kernel sends it when the *thread* that forked ends,
     so a thread that lives as long as the child forks it. The child gets its own session: Ctrl-C in the terminal reaches
-    only the parent, which stops its children in order.
+    only the parent, which stops its children in order. Files that it creates are private to this user.
 
     Raises:
         OSError: if the command cannot be started.
@@ -70,6 +72,7 @@ def spawn(
                 pass_fds=pass_fds,
                 env=env,
                 cwd=cwd,
+                umask=PRIVATE_UMASK,
                 preexec_fn=lambda: die_with(parent, death_signal),
             )
         except OSError as error:

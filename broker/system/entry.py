@@ -10,6 +10,7 @@ from typing import Final
 
 from broker.errors import UserError
 from broker.system import logs
+from broker.system.private_files import private_umask
 
 EXIT_FAULT: Final = 1
 EXIT_USER_ERROR: Final = 2
@@ -20,6 +21,8 @@ EXIT_OUTPUT_CLOSED: Final = 141  # what a shell reports of other tools there: 12
 def enter(command: Callable[[], int]) -> int:
     """Run a command and return its exit code; docs/operations.md has the table.
 
+    What the command and its children create is private to this user.
+
     SIGPIPE stays ignored: its default action would kill the process when a connection to the broker breaks.
 
     Raises:
@@ -27,7 +30,8 @@ def enter(command: Callable[[], int]) -> int:
     """
     try:
         try:
-            return command()
+            with private_umask():
+                return command()
         except UserError as error:
             return refuse(error)
         except KeyboardInterrupt:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from broker.errors import UserError
+from broker.system.private_files import draft_of
 from envhub.demos import pick_domain
 from envhub.envs.base import Frame, NotSupported, Split, StepResult, can_render
 
@@ -87,11 +87,11 @@ def _picture(frame: Frame, caption: Sequence[str]) -> Image:
 
 
 def _save(pictures: Sequence[Image], out: str) -> None:
-    part = Path(f"{out}.part")
+    target = Path(out)
     durations = [FRAME_MS] * (len(pictures) - 1) + [LAST_FRAME_MS]
     try:
-        part.parent.mkdir(parents=True, exist_ok=True)
-        pictures[0].save(part, format="GIF", save_all=True, append_images=pictures[1:], duration=durations, loop=0)
-        os.replace(part, out)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with draft_of(target) as draft:
+            pictures[0].save(draft, format="GIF", save_all=True, append_images=pictures[1:], duration=durations, loop=0)
     except OSError as error:
         raise UserError(f"{out}: {error.strerror or error}") from None

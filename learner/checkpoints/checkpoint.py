@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from broker.errors import UserError
+from broker.system.private_files import private_folder
 from rlearner_text.atomic_folders import begin_folder, finish_folder, remove_folder, sync_tree
 
 if TYPE_CHECKING:
@@ -62,11 +63,11 @@ def stage(folder: Path, backend: Backend, snapshot: Snapshot, ledger: dict[str, 
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    work = begin_folder(folder / name_of(ledger["version"]))
+    work = begin_folder(private_folder(folder) / name_of(ledger["version"]))
     try:
         backend.save(work, snapshot.weights)
         own = work / "learner"
-        own.mkdir()
+        own.mkdir(mode=0o700)
         save_file(snapshot.state, str(own / "state.safetensors"))
         body = {"format": FORMAT, "step": ledger["version"], "epoch": epoch, "ledger": ledger}
         (own / "learner.json").write_text(json.dumps(body) + "\n", encoding="utf-8")

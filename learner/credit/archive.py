@@ -21,9 +21,9 @@ from typing import BinaryIO, Final
 from broker.contract.streams import SAMPLES
 from broker.jetstream.bus import LogRecord
 from broker.jetstream.delivery import decode
+from broker.system.private_files import open_private, private_folder, sync
 from learner.credit.ledger_file import digest
 from learner.credit.ledger_segments import write_at
-from rlearner_text.atomic_folders import sync
 
 FOLDER: Final = "samples"
 SUFFIX: Final = ".frames"
@@ -62,7 +62,7 @@ class SampleArchive:
         self._file = -1
         self._size = self._frames = 0
         self._done: list[int] = []  # files left since the last sync
-        folder.mkdir(parents=True, exist_ok=True)
+        private_folder(folder)
         truncate_after(folder, position)
 
     def append(self, record: LogRecord, record_digest: str) -> None:
@@ -73,7 +73,7 @@ class SampleArchive:
         """
         if self._file < 0 or self._size >= self._max or self._frames >= MAX_FRAMES:
             path = self._folder / f"{record.seq:012d}{SUFFIX}"
-            following = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            following = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             if self._file >= 0:
                 self._done.append(self._file)
             self._file, self._size, self._frames = following, 0, 0
@@ -119,7 +119,8 @@ def mark_paused(folder: Path, position: int) -> None:
     with found[-1][1].open("rb") as file:
         end, last = _skip(file, sys.maxsize)
     os.truncate(found[-1][1], end)  # a crash may have left half a frame
-    (folder / f"{max(last, position) + 1:012d}{PAUSED}").touch()
+    (folder / f"{max(last, position) + 1:012d}{PAUSED}").touch(0o600)
+    sync(folder)
 
 
 def paused_ranges(folder: Path) -> list[tuple[int, int]]:

@@ -16,10 +16,10 @@ from secrets import token_hex
 from typing import Final
 
 from broker.errors import UserError
+from broker.system.private_files import private_folder, replace
 from learner.credit import ledger_file
 from learner.credit.ledger import Ledger
 from learner.credit.ledger_file import LedgerLine, LedgerLineBuilder
-from rlearner_text.atomic_folders import sync
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def resume_file(folder: Path, ledger: Ledger, max_bytes: int = MAX_BYTES) -> tup
     if lines[0].state == "unrecorded":
         why = read_newest(folder)[1] or "files are missing"
         log.error("%s: %s; the tickets before step %d are no longer recorded and cannot be audited", folder, why, first)
-    folder.mkdir(parents=True, exist_ok=True)
+    private_folder(folder)
     for path in folder.glob(".step-*"):  # left by a crash
         path.unlink(missing_ok=True)
     for begin, path in reversed(segment_files(folder)):  # newest first: the rest never has a gap
@@ -191,15 +191,14 @@ class LedgerFile:
         """
         name, data = f"step-{first:06d}{SUFFIX}", ledger_file.encode(lines)
         temporary = self._folder / f".{name}-{token_hex(4)}"
-        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             write_at(file, data, 0)
             os.fsync(file)
             if self._file >= 0 and not self.has_name:
                 os.unlink(temporary)
             else:
-                os.replace(temporary, self._folder / name)
-                sync(self._folder)
+                replace(temporary, self._folder / name)
         except BaseException:
             os.close(file)
             temporary.unlink(missing_ok=True)

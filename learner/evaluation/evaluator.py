@@ -14,6 +14,7 @@ from broker.contract.streams import EVALS, EVALTICKETS
 from broker.contract.wire import ACTOR
 from broker.jetstream.bus import Bus
 from broker.runtime.presence import Roster
+from broker.system.private_files import private_folder, private_write
 from learner.credit.tickets import TicketIssuer
 from learner.disk_retry import DiskRetry
 from learner.evaluation.evaluation import Evaluation, EvaluationQueue
@@ -184,9 +185,9 @@ class Evaluator:
         await self._bus.trim_parts(EVALS, keep=self._evaluations.may_come)
 
     def _keep(self, evaluation: Evaluation) -> list[dict[str, Any]]:
-        self._folder.mkdir(parents=True, exist_ok=True)
         ordered = sorted(evaluation.rows, key=lambda row: (row.domain, row.task_index))
         rows = [row.plain(self._transcripts.of(row.first)) for row in ordered]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        (self._folder / f"{evaluation.policy}-step-{evaluation.step:06d}.jsonl").write_text(text, encoding="utf-8")
+        name = f"{evaluation.policy}-step-{evaluation.step:06d}.jsonl"
+        private_write(private_folder(self._folder) / name, text.encode())
         return rows

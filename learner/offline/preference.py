@@ -20,6 +20,7 @@ from torch import Tensor
 from broker.errors import UserError
 from broker.settings.registry import resolve
 from broker.settings.runspec import digest_file, section
+from broker.system.private_files import draft_of, private_folder
 from learner.algorithm.losses.preference import PairLogprobs, PreferenceLoss
 from learner.algorithm.samples import TrainSample
 from learner.backends.base import Backend
@@ -143,8 +144,6 @@ def _reference(job: OfflineJob, dpo: DpoSection, rows: Sequence[Two], held_out: 
     backend = job.make_backend(LIKELIHOOD, path=dpo.reference or job.first_path)
     train = answer_logprobs(backend, rows)
     evaluated = answer_logprobs(backend, held_out) if held_out else torch.zeros(0, 2)
-    job.folder.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")
-    save_file({"train": train, "eval": evaluated}, str(part), metadata={"data": digests})
-    part.replace(file)
+    with draft_of(private_folder(job.folder) / REFERENCE) as draft:
+        save_file({"train": train, "eval": evaluated}, str(draft), metadata={"data": digests})
     return train, evaluated

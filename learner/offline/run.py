@@ -21,6 +21,7 @@ from broker.errors import UserError
 from broker.settings.registry import resolve
 from broker.settings.runspec import section
 from broker.system.locks import lock
+from broker.system.private_files import private_folder
 from learner.checkpoints import checkpoint
 from learner.config import TrackersSection
 from learner.offline import PIPELINES
@@ -125,7 +126,7 @@ class _Loop:
         self._name, self._job, self._pipeline = name, job, pipeline
         self._first, self._resumed = first, resumed
         self._checkpoints = job.folder / "checkpoints"
-        self._checkpoints.mkdir(parents=True, exist_ok=True)
+        private_folder(self._checkpoints)
         self._file = MetricsFile(job.folder / "metrics.jsonl", first if resumed else -1)
         trackers = section(job.config, "trackers", TrackersSection)
         self._trackers = TrackerGroup(trackers, job.folder, str(job.run.name), job.config)

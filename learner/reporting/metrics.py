@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 
 from broker.contract import wire
+from broker.system.private_files import open_private, replace, sync
 from learner.algorithm.episodes import episode_rewards, episodes
 from learner.credit.ledger import Ledger, is_zero_variance
 
@@ -99,13 +100,13 @@ class MetricsFile:
 
     def __init__(self, path: Path, last_step: int = 0) -> None:
         temporary = path.with_suffix(".new")
+        os.close(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
         if path.exists():
             shutil.copyfile(path, temporary)
-        else:
-            temporary.write_bytes(b"")
         self._size = _end_of(temporary, last_step)
         os.truncate(temporary, self._size)
-        os.replace(temporary, path)
+        sync(temporary)
+        replace(temporary, path)
         self._file = os.open(path, os.O_WRONLY)
 
     def write(self, line: Mapping[str, Any]) -> None:

@@ -27,6 +27,7 @@ from broker.runtime.process import Stop, Stopped
 from broker.server.private_server import BrokerServer
 from broker.settings.config import PRIVATE_STORE_GIB, BrokerSection
 from broker.settings.runspec import domains, publish_runspec, section
+from broker.system.private_files import private_write
 from broker.system.visible_text import visible
 from learner.config import EvalSection
 from learner.disk_retry import DiskRetry
@@ -71,7 +72,7 @@ async def evaluate(config: dict[str, Any], model: str, stop: Stop, *, gpus: str,
     if not completed:
         raise UserError(f"no task could be measured; see {folder / 'logs'}")
     result = result_of(completed[0], model, time.monotonic() - began)
-    (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    private_write(folder / "result.json", f"{json.dumps(result, indent=2)}\n".encode())
     print(json.dumps(result) if as_json else visible(report(result, folder), newlines=True))
 
 

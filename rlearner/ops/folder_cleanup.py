@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from broker.errors import UserError
+from broker.system.private_files import private_folder
 from learner.run_folder import noted_epoch
 
 
@@ -18,7 +19,7 @@ def removed_on_failure(folder: Path) -> Iterator[None]:
     Keep a folder that existed before, whose run a learner has held, or that the error message points into.
 
     Raises:
-        UserError: if the folder cannot be created.
+        UserError: if the folder cannot be created, belongs to another user, or everyone could write to it.
     """
     made = _make(folder)
     try:
@@ -36,12 +37,13 @@ def removed_on_failure(folder: Path) -> Iterator[None]:
 
 
 def _make(folder: Path) -> list[Path]:
-    """Create the folder and return what was created, innermost first; nothing if it exists."""
+    """Create the folder and return what was created, innermost first; if it exists, only keep it from other users."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700, parents=True)
+            return missing
+        private_folder(folder)
         return []
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror}") from None
-    return missing

@@ -20,6 +20,7 @@ import msgspec
 from broker.contract.streams import token
 from broker.errors import ConfigError, UserError
 from broker.system.locks import lock
+from broker.system.private_files import private_write
 from rlearner_text.openai.api_keys import key_file
 
 log = logging.getLogger(__name__)
@@ -136,18 +137,8 @@ class KeyStore:
 
     def _write(self, keys: list[NamedKey]) -> None:
         """Replace the file, whole or not at all."""
-        temporary = self.folder / f".{FILE}.{os.getpid()}"
         try:
-            with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as opened:
-                opened.write(msgspec.json.format(msgspec.json.encode([asdict(key) for key in keys])) + b"\n")
-                opened.flush()
-                os.fsync(opened.fileno())
-            temporary.replace(self.file)
-            handle = os.open(self.folder, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+            private_write(self.file, msgspec.json.format(msgspec.json.encode([asdict(key) for key in keys])) + b"\n")
         except OSError as error:
             raise UserError(f"cannot write {self.file}: {error.strerror}") from None
 

@@ -71,6 +71,8 @@ class World:
         assert not self.fleet.crashes, "\n".join(self.fleet.crashes)
         for log in sorted(self.fleet.folder.glob("*.log")):
             assert "Traceback" not in log.read_text(), log
+        theirs = [path for path in [self.watch.folder, *self.watch.folder.rglob("*")] if path.stat().st_mode & 0o077]
+        assert not theirs, "other users can read these"
         issued = await self.bus.last_seq(TICKETS)
         check_lines(self.watch.lines(), steps=self.steps, max_staleness=chaos.MAX_STALENESS)
         books = reconcile(

@@ -26,7 +26,9 @@ def small(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "small"
     folder.mkdir()
     done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={SIZE_MIB}m", "none", str(folder)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", f"size={SIZE_MIB}m,mode=700", "none", str(folder)],
+        capture_output=True,
+        check=False,
     )
     if done.returncode:
         pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.decode().strip()}")

@@ -13,7 +13,6 @@ import base64
 import hashlib
 import json
 import logging
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from broker.contract import codec, wire
 from broker.errors import WireError
+from broker.system.private_files import private_folder, private_write
 from broker.weights import plan as plans
 from broker.weights.plan import LayoutPlan
 
@@ -106,13 +106,13 @@ def write(folder: Path, run: str, offer: wire.WeightsOffer, plan: LayoutPlan, bu
     Raises:
         OSError: for example without space; the previous version stays.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    private_folder(folder)
     if _epoch(folder / NEWEST, run) > offer.epoch:
         return False
-    _place(folder / file_name(offer), buffer.numpy().data)
+    private_write(folder / file_name(offer), buffer.numpy().data)
     if _epoch(folder / NEWEST, run) > offer.epoch:  # again, because writing took seconds
         return False
-    _place(folder / NEWEST, encode(run, offer, plan))
+    private_write(folder / NEWEST, encode(run, offer, plan))
     _prune(folder, file_name(offer))
     return True
 
@@ -124,24 +124,6 @@ def _epoch(path: Path, run: str) -> int:
     except (FileNotFoundError, WireError):
         return -1
     return there.offer.epoch if there.run == run else -1
-
-
-def _place(path: Path, data: Any) -> None:
-    """Write a file under a temporary name, sync it and rename it."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(draft, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
-    handle = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _prune(folder: Path, newest: str) -> None:

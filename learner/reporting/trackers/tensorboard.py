@@ -22,6 +22,8 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, Sessi
 from tensorboard.plugins.text.metadata import create_summary_metadata as text_metadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from broker.system.private_files import open_private, private_folder
+
 
 class TensorBoard:
     """A ``Tracker`` that keeps unwritten events on a full disk, where TensorBoard's own writer thread exits.
@@ -37,8 +39,8 @@ class TensorBoard:
         suffix = args.get("filename_suffix", "")
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0{suffix}"
         target = folder / "tensorboard"
-        target.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(target / name, os.O_WRONLY | os.O_CREAT, 0o644)
+        private_folder(target)
+        self._file = open_private(target / name, os.O_WRONLY | os.O_CREAT)
         self._put(Event(wall_time=time.time(), file_version="brain.Event:2"))
         self._put(Event(wall_time=time.time(), summary=Summary(value=[_hyperparameters(run, config)])))
         self._flush()

@@ -66,17 +66,17 @@ class Full:
     """A disk that refuses ``times`` files."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-        self.left, self.refused, write = times, asyncio.Event(), Path.write_text
+        self.left, self.refused, write = times, asyncio.Event(), Path.write_bytes
         loop = asyncio.get_running_loop()
 
-        def write_text(path: Path, *given: Any, **how: Any) -> int:
+        def write_bytes(path: Path, data: bytes) -> int:
             if self.left:
                 self.left -= 1
                 loop.call_soon_threadsafe(self.refused.set)
                 raise OSError(errno.ENOSPC, "No space left on device")
-            return write(path, *given, **how)
+            return write(path, data)
 
-        monkeypatch.setattr(Path, "write_text", write_text)
+        monkeypatch.setattr(Path, "write_bytes", write_bytes)
         monkeypatch.setattr("learner.disk_retry.FIRST_WAIT_S", 0.01)
 
 

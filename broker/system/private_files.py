@@ -1,0 +1,144 @@
+"""Makes files and folders that only this user can read, whatever the umask, and replaces files durably.
+
+A run's folder holds prompts, logs and weights, and its processes load what is in it. So modes are explicit, links of
+other users are refused, and temporary names cannot be guessed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from broker.errors import UserError
+
+PRIVATE_UMASK: Final = 0o077
+SUFFIX: Final = ".new"  # of a file that is not complete yet
+
+
+@contextmanager
+def private_umask() -> Iterator[None]:
+    """Keep what this process and its children create from other users; every command runs in it."""
+    before = os.umask(PRIVATE_UMASK)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def private_folder(path: Path) -> Path:
+    """Make a folder that only this user can enter, or take away the permissions of others, and return its path.
+
+    Raises:
+        UserError: if it, or the link at its place, belongs to another user, or everyone could write to it.
+        OSError: if it cannot be made.
+    """
+    if not path.is_dir():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+    refuse_foreign_link(path)
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(folder)
+        if status.st_uid != os.geteuid():
+            raise UserError(f"{path} belongs to another user (uid {status.st_uid}); name a folder of yours")
+        if status.st_mode & stat.S_IWOTH:
+            raise UserError(f"{path} can be written by every user; check its contents, then run chmod 700 {path}")
+        if stat.S_IMODE(status.st_mode) != 0o700:
+            os.fchmod(folder, 0o700)
+    finally:
+        os.close(folder)
+    return path
+
+
+def refuse_foreign_link(path: Path) -> None:
+    """Accept a symbolic link only if this user or root made it.
+
+    Raises:
+        UserError: if another user made it.
+        OSError: if there is nothing of that name.
+    """
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode) and status.st_uid not in (0, os.geteuid()):
+        raise UserError(f"{path} is a link that another user (uid {status.st_uid}) made; remove it")
+
+
+def open_private(path: Path, flags: int) -> int:
+    """Open or create a file that only this user can read, and return its descriptor.
+
+    Args:
+        flags: as for ``os.open``. A file that exists may be a device or a pipe of another user, such as a terminal.
+
+    Raises:
+        UserError: if the file, or a link at its place, belongs to another user.
+        OSError: if it cannot be opened.
+    """
+    flags |= os.O_CLOEXEC
+    try:
+        file = os.open(path, flags | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        refuse_foreign_link(path)  # others cannot replace it afterwards: its folder is ours, or sticky
+        file = os.open(path, flags, 0o600)
+    try:
+        status = os.fstat(file)
+        if stat.S_ISREG(status.st_mode):
+            if status.st_uid != os.geteuid():
+                raise UserError(f"{path} belongs to another user (uid {status.st_uid}); name a file of yours")
+            if status.st_mode & PRIVATE_UMASK:
+                os.fchmod(file, status.st_mode & 0o700)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def private_write(path: Path, data: bytes | memoryview) -> None:
+    """Replace a file: a reader, or a crash at any moment, sees all of the old content or all of the new.
+
+    Raises:
+        OSError: if it cannot be written; the old file stays.
+    """
+    with draft_of(path) as draft:
+        draft.write_bytes(data)
+
+
+@contextmanager
+def draft_of(path: Path) -> Iterator[Path]:
+    """Yield an empty private file next to ``path``, to be filled; it replaces ``path`` when the block ends.
+
+    If the block raises, the draft is removed.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}{SUFFIX}")
+    os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+    try:
+        yield draft
+        draft.chmod(0o600)  # a library may have put a file of its own there
+        sync(draft)
+        replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def replace(source: Path, target: Path) -> None:
+    """Rename a file or a folder within one folder, over an existing one, so that a power loss does not undo it."""
+    os.replace(source, target)
+    sync(target.parent)
+
+
+def sync(path: Path) -> None:
+    """Flush a file's bytes, or a folder's names, to disk."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
