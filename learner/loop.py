@@ -36,7 +36,7 @@ class TrainingLoop:
         checkpoint: writes the ledger dumped at the last step boundary, with the weights that belong to it.
         checkpoint_every: steps between two checkpoints, 0 never.
         giveup: receives the outcome of every group; its verdict stops the loop.
-        epoch: of this learner, which has appended its rules to the log. The run is not done before they have been read.
+        steps: of this learner's configuration. The log may hold groups for more, before the record of the new rules.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class TrainingLoop:
         checkpoint: Callable[[dict[str, object]], Awaitable[None]],
         checkpoint_every: int,
         giveup: FailureMonitor,
-        epoch: int = 0,
+        steps: int,
     ) -> None:
         self._bus, self._ledger, self._training, self._issuer = bus, ledger, training, issuer
         self._consumer = RecordConsumer(ledger, training)
@@ -65,7 +65,7 @@ class TrainingLoop:
         self._offer, self._fleet_values = offer, fleet_values
         self._checkpoint, self._checkpoint_every = checkpoint, checkpoint_every
         self._filtered_before = ledger.counts()["filtered"]
-        self._catch_up_to, self._epoch, self._giveup = 0, epoch, giveup
+        self._catch_up_to, self._steps, self._giveup = 0, steps, giveup
         self._offered = -1
         self._began = time.monotonic()
         self.boundary = ledger.dump()  # at the last step boundary, which a checkpoint holds
@@ -85,7 +85,7 @@ class TrainingLoop:
         self._perform(opened)
         self._catch_up_to = await self._bus.last_seq(SAMPLES)
         await self._offer_if_current()
-        self._evaluator.step_completed(self._ledger.state.version, self._ledger.rules.steps)
+        self._evaluator.step_completed(self._ledger.state.version, self._steps)
         self._began = time.monotonic()
         unread = self._bus.read_log(SAMPLES, self._ledger.state.position + 1, wanted=self._is_wanted, drop_others=True)
         async with aclosing(unread) as records:
@@ -101,8 +101,8 @@ class TrainingLoop:
 
     @property
     def _done(self) -> bool:
-        """Whether every step is done by the rules of this learner, not by those of an earlier one."""
-        return self._ledger.done and self._ledger.state.rules_epoch >= self._epoch
+        """Whether every step is done by the settings of this learner, whose record may not have been read yet."""
+        return self._ledger.state.version >= self._steps
 
     # --------------------------------------------------------------------------------------------------- records
 
@@ -196,9 +196,9 @@ class TrainingLoop:
         await self._records.completed(made.taken, trained.tickets, actions)
         copy_s = await self._offer_if_current()
         self._perform([action for action in actions if isinstance(action, IssueTicket)])
-        step, last_step = self._ledger.state.version, self._ledger.rules.steps
+        step = self._ledger.state.version
         line = self._book.compose(self._step_values(trained, waited_s, copy_s))
-        self._evaluator.step_completed(step, last_step)
+        self._evaluator.step_completed(step, self._steps)
         if self._done:
             await self._evaluator.drain(self._stop.asked)
         await self._book.write(line | self._evaluator.take(last=self._done))

@@ -344,7 +344,7 @@ class LearnerService:
             checkpoint=services.saver.at_boundary,
             checkpoint_every=1,
             giveup=giveup,
-            epoch=self.watch.epoch,
+            steps=self.train.steps,
         )
         say, roles = self.shown.say_waiting, required_roles(table)
         self.member.spawn(watch_missing_roles(self.bus.run, roster, roles, lambda: bool(ledger.open), say))

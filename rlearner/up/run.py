@@ -113,7 +113,7 @@ async def _up(
     settings = section(config, "broker", BrokerSection)
     logs = folder / "logs"
     started, epoch = time.monotonic(), noted_epoch(folder)
-    store, most_gib = str(folder / STORE), settings.store_max_gib or PRIVATE_STORE_GIB
+    store, most_gib = str(folder / STORE), config["broker"]["store_max_gib"]
     (bind, port), sync_always = listen, settings.sync_always
     made = BrokerServer(store, bind=bind, port=port, sync_always=sync_always, store_max_gib=most_gib, num_procs=1)
     with made as broker:
@@ -123,8 +123,7 @@ async def _up(
         fleet = ProcessFleet(logs, {"RL_BROKER": broker.url, "RL_RUN": run})
         stop.at_once.append(fleet.kill)
         try:
-            limit = [] if settings.store_max_gib else [f"broker.store_max_gib={most_gib}"]
-            learner = fleet.add("learner", "rlearner.cli", ["start", *args, *limit])
+            learner = fleet.add("learner", "rlearner.cli", ["start", *args, f"broker.store_max_gib={most_gib}"])
             fleet.add("rollout-server", "rollout.cli", ["--id", "rollout-1"])
             fleet.add("envhub", "envhub.cli", ["--id", "envhub-1"])
             fleet.add("rewardhub", "rewardhub.cli", ["--id", "rewardhub-1"])

@@ -117,6 +117,25 @@ async def test_settings_apply_from_the_end_of_the_log_on(
     assert (issued, dropped, found[-1]["ticket/closed_withdrawn"]) == (12, 4, 2)
 
 
+async def test_fewer_steps_end_the_run_even_if_the_log_holds_groups_for_more(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+) -> None:
+    """Groups of the old settings precede the record of the new ones in the log."""
+    config = fleet.config(str(tmp_path), run_name, train={"steps": 4}, checkpoint={"every_steps": 100})
+    path = tmp_path / run_name / "metrics.jsonl"
+    async with asyncio.timeout(120), fleet.Hub(bus, good):
+        first = asyncio.create_task(serve(config, broker_url, Stop(), connect_deadline_s=60))
+        await until(lambda: path.exists() and len(lines(config)) >= 2)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+    await life(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 1}))
+    assert [line["step"] for line in lines(config)] == [1]
+    await life(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 4}))
+    found = lines(config)
+    assert [line["step"] for line in found] == [1, 2, 3, 4]
+    assert tickets_of(found[-1])[1] == 8
+
+
 async def test_a_checkpoint_that_is_ahead_of_the_tickets_stream(
     bus: Bus, broker_url: str, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

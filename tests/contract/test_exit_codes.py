@@ -82,6 +82,7 @@ async def test_a_run_ends_with_130_until_all_its_steps_are_made(tmp_path: Path) 
     assert made is not None
     for steps in (made.step + 1, made.step + 1):  # makes the last step; has nothing left to do
         async with up(tmp_path, f"train.steps={steps}") as child:
-            assert await child.wait() == 0
+            assert await child.wait() == 0, (tmp_path / "up.log").read_text()
+    assert "changed since the last start: broker" not in (tmp_path / "up.log").read_text()
     for role in ("rollout-server", "envhub", "rewardhub"):
         assert "Traceback" not in (tmp_path / "codes" / "logs" / f"{role}.log").read_text()
