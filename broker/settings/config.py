@@ -52,7 +52,7 @@ def _device(value: str) -> str:
 def _http_url(value: str) -> str:
     parts = urlsplit(value)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
-        raise ValueError("expected http://host:port/v1 or https://…, without a user; api_key_env names the key")
+        raise ValueError("expected http://host:port/v1 or https://…, without a user; api_key says where the key is")
     return value
 
 

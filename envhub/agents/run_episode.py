@@ -13,6 +13,7 @@ from collections.abc import Callable
 import msgspec
 
 from broker.contract import wire
+from broker.errors import UserError
 from envhub.agents import program
 from envhub.agents.record import RecordedSample
 from envhub.agents.result import AgentResult, BadResult, read
@@ -65,7 +66,7 @@ class AgentRunner:
         try:
             given, env = self._given(task, row), self._environment(args, task, key)
             ended = await program.run(agent_env.command(args), given, env, args.cwd)
-        except OSError as error:
+        except (OSError, UserError) as error:
             raise EpisodeFailed("env", f"the agent cannot be started: {error}") from None
         finally:
             session.close()
@@ -81,7 +82,7 @@ class AgentRunner:
 
     def _environment(self, args: AgentArgs, task: EpisodeTask, key: str) -> dict[str, str]:
         own = {"OPENAI_BASE_URL": self._server.address, "OPENAI_API_KEY": key, "OPENAI_MODEL": task.policy}
-        return {**os.environ, **args.env, **own, "OMP_NUM_THREADS": "1"}
+        return {**os.environ, **agent_env.whole_env(args), **own, "OMP_NUM_THREADS": "1"}
 
 
 def _result(args: AgentArgs, session: AgentSession, ended: program.ProgramExit) -> AgentResult:
