@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from broker.contract.permissions import INBOX, OPERATOR, inbox
 from broker.contract.sizes import Buffer
 from broker.errors import UserError
-from broker.identity import signatures
+from broker.identity import signatures, vouchers
 from broker.identity.key_folder import KeyFolder
 from broker.identity.keys import Key
 from broker.system.private_files import private_folder, private_write
@@ -35,6 +35,7 @@ class Login:
         name: of the join token; empty for a key of this user's broker.
         key: None for a login in the address, or none at all.
         owner: public key of the run's owner, from a join token.
+        certificate: by which the owner vouches for the key of a join token, see ``vouchers``.
         authority: certificate of the broker's authority as PEM text; empty: the system's authorities count.
         keys: the broker's folder of keys, if this user has it.
     """
@@ -46,6 +47,7 @@ class Login:
     owner: str = ""
     authority: str = ""
     keys: KeyFolder | None = field(default=None, repr=False)
+    certificate: str = ""
 
     @property
     def inbox(self) -> str:
@@ -89,8 +91,26 @@ class Login:
         Raises:
             WireError: if the owner did not sign it.
         """
-        owner = self.keys.owner(run).public if self.keys is not None else self.owner
+        owner = self._owner(run)
         return signatures.stamp(owner, subject, headers, data) if owner else 0
+
+    def vouch(self, run: str, statement: bytes) -> str:
+        """Return the voucher of this identity for a statement; empty on brokers without keys."""
+        if self.keys is not None:
+            return vouchers.vouch(self.keys.owner(run), statement)
+        return vouchers.vouch(self.key, statement, self.certificate) if self.key and self.certificate else ""
+
+    def check_voucher(self, run: str, role: str, statement: bytes, voucher: str) -> None:
+        """Check that a process of a role made a statement; on brokers without keys nothing is checked.
+
+        Raises:
+            WireError: if the voucher does not prove it.
+        """
+        if owner := self._owner(run):
+            vouchers.check(owner, run, role, statement, voucher)
+
+    def _owner(self, run: str) -> str:
+        return self.keys.owner(run).public if self.keys is not None else self.owner
 
     @property
     def manages_all(self) -> bool:

@@ -17,6 +17,7 @@ import msgspec
 
 from broker.contract.streams import token
 from broker.errors import ConfigError, UserError
+from broker.identity import vouchers
 from broker.identity.key_folder import BrokerUser, KeyFolder
 from broker.identity.keys import Key
 from broker.identity.login import Login
@@ -37,6 +38,7 @@ class JoinToken:
         name: by which the operator can revoke it.
         expires_at: seconds since the epoch, 0: never.
         owner: public key of the owner of the run.
+        certificate: by which the owner vouches for its key.
         authority: certificate of the broker's authority as PEM text; empty for one on loopback.
         seed: the secret half of its key.
     """
@@ -47,13 +49,15 @@ class JoinToken:
     name: str
     expires_at: float
     owner: str
+    certificate: str
     authority: str
     seed: str = field(repr=False)
 
     @property
     def login(self) -> Login:
         """The login of this token's key."""
-        return Login(self.role, self.run, self.name, Key(self.seed), self.owner, self.authority)
+        key, certificate = Key(self.seed), self.certificate
+        return Login(self.role, self.run, self.name, key, self.owner, self.authority, certificate=certificate)
 
 
 def duration(text: str) -> float:
@@ -84,8 +88,9 @@ def invite(keys: KeyFolder, broker: str, role: str, run: str, *, name: str = "",
     if any(user.name == name for user in keys.users()):
         raise UserError(f"--name {name}: the broker already has a token of this name; `rlearner revoke {name}` ends it")
     key = Key.generate()
-    owner = keys.owner(token(run, "--run")).public
-    made = JoinToken(broker, run, role, name, time.time() + expires_s, owner, keys.authority(), key.seed)
+    owner, expires_at = keys.owner(token(run, "--run")), time.time() + expires_s
+    certificate = vouchers.certify(owner, run, role, key.public, expires_at)
+    made = JoinToken(broker, run, role, name, expires_at, owner.public, certificate, keys.authority(), key.seed)
     keys.admit(BrokerUser(key.public, role, run, name, made.expires_at))
     return made
 
