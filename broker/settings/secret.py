@@ -128,6 +128,19 @@ def resolved(value: Any, where: str) -> Any:
     }
 
 
+def variables(value: Any) -> set[str]:
+    """Return the environment variables that arguments, parsed or not, refer to as secrets."""
+    if isinstance(value, SecretRef):
+        return {value.env} if value.env else set()
+    if isinstance(value, pydantic.BaseModel):
+        return variables([getattr(value, name) for name in type(value).model_fields])
+    if isinstance(value, Mapping):
+        if _is_reference(value) and isinstance(name := value.get("env"), str):
+            return {name}
+        value = list(value.values())
+    return set[str]().union(*map(variables, value)) if isinstance(value, (list, tuple)) else set()
+
+
 def _is_reference(value: Any) -> bool:
     return isinstance(value, Mapping) and len(value) == 1 and set(value) <= {"env", "file"}
 

@@ -103,7 +103,7 @@ class EpisodeRunners:
         from envhub.agents.run_episode import AgentRunner  # a web server, which other hubs need not load
         from envhub.agents.session import SessionContext
 
-        self.agents = self.agents or AgentRunner(self.tokenizer)
+        self.agents = self.agents or AgentRunner(self.tokenizer, self.nurseries.passed)
         means = SessionContext(self.tokenizer, self.turns.turn, expected, self.limits.generate_timeout_s)
         return await self.agents.play(task, means, on_tokens)
 

@@ -35,7 +35,8 @@ async def try_domains(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
         UserError: if an environment fails; says how, with the user's file and line.
     """
     settings = section(config, "envhub", EnvhubSection)
-    calls, nurseries = EnvironmentCalls(settings.step_timeout_s), WorkerPools(settings.worker_memory_mib)
+    calls = EnvironmentCalls(settings.step_timeout_s)
+    nurseries = WorkerPools(settings.worker_memory_mib, settings.pass_env)
     samples: dict[str, dict[str, Any]] = {}
     try:
         for name, domain in load_domains(config).items():

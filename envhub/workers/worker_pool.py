@@ -11,11 +11,13 @@ import logging
 import signal
 import socket
 import subprocess
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 
 from broker.errors import RlearnerError
+from broker.settings.secret import variables
 from broker.system.children import cpu_s
 from broker.system.workers import line
 from broker.system.workers.output import WorkerOutput
@@ -46,8 +48,9 @@ class WorkerPool:
         num_died: those that exited by themselves or were killed for their memory.
     """
 
-    def __init__(self, domain: Domain, memory_mib: int | None) -> None:
+    def __init__(self, domain: Domain, memory_mib: int | None, passed: Sequence[str] = ()) -> None:
         self.domain, self._memory_mib = domain, memory_mib
+        self._passed = {*passed, *variables(domain.args)}
         self.living: set[int] = set()
         self.num_died = self.num_leasing = 0
         self.buried_cpu_s = 0.0
@@ -160,7 +163,7 @@ class WorkerPool:
         with theirs:
             try:
                 given = (theirs, self._output.file, (), signal.SIGTERM)
-                child = await asyncio.to_thread(start, "envhub.workers.forkserver", *given)
+                child = await asyncio.to_thread(start, "envhub.workers.forkserver", *given, passed=self._passed)
             except BaseException:
                 ours.close()
                 raise
@@ -183,10 +186,11 @@ class WorkerPools:
 
     Args:
         memory_mib: limit of each worker process, beyond what it starts with; None: no limit.
+        passed: environment variables that they get besides the harmless ones and those that a domain refers to.
     """
 
-    def __init__(self, memory_mib: int | None) -> None:
-        self._memory_mib = memory_mib
+    def __init__(self, memory_mib: int | None, passed: Sequence[str] = ()) -> None:
+        self._memory_mib, self.passed = memory_mib, passed
         self._nurseries: dict[str, WorkerPool] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._gone_died, self._gone_cpu_s = 0, 0.0
@@ -211,7 +215,7 @@ class WorkerPools:
         if nursery is None or nursery.domain != domain:
             if nursery is not None:
                 self._replace(nursery)
-            nursery = self._nurseries[domain.name] = WorkerPool(domain, self._memory_mib)
+            nursery = self._nurseries[domain.name] = WorkerPool(domain, self._memory_mib, self.passed)
         return await nursery.environment()
 
     async def close(self) -> None:
@@ -246,6 +250,8 @@ def _order(control: socket.socket, order: Any, within_s: float, along: socket.so
     sent = socket.send_fds(control, [data], [along.fileno()] if along is not None else [])
     control.sendall(data[sent:])
     (size,) = line.HEADER.unpack(_exactly(control, line.HEADER.size))
+    if size > line.MAX_ANSWER_BYTES:
+        raise OSError(f"its reply has {size} bytes, the limit is {line.MAX_ANSWER_BYTES}")
     return protocol.REPORTS.decode(_exactly(control, size))
 
 

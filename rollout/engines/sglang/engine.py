@@ -111,7 +111,7 @@ class SGLangEngine:
         )  # fmt: skip
         self._child = SGLangProcess([*command, *arguments], self._died)
         log.info("SGLang started with pid %d at port %d, log in %s", self._child.pid, port, self._child.log_path)
-        self._api = self._requests.api = SGLangClient(f"http://{HOST}:{port}")
+        self._api = self._requests.api = SGLangClient(f"http://{HOST}:{port}", self._child.key)
         self._sender = make_sender(self._api, self._args, config.model_path)
         try:
             await self._child.ready(self._api.healthy, self._args.start_timeout_s)
