@@ -43,6 +43,7 @@ from envhub.tickets.assignment import assignment, task
 from envhub.tickets.attempts import AttemptNotes
 from envhub.tickets.feed import QueueTurns, TicketFeed
 from envhub.tickets.outbox import InHand, TicketOutbox
+from envhub.workers import sandboxed
 from envhub.workers.calls import EnvironmentCalls
 from envhub.workers.worker_pool import WorkerPools
 from rlearner_text.model_files import local_model
@@ -85,6 +86,7 @@ class EnvironmentHub:
         self.domains = _serving(load_domains(config), self._names)
         for domain in self.domains.values():
             domain.check()
+            sandboxed.require(domain)
         trusted = (config.get("model") or {}).get("trust_remote_code", False)
         tokenizer = Tokenizer.load(model_path, trust_remote_code=trusted)
         self.client = carriers.connect(section(config, "broker", BrokerSection).channel, member.bus)

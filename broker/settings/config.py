@@ -115,7 +115,9 @@ class DomainSection(Section):
 
     env: str  # a name of the registry in envhub/envs, or a dotted path or file path to a class
     env_args: dict[str, Any] = {}
-    isolation: Literal["none", "thread", "process"] | None = None  # None: the default of the environment's class
+    isolation: Literal["none", "thread", "process", "sandbox"] | None = None  # None: the default of its class
+    network: bool = False  # with isolation sandbox: whether the environment may use the network
+    readable: list[str] = []  # with isolation sandbox: further files and folders that it may read
     system_prompt: str = ""
     weight: PositiveFloat = 1.0  # share among the domains
     group_size: PositiveInt = 8

@@ -140,7 +140,7 @@ def command(args: AgentArgs) -> list[str]:
     if args.command:
         return [sys.executable if args.command[0] == PYTHON else args.command[0], *args.command[1:]]
     path = "\n".join(folder or os.getcwd() for folder in sys.path)
-    return [sys.executable, "-P", "-c", BOOT, LAUNCHER, args.function, path]
+    return [sys.executable, "-P", "-c", BOOT, f"{LAUNCHER}:", args.function, path]
 
 
 def row(args: AgentArgs, task_index: int, split: Split) -> Mapping[str, Any] | None:

@@ -19,7 +19,7 @@ import msgspec
 from broker.errors import RlearnerError
 from broker.settings.secret import variables
 from broker.system.children import cpu_s
-from broker.system.workers import line
+from broker.system.workers import limits, line
 from broker.system.workers.output import WorkerOutput
 from broker.system.workers.start import start
 from envhub.domain import Domain
@@ -27,6 +27,8 @@ from envhub.workers import protocol
 from envhub.workers.calls import CallFailed
 from envhub.workers.forkserver import LAST_BREATH_S
 from envhub.workers.remote import RemoteEnvironment
+from envhub.workers.sandboxed import sandboxed_start
+from rlearner_sandbox import NoSandbox
 
 __all__ = ["NoWorker", "RemoteEnvironment", "WorkerPool", "WorkerPools"]
 
@@ -140,8 +142,8 @@ class WorkerPool:
 
     def cpu_s(self) -> float:
         """Return the CPU seconds of all workers so far."""
-        pids = [*self.living, *([self._zygote[0].pid] if self._zygote else [])]
-        return self.buried_cpu_s + sum(cpu_s(pid) for pid in pids)
+        pids = limits.tree(self._zygote[0].pid) if self._zygote else []  # in a sandbox, workers have other pids there
+        return self.buried_cpu_s + sum(map(cpu_s, pids))
 
     async def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         for preload in (True, False):
@@ -162,8 +164,7 @@ class WorkerPool:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                given = (theirs, self._output.file, (), signal.SIGTERM)
-                child = await asyncio.to_thread(start, "envhub.workers.forkserver", *given, passed=self._passed)
+                child = await asyncio.to_thread(self._launch, theirs)
             except BaseException:
                 ours.close()
                 raise
@@ -171,6 +172,17 @@ class WorkerPool:
         section = self.domain.section.model_dump(mode="json")
         setup = protocol.SetupDomain(self.domain.name, section, self._memory_mib, preload)
         return await asyncio.to_thread(_order, ours, setup, START_S)
+
+    def _launch(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
+        assert self._output is not None
+        given = ("envhub.workers.forkserver", theirs, self._output.file, (), signal.SIGTERM)
+        try:
+            with sandboxed_start(self.domain) as how:
+                if how is None:
+                    return start(*given, passed=self._passed)
+                return start(*given, passed=self._passed, within=how.within, uid=how.uid, files=how.files)
+        except NoSandbox as error:
+            raise OSError(str(error)) from None
 
     def _forget_zygote(self) -> None:
         """End the process that forks workers; they exit with it."""
