@@ -85,7 +85,7 @@ def server_options(
         "disable-radix-cache": not section.prefix_cache,
         "enable-deterministic-inference": args.deterministic,
     }
-    given |= {} if has_weights else {"load-format": "dummy"}
+    given["load-format"] = "safetensors" if has_weights else "dummy"
     given |= {"device": "cpu"} if device == "cpu" else {}
     given |= {"mem-fraction-static": args.mem_fraction_static} if args.mem_fraction_static is not None else {}
     given |= args.flags

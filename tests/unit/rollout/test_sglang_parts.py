@@ -85,7 +85,8 @@ def test_the_command_line() -> None:
         "--grammar-backend=llguidance",
         "--sampling-mask-max-tokens=8192",
         "--log-level=warning",
-        "--disable-radix-cache", "--mem-fraction-static=0.8", "--attention-backend=fa3", "--enable-metrics",
+        "--disable-radix-cache", "--load-format=safetensors",
+        "--mem-fraction-static=0.8", "--attention-backend=fa3", "--enable-metrics",
     ]  # fmt: skip
 
 
