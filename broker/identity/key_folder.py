@@ -28,6 +28,7 @@ from broker.contract.permissions import OPERATOR, permissions
 from broker.contract.streams import token
 from broker.errors import UserError
 from broker.identity.keys import Key
+from broker.identity.server_config import ServerUser, authorization, nkey_user
 from broker.system.locks import lock
 from broker.system.private_files import private_write
 from broker.system.process_identity import has_ended, identity_of
@@ -63,12 +64,17 @@ class BrokerUser:
 class KeyFolder:
     """A broker's keys. Several processes may use the folder at once.
 
+    Args:
+        makes_keys: whether the broker learns of new keys by itself; else only those that are there can be used.
+
     Raises:
-        UserError: if the folder belongs to another user, or others can enter it.
+        UserError: if the folder belongs to another user, others can enter it, or it makes no keys and is missing.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, makes_keys: bool = True) -> None:
+        self.path, self._makes_keys = path, makes_keys
+        if not makes_keys and not path.is_dir():
+            raise UserError(f"there is no folder of keys {path}; make it with `broker permissions --keys {path}`")
         self._read, self._next_expiry = 0, 0.0  # when the users were last read, and when the next one expires
         try:
             for folder in (path, path / "users", path / "servers"):
@@ -95,6 +101,9 @@ class KeyFolder:
         """Return the key in a file; a new one if there is none, which the broker accepts if it is one of a role."""
         if file.is_file():
             return Key.load(file)
+        if not self._makes_keys:
+            names = f"--run {run}" if run else "any --run"
+            raise UserError(f"{file} is missing; make it with `broker permissions {names} --keys {self.path}`")
         with self._locked():
             if not file.is_file():
                 key = Key.generate()
@@ -178,7 +187,7 @@ class KeyFolder:
         self.refresh()
 
     def _reload(self) -> None:
-        text, file = authorization(self.users()), self.path / AUTHORIZATION
+        text, file = authorization(map(as_server_user, self.users())), self.path / AUTHORIZATION
         if file.is_file() and file.read_text(encoding="utf-8") == text:
             return
         _write(file, text)
@@ -196,18 +205,9 @@ class KeyFolder:
             yield
 
 
-def authorization(users: list[BrokerUser]) -> str:
-    """Return the part of a nats-server's configuration that accepts these users and refuses all others."""
-    lines = ["authorization {", "  users = ["]
-    for user in users:
-        allowed = permissions(user.role, user.run, user.name)
-        lines.append(f"    # {user.role} {user.run} {user.name}".rstrip())
-        lines.append(f"    {{ nkey: {json.dumps(user.public_key)}, permissions: {{")
-        lines.append(f"      publish: {{ allow: {json.dumps(list(allowed.publish))} }}")
-        lines.append(f"      subscribe: {{ allow: {json.dumps(list(allowed.subscribe))} }}")
-        lines += ["      allow_responses: { max: 1, expires: 600s }"] * allowed.replies
-        lines.append("    } }")
-    return "\n".join([*lines, "  ]", "}"]) + "\n"
+def as_server_user(user: BrokerUser) -> ServerUser:
+    """Return a user as the nats-server's configuration has it."""
+    return nkey_user(user.public_key, user.role, user.run, user.name)
 
 
 def _write(file: Path, text: str) -> None:

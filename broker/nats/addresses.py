@@ -13,6 +13,7 @@ from broker.errors import BrokerUnreachable
 DEFAULT_BROKER: Final = "nats://127.0.0.1:4222"
 INSECURE: Final = "RL_INSECURE"  # environment variable of --insecure
 EXPIRED, NOT_YET_VALID, OTHER_NAMES = 10, 9, (62, 64)  # of OpenSSL's X509_V_ERR
+UNTRUSTED: Final = tuple(f"ALERT_{one}" for one in ("BAD_CERTIFICATE", "UNKNOWN_CA", "CERTIFICATE_"))
 SCHEMES: Final = ("nats", "tls", "ws", "wss")
 
 
@@ -52,6 +53,11 @@ def why_unreachable(error: Exception) -> str:
         return "the attempt to connect timed out; a firewall may drop its port"
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not accepted: {_why_untrusted(error)}"
+    if isinstance(error, ssl.SSLError) and "CERTIFICATE_REQUIRED" in str(error.reason):
+        return "it requires a client certificate; set RL_BROKER_CERT and RL_BROKER_KEY"
+    if isinstance(error, ssl.SSLError) and any(one in str(error.reason) for one in UNTRUSTED):
+        text = "it does not accept the certificate of RL_BROKER_CERT; it may be of an unknown authority or expired"
+        return f"{error.reason.rpartition('ALERT_')[2].lower().replace('_', ' ')}: {text}"
     if isinstance(error, ssl.SSLError):
         return f"TLS fails: {error.reason or error}".replace("WRONG_VERSION_NUMBER", "what answers there speaks no TLS")
     if "INFO" in str(error):  # the first message of a NATS server
@@ -66,4 +72,4 @@ def _why_untrusted(error: ssl.SSLCertVerificationError) -> str:
         return f"it {when} by the clock of this host ({now}); renew it (restart our broker) or set the clock"
     if error.verify_code in OTHER_NAMES:
         return f"{error.verify_message}; use the address for which it was made"
-    return f"{error.verify_message}; use a join token of this broker, or name its authority in SSL_CERT_FILE"
+    return f"{error.verify_message}; use a join token of this broker, or name its authority in RL_BROKER_CA"

@@ -16,6 +16,10 @@ from broker.identity.login import Login
 from broker.nats.addresses import INSECURE
 from broker.system.connections import is_loopback
 
+NO_LOGIN: Final = (
+    "there is no login for it; pass a join token with --join, set RL_BROKER_NKEY or another login of your own cluster "
+    "(docs/cluster.md), or add --insecure"
+)
 _WEB: Final = "aiohttp"
 _modules: dict[str, Any] = sys.modules  # None makes the import of a module fail
 _hidden = _WEB not in _modules
@@ -51,6 +55,8 @@ class GuardedClient(_Client):
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
         if initial_connection and self._current_server is not None and self._current_server.uri.scheme == "tls":
             info["tls_required"] = True  # whatever the server says: the login must not cross in clear
+        if initial_connection and (context := self._find_login().tls_context()) is not None:
+            self.options["tls"] = context  # read again: a certificate may have been renewed
         await super()._process_info(info, initial_connection)
 
     def _connect_command(self) -> bytes:
@@ -59,6 +65,10 @@ class GuardedClient(_Client):
         self._note_tls()
         if (key := login.key) is not None:
             self._public_nkey, self._signature_cb = key.public, key.sign_nonce
+        if (cluster := login.cluster) is not None:
+            self._user_jwt_cb = cluster.jwt.encode if cluster.jwt else None
+            if cluster.password:
+                self.options.update(user=cluster.user, password=cluster.password)
         return super()._connect_command()
 
     def _note_tls(self) -> None:
@@ -79,8 +89,8 @@ class GuardedClient(_Client):
             return
         if not self._server_info.get("tls_required"):
             raise Unprotected("it uses no TLS; add --insecure only on a network that you trust")
-        if login.key is None and not uri.username:
-            raise Unprotected("there is no login for it; pass a join token with --join, or add --insecure")
+        if login.key is None and not login.role:
+            raise Unprotected(NO_LOGIN)
 
     async def _process_pong(self) -> None:
         """Accept the reply to an abandoned ping too: nats-py 2.16 fails there and stops reading."""
