@@ -80,17 +80,21 @@ class ClusterLogin:
                 raise _unusable(f"{CERT}, {CERT_KEY}", files, error, what) from None
         return context
 
-    def why_refused(self) -> str:
-        """Return what the servers refuse, and the remedy."""
+    def why_refused(self, *, by_certificate: bool = False) -> str:
+        """Return what the servers refuse, and the remedy.
+
+        Args:
+            by_certificate: whether a server said that it is the certificate.
+        """
+        if by_certificate or self.named_by == CERT:
+            return f"the certificate of {CERT}{_why_no_certificate(self.certificate)}"
         if self.jwt:
             return f"the JWT of {CREDS}{_why_not(self.jwt)}"
         if self.key is not None:
             remedy = "include the output of `broker permissions` in the configuration and reload the servers"
             return f"the key {self.key.public} of {self.named_by}: they do not know it; {remedy}"
-        if self.user:
-            file = PASSWORD if self.named_by == USER else self.named_by
-            return f"the user {self.user!r} of {self.named_by}: unknown, or not with this password; check {file}"
-        return f"the certificate of {CERT}: no user is mapped to its name; see `broker permissions --login certificate`"
+        file = PASSWORD if self.named_by == USER else self.named_by
+        return f"the user {self.user!r} of {self.named_by}: unknown, or not with this password; check {file}"
 
 
 def from_environment(url: str) -> ClusterLogin | None:
@@ -181,6 +185,19 @@ def _why_not(jwt: str) -> str:
         remedy = "give the permissions to a signing key of the account, or raise that limit"
         return f", whose {len(jwt)} characters may exceed their max_control_line; {remedy}"
     return ": its user was revoked, or its account is of another operator"
+
+
+def _why_no_certificate(file: str) -> str:
+    """Return the likely reason why servers refuse a client certificate; some of them only close the connection."""
+    from cryptography import x509  # takes a third of a second to import
+
+    end = x509.load_pem_x509_certificate(Path(file).read_bytes()).not_valid_after_utc
+    if end.timestamp() <= time.time():
+        return f", which expired at {end:%Y-%m-%d %H:%M UTC}; renew it"
+    return (
+        ": it is of an authority that they do not know, or no user has its name; see "
+        "`broker permissions --login certificate`"
+    )
 
 
 def _unusable(variable: str, file: str, error: OSError, expected: str) -> UserError:

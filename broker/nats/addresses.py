@@ -13,7 +13,7 @@ from broker.errors import BrokerUnreachable
 DEFAULT_BROKER: Final = "nats://127.0.0.1:4222"
 INSECURE: Final = "RL_INSECURE"  # environment variable of --insecure
 EXPIRED, NOT_YET_VALID, OTHER_NAMES = 10, 9, (62, 64)  # of OpenSSL's X509_V_ERR
-UNTRUSTED: Final = tuple(f"ALERT_{one}" for one in ("BAD_CERTIFICATE", "UNKNOWN_CA", "CERTIFICATE_"))
+CERTIFICATE_ALERTS: Final = tuple(f"ALERT_{one}" for one in ("BAD_CERTIFICATE", "UNKNOWN_CA", "CERTIFICATE_"))
 SCHEMES: Final = ("nats", "tls", "ws", "wss")
 
 
@@ -53,16 +53,17 @@ def why_unreachable(error: Exception) -> str:
         return "the attempt to connect timed out; a firewall may drop its port"
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not accepted: {_why_untrusted(error)}"
-    if isinstance(error, ssl.SSLError) and "CERTIFICATE_REQUIRED" in str(error.reason):
-        return "it requires a client certificate; set RL_BROKER_CERT and RL_BROKER_KEY"
-    if isinstance(error, ssl.SSLError) and any(one in str(error.reason) for one in UNTRUSTED):
-        text = "it does not accept the certificate of RL_BROKER_CERT; it may be of an unknown authority or expired"
-        return f"{error.reason.rpartition('ALERT_')[2].lower().replace('_', ' ')}: {text}"
     if isinstance(error, ssl.SSLError):
         return f"TLS fails: {error.reason or error}".replace("WRONG_VERSION_NUMBER", "what answers there speaks no TLS")
     if "INFO" in str(error):  # the first message of a NATS server
         return "what answers there is not a NATS server"
     return str(error) or type(error).__name__
+
+
+def refuses_certificate(error: Exception) -> bool:
+    """Return whether a server said that it does not accept the certificate of this end."""
+    said = str(error.reason) if isinstance(error, ssl.SSLError) else ""
+    return any(alert in said for alert in CERTIFICATE_ALERTS)
 
 
 def _why_untrusted(error: ssl.SSLCertVerificationError) -> str:

@@ -65,6 +65,7 @@ class NatsLink:
         self._login = Login()
         self.refused: asyncio.Future[UserError] = asyncio.get_running_loop().create_future()
         self._unsafe = False  # the latest attempt failed because the connection would not be protected
+        self._by_certificate = False  # the server refused this end's certificate
         self._refused_since = 0.0  # of the first of consecutive refusals; 0: not refused
         self.connected = asyncio.Event()
         self.on_disconnect: set[Callable[[], None]] = set()
@@ -332,7 +333,8 @@ class NatsLink:
 
         A server that requires a login may end an attempt without saying why.
         """
-        self._unsafe = isinstance(error, (Unprotected, ssl.SSLError))
+        self._by_certificate = addresses.refuses_certificate(error)
+        self._unsafe = isinstance(error, (Unprotected, ssl.SSLError)) and not self._by_certificate
         text = str(error).lower()
         if (denied := _UNHEARD.search(text)) is not None:
             if denied["subject"].startswith(self.inbox.lower()):
@@ -340,7 +342,9 @@ class NatsLink:
             else:
                 log.warning("the broker at %s does not let this login hear %s", self.where, denied["subject"])
             return
-        if self.connected.is_set() or not (self._unsafe or any(refusal in text for refusal in REFUSALS)):
+        if self.connected.is_set() or not (
+            self._unsafe or self._by_certificate or any(refusal in text for refusal in REFUSALS)
+        ):
             self._refused_since = 0.0
             return
         self._client.drop_attempt()
@@ -365,7 +369,7 @@ class NatsLink:
         if self._unsafe:
             return f"this process does not connect to the broker at {self.where}: {self._error}"
         if (cluster := self._login.cluster) is not None and cluster.shows_something:
-            return f"the servers at {self.where} refuse {cluster.why_refused()}"
+            return f"the servers at {self.where} refuse {cluster.why_refused(by_certificate=self._by_certificate)}"
         if self._login.key is not None:
             return f"the broker at {self.where} refuses the key {self._login.key.public}: it was revoked or has expired"
         return (

@@ -227,9 +227,7 @@ async def test_a_renewed_jwt_is_read_at_the_next_connection(
 def test_a_jwt_longer_than_the_server_takes(with_jwts: Place, tmp_path: Path) -> None:
     file = with_jwts.jwt.credentials(tmp_path / "long.creds", "learner", own_permissions=True)
     said = why_refused(environment(with_jwts, "operator", **{CREDS: str(file)}))
-    assert re.search(
-        rf" refuse the JWT of {CREDS}, whose [0-9]{{4}} characters may exceed their max_control_line; ", said
-    )
+    assert re.search(rf" refuse the JWT of {CREDS}, whose [0-9]+ characters may exceed their max_control_line; ", said)
     assert said.endswith("; give the permissions to a signing key of the account, or raise that limit")
 
 
@@ -244,29 +242,26 @@ def test_no_client_certificate(with_certificates: Place) -> None:
     )
 
 
-def test_a_client_certificate_of_another_authority(with_certificates: Place, tmp_path: Path) -> None:
-    certificate, key = OwnAuthority(tmp_path / "other").certificate("operator")
-    said = why_refused(environment(with_certificates, "operator", **{CERT: str(certificate), CERT_KEY: str(key)}))
-    assert said.startswith(f"error: this process does not connect to the broker at {with_certificates.url}: ")
-    assert said.endswith(
-        f": it does not accept the certificate of {CERT}; it may be of an unknown authority or expired"
-    )
-
-
 def test_an_expired_client_certificate(with_certificates: Place) -> None:
     assert with_certificates.authority is not None
     certificate, key = with_certificates.authority.certificate("operator", days=-1)
     said = why_refused(environment(with_certificates, "operator", **{CERT: str(certificate), CERT_KEY: str(key)}))
-    assert "expired" in said
+    start = f"error: the servers at {with_certificates.url} refuse the certificate of {CERT}, which expired at 20"
+    assert said.startswith(start)
+    assert said.endswith(" UTC; renew it")
 
 
-def test_a_certificate_of_no_user(with_certificates: Place) -> None:
+@pytest.mark.parametrize("name", ["operator", "stranger"])
+def test_a_client_certificate_of_another_authority_or_of_no_user(
+    name: str, with_certificates: Place, tmp_path: Path
+) -> None:
     assert with_certificates.authority is not None
-    certificate, key = with_certificates.authority.certificate("stranger")
+    authority = OwnAuthority(tmp_path / "other") if name == "operator" else with_certificates.authority
+    certificate, key = authority.certificate(name)
     said = why_refused(environment(with_certificates, "operator", **{CERT: str(certificate), CERT_KEY: str(key)}))
     assert said == (
-        f"error: the servers at {with_certificates.url} refuse the certificate of {CERT}: no user is mapped to its name; "
-        "see `broker permissions --login certificate`"
+        f"error: the servers at {with_certificates.url} refuse the certificate of {CERT}: it is of an authority that "
+        "they do not know, or no user has its name; see `broker permissions --login certificate`"
     )
 
 
