@@ -129,6 +129,20 @@ def from_environment(url: str) -> ClusterLogin | None:
 _TLS: Final = {"certificate": CERT, "certificate_key": CERT_KEY, "authority": CA}
 
 
+def named_authority() -> str:
+    """Return the certificate of the authority that the environment names as PEM text, empty without one.
+
+    Raises:
+        UserError: if it cannot be read.
+    """
+    if not (file := os.environ.get(CA)):
+        return ""
+    try:
+        return Path(file).read_text(encoding="ascii", errors="replace")
+    except OSError as error:
+        raise _unusable(CA, file, error, "the certificate of an authority") from None
+
+
 def read_secret(variable: str, file: str) -> str:
     """Return the content of a file that other users cannot read. As in PostgreSQL, a group may read root's.
 

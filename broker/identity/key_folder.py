@@ -65,14 +65,15 @@ class KeyFolder:
     """A broker's keys. Several processes may use the folder at once.
 
     Args:
-        makes_keys: whether the broker learns of new keys by itself; else only those that are there can be used.
+        makes_keys: whether it is of a private broker, which learns of changes by itself; else its user tells the
+            servers, and a missing key is an error.
 
     Raises:
         UserError: if the folder belongs to another user, others can enter it, or it makes no keys and is missing.
     """
 
     def __init__(self, path: Path, *, makes_keys: bool = True) -> None:
-        self.path, self._makes_keys = path, makes_keys
+        self.path, self.makes_keys = path, makes_keys
         if not makes_keys and not path.is_dir():
             raise UserError(f"there is no folder of keys {path}; make it with `broker permissions --keys {path}`")
         self._read, self._next_expiry = 0, 0.0  # when the users were last read, and when the next one expires
@@ -101,7 +102,7 @@ class KeyFolder:
         """Return the key in a file; a new one if there is none, which the broker accepts if it is one of a role."""
         if file.is_file():
             return Key.load(file)
-        if not self._makes_keys:
+        if not self.makes_keys:
             names = f"--run {run}" if run else "any --run"
             raise UserError(f"{file} is missing; make it with `broker permissions {names} --keys {self.path}`")
         with self._locked():

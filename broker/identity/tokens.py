@@ -17,6 +17,7 @@ import msgspec
 
 from broker.contract.streams import token
 from broker.errors import ConfigError, UserError
+from broker.identity.cluster_login import named_authority
 from broker.identity.key_folder import BrokerUser, KeyFolder
 from broker.identity.keys import Key
 from broker.identity.login import Login
@@ -85,7 +86,8 @@ def invite(keys: KeyFolder, broker: str, role: str, run: str, *, name: str = "",
         raise UserError(f"--name {name}: the broker already has a token of this name; `rlearner revoke {name}` ends it")
     key = Key.generate()
     owner = keys.owner(token(run, "--run")).public
-    made = JoinToken(broker, run, role, name, time.time() + expires_s, owner, keys.authority(), key.seed)
+    authority = keys.authority() if keys.makes_keys else named_authority()
+    made = JoinToken(broker, run, role, name, time.time() + expires_s, owner, authority, key.seed)
     keys.admit(BrokerUser(key.public, role, run, name, made.expires_at))
     return made
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sysconfig
@@ -36,11 +37,22 @@ def own_server(
         command = [BINARY, "-c", str(folder / "server.conf")]
         child = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **(env or {})})
     try:
+        (folder / "pid").write_text(str(child.pid))
         _wait_until_open(child, port, folder / "server.log")
         yield f"nats://127.0.0.1:{port}"
     finally:
         child.terminate()
         child.wait(timeout=20)
+
+
+def reload(folder: Path, include: str) -> None:
+    """Replace the file that the server in a folder includes, and wait until the server has read it."""
+    (folder / "included.conf").write_text(include)
+    log, deadline = folder / "server.log", time.monotonic() + 20
+    before = log.read_text().count("Reloaded server configuration")
+    os.kill(int((folder / "pid").read_text()), signal.SIGHUP)
+    while log.read_text().count("Reloaded server configuration") == before and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def _wait_until_open(child: subprocess.Popen[bytes], port: int, log: Path) -> None:
