@@ -6,7 +6,7 @@
     users/PUBLIC_KEY.json    role, run and expiry of every key that the broker accepts
     tls/                     certificates: ca.pem of the broker's own authority, one per address, and their keys
     authorization.conf       the same as the nats-server reads it, written whenever a user changes
-    servers/PID              the servers to reload then
+    servers/PID.MACHINE      the servers to reload then; of several hosts if they share the folder
 
 Only its owner can enter the folder.
 """
@@ -18,6 +18,7 @@ import math
 import os
 import signal
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -31,7 +32,7 @@ from broker.identity.keys import Key
 from broker.identity.server_config import ServerUser, authorization, nkey_user
 from broker.system.locks import lock
 from broker.system.private_files import private_write
-from broker.system.process_identity import has_ended, identity_of
+from broker.system.process_identity import has_ended, identity_of, is_elsewhere, this_machine
 
 AUTHORIZATION: Final = "authorization.conf"
 LOCK_WITHIN_S: Final = 10.0
@@ -171,7 +172,18 @@ class KeyFolder:
 
     def serve(self, pid: int) -> None:
         """Reload this nats-server whenever a user changes."""
-        _write(self.path / "servers" / str(pid), identity_of(pid))
+        _write(self._note_of(pid), identity_of(pid))
+
+    def _note_of(self, pid: int) -> Path:
+        return self.path / "servers" / f"{pid}.{zlib.crc32(this_machine().encode()):08x}"
+
+    def follow(self, pid: int) -> None:
+        """Reload this nats-server if a process of another host, which could not signal it, changed the users."""
+        note = self._note_of(pid)
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if note.stat().st_mtime_ns < (self.path / AUTHORIZATION).stat().st_mtime_ns:
+                os.utime(note)
+                os.kill(pid, signal.SIGHUP)
 
     def refresh(self) -> None:
         """Write what the nats-server reads, and reload the servers if that changed, as after an expiry."""
@@ -193,11 +205,14 @@ class KeyFolder:
             return
         _write(file, text)
         for server in (self.path / "servers").glob("[0-9]*"):  # not the drafts
-            if has_ended(server.read_text(encoding="ascii")):
+            identity = server.read_text(encoding="ascii")
+            if has_ended(identity):
                 server.unlink(missing_ok=True)
-                continue
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(int(server.name), signal.SIGHUP)
+            elif not is_elsewhere(identity):
+                pid = int(server.name.partition(".")[0])
+                with suppress(ProcessLookupError, PermissionError):
+                    os.utime(server)  # newer than what it reads
+                    os.kill(pid, signal.SIGHUP)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
