@@ -151,12 +151,17 @@ def _named_keys() -> KeyFolder | None:
 
 
 def client_options(url: str) -> dict[str, Any]:
-    """Return the arguments with which a plain ``nats.connect`` logs in as the operator; empty without a key."""
+    """Return the arguments with which a plain ``nats.connect`` logs in as the operator; empty without a login."""
     login = find_login(url, OPERATOR, "")
-    if login.key is None:
-        return {}
-    tls = {"tls": context} if (context := login.tls_context()) is not None else {}
-    return {"nkeys_seed_str": login.key.seed, "inbox_prefix": login.inbox, **tls}
+    cluster = login.cluster or ClusterLogin()
+    options: dict[str, Any] = {"inbox_prefix": login.inbox} if login.role else {}
+    if login.key is not None and cluster.jwt:
+        options |= {"user_jwt_cb": cluster.jwt.encode, "signature_cb": login.key.sign_nonce}
+    elif login.key is not None:
+        options["nkeys_seed_str"] = login.key.seed
+    if cluster.password:
+        options |= {"user": cluster.user, "password": cluster.password}
+    return options | ({"tls": context} if (context := login.tls_context()) is not None else {})
 
 
 def note(url: str, folder: Path) -> None:

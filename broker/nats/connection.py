@@ -374,7 +374,7 @@ class NatsLink:
             return f"the broker at {self.where} refuses the key {self._login.key.public}: it was revoked or has expired"
         return (
             f"the broker at {self.where} requires a login: it was started by another user or on another host; ask for "
-            "a join token (rlearner invite) and pass it with --join"
+            "a join token (rlearner invite) and pass it with --join; for your own cluster see docs/cluster.md"
         )
 
     async def send(self, subject: str, payload: Buffer, *, reply: str = "", headers: Headers | None = None) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import nats
 import pytest
 from jwt_accounts import JwtAccounts
 from own_authority import OwnAuthority
@@ -22,7 +23,7 @@ from broker.contract.streams import RUNS, TICKETS
 from broker.identity.cluster_login import CA, CERT, CERT_KEY, CREDS, NKEY, PASSWORD, USER
 from broker.identity.key_folder import KeyFolder, as_server_user
 from broker.identity.keys import Key
-from broker.identity.login import KEYS, find_login
+from broker.identity.login import KEYS, client_options, find_login
 from broker.identity.server_config import ServerUser, account, certificate_user, password_user
 from broker.jetstream.bus import Bus
 from broker.settings.runspec import publish_runspec
@@ -155,6 +156,16 @@ async def test_a_run_is_found_by_a_hub_of_its_own_login(place: Place, monkeypatc
     await learner.close()
 
 
+async def test_a_plain_client_logs_in_as_the_operator(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in place.logins["operator"].items():
+        monkeypatch.setenv(name, value)
+    client = await nats.connect(place.url, allow_reconnect=False, **client_options(place.url))
+    heard = await client.subscribe("anything")
+    await client.publish("anything", b"x")
+    assert (await heard.next_msg(timeout=10)).data == b"x"
+    await client.close()
+
+
 def test_a_login_of_another_role_is_one_line(place: Place) -> None:
     assert why_refused(environment(place, "envhub")) == (
         f"error: the login for {place.url} may not receive replies as the operator, who sees all runs; name its run "
@@ -229,6 +240,24 @@ def test_a_jwt_longer_than_the_server_takes(with_jwts: Place, tmp_path: Path) ->
     said = why_refused(environment(with_jwts, "operator", **{CREDS: str(file)}))
     assert re.search(rf" refuse the JWT of {CREDS}, whose [0-9]+ characters may exceed their max_control_line; ", said)
     assert said.endswith("; give the permissions to a signing key of the account, or raise that limit")
+
+
+async def test_a_file_that_is_gone_does_not_end_a_process_that_works(
+    with_nkeys: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, learner = tmp_path / "learner.key", KeyFolder(with_nkeys.folder / "keys").role("learner", RUN)
+    private(file, learner.seed)
+    monkeypatch.setenv(NKEY, str(file))
+    bus = await Bus.connect(with_nkeys.url, RUN, name="learner", role="learner", deadline_s=20)
+    file.unlink()
+    await bus.link._abandon()
+    async with asyncio.timeout(20):
+        await bus.link.connected.wait()
+        await bus.ensure_streams()
+    assert (
+        f"{NKEY}: cannot read {file}: No such file or directory; connecting with the login read before" in caplog.text
+    )
+    await bus.close()
 
 
 # -------------------------------------------------------------------------------------------------- mutual TLS

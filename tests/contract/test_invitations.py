@@ -94,7 +94,7 @@ async def test_without_a_token_nobody_else_joins(bus: Bus, broker_url: str, else
     assert child.returncode == 2
     assert said.splitlines()[-1] == (
         f"error: the broker at {broker_url} requires a login: it was started by another user or on another host; ask "
-        "for a join token (rlearner invite) and pass it with --join"
+        "for a join token (rlearner invite) and pass it with --join; for your own cluster see docs/cluster.md"
     )
 
 
