@@ -36,7 +36,7 @@ class Login:
         run: the run of that role; empty for the operator.
         name: of the join token; empty for a key of this user's broker.
         key: None without any login, or for one by password or certificate.
-        owner: public key of the run's owner, from a join token.
+        owner: public key of the run's owner, from a join token or the environment.
         authority: certificate of the broker's authority as PEM text; empty: the system's authorities count.
         keys: the broker's folder of keys, if this user has it.
         cluster: the rest of a login that the environment names.
@@ -119,11 +119,11 @@ def find_login(url: str, role: str, run: str) -> Login:
         return Login(role, run, key=key, authority=keys.authority(), keys=keys)
     shown, keys = cluster_login.from_environment(url), _named_keys()
     if shown is not None and shown.shows_something:
-        return Login(role, run, key=shown.key, keys=keys, cluster=shown)
+        return Login(role, run, key=shown.key, owner=cluster_login.named_owner(), keys=keys, cluster=shown)
     if keys is not None:
         key, tls = (keys.role(role, run) if run else keys.operator()), shown or ClusterLogin()
         return Login(role, run, key=key, keys=keys, cluster=replace(tls, named_by=KEYS, key=key))
-    return Login(cluster=shown)
+    return Login(owner=cluster_login.named_owner(), cluster=shown)
 
 
 def keys_of(url: str) -> KeyFolder:

@@ -60,6 +60,8 @@ def show_permissions(options: argparse.Namespace) -> None:
     print(ABOUT.format(runs=", ".join(runs), roles=", ".join(roles)), end="")
     if options.login == "certificate":
         print(CERTIFICATES, end="")
+    for run in runs if options.keys else ():
+        print(f"# owner of {run}: {KeyFolder(Path(options.keys).absolute()).owner(run).public}")
     print((account if options.format == "accounts" else authorization)(users), end="")
     if options.login == "nkey":
         text = f"seeds are in {options.keys}: set {KEYS} to it on this host; elsewhere use `rlearner invite`"
@@ -76,8 +78,6 @@ def _users(options: argparse.Namespace, runs: Sequence[str], roles: Sequence[str
     if not options.keys:
         raise UserError(f"--login nkey needs --keys FOLDER (or {KEYS}), where the keys of the users are or will be")
     keys = KeyFolder(Path(options.keys).absolute())
-    for run in runs:
-        keys.owner(run)
     for role, run in named:
         _ = keys.operator() if role == OPERATOR else keys.role(role, run)
     yield from (as_server_user(user) for user in keys.users() if (user.role, user.run) in named)

@@ -13,6 +13,7 @@ from typing import Any
 import nats
 import pytest
 from nats.aio.client import Client
+from nats.aio.msg import Msg
 from own_server import own_server
 
 from broker.contract import codec, wire
@@ -20,6 +21,7 @@ from broker.contract.examples import EXAMPLES
 from broker.contract.permissions import inbox
 from broker.contract.streams import CONTROL, EPISODES, RUNS, SAMPLES, TICKETS, WEIGHTS
 from broker.identity import cluster_login
+from broker.identity.key_folder import KeyFolder
 from broker.identity.login import KEYS, find_login
 from broker.jetstream.bus import Bus
 from broker.settings.runspec import publish_runspec
@@ -120,6 +122,22 @@ async def test_processes_of_every_role_do_their_work(
         await bus.close()
 
 
+async def test_a_server_replies_to_a_hub(
+    learner: Bus, server: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollout = await connect(monkeypatch, server, "rollout")
+    hub = await connect(monkeypatch, server, "envhub")
+
+    async def reply(message: Msg) -> None:
+        await rollout.link.send(message.reply, b"text")
+
+    await rollout.link.subscribe(f"rl.{RUN}.generate.s1", reply)
+    await rollout.link.overdue(1.0)
+    assert (await hub.link.call(f"rl.{RUN}.generate.s1", b"prompt", timeout_s=5)).data == b"text"
+    await hub.close()
+    await rollout.close()
+
+
 @pytest.mark.parametrize("role", HUBS)
 async def test_a_hub_writes_neither_what_the_run_follows_nor_another_run(
     role: str, learner: Bus, server: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
@@ -195,6 +213,7 @@ def test_only_the_runs_and_roles_that_are_named(tmp_path: Path) -> None:
     permissions("--run", OTHER, *keys)
     made = permissions("--run", RUN, "--role", "envhub", "rewardhub", *keys).stdout
     assert [line.strip() for line in made.splitlines() if line.strip().startswith("#")][1:] == [
+        f"# owner of {RUN}: {KeyFolder(tmp_path / 'keys').owner(RUN).public}",
         f"# envhub {RUN}",
         f"# rewardhub {RUN}",
     ]

@@ -17,7 +17,8 @@ from own_server import own_server, reload
 from broker.contract import codec, wire
 from broker.contract.examples import EXAMPLES
 from broker.contract.streams import DEAD, RUNS, TICKETS
-from broker.identity.cluster_login import NKEY
+from broker.identity.cluster_login import NKEY, OWNER
+from broker.identity.key_folder import KeyFolder
 from broker.identity.login import KEYS, find_login
 from broker.identity.signatures import HEADER
 from broker.jetstream.api import find
@@ -46,11 +47,12 @@ async def test_its_groups_are_trained(tmp_path: Path, monkeypatch: pytest.Monkey
         train = {"steps": 2, "groups_per_step": 2, "max_staleness": 1}
         config = fleet.config(str(tmp_path), RUN, train=train)
         clean = {**os.environ, "XDG_STATE_HOME": elsewhere}
+        hub = {NKEY: str(keys / RUN / "envhub.key"), OWNER: KeyFolder(keys).owner(RUN).public}
         children = [
             subprocess.Popen([sys.executable, "-m", *words], stderr=subprocess.PIPE, text=True, env=clean | env)  # noqa: ASYNC220
             for words, env in (
                 (["rollout.cli", "--join", str(token), "--engine", "random", "--id", "r1"], {}),
-                (["envhub.cli", "--broker", url, "--run", RUN, "--n", "2"], {NKEY: str(keys / RUN / "envhub.key")}),
+                (["envhub.cli", "--broker", url, "--run", RUN, "--n", "2"], hub),
             )
         ]
         monkeypatch.setenv(KEYS, str(keys))

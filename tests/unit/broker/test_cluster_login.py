@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from broker.contract.permissions import OPERATOR
-from broker.errors import UserError
-from broker.identity.cluster_login import CA, CERT, CERT_KEY, CREDS, NKEY, PASSWORD, USER, from_environment
+from broker.errors import UserError, WireError
+from broker.identity.cluster_login import CA, CERT, CERT_KEY, CREDS, NKEY, OWNER, PASSWORD, USER, from_environment
 from broker.identity.key_folder import KeyFolder
 from broker.identity.keys import Key
 from broker.identity.login import KEYS, find_login, keys_of
+from broker.identity.signatures import signed
 
 URL = "nats://127.0.0.1:9"
 KEY = Key.generate()
@@ -57,6 +58,20 @@ def test_a_user_of_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     assert login.cluster.user == "me"
     assert (login.role, login.key) == ("learner", None)
     assert "hunter2" not in repr(login)
+
+
+def test_the_owner_that_is_named_checks_signatures(monkeypatch: pytest.MonkeyPatch, files: Path) -> None:
+    owner = Key.generate()
+    name(monkeypatch, files, **{NKEY: "key"})
+    monkeypatch.setenv(OWNER, owner.public)
+    login = find_login(URL, "envhub", "quick")
+    assert login.stamp("quick", "s", signed(owner, "s", b"x"), b"x") > 0
+    with pytest.raises(WireError, match="did not sign"):
+        login.stamp("quick", "s", signed(KEY, "s", b"x"), b"x")
+    monkeypatch.setenv(OWNER, owner.seed)
+    with pytest.raises(UserError, match=rf"^{OWNER} is not a public key") as caught:
+        find_login(URL, "envhub", "quick")
+    assert owner.seed not in str(caught.value)
 
 
 def test_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch, files: Path) -> None:
