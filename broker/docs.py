@@ -51,8 +51,8 @@ and the message, made with the key of the run's owner. Ignore a value without it
 
 ## Writing a hub
 
-[third_party_hub.py](third_party_hub.py) is a complete environment hub on plain nats-py, pyzmq and msgpack. It follows
-these rules.
+[third_party_hub.py](third_party_hub.py) is a complete environment hub on plain nats-py, nkeys, pyzmq and msgpack. It
+follows these rules.
 
 **Connect.** Every process has a key (an nkeys seed) with the permissions of its role and run: the subjects of the rows
 that the role writes or reads, the requests to JetStream that reading them takes, and replies below
@@ -63,7 +63,10 @@ tokenizer; the bucket `rl_{{run}}_models` has its files for hosts without that f
 `rl_{{run}}_control`: take no tickets while it is `paused`, end after
 `draining` and at once after `stopped`; no entry means `running`. Publish a `Presence` with role `envhub` and the
 domains in `serves`, every second or two to `rl.{{run}}.presence.envhub.{{id}}`, and put it into the bucket
-`rl_{{run}}_members` every 20 s. The learner uses it to find the members of the run.
+`rl_{{run}}_members` every 20 s. The learner uses it to find the members of the run. Its `voucher` proves that it is
+yours: the join token's `certificate`, a dot, and the base64 of an ed25519 signature with the token's key of
+`rlearner statement`, a newline and the JSON list `[run, role, id, address, channel, policy, serves, key]` without
+spaces. Others ignore a presence without a valid one.
 
 **Take tickets.** All hubs read the queue of a domain through one durable pull consumer, named after the domain (after
 the pool in the stream `rl_{{run}}_episodes`). The learner creates it before the RunSpec; hubs may not:

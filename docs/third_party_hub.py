@@ -1,15 +1,17 @@
-"""An environment hub that shares no code with rlearner: plain nats-py, pyzmq and msgpack, as docs/wire.md describes.
+"""An environment hub that shares no code with rlearner: nats-py, nkeys, pyzmq and msgpack, as docs/wire.md describes.
 
-    python docs/third_party_hub.py nats://127.0.0.1:4222 RUN DOMAIN KEY
+    python docs/third_party_hub.py nats://127.0.0.1:4222 RUN DOMAIN TOKEN
 
-KEY is a file with the nkeys seed of an envhub of that run.
+TOKEN is a file that `rlearner invite envhub --run RUN --out TOKEN` wrote.
 
 It plays a made-up game, one turn long: the reward is the share of even numbers among the sampled tokens.
 """
 
 import array
 import asyncio
+import base64
 import contextlib
+import json
 import os
 import socket
 import sys
@@ -18,11 +20,14 @@ import uuid
 
 import msgpack
 import nats
+import nkeys
 import zmq
 import zmq.asyncio
 from nats.js.errors import KeyNotFoundError, NotFoundError
 
-URL, RUN, DOMAIN, KEY = sys.argv[1:5]
+URL, RUN, DOMAIN = sys.argv[1:4]
+with open(sys.argv[4], encoding="utf-8") as file:
+    TOKEN = json.load(file)
 ID = f"third-party-{uuid.uuid4().hex[:8]}"
 CURVE = zmq.curve_keypair()
 AT_ONCE, MAX_TOKENS = 4, 4  # tickets in hand; tokens of an answer
@@ -137,6 +142,10 @@ async def play(jetstream, servers, message):
 async def announce(client, members, playing):
     presence = {"type": "Presence", "role": "envhub", "id": ID, "host": socket.gethostname(), "pid": os.getpid()}
     presence |= {"state": "serving", "slots": AT_ONCE, "serves": [DOMAIN], "key": CURVE[0].decode()}
+    said = [RUN, "envhub", ID, "", "", "actor", [DOMAIN], presence["key"]]  # with the defaults of what is left out
+    content = b"rlearner statement\n" + json.dumps(said, separators=(",", ":")).encode()
+    signature = nkeys.from_seed(bytearray(TOKEN["seed"].encode())).sign(content)
+    presence["voucher"] = f"{TOKEN['certificate']}.{base64.b64encode(signature).decode()}"
     for second in range(1 << 62):
         body = msgpack.packb({**presence, "running": len(playing)})
         await client.publish(f"rl.{RUN}.presence.envhub.{ID}", body)
@@ -146,8 +155,8 @@ async def announce(client, members, playing):
 
 
 async def main():
-    inbox = f"_INBOX.envhub.{RUN}.local"  # the only one that this key may read
-    client = await nats.connect(URL, nkeys_seed=KEY, inbox_prefix=inbox, max_reconnect_attempts=-1)
+    inbox = f"_INBOX.envhub.{RUN}.{TOKEN['name']}"  # the only one that this key may read
+    client = await nats.connect(URL, nkeys_seed_str=TOKEN["seed"], inbox_prefix=inbox, max_reconnect_attempts=-1)
     jetstream, servers, playing = client.jetstream(), Servers(), set()
     control, members = await jetstream.key_value(f"rl_{RUN}_control"), await jetstream.key_value(f"rl_{RUN}_members")
     await client.subscribe(f"rl.{RUN}.presence.rollout.*", cb=servers.on_beat)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from broker.settings.arguments import ArgumentParser, add_config, complete, count, natural, share, tokens
+from broker.system.children import hide_memory
 from broker.system.entry import enter
 
 EPILOG = """also:
@@ -45,6 +46,7 @@ def _serve(arguments: Sequence[str]) -> int:
     from envhub.service import serve
 
     options = parser().parse_args(arguments)
+    hide_memory()
     return process.main("envhub", lambda stop: serve(options, stop))
 
 

@@ -25,6 +25,7 @@ class EnvhubSection(Section):
     min_tokens_per_s: PositiveFloat = 10.0  # what a loaded server still samples for one request
     max_retries: PositiveInt = 3  # of one turn on other servers, and of one episode after an error
     worker_memory_mib: PositiveInt | None = 2048  # of one environment in a worker process; None: no limit
+    pass_env: tuple[str, ...] = ()  # environment variables of the hub that environments and agents get, secret ones too
     max_hung_threads: PositiveInt = 256  # a hub that has lost this many threads in environments exits
     # failed tickets of a domain in a row (at most those played at once, at least 2) before it waits for a good trial
     broken_after: PositiveInt = 5

@@ -10,7 +10,7 @@ from typing import Any
 from broker.settings.preflight import PreflightFinding
 from envhub.agents.imports import imported, missing
 from envhub.domain import load_domains
-from envhub.envs.agent import PYTHON, AgentArgs, AgentEnvironment
+from envhub.envs.agent import PYTHON, AgentArgs, AgentEnvironment, plain_env
 
 
 def preflight_findings(config: dict[str, Any]) -> list[PreflightFinding]:
@@ -38,7 +38,7 @@ def _program(key: str, args: AgentArgs) -> PreflightFinding | None:
         names = imported(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError) as error:
         return PreflightFinding("agents", key, "missing", f"{file} cannot be run: {error}", f"{interpreter} {file}")
-    lacking = missing(interpreter, names, str(file.parent.absolute()), args.env, args.cwd)
+    lacking = missing(interpreter, names, str(file.parent.absolute()), plain_env(args), args.cwd)
     if not lacking:
         return PreflightFinding("agents", key, "ok", f"{file} finds what it imports")
     problem, fix = f"{file} imports {', '.join(lacking)}, not installed", f"-m pip install {' '.join(lacking)}"

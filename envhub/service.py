@@ -43,6 +43,7 @@ from envhub.tickets.assignment import assignment, task
 from envhub.tickets.attempts import AttemptNotes
 from envhub.tickets.feed import QueueTurns, TicketFeed
 from envhub.tickets.outbox import InHand, TicketOutbox
+from envhub.workers import sandboxed
 from envhub.workers.calls import EnvironmentCalls
 from envhub.workers.worker_pool import WorkerPools
 from rlearner_text.model_files import local_model
@@ -85,6 +86,7 @@ class EnvironmentHub:
         self.domains = _serving(load_domains(config), self._names)
         for domain in self.domains.values():
             domain.check()
+            sandboxed.require(domain)
         trusted = (config.get("model") or {}).get("trust_remote_code", False)
         tokenizer = Tokenizer.load(model_path, trust_remote_code=trusted)
         self.client = carriers.connect(section(config, "broker", BrokerSection).channel, member.bus)
@@ -92,7 +94,8 @@ class EnvironmentHub:
         self.generator = TurnGenerator(self.client, self.servers, name=member.id, max_retries=self.settings.max_retries)
         limits = EpisodeLimits(seconds(self.settings.episode_timeout_s), seconds(self.settings.generate_timeout_s))
         self.slots = slots.EpisodeSlots(n or self.settings.n, self.settings.max_retries)
-        calls, nurseries = EnvironmentCalls(self.settings.step_timeout_s), WorkerPools(self.settings.worker_memory_mib)
+        nurseries = WorkerPools(self.settings.worker_memory_mib, self.settings.pass_env)
+        calls = EnvironmentCalls(self.settings.step_timeout_s)
         self.players = EpisodeRunners(tokenizer, self.generator, calls, limits, nurseries, max_workers=self.slots.n)
         self.health = WorkHealth("domain", self.domains, self._broken_after, trial=self._trial, changed=member.poke)
         self.tally = HubMetrics()

@@ -90,11 +90,12 @@ def check_name(key: str, kind: str, name: str, table: Mapping[str, str]) -> None
 
 def _check_model(config: dict[str, Any]) -> None:
     from rlearner_text.config import TinyModel, check_model_path
-    from rlearner_text.hub import is_local
+    from rlearner_text.hub import check_trust, is_local
     from rlearner_text.tiny import check_tiny
 
     model = config["model"]
     if model["path"] is not None:
+        check_trust(model["path"], "model.path", trust_remote_code=model["trust_remote_code"])
         if is_local(model["path"]):
             check_model_path(model["path"])
         return

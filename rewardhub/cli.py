@@ -9,6 +9,7 @@ from typing import Final
 
 from broker.runtime import process
 from broker.settings.arguments import ArgumentParser, complete, count, names, tokens
+from broker.system.children import hide_memory
 from broker.system.entry import enter
 
 EXAMPLES: Final = {"rewardhub": ["rewardhub --run quick", "rewardhub --rewards judge --workers 2"]}
@@ -35,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run() -> int:
         options = parser().parse_args(argv)
+        hide_memory()
         return process.main("rewardhub", lambda stop: serve(options, stop))
 
     return enter(run)

@@ -20,6 +20,7 @@ class RewardhubSection(Section):
     timeout_s: PositiveFloat = 10.0  # one score
     max_retries: PositiveInt = 2  # of one score after a timeout, a crash or an error
     worker_memory_mib: PositiveInt | None = 4096  # of one worker process, beyond what its rewards load; None: no limit
+    pass_env: tuple[str, ...] = ()  # environment variables of the hub that rewards get, secret ones too
     max_groups: PositiveInt = 16  # groups in progress at once
     broken_after: PositiveInt = 5  # failed groups of a pool in a row; the hub then takes none until a trial succeeds
     drain_timeout_s: PositiveFloat = 30.0

@@ -9,7 +9,7 @@ import logging
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -50,8 +50,12 @@ class RewardProcess:
         self._listening = asyncio.create_task(self._listen(reader))
 
     @classmethod
-    async def start(cls, output: WorkerOutput, env: Mapping[str, str]) -> RewardProcess:
+    async def start(cls, output: WorkerOutput, env: Mapping[str, str], passed: Collection[str]) -> RewardProcess:
         """Start a process.
+
+        Args:
+            env: variables added to its environment.
+            passed: further variables of this process that it gets.
 
         Raises:
             OSError: if it cannot be started.
@@ -59,7 +63,8 @@ class RewardProcess:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                child = await asyncio.to_thread(start, "rewardhub.reward_process", theirs, output.file, env=env)
+                given = ("rewardhub.reward_process", theirs, output.file)
+                child = await asyncio.to_thread(start, *given, env=env, passed=passed)
         except BaseException:
             ours.close()
             raise
@@ -120,6 +125,8 @@ class RewardProcess:
         try:
             while True:
                 (size,) = line.HEADER.unpack(await reader.readexactly(line.HEADER.size))
+                if size > line.MAX_ANSWER_BYTES:
+                    raise msgspec.DecodeError(f"{size} bytes, the limit is {line.MAX_ANSWER_BYTES}")
                 message = protocol.decode_numbered_reply(await reader.readexactly(size))
                 self._heard = time.monotonic()
                 if (answer := self._open.get(message.number)) is not None and not answer.done():
@@ -151,14 +158,15 @@ class RewardProcesses:
 
     Args:
         gpus: GPUs to use, one process of each model on each; empty: what the environment allows.
+        passed: environment variables that they get besides the harmless ones and those that their rewards refer to.
 
     Attributes:
         num_killed: processes that ended too early.
         num_busy: samples that are being scored.
     """
 
-    def __init__(self, gpus: Sequence[int] = ()) -> None:
-        self._gpus = list(gpus)
+    def __init__(self, gpus: Sequence[int] = (), passed: Sequence[str] = ()) -> None:
+        self._gpus, self._passed = list(gpus), passed
         self._kinds: dict[str, _Kind] = {}
         self._output: WorkerOutput | None = None
         self._buried_cpu_s = 0.0
@@ -237,7 +245,8 @@ class RewardProcesses:
                 await process.close()
             self._output = self._output or WorkerOutput("a reward")
             try:
-                process = await RewardProcess.start(self._output, kind.envs[index])
+                passed = {*self._passed, *loading.variables_of(kind.reward)}
+                process = await RewardProcess.start(self._output, kind.envs[index], passed)
             except OSError as error:
                 raise NoWorkerError(f"cannot start a process for {kind.reward.name}: {error}") from None
             try:

@@ -36,7 +36,12 @@ async def try_rewards(config: dict[str, Any], samples: Mapping[str, Mapping[str,
     settings = section(config, "rewardhub", RewardhubSection)
     rewards = {key: reward for key, (reward, _) in own.items()}
     scorers = ScoreDispatcher(
-        rewards, num_workers=1, timeout_s=settings.timeout_s, memory_mib=settings.worker_memory_mib, gpu_numbers=()
+        rewards,
+        num_workers=1,
+        timeout_s=settings.timeout_s,
+        memory_mib=settings.worker_memory_mib,
+        gpu_numbers=(),
+        passed=settings.pass_env,
     )
     try:
         await scorers.start()

@@ -20,6 +20,7 @@ class ScoreDispatcher:
         timeout_s: for one score of such a process.
         memory_mib: memory of such a process.
         gpu_numbers: GPUs for reward models.
+        passed: environment variables that the processes get, secret ones too.
     """
 
     def __init__(
@@ -30,10 +31,11 @@ class ScoreDispatcher:
         timeout_s: float,
         memory_mib: int | None,
         gpu_numbers: Sequence[int],
+        passed: Sequence[str] = (),
     ) -> None:
         self._many, self._single = _divided(rewards)
-        self._workers = RewardWorkerPool(num_workers, timeout_s, self._single, memory_mib=memory_mib)
-        self._hosts = RewardProcesses(gpu_numbers)
+        self._workers = RewardWorkerPool(num_workers, timeout_s, self._single, memory_mib=memory_mib, passed=passed)
+        self._hosts = RewardProcesses(gpu_numbers, passed)
 
     def adopt(self, rewards: Mapping[str, RewardConfig]) -> None:
         """Use these rewards from now on; new processes start with the first sample."""

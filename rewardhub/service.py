@@ -100,6 +100,7 @@ class RewardhubService:
             timeout_s=self.settings.timeout_s,
             memory_mib=self.settings.worker_memory_mib,
             gpu_numbers=gpu_numbers,
+            passed=self.settings.pass_env,
         )
         self.trials = PoolTrials()
         most = self.settings.broken_after

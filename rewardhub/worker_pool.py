@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 import msgspec
@@ -18,6 +18,7 @@ from broker.system.workers import limits, line
 from broker.system.workers.output import WorkerOutput
 from broker.system.workers.start import start
 from rewardhub import protocol
+from rewardhub.rewards import loading
 from rewardhub.rewards.base import Sample, Scored
 
 log = logging.getLogger(__name__)
@@ -57,8 +58,13 @@ class RewardWorkerProcess:
         self.loaded: Sequence[RewardConfig] = ()
 
     @classmethod
-    async def start(cls, output: WorkerOutput, memory_mib: int | None) -> RewardWorkerProcess:
+    async def start(
+        cls, output: WorkerOutput, memory_mib: int | None, passed: Collection[str] = ()
+    ) -> RewardWorkerProcess:
         """Start a process.
+
+        Args:
+            passed: environment variables that it gets besides the harmless ones.
 
         Raises:
             OSError: if it cannot be started.
@@ -66,7 +72,8 @@ class RewardWorkerProcess:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                child = await asyncio.to_thread(start, "rewardhub.worker", theirs, output.file, (str(memory_mib or 0),))
+                given = (theirs, output.file, (str(memory_mib or 0),))
+                child = await asyncio.to_thread(start, "rewardhub.worker", *given, passed=passed)
         except BaseException:
             ours.close()
             raise
@@ -117,11 +124,19 @@ class RewardWorkerPool:
         timeout_s: for one score; a worker that takes longer is killed.
         rewards: loaded in every worker before it serves.
         memory_mib: memory of a worker beyond what its rewards load, None: no limit.
+        passed: environment variables that they get besides the harmless ones and those that their rewards refer to.
     """
 
     def __init__(
-        self, num_workers: int, timeout_s: float, rewards: Sequence[RewardConfig], *, memory_mib: int | None = None
+        self,
+        num_workers: int,
+        timeout_s: float,
+        rewards: Sequence[RewardConfig],
+        *,
+        memory_mib: int | None = None,
+        passed: Sequence[str] = (),
     ) -> None:
+        self._passed = passed
         self._timeout_s, self._rewards, self._memory_mib = timeout_s, list(rewards), memory_mib
         self._output: WorkerOutput | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -216,7 +231,8 @@ class RewardWorkerPool:
         if self._watching is None and self._memory_mib is not None:
             self._watching = asyncio.create_task(self._watch(self._memory_mib))
         try:
-            worker = await RewardWorkerProcess.start(self._output, self._memory_mib)
+            referred = [name for reward in self._rewards for name in loading.variables_of(reward)]
+            worker = await RewardWorkerProcess.start(self._output, self._memory_mib, {*self._passed, *referred})
         except OSError as error:
             raise NoWorkerError(f"cannot start a worker process: {error}") from None
         self._living.add(worker)

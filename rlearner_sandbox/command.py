@@ -77,22 +77,37 @@ def inside(
     return [python(), "-I", "-S", "-X", "utf8", "-c", BOOT, str(len(code(mode))), *map(str, numbers), mode, *packages]
 
 
-def jail(bwrap: str, filter_fd: int, limits: SandboxLimits, *, root: bool, packages: Sequence[str] = ()) -> list[str]:
+def jail(
+    bwrap: str,
+    filter_fd: int,
+    limits: SandboxLimits,
+    *,
+    root: bool,
+    packages: Sequence[str] = (),
+    network: bool = False,
+    scratch: Sequence[str] = (),
+    folder: str = "/tmp",
+) -> list[str]:
     """Return the command line of bubblewrap up to the command it runs.
 
     Args:
         filter_fd: a file with the filter on system calls.
         root: whether we run as root. Then no user namespace is needed, and Python changes its uid first.
-        packages: folders that the program may import from, besides the standard library.
+        packages: files and folders that the program may read, besides the standard library.
+        network: whether it shares the host's network.
+        scratch: folders that it may write to; empty at first, in memory.
+        folder: its working folder.
     """
     privileges = (
         ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if root else ["--unshare-user"]
     )
-    spaces = [f"--unshare-{name}" for name in ("pid", "net", "ipc", "uts", "cgroup-try")]
+    spaces = [f"--unshare-{name}" for name in ("pid", "ipc", "uts", "cgroup-try", *(() if network else ("net",)))]
+    size = ("--perms", "1777", "--size", str(limits.file_mib << 20), "--tmpfs")
+    writable = [part for path in scratch for part in (*size, path)]
     return [
         bwrap, *privileges, *spaces, "--die-with-parent", "--new-session", "--seccomp", str(filter_fd), "--hostname",
-        "sandbox", "--perms", "1777", "--size", str(limits.file_mib << 20), "--tmpfs", "/tmp", *_root(tuple(packages)),
-        "--proc", "/proc", "--remount-ro", "/", "--chdir", "/tmp", "--",
+        "sandbox", *size, "/tmp", *_root(tuple(packages), folder), *writable, "--proc", "/proc", "--remount-ro", "/",
+        "--chdir", folder, "--",
     ]  # fmt: skip
 
 
@@ -135,7 +150,7 @@ def _compiled(name: str) -> CodeType:
 
 
 @lru_cache(maxsize=8)
-def _root(packages: tuple[str, ...]) -> tuple[str, ...]:
+def _root(packages: tuple[str, ...], working: str = "/tmp") -> tuple[str, ...]:
     """Return the options for the root folder: C library, Python, two devices."""
     links: list[str] = []
     shown: list[str] = ["/usr/lib", "/usr/lib64"]
@@ -151,7 +166,8 @@ def _root(packages: tuple[str, ...]) -> tuple[str, ...]:
     shown += map(os.path.abspath, packages)
     shown = [path for path in dict.fromkeys(map(os.path.realpath, shown)) if os.path.exists(path)]
     shown = [path for path in shown if not any(path.startswith(other + "/") for other in shown)]
-    folders = (str(folder) for path in (*shown, *DEVICES) for folder in reversed(Path(path).parents))
+    folders = [str(folder) for path in (*shown, *DEVICES) for folder in reversed(Path(path).parents)]
+    folders += [str(folder) for folder in (*reversed(Path(working).parents), working)]
     above = dict.fromkeys(folder for folder in folders if folder not in ("/", "/tmp"))
     # else they get the modes they have outside
     result = [part for folder in above for part in ("--perms", "0755", "--dir", folder)]

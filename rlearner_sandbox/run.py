@@ -134,7 +134,7 @@ class Sandbox:
     ) -> SandboxProcess:  # fmt: skip
         """Start a process that runs ``inside.py``; its end of the channel is closed here."""
         ours, theirs = socket.socketpair()
-        files = [_file(stdin)]
+        files = [sealed_file(stdin)]
         try:
             ours.send(code(mode))
             command, passed = self._command(mode, theirs.fileno(), -1 if channel is None else channel.fileno(), files)
@@ -158,10 +158,10 @@ class Sandbox:
         if self._kind == "none":  # processes cannot be limited: the kernel counts all that this user has
             own = inside(control, mode, self.limits, uid=0, processes=0, channel=channel, packages=self._packages)
             return own, passed
-        files.append(_file(self._filter))
+        files.append(sealed_file(self._filter))
         uid = 0
         if self._root:
-            uid = free_uid(os.getpid() * 16 + next(self._numbers) % 16, _id_maps())
+            uid = free_uid(os.getpid() * 16 + next(self._numbers) % 16, id_maps())
         head = jail(self._bwrap, files[-1], self.limits, root=self._root, packages=self._packages)
         most, packages = self.limits.processes, self._packages
         own = inside(control, mode, self.limits, uid=uid, processes=most, channel=channel, packages=packages)
@@ -176,11 +176,12 @@ def _together(host: ProgramEnd, judged: ProgramEnd) -> ProgramEnd:
 
 
 @lru_cache(maxsize=1)
-def _id_maps() -> list[str]:
+def id_maps() -> list[str]:
+    """Return the maps of uids and gids of this process's user namespace."""
     return [Path(f"/proc/self/{name}_map").read_text(encoding="ascii") for name in ("uid", "gid")]
 
 
-def _file(data: bytes) -> int:
+def sealed_file(data: bytes) -> int:
     """Return a sealed file in memory, open at its beginning."""
     fd = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     rest = memoryview(data)

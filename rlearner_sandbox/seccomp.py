@@ -45,12 +45,17 @@ MACHINES: Final = {"x86_64": (0xC000003E, 56, 41, _X86_64), "aarch64": (0xC00000
 CLONE3: Final = 435
 
 
-def program(machine: str | None = None) -> bytes:
-    """Return the filter for ``bwrap --seccomp``; raise KeyError unless the machine is x86_64 or aarch64."""
+def program(machine: str | None = None, *, memory_files: bool = False) -> bytes:
+    """Return the filter for ``bwrap --seccomp``; raise KeyError unless the machine is x86_64 or aarch64.
+
+    Args:
+        memory_files: whether memfd_create is allowed, for programs whose memory somebody else watches.
+    """
     arch, clone, sockets, refused = MACHINES[machine or platform.machine()]
     code = [_op(LOAD, ARCH_AT), _op(EQUAL, arch, 1, 0), _op(RETURN, KILL)]
     code += [_op(LOAD, NUMBER_AT), _op(AT_LEAST, X32, 0, 1), _op(RETURN, KILL)]
-    for number in (*refused.values(), *_SAME_EVERYWHERE):
+    names = [name for name in refused if not (memory_files and name == "memfd_create")]
+    for number in (*(refused[name] for name in names), *_SAME_EVERYWHERE):
         code += [_op(EQUAL, number, 0, 1), _op(RETURN, FAIL_WITH | errno.EPERM)]
     # Its flags lie in memory, which a filter cannot read; C libraries fall back to clone.
     code += [_op(EQUAL, CLONE3, 0, 1), _op(RETURN, FAIL_WITH | errno.ENOSYS)]

@@ -1,4 +1,8 @@
-"""Finds a model's files in a local folder or on the Hugging Face hub, without torch and transformers."""
+"""Finds a model's files in a local folder or on the Hugging Face hub, without torch and transformers.
+
+``NAME@REVISION`` names a commit, branch or tag of the hub. Only safetensors are downloaded and loaded: other formats of
+weights are pickles, which run code.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,29 @@ TOKENIZER_FILES: Final = (
     "additional_chat_templates/*",
 )  # fmt: skip
 _MAX_HEADER: Final = 100_000_000  # bytes, the format's limit
-_WEIGHT_PATTERNS: Final = ("*.safetensors", "pytorch_model*.bin")
+_PICKLED: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _HUB_NAME: Final = re.compile(r"(?:(?:\w|\w[\w.-]{0,94}\w)/)?(?:\w|\w[\w.-]{0,94}\w)")  # the oldest lack the owner
+_REVISION: Final = re.compile(r"\w[\w./-]{0,127}")
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _EXPECTED: Final = "give a Hugging Face model folder or hub name such as Qwen/Qwen3-0.6B"
 
 
 def is_local(path: str) -> bool:
     """Return whether a path means a local folder: it exists, or cannot be a hub name."""
-    return Path(path).expanduser().exists() or not _HUB_NAME.fullmatch(path)
+    name, at, revision = path.partition("@")
+    is_hub_name = _HUB_NAME.fullmatch(name) and (not at or _REVISION.fullmatch(revision))
+    return Path(path).expanduser().exists() or not is_hub_name
+
+
+def check_trust(path: str, key: str, *, trust_remote_code: bool) -> None:
+    """Check that code of a model on the hub is that of one commit, so that nobody can replace it later.
+
+    Raises:
+        ConfigError: if it is not; names the key.
+    """
+    if trust_remote_code and not is_local(path) and not _COMMIT.fullmatch(path.partition("@")[2]):
+        name = path.partition("@")[0]
+        raise ConfigError(key, path, f"with trust_remote_code name the commit: {name}@ and 40 hexadecimal digits")
 
 
 def tokenizer_folder(path: str, key: str = "model.path") -> Path:
@@ -41,13 +60,20 @@ def tokenizer_folder(path: str, key: str = "model.path") -> Path:
     return Path(_download(path, key, TOKENIZER_FILES))
 
 
-def weights_folder(path: str, key: str = "model.path") -> Path:
-    """Return the folder with a model's safetensors; downloads a hub name unless it is cached.
+def model_folder(path: str, key: str = "model.path", *, trust_remote_code: bool = False) -> str:
+    """Return the folder with a model's files; downloads a hub name, without pickled weights, unless it is cached.
+
+    Args:
+        trust_remote_code: whether its Python files are needed, too.
 
     Raises:
-        ConfigError: if there is no such name on the hub and in the cache.
+        ConfigError: if there is no such name on the hub and in the cache, or its code is not that of one commit.
     """
-    return Path(path).expanduser() if is_local(path) else Path(_download(path, key, ("*.safetensors", "*.json")))
+    if is_local(path):
+        return str(Path(path).expanduser())
+    check_trust(path, key, trust_remote_code=trust_remote_code)
+    code = ("*.py",) if trust_remote_code else ()
+    return _download(path, key, (*TOKENIZER_FILES, "*.safetensors", "*.json", *code))
 
 
 def check_model(path: str, key: str) -> None:
@@ -60,8 +86,13 @@ def check_model(path: str, key: str) -> None:
         raise ConfigError(key, path, f"no such folder; {_EXPECTED}")
     if "model_type" not in read_json(folder / "config.json", path, key):
         raise ConfigError(key, path, f"its config.json names no model_type; {_EXPECTED}")
-    if not any(next(folder.glob(pattern), None) for pattern in _WEIGHT_PATTERNS):
-        raise ConfigError(key, path, f"the folder holds no weights ({' or '.join(_WEIGHT_PATTERNS)}); {_EXPECTED}")
+    if next(folder.glob("*.safetensors"), None) is not None:
+        return
+    pickled = next((file.name for pattern in _PICKLED for file in sorted(folder.glob(pattern))), "")
+    if pickled:
+        remedy = "convert it in a sandbox: load it with transformers, and save_pretrained writes safetensors"
+        raise ConfigError(key, path, f"{pickled} is a pickle, which could run code, and is never loaded; {remedy}")
+    raise ConfigError(key, path, f"the folder holds no weights (*.safetensors); {_EXPECTED}")
 
 
 def check_hub_name(path: str, key: str) -> list[PreflightFinding]:
@@ -72,7 +103,7 @@ def check_hub_name(path: str, key: str) -> list[PreflightFinding]:
         check_model(path, key)
     except ConfigError as error:
         problem = error.allowed.removesuffix(f"; {_EXPECTED}")
-        remedy = f"hf download {path}  # or a folder with the model"
+        remedy = f"hf download {path.replace('@', ' --revision ')}  # or a folder with the model"
         return [PreflightFinding("models", key, "missing", f"{path}: {problem}", remedy)]
     return [PreflightFinding("models", key, "ok", f"{path} is found")]
 
@@ -122,7 +153,8 @@ def _download(name: str, key: str, patterns: tuple[str, ...]) -> str:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        return str(snapshot_download(name, allow_patterns=list(patterns)))
+        repository, _, revision = name.partition("@")
+        return str(snapshot_download(repository, revision=revision or None, allow_patterns=list(patterns)))
     except HFValidationError:
         raise ConfigError(key, name, f"it is neither a folder nor a hub name; {_EXPECTED}") from None
     except LocalEntryNotFoundError:

@@ -24,5 +24,5 @@ def preflight_findings(config: dict[str, Any]) -> list[PreflightFinding]:
     args = OpenAIArgs.model_validate(section.engine_args)
     from rlearner_text.openai.endpoint_check import check_endpoint
 
-    named = "api_key_env" in args.model_fields_set
-    return [*models, check_endpoint("rollout.engine_args", args.base_url, args.api_key_env, named=named, needed=True)]
+    named = "api_key" in args.model_fields_set
+    return [*models, check_endpoint("rollout.engine_args", args.base_url, args.api_key, named=named, needed=True)]

@@ -18,6 +18,8 @@ from broker.jetstream.bus import Bus
 from broker.jetstream.delivery import decode
 from broker.nats.client import Msg
 from broker.nats.subscription import LinkSubscription
+from broker.runtime.presence import beat_of
+from broker.runtime.vouching import PresenceVerifier
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ class HubAdmission:
     """
 
     def __init__(self, bus: Bus, gone: Callable[[str], None]) -> None:
-        self._bus, self._gone = bus, gone
+        self._bus, self._gone, self._verifier = bus, gone, PresenceVerifier(bus)
         self.clock = 0.0  # seconds in which this process was listening, as in ``broker.runtime.presence``
         self._keys: dict[str, float] = {}  # admitted, when last heard
         self._subject: dict[str, str] = {}  # of each admitted key
@@ -101,12 +103,9 @@ class HubAdmission:
         presence, _ = decode(message.data, PRESENCE.messages)
         if not isinstance(presence, wire.Presence) or presence.role not in ROLES or not presence.key:
             return
-        subject = PRESENCE.subject(self._bus.run, f"{presence.role}.{presence.id}")
-        if subject != message.subject:
-            return  # not written by the role that it names
-        key = presence.key
+        key, subject = presence.key, message.subject
         waits = key in self._waiting and self._banned.get(key, 0.0) <= self.clock and len(self._keys) < MAX_KEYS
-        if key not in self._keys and not waits:
+        if (key not in self._keys and not waits) or not self._verifier.accepts(presence, beat_of(subject)):
             return
         if key not in self._keys:
             log.info("admitting %s %s", presence.role, presence.id)

@@ -25,10 +25,8 @@ from broker.identity.keys import Key
 
 NKEY, CREDS, USER, PASSWORD = "RL_BROKER_NKEY", "RL_BROKER_CREDS", "RL_BROKER_USER", "RL_BROKER_PASSWORD_FILE"
 CERT, CERT_KEY, CA = "RL_BROKER_CERT", "RL_BROKER_KEY", "RL_BROKER_CA"
-OWNER: Final = "RL_BROKER_OWNER"
 MOST_BYTES: Final = 65_536
 LONG_JWT: Final = 3500  # with it, the command to connect approaches the 4096 bytes that servers take by default
-_PUBLIC: Final = re.compile("U[A-Z2-7]{55}")
 _JWT: Final = re.compile(r"-----BEGIN NATS USER JWT-----\s+(\S+)\s+-+END NATS USER JWT-+")
 _SEED: Final = re.compile(r"-----BEGIN USER NKEY SEED-----\s+(\S+)\s+-+END USER NKEY SEED-+")
 
@@ -129,20 +127,6 @@ def from_environment(url: str) -> ClusterLogin | None:
 
 
 _TLS: Final = {"certificate": CERT, "certificate_key": CERT_KEY, "authority": CA}
-
-
-def named_owner() -> str:
-    """Return the public key of the run's owner that the environment names, empty without one.
-
-    Raises:
-        UserError: if it is not a public key.
-    """
-    owner = os.environ.get(OWNER, "").strip()
-    if owner and not _PUBLIC.fullmatch(owner):
-        raise UserError(
-            f"{OWNER} is not a public key (U and 55 more characters); see `broker permissions --keys FOLDER`"
-        )
-    return owner
 
 
 def named_authority() -> str:

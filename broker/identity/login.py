@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from broker.contract.permissions import INBOX, OPERATOR, inbox
 from broker.contract.sizes import Buffer
 from broker.errors import UserError
-from broker.identity import cluster_login, signatures
+from broker.identity import cluster_login, signatures, vouchers
 from broker.identity.cluster_login import ClusterLogin
 from broker.identity.key_folder import KeyFolder
 from broker.identity.keys import Key
@@ -36,10 +36,12 @@ class Login:
         run: the run of that role; empty for the operator.
         name: of the join token; empty for a key of this user's broker.
         key: None without any login, or for one by password or certificate.
-        owner: public key of the run's owner, from a join token or the environment.
+        owner: public key of the run's owner, from a join token.
+        certificate: by which the owner vouches for the key of a join token, see ``vouchers``.
         authority: certificate of the broker's authority as PEM text; empty: the system's authorities count.
         keys: the broker's folder of keys, if this user has it.
         cluster: the rest of a login that the environment names.
+        signer: key of the join token, with which it vouches for what it says.
     """
 
     role: str = ""
@@ -50,6 +52,8 @@ class Login:
     authority: str = ""
     keys: KeyFolder | None = field(default=None, repr=False)
     cluster: ClusterLogin | None = field(default=None, repr=False)
+    certificate: str = ""
+    signer: Key | None = field(default=None, repr=False)
 
     @property
     def inbox(self) -> str:
@@ -93,8 +97,26 @@ class Login:
         Raises:
             WireError: if the owner did not sign it.
         """
-        owner = self.keys.owner(run).public if self.keys is not None else self.owner
+        owner = self._owner(run)
         return signatures.stamp(owner, subject, headers, data) if owner else 0
+
+    def vouch(self, run: str, statement: bytes) -> str:
+        """Return the voucher of this identity for a statement; empty on brokers without keys."""
+        if self.keys is not None:
+            return vouchers.vouch(self.keys.owner(run), statement)
+        return vouchers.vouch(self.signer, statement, self.certificate) if self.signer else ""
+
+    def check_voucher(self, run: str, role: str, statement: bytes, voucher: str) -> None:
+        """Check that a process of a role made a statement; on brokers without keys nothing is checked.
+
+        Raises:
+            WireError: if the voucher does not prove it.
+        """
+        if owner := self._owner(run):
+            vouchers.check(owner, run, role, statement, voucher)
+
+    def _owner(self, run: str) -> str:
+        return self.keys.owner(run).public if self.keys is not None else self.owner
 
     @property
     def manages_all(self) -> bool:
@@ -119,11 +141,11 @@ def find_login(url: str, role: str, run: str) -> Login:
         return Login(role, run, key=key, authority=keys.authority(), keys=keys)
     shown, keys = cluster_login.from_environment(url), _named_keys()
     if shown is not None and shown.shows_something:
-        return Login(role, run, key=shown.key, owner=cluster_login.named_owner(), keys=keys, cluster=shown)
+        return Login(role, run, key=shown.key, keys=keys, cluster=shown)
     if keys is not None:
         key, tls = (keys.role(role, run) if run else keys.operator()), shown or ClusterLogin()
         return Login(role, run, key=key, keys=keys, cluster=replace(tls, named_by=KEYS, key=key))
-    return Login(owner=cluster_login.named_owner(), cluster=shown)
+    return Login(cluster=shown)
 
 
 def keys_of(url: str) -> KeyFolder:

@@ -9,7 +9,7 @@ import secrets
 import stat
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ import msgspec
 
 from broker.contract.streams import token
 from broker.errors import ConfigError, UserError
-from broker.identity.cluster_login import named_authority
+from broker.identity import cluster_login, vouchers
 from broker.identity.key_folder import BrokerUser, KeyFolder
 from broker.identity.keys import Key
 from broker.identity.login import Login
@@ -38,6 +38,7 @@ class JoinToken:
         name: by which the operator can revoke it.
         expires_at: seconds since the epoch, 0: never.
         owner: public key of the owner of the run.
+        certificate: by which the owner vouches for its key.
         authority: certificate of the broker's authority as PEM text; empty for one on loopback.
         seed: the secret half of its key.
     """
@@ -48,13 +49,25 @@ class JoinToken:
     name: str
     expires_at: float
     owner: str
+    certificate: str
     authority: str
     seed: str = field(repr=False)
 
     @property
     def login(self) -> Login:
-        """The login of this token's key."""
-        return Login(self.role, self.run, self.name, Key(self.seed), self.owner, self.authority)
+        """The login of this token's key, or one that the environment names, with signatures by this key.
+
+        Raises:
+            UserError: if the environment names a login that cannot be used.
+        """
+        key, shown = Key(self.seed), cluster_login.from_environment(self.broker)
+        made = Login(
+            self.role, self.run, self.name, key, self.owner, self.authority, certificate=self.certificate, signer=key
+        )
+        if shown is None or not shown.shows_something:
+            return made
+        authority = self.authority if shown.tls_context() is None else ""
+        return replace(made, name="", key=shown.key, authority=authority, cluster=shown)
 
 
 def duration(text: str) -> float:
@@ -85,9 +98,10 @@ def invite(keys: KeyFolder, broker: str, role: str, run: str, *, name: str = "",
     if any(user.name == name for user in keys.users()):
         raise UserError(f"--name {name}: the broker already has a token of this name; `rlearner revoke {name}` ends it")
     key = Key.generate()
-    owner = keys.owner(token(run, "--run")).public
-    authority = keys.authority() if keys.makes_keys else named_authority()
-    made = JoinToken(broker, run, role, name, time.time() + expires_s, owner, authority, key.seed)
+    owner, expires_at = keys.owner(token(run, "--run")), time.time() + expires_s
+    certificate = vouchers.certify(owner, run, role, key.public, expires_at)
+    authority = keys.authority() if keys.makes_keys else cluster_login.named_authority()
+    made = JoinToken(broker, run, role, name, expires_at, owner.public, certificate, authority, key.seed)
     keys.admit(BrokerUser(key.public, role, run, name, made.expires_at))
     return made
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import ssl
 import time
@@ -41,6 +42,11 @@ def split(url: str) -> list[str]:
 def without_passwords(url: str) -> str:
     """Return the addresses without user names and passwords."""
     return ",".join(one.rpartition("@")[2] for one in url.split(",")) if "@" in url else url
+
+
+def without_logins(url: str) -> str:
+    """Return the addresses as others may use them, without user names and passwords."""
+    return re.sub(r"(^|//|,)[^/,@]*@", r"\1", url)
 
 
 def why_unreachable(error: Exception) -> str:

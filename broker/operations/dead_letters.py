@@ -16,6 +16,7 @@ from broker.errors import UserError, WireError
 from broker.jetstream.bus import Bus, LogRecord
 from broker.operations import dead_letter_retry
 from broker.operations.runs import choose_run
+from broker.system.visible_text import visible
 
 SHOWN_BYTES: Final = 512
 
@@ -42,9 +43,9 @@ async def list_letters(bus: Bus, options: argparse.Namespace) -> None:
         if isinstance(letter, wire.DeadLetter):
             where = f"{letter.stream} {letter.sequence}" if letter.sequence else letter.stream
             ticket = f", ticket {letter.ticket}" if letter.ticket else ""
-            print(f"{record.seq}  {where}{ticket}, {len(letter.data)} bytes, by {letter.by}: {letter.reason}")
+            print(visible(f"{record.seq}  {where}{ticket}, {len(letter.data)} bytes, by {letter.by}: {letter.reason}"))
         else:
-            print(f"{record.seq}  does not decode: {record.error}")
+            print(visible(f"{record.seq}  does not decode: {record.error}"))
     print(f"{count} dead letter{'' if count == 1 else 's'} in run {bus.run}", file=sys.stderr)
 
 
@@ -76,10 +77,10 @@ async def retry_letter(bus: Bus, options: argparse.Namespace) -> None:
     letter = (await _letter(bus, options.number)).message
     if not isinstance(letter, wire.DeadLetter):
         raise UserError(f"dead letter {options.number} does not decode, so it cannot be retried")
-    print(f"ticket {letter.ticket}, given up by {letter.by}: {letter.reason}", flush=True)
+    print(visible(f"ticket {letter.ticket}, given up by {letter.by}: {letter.reason}"), flush=True)
     async with aclosing(dead_letter_retry.retry(bus, letter, options.timeout)) as outcomes:
         async for outcome in outcomes:
-            print("\n".join(dead_letter_retry.described(outcome)), flush=True)
+            print("\n".join(map(visible, dead_letter_retry.described(outcome))), flush=True)
     print("for inspection only: the result is neither stored nor trained on", file=sys.stderr)
 
 
@@ -92,13 +93,13 @@ def _show(record: LogRecord, *, raw: bool) -> None:
         return
     if isinstance(letter, wire.DeadLetter):
         for name in ("stream", "sequence", "ticket", "by", "reason"):
-            print(f"{name:9} {getattr(letter, name)}")
+            print(visible(f"{name:9} {getattr(letter, name)}"))
     print(f"{'data':9} {len(data)} bytes")
     try:
-        print(str(codec.decode(data, *wire.MESSAGES))[:SHOWN_BYTES])
+        print(visible(str(codec.decode(data, *wire.MESSAGES))[:SHOWN_BYTES]))
     except WireError:
         try:
-            print(repr(msgspec.msgpack.decode(data))[:SHOWN_BYTES])
+            print(visible(repr(msgspec.msgpack.decode(data))[:SHOWN_BYTES]))
         except (msgspec.DecodeError, ValueError):
             print(repr(data[:SHOWN_BYTES]))
 

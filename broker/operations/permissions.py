@@ -60,8 +60,6 @@ def show_permissions(options: argparse.Namespace) -> None:
     print(ABOUT.format(runs=", ".join(runs), roles=", ".join(roles)), end="")
     if options.login == "certificate":
         print(CERTIFICATES, end="")
-    for run in runs if options.keys else ():
-        print(f"# owner of {run}: {KeyFolder(Path(options.keys).absolute()).owner(run).public}")
     print((account if options.format == "accounts" else authorization)(users), end="")
     if options.login == "nkey":
         text = f"seeds are in {options.keys}: set {KEYS} to it on this host; elsewhere use `rlearner invite`"
@@ -69,15 +67,18 @@ def show_permissions(options: argparse.Namespace) -> None:
 
 
 def _users(options: argparse.Namespace, runs: Sequence[str], roles: Sequence[str]) -> Iterator[ServerUser]:
+    keys = KeyFolder(Path(options.keys).absolute()) if options.keys else None
+    if keys is not None:
+        for run in runs:
+            keys.owner(run)
     named = [(role, run) for run in runs for role in roles if role != OPERATOR]
     named += [(OPERATOR, "")] * (OPERATOR in roles)
     if options.login != "nkey":
         make = password_user if options.login == "password" else certificate_user
         yield from (make(role, run) for role, run in named)
         return
-    if not options.keys:
+    if keys is None:
         raise UserError(f"--login nkey needs --keys FOLDER (or {KEYS}), where the keys of the users are or will be")
-    keys = KeyFolder(Path(options.keys).absolute())
     for role, run in named:
         _ = keys.operator() if role == OPERATOR else keys.role(role, run)
     yield from (as_server_user(user) for user in keys.users() if (user.role, user.run) in named)

@@ -14,6 +14,7 @@ from broker.jetstream.bus import Bus
 from broker.nats.nats_errors import ApiError
 from broker.runtime.presence import census
 from broker.settings.runspec import find_runs
+from broker.system.visible_text import visible
 
 
 async def choose_run(bus: Bus, options: argparse.Namespace) -> None:
@@ -46,10 +47,10 @@ async def status(bus: Bus, options: argparse.Namespace) -> None:
         bus.run = run
         roles = Counter(one.role for one in alive)
         processes = ", ".join(f"{count} {role}" for role, count in sorted(roles.items()))
-        print(f"{run}: {state}; {processes or 'no processes'}")
+        print(visible(f"{run}: {state}; {processes or 'no processes'}"))
         for stream in STREAMS:
             if stream.kind in (StreamKind.WORK_QUEUE, StreamKind.LOG):
-                print(f"  {stream.name:12}{await _depth(bus, stream)}")
+                print(visible(f"  {stream.name:12}{await _depth(bus, stream)}"))
 
 
 async def _depth(bus: Bus, stream: Any) -> str:

@@ -13,6 +13,7 @@ from broker.contract.streams import MEMBERS, PRESENCE
 from broker.errors import LostState
 from broker.jetstream.bus import Bus
 from broker.nats.nats_errors import Disconnected
+from broker.runtime.vouching import PresenceSigner
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,8 @@ class Announcer:
     def __init__(
         self, bus: Bus, describe: Callable[[], wire.Presence], *, every_s: float = BEAT_S, refresh_s: float = REFRESH_S
     ) -> None:
-        self._bus, self._describe, self._every_s, self._refresh_s = bus, describe, every_s, refresh_s
+        self._bus, self._every_s, self._refresh_s = bus, every_s, refresh_s
+        self._signer, self._plain = PresenceSigner(bus), describe
         self._poked, self._due = asyncio.Event(), asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._beaten: wire.Presence | None = None  # the last beat; None: omitted or not sent
@@ -84,6 +86,9 @@ class Announcer:
         """Note that the broker may come back without its memory."""
         self._is_made = False
         self._due.set()
+
+    def _describe(self) -> wire.Presence:
+        return self._signer.signed(self._plain())
 
     async def _keep_beating(self) -> None:
         while True:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeGuard
+from typing import Final
 
 from broker.contract import wire
 from broker.contract.streams import MEMBERS, PRESENCE, ROLES
@@ -14,6 +14,7 @@ from broker.jetstream.bus import Bus
 from broker.jetstream.delivery import decode
 from broker.nats.client import Msg
 from broker.nats.subscription import LinkSubscription
+from broker.runtime.vouching import PresenceVerifier
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class Roster:
         told: Callable[[wire.Presence, bool], None] = lambda presence, is_there: None,
     ) -> None:
         self._bus, self._beats, self._members, self._ttl_s, self._told = bus, beats, members, ttl_s, told
+        self._verifier = PresenceVerifier(bus)
         self.clock = 0.0
         self._seen: dict[str, _Seen] = {}  # by role.id
         self._living: dict[str, list[wire.Presence]] = {}  # by role, until anyone comes, goes or changes
@@ -70,7 +72,7 @@ class Roster:
             self._subscribed.append(await self._bus.link.subscribe(subject, self._on_beat))
         for role in (*self._beats, *self._members):
             told = self.hear if role in self._beats else self._hear_member
-            self._subscribed.append(await listen(self._bus, role, told, read=role in self._members))
+            self._subscribed.append(await listen(self._bus, role, told, self._verifier, read=role in self._members))
         self._tasks = [asyncio.create_task(self._tick())]
 
     async def serve(self) -> None:
@@ -155,11 +157,10 @@ class Roster:
 
     async def _on_beat(self, message: Msg) -> None:
         presence, error = decode(message.data, PRESENCE.messages)
-        if not isinstance(presence, wire.Presence):
+        key = beat_of(message.subject)
+        if presence is None:
             log.warning("%s: %s", message.subject, error)
-        elif (key := beat_of(message.subject)) != f"{presence.role}.{presence.id}":
-            log.warning("%s: presence of another process, %s.%s, was ignored", key, presence.role, presence.id)
-        else:
+        elif self._verifier.accepts(presence, key):
             self.hear(key, presence)
 
     async def _tick(self) -> None:
@@ -176,7 +177,12 @@ class Roster:
 
 
 async def listen(
-    bus: Bus, role: str, told: Callable[[str, wire.Presence | None], None], *, read: bool
+    bus: Bus,
+    role: str,
+    told: Callable[[str, wire.Presence | None], None],
+    verifier: PresenceVerifier,
+    *,
+    read: bool,
 ) -> LinkSubscription:
     """Call back with (role.id, presence or None if it left) for each new entry of a role among the members.
 
@@ -191,14 +197,14 @@ async def listen(
         if is_reading:
             tapped.add(key)
         name = key.removeprefix(f"{bus.run}.")
-        if message is None or _is_of(message, name):
+        if message is None or verifier.accepts(message, name):
             told(name, message)
 
     subscribed = await bucket.tap(f"{bus.run}.{role}", tap)
     if read:
         for key, message in (await bucket.values(f"{bus.run}.{role}")).items():
             name = key.removeprefix(f"{bus.run}.")
-            if key not in tapped and _is_of(message, name):  # a tapped one is newer
+            if key not in tapped and verifier.accepts(message, name):  # a tapped one is newer
                 told(name, message)
     is_reading = False
     return subscribed
@@ -209,19 +215,14 @@ def beat_of(subject: str) -> str:
     return ".".join(subject.split(".")[3:])
 
 
-def _is_of(message: wire.Message | None, name: str) -> TypeGuard[wire.Presence]:
-    """Return whether an entry is the presence of the process ``role.id`` whose key it has; only it may write there."""
-    return isinstance(message, wire.Presence) and name == f"{message.role}.{message.id}"
-
-
 async def census(bus: Bus, run: str, within_s: float = CENSUS_S) -> list[wire.Presence]:
     """Return all processes of a run that are heard within a time, ordered by role and id; stop once all members are."""
     heard: dict[str, wire.Presence] = {}
-    news = asyncio.Event()
+    news, verifier = asyncio.Event(), PresenceVerifier(bus, run)
 
     async def on_beat(message: Msg) -> None:
         presence, _ = decode(message.data, PRESENCE.messages)
-        if isinstance(presence, wire.Presence) and _is_of(presence, beat_of(message.subject)):
+        if verifier.accepts(presence, beat_of(message.subject)):
             heard[f"{run}.{presence.role}.{presence.id}"] = presence
             news.set()
 

@@ -22,7 +22,6 @@ from broker.contract import wire
 from broker.contract.streams import CONTROL, RUNS, token
 from broker.errors import ConfigError, LostState, RlearnerError, UserError
 from broker.identity import tokens
-from broker.identity.cluster_login import named_owner
 from broker.identity.login import Login
 from broker.identity.trust import is_trusted, trust
 from broker.jetstream.bus import Bus
@@ -233,9 +232,7 @@ def _token(options: argparse.Namespace, role: str) -> tuple[str, str | None, Log
     """
     if options.join is None:
         if options.trust_run_code:
-            if not (owner := named_owner()):
-                raise UserError("--trust-run-code goes with --join; runs of this machine's own user are trusted")
-            trust(owner)
+            raise UserError("--trust-run-code goes with --join; runs of this machine's own user are trusted")
         return options.broker, options.run, None
     made = tokens.read(options.join, role)
     if options.run not in (None, made.run):

@@ -25,6 +25,7 @@ from broker.system.children import spawn
 from broker.system.connections import addresses, is_loopback
 from broker.system.locks import lock
 from broker.system.private_files import private_folder
+from broker.system.redaction import without_secrets
 
 OLDEST: Final = (2, 9)
 OLDEST_SYNC_ALWAYS: Final = (2, 10)
@@ -169,7 +170,8 @@ class BrokerServer:
         self._port, self._bind, self._sync_always = port, bind, sync_always
         self._store_max_gib, self._binary = store_max_gib, binary
         self._cluster = cluster
-        self._env = {"GOMAXPROCS": str(num_procs), **os.environ} if num_procs else None
+        procs = {"GOMAXPROCS": str(num_procs)} if num_procs else {}
+        self._env = {**procs, **without_secrets(os.environ)}
         self._certificate: tuple[Path, Path] | None = None  # and its key, beyond loopback or in a cluster
         self._child: subprocess.Popen[bytes] | None = None
 

@@ -52,7 +52,7 @@ def _device(value: str) -> str:
 def _http_url(value: str) -> str:
     parts = urlsplit(value)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
-        raise ValueError("expected http://host:port/v1 or https://…, without a user; api_key_env names the key")
+        raise ValueError("expected http://host:port/v1 or https://…, without a user; api_key says where the key is")
     return value
 
 
@@ -115,7 +115,9 @@ class DomainSection(Section):
 
     env: str  # a name of the registry in envhub/envs, or a dotted path or file path to a class
     env_args: dict[str, Any] = {}
-    isolation: Literal["none", "thread", "process"] | None = None  # None: the default of the environment's class
+    isolation: Literal["none", "thread", "process", "sandbox"] | None = None  # None: the default of its class
+    network: bool = False  # with isolation sandbox: whether the environment may use the network
+    readable: list[str] = []  # with isolation sandbox: further files and folders that it may read
     system_prompt: str = ""
     weight: PositiveFloat = 1.0  # share among the domains
     group_size: PositiveInt = 8

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from broker.errors import ConfigError, UserError
+from broker.settings.secret import refuse_interpolated
 
 HERE: Final = "${here}"
 RUN_CONFIG: Final = "config.yaml"  # in the folder of a run: resolved, with every value
@@ -33,13 +34,15 @@ def load(
     overrides after it change the preset.
 
     Raises:
-        UserError: if a file is missing or malformed, or an override is not ``key=value``.
+        UserError: if a file is missing or malformed, an override is not ``key=value``, or an
+            interpolation would copy a secret from the environment.
     """
     config = _read(_find(path), ())
     if (Path(path) / RUN_CONFIG).is_file():
         config = OmegaConf.create(of_run(_renamed(config, Path(path).resolve())))
     for override in overrides:
         _override(config, override)
+    refuse_interpolated(OmegaConf.to_container(config, resolve=False))
     try:
         plain = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:

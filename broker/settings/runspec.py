@@ -18,6 +18,7 @@ from broker.errors import ConfigError, Fenced, UserError, WireError
 from broker.jetstream.bus import Bus
 from broker.settings import timeouts
 from broker.settings.config import DomainSection, Section
+from broker.settings.secret import refuse_literal
 from broker.settings.sections import parse, unknown
 from broker.system.reminders import Reminders
 
@@ -105,10 +106,12 @@ def validate(
         checks: checks across sections; None: those of a run.
 
     Raises:
-        ConfigError: if a value is not allowed; names the first key (``train.lr``), its value and what is allowed.
+        ConfigError: if a value is not allowed or a secret; names the first key (``train.lr``), its value and what is
+            allowed.
         UserError: if it is a configuration for another command.
     """
     sections, checks = SECTIONS if sections is None else sections, CHECKS if checks is None else checks
+    refuse_literal(config)
     for name in config:
         if name not in sections:
             if sections is SECTIONS and (command := next((OFFLINE[key] for key in OFFLINE if key in config), "")):

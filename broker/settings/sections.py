@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import pydantic
 
 from broker.errors import ConfigError
+from broker.system.redaction import HIDDEN, is_secret_name
 
 M = TypeVar("M", bound=pydantic.BaseModel)
 
@@ -44,7 +45,8 @@ def _config_error(where: str, model: type[pydantic.BaseModel], error: pydantic.V
         return ConfigError(key, problem["input"], unknown(name, _keys_at(model, above), ".".join((where, *above))))
     if problem["type"] == "missing":
         return ConfigError(key, None, "it must be given")
-    return ConfigError(key, problem["input"], sentence(problem["msg"]))
+    found = HIDDEN if is_secret_name(location[-1] if location else "") else problem["input"]
+    return ConfigError(key, found, sentence(problem["msg"]))
 
 
 def sentence(message: str) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import psutil
 from broker.system.private_files import PRIVATE_UMASK
 
 _PR_SET_PDEATHSIG: Final = 1
+_PR_SET_DUMPABLE: Final = 4
 _PRCTL: Final = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None) if sys.platform == "linux" else None
 
 
@@ -25,6 +28,30 @@ def die_with(parent: int, death_signal: signal.Signals) -> None:
         _PRCTL(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+
+
+# Runs between fork and exec of the command, in a process of its own: a forked copy of a process with threads may only
+# make system calls, and copying the page tables of a large one takes longer than this.
+_LAUNCH: Final = """import ctypes, os, sys
+parent, signal, *command = sys.argv[1:]
+prctl = getattr(ctypes.CDLL(None), "prctl", None)
+prctl is None or prctl(1, int(signal), 0, 0, 0)
+os.getppid() == int(parent) or os._exit(1)
+try:
+    os.execvp(command[0], command)
+except OSError as error:
+    print(f"cannot start {command[0]}: {error.strerror}", file=sys.stderr)
+    os._exit(127)
+"""
+
+
+def hide_memory() -> None:
+    """Keep other processes of this user, which may run users' code, from reading this one's memory and environment.
+
+    Root still can. Debuggers and profilers of this process need root, and it writes no core dump.
+    """
+    if _PRCTL is not None:
+        _PRCTL(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def cpu_s(pid: int) -> float:
@@ -56,7 +83,10 @@ def spawn(
     Raises:
         OSError: if the command cannot be started.
     """
-    parent = os.getpid()
+    program = os.path.join(cwd or "", command[0]) if os.path.dirname(command[0]) else command[0]
+    if shutil.which(program, path=(os.environ if env is None else env).get("PATH")) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
+    launcher = [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), str(int(death_signal))]
 
     started = threading.Event()
     outcome: list[subprocess.Popen[bytes] | OSError] = []
@@ -64,7 +94,7 @@ def spawn(
     def keep() -> None:
         try:
             child = subprocess.Popen(
-                list(command),
+                [*launcher, *command],
                 stdin=stdin,
                 stdout=output,
                 stderr=output if errors is None else errors,
@@ -73,7 +103,6 @@ def spawn(
                 env=env,
                 cwd=cwd,
                 umask=PRIVATE_UMASK,
-                preexec_fn=lambda: die_with(parent, death_signal),
             )
         except OSError as error:
             outcome.append(error)

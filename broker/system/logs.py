@@ -8,6 +8,7 @@ import sys
 from typing import Final, TextIO
 
 from broker.errors import UserError
+from broker.system.redaction import redact
 from broker.system.visible_text import visible
 
 log = logging.getLogger(__name__)
@@ -17,7 +18,10 @@ _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asc
 
 
 class LineFormatter(logging.Formatter):
-    """``2026-11-22 12:00:01.042 INFO run role id message key=value``, with a traceback on the lines below."""
+    """``2026-11-22 12:00:01.042 INFO run role id message key=value``, with a traceback on the lines below.
+
+    Secrets appear as ``***``.
+    """
 
     default_msec_format = "%s.%03d"
 
@@ -26,7 +30,7 @@ class LineFormatter(logging.Formatter):
         self.default_time_format = "%Y-%m-%d %H:%M:%S"
 
     def format(self, record: logging.LogRecord) -> str:
-        return visible(super().format(record), newlines=True)
+        return redact(visible(super().format(record), newlines=True))
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         given = {key: value for key, value in vars(record).items() if key not in _STANDARD}
@@ -85,7 +89,7 @@ def apply(options: argparse.Namespace) -> None:
 
 def say_error(text: str) -> None:
     """Print ``error: …`` to stderr, and log it to the log file if there is one."""
-    print(f"error: {visible(text, newlines=True)}", file=sys.stderr)
+    print(f"error: {redact(visible(text, newlines=True))}", file=sys.stderr)
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.FileHandler):
             handler.handle(log.makeRecord(log.name, logging.ERROR, __file__, 0, text, (), None))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
-import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
+
+from broker.system.workers.environment import worker_environment
 
 WITHIN_S: Final = 20.0
 PROBE: Final = """import importlib.util, sys
@@ -47,7 +48,7 @@ def missing(interpreter: str, names: Sequence[str], folder: str, env: Mapping[st
     """
     if not names:
         return []
-    command, env = [interpreter, "-c", PROBE, folder, *names], {**os.environ, **env}
+    command, env = [interpreter, "-c", PROBE, folder, *names], {**worker_environment(), **env}
     try:
         asked = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S, check=False, env=env, cwd=cwd)
     except (OSError, subprocess.TimeoutExpired):

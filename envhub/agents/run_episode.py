@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from broker.contract import wire
+from broker.errors import UserError
+from broker.system.workers.environment import worker_environment
 from envhub.agents import program
 from envhub.agents.record import RecordedSample
 from envhub.agents.result import AgentResult, BadResult, read
@@ -32,9 +33,15 @@ AGENT_LIMITS = Limits(total=8192, per_peer=8192)  # all agents of a hub have the
 
 
 class AgentRunner:
-    """The endpoint of one hub and its episodes; ``tokenizer`` is that of the policy."""
+    """The endpoint of one hub and its episodes.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    Args:
+        tokenizer: of the policy.
+        passed: environment variables of the hub that agents get besides the harmless ones.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, passed: Sequence[str] = ()) -> None:
+        self._passed = passed
         self._server = HttpServer(tokenizer, self._desk, lambda: ("serving", -1), AGENT_LIMITS)
         self._sessions: dict[str, AgentSession] = {}  # by key
         self._starting = asyncio.Lock()
@@ -65,7 +72,7 @@ class AgentRunner:
         try:
             given, env = self._given(task, row), self._environment(args, task, key)
             ended = await program.run(agent_env.command(args), given, env, args.cwd)
-        except OSError as error:
+        except (OSError, UserError) as error:
             raise EpisodeFailed("env", f"the agent cannot be started: {error}") from None
         finally:
             session.close()
@@ -81,7 +88,7 @@ class AgentRunner:
 
     def _environment(self, args: AgentArgs, task: EpisodeTask, key: str) -> dict[str, str]:
         own = {"OPENAI_BASE_URL": self._server.address, "OPENAI_API_KEY": key, "OPENAI_MODEL": task.policy}
-        return {**os.environ, **args.env, **own, "OMP_NUM_THREADS": "1"}
+        return {**worker_environment(self._passed), **agent_env.whole_env(args), **own, "OMP_NUM_THREADS": "1"}
 
 
 def _result(args: AgentArgs, session: AgentSession, ended: program.ProgramExit) -> AgentResult:

@@ -70,6 +70,7 @@ class AgentSession:
         self.failed = ""
         self.generate_s = 0.0
         self._said: dict[str, str] = {}  # texts of answers, by the prefix of their calls' ids
+        self._with_specials: list[str] = []  # those with sampled special tokens, which the record has to find again
         self._begun = 0
         self._newest = -1
         self._over = False
@@ -99,13 +100,20 @@ class AgentSession:
     def _rendered(self, body: ChatBody) -> str:
         """Return the prompt's text; turns with unchanged tool calls appear as they were sampled."""
         shield = self._means.tokenizer.shield
-        plain = [_shielded(shield, message) for message in body.messages]
+        plain = [self._shielded(shield, message) for message in body.messages]
         messages = [self._as_said(one, body.most_calls, other) for one, other in zip(body.messages, plain, strict=True)]
         tools = shield_values(shield, body.offered)
         try:
             return self._means.tokenizer.render_chat(messages, tools=tools)
         except ConfigError:  # some templates need the calls that a tool answers
             return self._means.tokenizer.render_chat(plain, tools=tools)
+
+    def _shielded(self, shield: Callable[[str], str], message: ChatMessage) -> dict[str, Any]:
+        plain: dict[str, Any] = message.plain()
+        shielded: dict[str, Any] = shield_values(shield, plain)
+        if message.role == "assistant" and message.text and any(message.text in text for text in self._with_specials):
+            shielded["content"] = plain["content"]
+        return shielded
 
     def _as_said(self, message: ChatMessage, most_calls: int | None, plain: dict[str, Any]) -> dict[str, Any]:
         if message.role == "assistant" and message.tool_calls:
@@ -151,6 +159,8 @@ class AgentSession:
         reply_id, _, index = ask.request_id.removeprefix("http.").partition(".")
         text = tool_calls.text_with_markers(self._means.tokenizer, sampled.token_ids)
         self._said[tool_calls.prefix_of(reply_id, int(index))] = text
+        if text != self._means.tokenizer.decode(sampled.token_ids):
+            self._with_specials.append(text)
         if versions := sampled.version_runs[::2]:
             self._newest = max(self._newest, *versions)
             self._on_tokens(min(versions))
@@ -209,9 +219,3 @@ def _ends(tokenizer: Tokenizer) -> tuple[Sequence[int], Sequence[int]]:
     except ConfigError:  # the template shows old turns differently from new ones, so nothing is joined
         return (), tokenizer.eos_token_ids
     return rules.closing, rules.stop_token_ids
-
-
-def _shielded(shield: Callable[[str], str], message: ChatMessage) -> dict[str, Any]:
-    # An assistant message repeats sampled text, whose special tokens the record has to find again.
-    plain: dict[str, Any] = message.plain()
-    return plain if message.role == "assistant" else shield_values(shield, plain)

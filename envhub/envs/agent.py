@@ -33,6 +33,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from broker.errors import ConfigError, DataError
 from broker.settings.config import DomainSection, Section
+from broker.settings.secret import SecretRef
 from broker.system.workers.start import BOOT
 from envhub.envs.base import Environment, Split
 
@@ -55,7 +56,7 @@ class AgentArgs(Section):
     eval_share: Annotated[float, Field(ge=0, lt=1)] = 0.05  # of the rows of ``path``, taken from its end
     num_tasks: PositiveInt | None = None  # if there is no file; None: endless
     shuffle_seed: NonNegativeInt = 0
-    env: dict[str, str] = Field(default_factory=dict)  # added to the program's environment
+    env: dict[str, str | SecretRef] = Field(default_factory=dict)  # added to the program's environment
     cwd: str | None = None  # folder to run in; None: the hub's
 
     @model_validator(mode="after")
@@ -78,7 +79,7 @@ class AgentEnvironment(Environment):
     @classmethod
     def check(cls, args: AgentArgs) -> None:
         program = args.command[0] if args.command else PYTHON
-        if program != PYTHON and shutil.which(program, path=args.env.get("PATH")) is None:
+        if program != PYTHON and shutil.which(program, path=plain_env(args).get("PATH")) is None:
             raise ConfigError("command", args.command, f"a program that is there; {program!r} is not")
         script = args.command[1] if args.command[:1] == [PYTHON] and len(args.command) > 1 else ""
         if script.endswith(".py") and not Path(args.cwd or "", script).is_file():
@@ -105,6 +106,21 @@ class AgentEnvironment(Environment):
         return args.num_tasks if args.path is None else len(rows(args, split))
 
 
+def plain_env(args: AgentArgs) -> dict[str, str]:
+    """Return the variables added to the program's environment, without secrets."""
+    return {name: value for name, value in args.env.items() if isinstance(value, str)}
+
+
+def whole_env(args: AgentArgs) -> dict[str, str]:
+    """Return the variables added to the program's environment.
+
+    Raises:
+        UserError: if a secret is missing or not usable.
+    """
+    secrets = {name: ref for name, ref in args.env.items() if not isinstance(ref, str)}
+    return plain_env(args) | {name: ref.require(f"env_args.env.{name}") for name, ref in secrets.items()}
+
+
 def check_section(name: str, section: DomainSection, args: Section) -> None:
     """Check what an agent needs of its domain.
 
@@ -124,7 +140,7 @@ def command(args: AgentArgs) -> list[str]:
     if args.command:
         return [sys.executable if args.command[0] == PYTHON else args.command[0], *args.command[1:]]
     path = "\n".join(folder or os.getcwd() for folder in sys.path)
-    return [sys.executable, "-P", "-c", BOOT, LAUNCHER, args.function, path]
+    return [sys.executable, "-P", "-c", BOOT, f"{LAUNCHER}:", args.function, path]
 
 
 def row(args: AgentArgs, task_index: int, split: Split) -> Mapping[str, Any] | None:

@@ -6,6 +6,9 @@ timeout. They run where ``domains.<name>.isolation``, or else the class, says:
 
 - ``process``: in their own worker process, which is killed if it hangs, crashes or takes too much memory. The default,
   for all code that is not known to be harmless.
+- ``sandbox``: like ``process``, but under bubblewrap, as another user if the hub is root: a read-only root with Python,
+  its packages, the environment's code and data, a private ``/tmp``, and no network unless ``network`` is set. For code
+  that executes what the policy writes.
 - ``thread``: plain methods in a thread of the hub. For code that waits and shares much: a hanging thread is abandoned,
   but code that crashes, leaks or holds the interpreter's lock harms its hub.
 - ``none``: on the hub's event loop, for trusted code whose calls take microseconds.
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import msgspec
 import numpy as np
@@ -26,7 +29,8 @@ from broker.settings.config import Section
 from rlearner_text.tool_calls import ToolCall
 
 Split = Literal["train", "eval"]
-Isolation = Literal["none", "thread", "process"]
+Isolation = Literal["none", "thread", "process", "sandbox"]
+WORKER: Final = ("process", "sandbox")  # in a process of its own
 Frame = npt.NDArray[np.uint8]  # (height, width, 3)
 
 
@@ -102,6 +106,14 @@ class Environment:
     def data_files(cls, args: Any) -> list[str]:
         """Return the files whose content must be the same for every hub of a run."""
         return []
+
+    @classmethod
+    def folders(cls, args: Any) -> tuple[list[str], list[str]]:
+        """Return the folders that it reads in a sandbox besides ``data_files``, and those that it writes to.
+
+        What it writes stays in memory and is lost with its processes.
+        """
+        return [], []
 
     @classmethod
     def references(cls, args: Any) -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from envhub.domain import Domain
 from envhub.envs.agent import AgentEnvironment
-from envhub.envs.base import Environment
+from envhub.envs.base import WORKER, Environment
 from envhub.episodes.episode import Episode, EpisodeContext, TurnSampler
 from envhub.servers.generate import ExpectedTokens, TurnFailed
 from envhub.task import EpisodeFailed, EpisodeResult, EpisodeTask
@@ -103,7 +103,7 @@ class EpisodeRunners:
         from envhub.agents.run_episode import AgentRunner  # a web server, which other hubs need not load
         from envhub.agents.session import SessionContext
 
-        self.agents = self.agents or AgentRunner(self.tokenizer)
+        self.agents = self.agents or AgentRunner(self.tokenizer, self.nurseries.passed)
         means = SessionContext(self.tokenizer, self.turns.turn, expected, self.limits.generate_timeout_s)
         return await self.agents.play(task, means, on_tokens)
 
@@ -111,7 +111,7 @@ class EpisodeRunners:
         idle = self.idle.get(domain.name)
         if idle:
             return idle.pop()
-        if domain.isolation != "process":
+        if domain.isolation not in WORKER:
             return await self.calls.make(domain.make, in_thread=domain.isolation == "thread")
         if self.nurseries.living >= self.max_workers:
             self._make_way()

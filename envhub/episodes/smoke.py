@@ -12,7 +12,7 @@ from broker.settings.runspec import section
 from envhub.config import EnvhubSection
 from envhub.domain import Domain, load_domains
 from envhub.envs.agent import AgentEnvironment
-from envhub.envs.base import Environment
+from envhub.envs.base import WORKER, Environment
 from envhub.workers.calls import CallFailed, EnvironmentCalls
 from envhub.workers.returned import ReturnedValueError, observation, step_result
 from envhub.workers.worker_pool import NoWorker, RemoteEnvironment, WorkerPools
@@ -35,7 +35,8 @@ async def try_domains(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
         UserError: if an environment fails; says how, with the user's file and line.
     """
     settings = section(config, "envhub", EnvhubSection)
-    calls, nurseries = EnvironmentCalls(settings.step_timeout_s), WorkerPools(settings.worker_memory_mib)
+    calls = EnvironmentCalls(settings.step_timeout_s)
+    nurseries = WorkerPools(settings.worker_memory_mib, settings.pass_env)
     samples: dict[str, dict[str, Any]] = {}
     try:
         for name, domain in load_domains(config).items():
@@ -53,7 +54,7 @@ def _has_own_code(domain: Domain) -> bool:
 
 async def _try(domain: Domain, calls: EnvironmentCalls, nurseries: WorkerPools) -> dict[str, Any]:
     try:
-        if domain.isolation != "process":
+        if domain.isolation not in WORKER:
             environment = await calls.make(domain.make, in_thread=domain.isolation == "thread")
         else:
             environment = await nurseries.environment(domain)

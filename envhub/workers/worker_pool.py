@@ -11,13 +11,15 @@ import logging
 import signal
 import socket
 import subprocess
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 
 from broker.errors import RlearnerError
+from broker.settings.secret import variables
 from broker.system.children import cpu_s
-from broker.system.workers import line
+from broker.system.workers import limits, line
 from broker.system.workers.output import WorkerOutput
 from broker.system.workers.start import start
 from envhub.domain import Domain
@@ -25,6 +27,8 @@ from envhub.workers import protocol
 from envhub.workers.calls import CallFailed
 from envhub.workers.forkserver import LAST_BREATH_S
 from envhub.workers.remote import RemoteEnvironment
+from envhub.workers.sandboxed import sandboxed_start
+from rlearner_sandbox import NoSandbox
 
 __all__ = ["NoWorker", "RemoteEnvironment", "WorkerPool", "WorkerPools"]
 
@@ -46,8 +50,9 @@ class WorkerPool:
         num_died: those that exited by themselves or were killed for their memory.
     """
 
-    def __init__(self, domain: Domain, memory_mib: int | None) -> None:
+    def __init__(self, domain: Domain, memory_mib: int | None, passed: Sequence[str] = ()) -> None:
         self.domain, self._memory_mib = domain, memory_mib
+        self._passed = {*passed, *variables(domain.args)}
         self.living: set[int] = set()
         self.num_died = self.num_leasing = 0
         self.buried_cpu_s = 0.0
@@ -137,8 +142,8 @@ class WorkerPool:
 
     def cpu_s(self) -> float:
         """Return the CPU seconds of all workers so far."""
-        pids = [*self.living, *([self._zygote[0].pid] if self._zygote else [])]
-        return self.buried_cpu_s + sum(cpu_s(pid) for pid in pids)
+        pids = limits.tree(self._zygote[0].pid) if self._zygote else []  # in a sandbox, workers have other pids there
+        return self.buried_cpu_s + sum(map(cpu_s, pids))
 
     async def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         for preload in (True, False):
@@ -159,8 +164,7 @@ class WorkerPool:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                given = (theirs, self._output.file, (), signal.SIGTERM)
-                child = await asyncio.to_thread(start, "envhub.workers.forkserver", *given)
+                child = await asyncio.to_thread(self._launch, theirs)
             except BaseException:
                 ours.close()
                 raise
@@ -168,6 +172,17 @@ class WorkerPool:
         section = self.domain.section.model_dump(mode="json")
         setup = protocol.SetupDomain(self.domain.name, section, self._memory_mib, preload)
         return await asyncio.to_thread(_order, ours, setup, START_S)
+
+    def _launch(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
+        assert self._output is not None
+        given = ("envhub.workers.forkserver", theirs, self._output.file, (), signal.SIGTERM)
+        try:
+            with sandboxed_start(self.domain) as how:
+                if how is None:
+                    return start(*given, passed=self._passed)
+                return start(*given, passed=self._passed, within=how.within, uid=how.uid, files=how.files)
+        except NoSandbox as error:
+            raise OSError(str(error)) from None
 
     def _forget_zygote(self) -> None:
         """End the process that forks workers; they exit with it."""
@@ -183,10 +198,11 @@ class WorkerPools:
 
     Args:
         memory_mib: limit of each worker process, beyond what it starts with; None: no limit.
+        passed: environment variables that they get besides the harmless ones and those that a domain refers to.
     """
 
-    def __init__(self, memory_mib: int | None) -> None:
-        self._memory_mib = memory_mib
+    def __init__(self, memory_mib: int | None, passed: Sequence[str] = ()) -> None:
+        self._memory_mib, self.passed = memory_mib, passed
         self._nurseries: dict[str, WorkerPool] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._gone_died, self._gone_cpu_s = 0, 0.0
@@ -211,7 +227,7 @@ class WorkerPools:
         if nursery is None or nursery.domain != domain:
             if nursery is not None:
                 self._replace(nursery)
-            nursery = self._nurseries[domain.name] = WorkerPool(domain, self._memory_mib)
+            nursery = self._nurseries[domain.name] = WorkerPool(domain, self._memory_mib, self.passed)
         return await nursery.environment()
 
     async def close(self) -> None:
@@ -246,6 +262,8 @@ def _order(control: socket.socket, order: Any, within_s: float, along: socket.so
     sent = socket.send_fds(control, [data], [along.fileno()] if along is not None else [])
     control.sendall(data[sent:])
     (size,) = line.HEADER.unpack(_exactly(control, line.HEADER.size))
+    if size > line.MAX_ANSWER_BYTES:
+        raise OSError(f"its reply has {size} bytes, the limit is {line.MAX_ANSWER_BYTES}")
     return protocol.REPORTS.decode(_exactly(control, size))
 
 

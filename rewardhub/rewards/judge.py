@@ -2,7 +2,7 @@
 
     rewards:
       - name: judge
-        args: {base_url: "https://host/v1", model: NAME, api_key_env: JUDGE_KEY}
+        args: {base_url: "https://host/v1", model: NAME, api_key: {env: JUDGE_KEY}}
 
 The judge writes ``Score: N`` somewhere, with N from ``low`` to ``high``, which is scaled to 0 to 1. Without a score it
 is prompted again, ``asks_again`` times; an answer without a score never becomes a reward. Equal requests are sent once.
@@ -14,7 +14,6 @@ import asyncio
 import hashlib
 import json
 import logging
-import os
 import re
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from pydantic import (
 
 from broker.errors import UserError
 from broker.settings.config import HttpUrl, Section
+from broker.settings.secret import SecretRef
 from rewardhub.rewards.base import NoScore, Sample, Scored
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class JudgeArgs(Section):
 
     base_url: HttpUrl  # for example http://127.0.0.1:8000/v1
     model: str | None = None  # required if the endpoint lists more than one
-    api_key_env: str = "OPENAI_API_KEY"  # the environment variable with the key; it is never logged
+    api_key: SecretRef = SecretRef(env="OPENAI_API_KEY")  # where the key is; the default need not be set
     system_prompt: str = ""
     template: Annotated[str, AfterValidator(_has_response)] = TEMPLATE
     score_pattern: Annotated[str, AfterValidator(_pattern)] = NUMBER  # the last match counts; its group is the number
@@ -133,11 +133,14 @@ class JudgeReward:
         """Check the API key, choose the model, and open the connections. The endpoint need not be reachable yet.
 
         Raises:
-            UserError: if the endpoint rejects the key, or serves several models and none is named.
+            UserError: if the key is missing or the endpoint rejects it, or serves several models and none is named.
         """
         from rlearner_text.openai.client import EndpointClient, EndpointError
 
-        args, key = self._args, os.environ.get(self._args.api_key_env, "")
+        args = self._args
+        key = (
+            args.api_key.require("rewards.args.api_key") if "api_key" in args.model_fields_set else args.api_key.find()
+        )
         first = EndpointClient(args.base_url, key, timeout_s=args.try_timeout_s, retries=0, base_s=args.backoff_s)
         try:
             listed = (await first.get("/models")).get("data")
@@ -262,7 +265,7 @@ class JudgeReward:
     def _refused(self, error: Exception) -> str:
         where = f"{self._args.base_url}: {_clean(error)}"
         status = getattr(error, "status", 0)
-        return f"{where}; its key is taken from {self._args.api_key_env}" if status in (401, 403) else where
+        return f"{where}; its key is taken from {self._args.api_key}" if status in (401, 403) else where
 
 
 def _clean(error: Exception) -> str:

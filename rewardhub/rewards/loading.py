@@ -15,6 +15,7 @@ from typing import Any
 from broker.errors import ConfigError
 from broker.settings.config import RewardConfig
 from broker.settings.registry import check_method, resolve
+from broker.settings.secret import resolved, variables
 from broker.settings.sections import parse
 from rewardhub.rewards import REWARDS
 from rewardhub.rewards.base import Sample
@@ -42,6 +43,7 @@ def load(name: str, args: Mapping[str, Any], key: str = "rewards") -> Score:
 
     Raises:
         ConfigError: as in ``check``.
+        UserError: if a secret that the arguments of a function name is missing.
     """
     found = _resolve(name, key)
     if inspect.isclass(found):
@@ -49,7 +51,7 @@ def load(name: str, args: Mapping[str, Any], key: str = "rewards") -> Score:
         score: Score = make(_class_args(found, name, args, key)).score
         return score
     _check_call(found, args, key)
-    return partial(found, **args)
+    return partial(found, **resolved(args, f"{key}.args"))
 
 
 def check(name: str, args: Mapping[str, Any], key: str = "rewards") -> Any:
@@ -69,6 +71,16 @@ def check(name: str, args: Mapping[str, Any], key: str = "rewards") -> Any:
         except ConfigError as error:
             raise ConfigError(f"{key}.args.{error.key}", error.value, error.allowed) from None
     return checked
+
+
+def variables_of(reward: RewardConfig) -> set[str]:
+    """Return the environment variables that a reward refers to as secrets, those of its defaults included.
+
+    Raises:
+        ConfigError: as in ``check``.
+    """
+    found = _resolve(reward.name, "rewards")
+    return variables(_class_args(found, reward.name, reward.args, "rewards") if inspect.isclass(found) else reward.args)
 
 
 def concurrency_of(reward: RewardConfig) -> ConcurrencySettings | None:

@@ -35,8 +35,9 @@ class RewardModel:
     @classmethod
     def check(cls, args: RewardModelArgs) -> None:
         """Check that a local folder holds a model; a model of the hub is checked when loaded."""
-        from rlearner_text.hub import check_model, is_local
+        from rlearner_text.hub import check_model, check_trust, is_local
 
+        check_trust(args.path, "path", trust_remote_code=args.trust_remote_code)
         if is_local(args.path):
             check_model(args.path, "path")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -10,7 +11,7 @@ import transformers
 from safetensors import safe_open
 
 from broker.errors import ConfigError
-from rlearner_text.hub import read_json, tokenizer_folder
+from rlearner_text.hub import model_folder, read_json
 from rlearner_text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -36,17 +37,19 @@ class ScoringModel:
         dtype, trusted = getattr(torch, name), args.trust_remote_code
         self._tokenizer = Tokenizer.load(args.path, trust_remote_code=args.trust_remote_code, key=_KEY)
         self._converses = _has_chat_template(self._tokenizer)
-        config = read_json(tokenizer_folder(args.path, _KEY) / "config.json", args.path, _KEY)
+        folder = model_folder(args.path, _KEY, trust_remote_code=trusted)
+        config = read_json(Path(folder) / "config.json", args.path, _KEY)
+        named = {"dtype": dtype, "trust_remote_code": trusted, "use_safetensors": True}
         classifier = any("SequenceClassification" in one for one in config.get("architectures") or ())
         self._head: torch.nn.Linear | None = None
         try:
             if args.head == "classifier" or (args.head == "auto" and classifier):
                 kind = transformers.AutoModelForSequenceClassification
-                self._model: Any = kind.from_pretrained(args.path, dtype=dtype, trust_remote_code=trusted)
+                self._model: Any = kind.from_pretrained(folder, **named)
                 self._model.config.pad_token_id = self._pad = self._tokenizer.pad_token_id
             else:
-                self._model = transformers.AutoModel.from_pretrained(args.path, dtype=dtype, trust_remote_code=trusted)
-                self._head, self._pad = _value_head(args.path, dtype), self._tokenizer.pad_token_id
+                self._model = transformers.AutoModel.from_pretrained(folder, **named)
+                self._head, self._pad = _value_head(folder, dtype), self._tokenizer.pad_token_id
                 self._head.to(self._device)
         except (OSError, ValueError) as error:
             raise ConfigError(_KEY, args.path, f"it cannot be loaded: {' '.join(str(error).split())[:300]}") from None
@@ -107,7 +110,7 @@ def _value_head(path: str, dtype: torch.dtype) -> torch.nn.Linear:
         ConfigError: if there is no head with one output.
     """
     found: dict[str, torch.Tensor] = {}
-    for file in sorted(tokenizer_folder(path).glob("*.safetensors")):
+    for file in sorted(Path(path).glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - it is not a mapping
                 if any(name in (f"{head}.weight", f"{head}.bias") for head in HEADS):

@@ -23,7 +23,7 @@ class MachineRequirements:
         plugins: engine, backend, trackers and environments: configuration key to name.
         programs: programs started by name: configuration key to program.
         parquet: whether a data file is Parquet.
-        sandbox: whether a reward runs programs in the sandbox.
+        sandbox: whether a reward or a domain runs in the sandbox.
         cuda: whether a GPU is requested explicitly.
         weights_by_ipc: whether servers read weights on the learner's GPU by CUDA IPC.
         num_gpus: the least number of GPUs that the sizes imply.
@@ -83,7 +83,7 @@ def requirements_of(config: Mapping[str, Any]) -> MachineRequirements:
         plugins=plugins,
         programs={"rollout.engine_args.command": str(command[0])} if command else {},
         parquet=any(str(path).endswith(".parquet") for path in _data_files(config)),
-        sandbox=any(_needs_sandbox(reward) for domain in domains.values() for reward in domain.get("rewards") or []),
+        sandbox=any(map(_needs_sandbox, domains.values())),
         cuda=device.startswith("cuda") or train.get("weights_backend") == IPC,
         num_gpus=max(
             ranks if device.startswith("cuda") else 0,
@@ -110,8 +110,10 @@ def requirements_of(config: Mapping[str, Any]) -> MachineRequirements:
     )
 
 
-def _needs_sandbox(reward: Mapping[str, Any]) -> bool:
-    return reward.get("name") == "code" and (reward.get("args") or {}).get("sandbox", "bubblewrap") != "none"
+def _needs_sandbox(domain: Mapping[str, Any]) -> bool:
+    isolation = domain.get("isolation") or ("sandbox" if domain.get("env") == "appworld" else "")
+    programs = [reward.get("args") or {} for reward in domain.get("rewards") or [] if reward.get("name") == "code"]
+    return isolation == "sandbox" or any(args.get("sandbox", "bubblewrap") != "none" for args in programs)
 
 
 def _data_files(config: Mapping[str, Any]) -> list[Any]:

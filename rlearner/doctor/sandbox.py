@@ -37,7 +37,9 @@ def judge(problem: str, version: str, needs: MachineRequirements) -> PreflightFi
     found = _COMMAND.search(problem)
     command = found[1] if found else "rewards: [{name: code, args: {sandbox: none}}]  # programs run unprotected"
     if needs.sandbox:
-        return _finding("bubblewrap", "missing", f"{problem}; required by a reward named code", command)
+        return _finding(
+            "bubblewrap", "missing", f"{problem}; required by a reward named code or isolation: sandbox", command
+        )
     return _finding("bubblewrap", "absent", problem, command)
 
 

@@ -14,6 +14,7 @@ from broker.errors import UserError
 from broker.jetstream.bus import Bus
 from broker.runtime.presence import census
 from broker.settings.arguments import broker_words
+from broker.system.visible_text import visible
 from learner.run_folder import broker_address, find_run
 
 STATES: Final = {"pause": "paused", "resume": "running", "drain": "draining", "stop": "stopped"}
@@ -28,7 +29,7 @@ async def set_state(options: argparse.Namespace) -> int:
     if options.command == "drain":
         bus = await Bus.connect(url, run, name=f"operator-{os.getpid()}", deadline_s=options.connect_deadline)
         try:
-            print("\n".join(drain_lines(run, await census(bus, run))))
+            print("\n".join(map(visible, drain_lines(run, await census(bus, run)))))
         finally:
             await bus.close()
     return 0

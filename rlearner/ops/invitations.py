@@ -11,13 +11,19 @@ from broker.errors import UserError
 from broker.identity import tokens
 from broker.identity.key_folder import KeyFolder
 from broker.identity.login import keys_of
+from broker.nats.addresses import without_logins
 
 
 async def invite(options: argparse.Namespace) -> int:
     """Write a join token; print where, and how to use it."""
     keys = keys_of(options.broker)
     made = tokens.invite(
-        keys, options.broker, options.role, options.run_name, name=options.name, expires_s=options.expires
+        keys,
+        without_logins(options.broker),
+        options.role,
+        options.run_name,
+        name=options.name,
+        expires_s=options.expires,
     )
     path = Path(options.out)
     try:

@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from typing import Final
 
+from broker.errors import UserError
 from broker.settings.preflight import PreflightFinding, Status
+from broker.settings.secret import SecretRef
 
 WITHIN_S: Final = 3.0
 
 
-def check_endpoint(key: str, base_url: str, api_key_env: str, *, named: bool, needed: bool) -> PreflightFinding:
+def check_endpoint(key: str, base_url: str, api_key: SecretRef, *, named: bool, needed: bool) -> PreflightFinding:
     """Request an endpoint's models and return a finding.
 
     Args:
         key: the setting that names it, for example ``rollout.engine_args``.
-        named: whether the user set ``api_key_env``; if not, the endpoint may need no key.
+        named: whether the user set ``api_key``; if not, the endpoint may need no key.
         needed: whether its client fails at once without the endpoint; if not, it may start later.
     """
-    export = f"export {api_key_env}=…"
-    if named and not os.environ.get(api_key_env):
-        return _finding(key, "missing", f"its api_key_env names {api_key_env}, which is not set", export)
-    status, problem = asyncio.run(_ask(base_url, os.environ.get(api_key_env, "")))
+    remedy = f"export {api_key.env}=…" if api_key.env else f"write the key to {api_key.file}"
+    try:
+        secret = api_key.require(f"{key}.api_key") if named else api_key.find()
+    except UserError as error:
+        return _finding(key, "missing", str(error), remedy)
+    status, problem = asyncio.run(_ask(base_url, secret))
     if status in (401, 403):
-        return _finding(key, "missing", f"{base_url} does not accept the key in {api_key_env}: {problem}", export)
+        return _finding(key, "missing", f"{base_url} does not accept the key in {api_key}: {problem}", remedy)
     if problem and not status:
-        remedy = f"curl {base_url.rstrip('/')}/models  # must answer"
-        return _finding(key, "missing" if needed else "warning", problem, remedy)
+        curl = f"curl {base_url.rstrip('/')}/models  # must answer"
+        return _finding(key, "missing" if needed else "warning", problem, curl)
     return _finding(key, "ok", f"{base_url} answers")
 
 

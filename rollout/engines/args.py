@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from broker.settings.config import HttpUrl, Section
+from broker.settings.secret import SecretRef
 
 
 class EngineArgs(Section):
@@ -45,7 +46,7 @@ class OpenAIArgs(EngineArgs):
     follows_weights: ClassVar[bool] = False
 
     base_url: HttpUrl  # of the endpoint, for example http://127.0.0.1:8000/v1
-    api_key_env: str = "OPENAI_API_KEY"  # environment variable that holds the key; no key is sent if it is not set
+    api_key: SecretRef = SecretRef(env="OPENAI_API_KEY")  # where the key is; the default need not be set
     model: str | None = None  # None: the only one that the endpoint lists
     api: Literal["chat", "completions"] = "chat"  # send messages, or one prompt unchanged
     token_ids: bool = False  # exchange token ids: the endpoint has the run's tokenizer (vLLM, rollout-server --http)

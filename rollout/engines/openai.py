@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -71,7 +70,8 @@ class OpenAIEngine(WeightlessEngine):
         if not args.token_ids:
             self._end = end_token(self._tokenizer, path)
             log.warning("answers of %s are text, tokenized here; logprobs are reported as 0", args.base_url)
-        key = os.environ.get(args.api_key_env, "")
+        named = "api_key" in args.model_fields_set
+        key = args.api_key.require("rollout.engine_args.api_key") if named else args.api_key.find()
         url, times = args.base_url, args.retries
         self._endpoint = EndpointClient(url, key, timeout_s=args.timeout_s, retries=times, base_s=args.backoff_s)
         try:
@@ -138,7 +138,7 @@ class OpenAIEngine(WeightlessEngine):
             listed = (await endpoint.get("/models")).get("data")
         except EndpointError as error:
             if error.status in (401, 403):
-                raise UserError(f"{args.base_url} does not accept the key in {args.api_key_env}: {error}") from None
+                raise UserError(f"{args.base_url} does not accept the key in {args.api_key}: {error}") from None
             listed = None
         except RuntimeError as error:
             raise UserError(str(error)) from None

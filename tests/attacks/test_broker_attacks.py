@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from broker_strangers import Stranger, is_refused, stranger
+from broker_strangers import Stranger, is_refused, reply_to, stranger
 from nats.aio.client import Client
 
 from broker.contract import codec, wire
@@ -27,7 +27,6 @@ from broker.contract.streams import (
     EPISODES,
     EVALTICKETS,
     MEMBERS,
-    PARTS,
     RUNS,
     SAMPLES,
     STREAMS,
@@ -291,16 +290,6 @@ FORGED: dict[Stream, wire.Message] = {
     CONTROL: wire.DesiredState(state="stopped", reason="forged"),
     WEIGHTS: msgspec.structs.replace(EXAMPLES[wire.WeightsOffer], epoch=99),
 }
-
-
-async def reply_to(broker_url: str, run: str, target: str, data: bytes, **headers: str) -> None:
-    """Let the broker send bytes that a reward hub stored to a subject that the hub may not publish to."""
-    part, stream = PARTS.subject(run, "train.7.x.0"), PARTS.stream_name(run)
-    async with stranger(broker_url, "rewardhub", run) as one:
-        await one.publish(part, data, **headers)
-        await one.publish(f"$JS.API.DIRECT.GET.{stream}.{part}", b"", reply=target)
-        assert one.refused == []
-        await asyncio.sleep(0.3)
 
 
 @pytest.mark.parametrize("stream", FORGED, ids=lambda stream: stream.name)

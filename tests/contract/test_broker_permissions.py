@@ -21,7 +21,6 @@ from broker.contract.examples import EXAMPLES
 from broker.contract.permissions import inbox
 from broker.contract.streams import CONTROL, EPISODES, RUNS, SAMPLES, TICKETS, WEIGHTS
 from broker.identity import cluster_login
-from broker.identity.key_folder import KeyFolder
 from broker.identity.login import KEYS, find_login
 from broker.jetstream.bus import Bus
 from broker.settings.runspec import publish_runspec
@@ -213,7 +212,6 @@ def test_only_the_runs_and_roles_that_are_named(tmp_path: Path) -> None:
     permissions("--run", OTHER, *keys)
     made = permissions("--run", RUN, "--role", "envhub", "rewardhub", *keys).stdout
     assert [line.strip() for line in made.splitlines() if line.strip().startswith("#")][1:] == [
-        f"# owner of {RUN}: {KeyFolder(tmp_path / 'keys').owner(RUN).public}",
         f"# envhub {RUN}",
         f"# rewardhub {RUN}",
     ]

@@ -232,7 +232,7 @@ async def test_a_judge_asks_it(served: Api, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("JUDGE_KEY", KEY)
     args = {
         "base_url": served.address,
-        "api_key_env": "JUDGE_KEY",
+        "api_key": {"env": "JUDGE_KEY"},
         "template": "{response}",
         "max_tokens": 4,
         "asks_again": 1,

@@ -134,7 +134,7 @@ def token_file(folder: Path, text: str, mode: int = 0o600) -> str:
 def good(**changes: Any) -> str:
     key = tokens.Key.generate()
     fields = {"broker": "nats://x:1", "run": "demo", "role": "envhub", "name": "n", "expires_at": 0.0}
-    return json.dumps(fields | {"owner": key.public, "authority": "", "seed": key.seed} | changes)
+    return json.dumps(fields | {"owner": key.public, "certificate": "", "authority": "", "seed": key.seed} | changes)
 
 
 @pytest.mark.parametrize(

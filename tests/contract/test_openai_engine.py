@@ -147,7 +147,7 @@ async def served(model_path: str, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
 async def test_our_own_server_gives_the_same_by_every_way(
     served: Api, model_path: str, kind: str, token_ids: bool
 ) -> None:
-    args = {"api": kind, "token_ids": token_ids, "api_key_env": "MY_KEY"}
+    args = {"api": kind, "token_ids": token_ids, "api_key": {"env": "MY_KEY"}}
     output = await ask(model_path, served.address, served.tokenizer.encode_chat(CHAT), seed=4, args=args)
     direct = await served.engine.generate(
         wire.GenerateRequest(request_id="d", conversation_id="d",
@@ -203,7 +203,7 @@ async def test_the_wrong_key_no_endpoint_and_no_model_are_one_line(
     monkeypatch.setenv("OPENAI_API_KEY", "wrong")
     with pytest.raises(
         UserError,
-        match=r"does not accept the key in OPENAI_API_KEY: the endpoint answered 401: the API key is missing or",
+        match=r"does not accept the key in the environment variable OPENAI_API_KEY: the endpoint answered 401: the API",
     ):
         await ask(model_path, served.address, [5])
     with pytest.raises(
@@ -213,7 +213,7 @@ async def test_the_wrong_key_no_endpoint_and_no_model_are_one_line(
     with pytest.raises(
         ConfigError, match=r"^rollout\.engine_args\.model: None is not allowed; .* lists no models; name one"
     ):
-        await ask(model_path, served.address + "/nothing", [5], args={"api_key_env": "MY_KEY"})
+        await ask(model_path, served.address + "/nothing", [5], args={"api_key": {"env": "MY_KEY"}})
 
 
 def test_it_never_is_the_policy_that_is_trained(model_path: str) -> None:

@@ -22,6 +22,7 @@ from broker.jetstream.bus import Bus
 from broker.nats.client import Msg
 from broker.runtime.announce import Announcer
 from broker.runtime.presence import Roster, census
+from broker.runtime.vouching import PresenceSigner
 from broker.server.private_server import BrokerServer
 
 
@@ -49,7 +50,9 @@ async def roster(bus: Bus) -> AsyncIterator[Roster]:
 async def beat(bus: Bus, presence: wire.Presence) -> None:
     """As an Announcer does each second."""
     await bus.last_seq(SAMPLES)  # a round trip: subscriptions made before are there
-    await bus.link.send(PRESENCE.subject(bus.run, f"{presence.role}.{presence.id}"), codec.encode(presence))
+    await bus.link.send(
+        PRESENCE.subject(bus.run, f"{presence.role}.{presence.id}"), codec.encode(PresenceSigner(bus).signed(presence))
+    )
 
 
 async def until_alive(roster: Roster, role: str, ids: list[str], within_s: float = LONG_S) -> None:

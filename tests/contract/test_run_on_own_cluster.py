@@ -17,8 +17,7 @@ from own_server import own_server, reload
 from broker.contract import codec, wire
 from broker.contract.examples import EXAMPLES
 from broker.contract.streams import DEAD, RUNS, TICKETS
-from broker.identity.cluster_login import NKEY, OWNER
-from broker.identity.key_folder import KeyFolder
+from broker.identity.cluster_login import NKEY
 from broker.identity.login import KEYS, find_login
 from broker.identity.signatures import HEADER
 from broker.jetstream.api import find
@@ -38,21 +37,22 @@ async def test_its_groups_are_trained(tmp_path: Path, monkeypatch: pytest.Monkey
     keys, elsewhere = tmp_path / "keys", str(tmp_path / "another_host")
     printed = ["broker.cli", "permissions", "--run", RUN]
     with own_server(tmp_path / "server", include=command(*printed, keys=keys).stdout) as url:
-        token = tmp_path / "rollout.token"
-        invited = command(
-            "rlearner.cli", "invite", "rollout", "--run", RUN, "--broker", url, "--out", str(token), keys=keys
-        )
-        assert invited.stderr == "it takes effect when your servers reload the new output of `broker permissions`\n"
+        for role in ("rollout", "envhub"):
+            where = ["--run", RUN, "--broker", url, "--out", str(tmp_path / f"{role}.token")]
+            invited = command("rlearner.cli", "invite", role, *where, keys=keys)
+            assert invited.stderr == (
+                "it takes effect when your servers reload the new output of `broker permissions`\n"
+            )
         reload(tmp_path / "server", command(*printed, keys=keys).stdout)
         train = {"steps": 2, "groups_per_step": 2, "max_staleness": 1}
         config = fleet.config(str(tmp_path), RUN, train=train)
         clean = {**os.environ, "XDG_STATE_HOME": elsewhere}
-        hub = {NKEY: str(keys / RUN / "envhub.key"), OWNER: KeyFolder(keys).owner(RUN).public}
+        hub = {NKEY: str(keys / RUN / "envhub.key")}
         children = [
             subprocess.Popen([sys.executable, "-m", *words], stderr=subprocess.PIPE, text=True, env=clean | env)  # noqa: ASYNC220
             for words, env in (
-                (["rollout.cli", "--join", str(token), "--engine", "random", "--id", "r1"], {}),
-                (["envhub.cli", "--broker", url, "--run", RUN, "--n", "2"], hub),
+                (["rollout.cli", "--join", str(tmp_path / "rollout.token"), "--engine", "random", "--id", "r1"], {}),
+                (["envhub.cli", "--join", str(tmp_path / "envhub.token"), "--n", "2"], hub),
             )
         ]
         monkeypatch.setenv(KEYS, str(keys))

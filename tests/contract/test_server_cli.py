@@ -176,12 +176,12 @@ async def test_dead_letters_are_listed_shown_and_purged(
 
     assert await dead("list") == ""
     await run.dead_letter(SAMPLES, seq=17, ticket=4, reason="Group: unknown field `x`", data=b"\x81\xa1x\x01")
-    await run.dead_letter(EPISODES, seq=0, ticket=0, reason="bad", data=b"\xc1\x00")
+    await run.dead_letter(EPISODES, seq=0, ticket=0, reason="bad\x1b[2J", data=b"\xc1\x00")
     whole = codec.encode(EXAMPLES[wire.Ticket])
     await run.dead_letter(TICKETS, seq=1, ticket=9, reason="odd", data=whole)
     assert (await dead("list")).splitlines() == [
         f"1  samples 17, ticket 4, 4 bytes, by {run.name}: Group: unknown field `x`",
-        f"2  episodes, 2 bytes, by {run.name}: bad",
+        f"2  episodes, 2 bytes, by {run.name}: bad\\x1b[2J",
         f"3  tickets 1, ticket 9, {len(whole)} bytes, by {run.name}: odd",
     ]
     shown = await dead("show", "1")

@@ -8,6 +8,7 @@ import asyncio
 import os
 import signal
 
+import aiohttp
 import numpy as np
 import psutil
 import pytest
@@ -169,3 +170,19 @@ async def test_a_server_that_cannot_start_says_why(server: Double, model_path: s
     )
     with pytest.raises(UserError, match="cannot start /no/such: No such file"):
         await SGLangEngine(config(model_path, ["/no/such"])).start()
+
+
+async def test_the_server_refuses_others_and_its_key_is_in_no_command_line(model_path: str) -> None:
+    async with double() as server:
+        engine = SGLangEngine(config(model_path, server.command))
+        await engine.start()
+        assert engine._child is not None
+        line = psutil.Process(engine._child.pid).cmdline()
+        assert "--config" in line
+        assert server.key not in " ".join(line)
+        port = next(int(one[7:]) for one in line if one.startswith("--port="))
+        async with aiohttp.ClientSession() as stranger:
+            for path in ("/generate", "/update_weights_from_disk", "/abort_request"):
+                async with stranger.post(f"http://127.0.0.1:{port}{path}", json={}) as response:
+                    assert response.status == 401
+        await engine.close()

@@ -14,7 +14,8 @@ from pathlib import Path
 import learner_fleet as fleet
 
 from broker.contract.streams import DEAD, TICKETS
-from broker.identity.login import find_login
+from broker.identity import tokens
+from broker.identity.login import keys_of
 from broker.jetstream.bus import Bus
 from broker.runtime.process import Stop
 from learner.service import serve
@@ -29,22 +30,20 @@ def test_it_imports_nothing_of_this_project() -> None:
             imported |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             imported.add((node.module or "").partition(".")[0])
-    assert imported - set(sys.stdlib_module_names) == {"msgpack", "nats", "zmq"}
+    assert imported - set(sys.stdlib_module_names) == {"msgpack", "nats", "nkeys", "zmq"}
 
 
 async def test_its_groups_are_trained(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
     # every ticket allows version 0, the only one of engine random
     train = {"steps": 2, "groups_per_step": 2, "max_staleness": 1}
     config = fleet.config(str(tmp_path), run_name, train=train)
-    key = tmp_path / "hub.key"
-    found = find_login(broker_url, "envhub", run_name).key
-    assert found is not None
-    key.write_text(found.seed)
+    token = tmp_path / "hub.token"
+    tokens.write(tokens.invite(keys_of(broker_url), broker_url, "envhub", run_name, expires_s=600), token)
     children = [
         subprocess.Popen([sys.executable, *arguments], stderr=subprocess.PIPE, text=True)  # noqa: ASYNC220
         for arguments in (
             ["-m", "rollout.cli", "--broker", broker_url, "--run", run_name, "--engine", "random", "--id", "r1"],
-            [str(HUB), broker_url, run_name, "lake", str(key)],
+            [str(HUB), broker_url, run_name, "lake", str(token)],
         )
     ]
     stop = Stop()

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from aiohttp import web
 from sglang_wire import FIELDS, SAMPLING, SHIFT, join, late, load_folder
 
@@ -48,6 +49,7 @@ class Double:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.options: dict[str, str] = {}
         self.true_runs: list[list[tuple[int, int]]] = []
+        self.key = ""
         self.refuse = ""  # a path that fails
         self.hold: asyncio.Event | None = None
         self.deaf = 0
@@ -87,6 +89,12 @@ class Double:
 
     def begin(self, arguments: list[str]) -> None:
         """Load the model, as the options say."""
+        keys = Path(arguments[arguments.index("--config") + 1])
+        assert keys.stat().st_mode & 0o077 == 0
+        given = yaml.safe_load(keys.read_text())
+        assert given.keys() == {"api-key", "admin-api-key"}
+        assert given["api-key"] == given["admin-api-key"]
+        self.key = given["api-key"]
         self.options = {name.removeprefix("--"): value for name, _, value in (one.partition("=") for one in arguments)}
         section = RolloutSection(
             max_running=int(self.options["max-running-requests"]),
@@ -132,6 +140,8 @@ class Double:
 
     def _guarded(self, path: str, handler: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]) -> Any:
         async def handle(request: web.Request) -> web.Response:
+            if request.headers.get("Authorization") != f"Bearer {self.key}":
+                return web.json_response({"error": "Unauthorized"}, status=401)
             body = await request.json()
             self.calls.append((path, body))
             unknown = body.keys() - FIELDS[path] | body.get("sampling_params", {}).keys() - SAMPLING

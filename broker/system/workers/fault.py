@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from broker.system.logs import TRACEBACK
+from broker.system.redaction import redact
 from broker.system.workers.line import clean, said
 
 MAX_TRACE_CHARS: Final = 8000
@@ -31,7 +32,7 @@ _LIBRARIES: Final = (*(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdli
 def told(error: BaseException) -> str:
     """Return ``KeyError: 'no such column' (bad_rewards.py:7 in raises)``, one line."""
     name, words, where = type(error).__name__, said(error), place(error)
-    return f"{name}{f': {words}' if words else ''}{f' ({where})' if where else ''}"
+    return redact(f"{name}{f': {words}' if words else ''}{f' ({where})' if where else ''}")
 
 
 def place(error: BaseException) -> str:
@@ -59,7 +60,7 @@ def place(error: BaseException) -> str:
 def trace(error: BaseException) -> str:
     """Return the traceback, shortened in the middle if it is very long; empty if it cannot be formatted."""
     try:
-        text = "".join(traceback.format_exception(error)).rstrip().encode("utf-8", "replace").decode()
+        text = redact("".join(traceback.format_exception(error)).rstrip().encode("utf-8", "replace").decode())
     except Exception:  # noqa: BLE001 - it formats the user's objects, and memory may be exhausted
         return ""
     half = MAX_TRACE_CHARS // 2

@@ -7,15 +7,18 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, Final
 
 from broker.system.children import spawn
+from broker.system.workers.environment import worker_environment
 
 # The child gets our sys.path: ``-m`` would put the working folder first, so that a user's folder named ``broker`` would
 # shadow ours.
-BOOT: Final = """import runpy, sys; sys.path[:] = sys.argv.pop().split('\\n')
-runpy.run_module(sys.argv.pop(1), run_name='__main__')"""
+BOOT: Final = """import os, runpy, sys; sys.path[:] = sys.argv.pop().split('\\n')
+module, uid = sys.argv.pop(1).split(':')
+if uid: os.setgroups([]); os.setresgid(*[int(uid)] * 3); os.setresuid(*[int(uid)] * 3)
+runpy.run_module(module, run_name='__main__')"""
 
 
 def start(
@@ -26,16 +29,36 @@ def start(
     death_signal: signal.Signals = signal.SIGKILL,
     *,
     env: Mapping[str, str] | None = None,
+    passed: Iterable[str] = (),
+    within: Sequence[str] = (),
+    uid: int = 0,
+    files: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Run ``module`` as ``__main__`` with the number of its socket and ``arguments`` in ``sys.argv[1:]``.
 
-    It gets this process's environment and ``env``, and ``death_signal`` when this process dies; users' code may handle
-    any signal but SIGKILL.
+    It gets ``death_signal`` when this process dies; users' code may handle any signal but SIGKILL.
+
+    Args:
+        env: variables added to its environment.
+        passed: names of further variables of this process that it gets, see ``worker_environment``.
+        within: command that runs it in a sandbox, and is followed by the command of Python.
+        uid: user that it becomes first; 0: stays who it is.
+        files: descriptors that ``within`` needs.
 
     Raises:
         OSError: if it cannot be started.
     """
     path = "\n".join(folder or os.getcwd() for folder in sys.path)
-    command = (sys.executable, "-P", "-c", BOOT, module, str(theirs.fileno()), *arguments, path)
-    whole = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-    return spawn(command, output, pass_fds=(theirs.fileno(),), env=whole, death_signal=death_signal)
+    command = (
+        *within,
+        sys.executable,
+        "-P",
+        "-c",
+        BOOT,
+        f"{module}:{uid or ''}",
+        str(theirs.fileno()),
+        *arguments,
+        path,
+    )
+    whole = {**worker_environment(passed), "OMP_NUM_THREADS": "1", **(env or {})}
+    return spawn(command, output, pass_fds=(theirs.fileno(), *files), env=whole, death_signal=death_signal)

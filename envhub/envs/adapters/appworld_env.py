@@ -2,11 +2,12 @@
 
 Each turn's code is executed in the task's interpreter and its output is shown; ``apis.supervisor.complete_task()`` ends
 the episode. The reward is the share of AppWorld's unit tests that pass, or 1 only if all do. AppWorld
-(https://appworld.dev) keeps one world in a process, so environments run in worker processes.
+(https://appworld.dev) keeps one world in a process, so environments run in worker processes, by default in a sandbox.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from functools import lru_cache
 from pathlib import Path
@@ -38,6 +39,7 @@ class AppworldEnv(Environment):
     """One task at a time."""
 
     Args = AppworldArgs
+    isolation = "sandbox"  # it executes what the policy writes
 
     args: AppworldArgs
 
@@ -53,6 +55,11 @@ class AppworldEnv(Environment):
         for key, name in (("train_tasks", args.train_tasks), ("eval_tasks", args.eval_tasks)):
             if not _tasks(name):
                 raise ConfigError(key, name, f"installed tasks; {INSTALL}")
+
+    @classmethod
+    def folders(cls, args: AppworldArgs) -> tuple[list[str], list[str]]:
+        root = Path(os.environ.get("APPWORLD_ROOT") or ".").absolute()
+        return [str(root / "data")], [str(root / "experiments")]
 
     @classmethod
     def num_tasks(cls, args: AppworldArgs, split: Split) -> int | None:

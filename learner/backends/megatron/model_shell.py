@@ -13,6 +13,7 @@ from learner.backends.megatron.architecture import DecoderArchitecture, architec
 from learner.backends.megatron.weight_files import WeightFiles
 from learner.config import MegatronSection
 from rlearner_text.config import ModelSection, check_model_path
+from rlearner_text.hub import model_folder
 from rlearner_text.transformers_import import import_transformers
 
 
@@ -44,7 +45,7 @@ def open_shell(path: str, model: ModelSection, section: MegatronSection) -> Mode
 
     check_model_path(path)
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(model_folder(path))
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError("model.path", path, f"transformers cannot read its configuration: {reason}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from broker.errors import ConfigError
 from learner.backends.megatron.mapping import share_size
 from rlearner_text.config import check_model_path
-from rlearner_text.hub import weights_folder
+from rlearner_text.hub import model_folder
 
 
 class WeightFiles:
@@ -25,7 +26,7 @@ class WeightFiles:
     def __init__(self, path: str) -> None:
         check_model_path(path)
         self._path = path
-        self._files = sorted(weights_folder(path).glob("*.safetensors"))
+        self._files = sorted(Path(model_folder(path)).glob("*.safetensors"))
         if not self._files:
             raise ConfigError("model.path", path, "a model with weights in *.safetensors with train.backend megatron")
         self._stack = ExitStack()

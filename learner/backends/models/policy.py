@@ -17,6 +17,7 @@ from learner.backends.models.block_compilation import compile_blocks
 from learner.backends.models.lora import Find, LoraAdapters, MergedWeights
 from learner.config import LoraSection
 from rlearner_text.config import ModelSection, check_model_path
+from rlearner_text.hub import model_folder
 from rlearner_text.transformers_import import import_transformers
 
 _LOGIT_BUDGET: Final = 1 << 26  # logits held at once, 256 MiB in float32
@@ -252,9 +253,11 @@ def load_model(path: str, section: ModelSection, device: torch.device) -> Any:
 
     check_model_path(path)
     logging.disable_progress_bar()
+    folder = model_folder(path, trust_remote_code=section.trust_remote_code)
     named: dict[str, Any] = {"dtype": getattr(torch, section.dtype), "trust_remote_code": section.trust_remote_code}
+    named |= {"use_safetensors": True, "output_loading_info": True}
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(path, **named, output_loading_info=True)
+        model, info = AutoModelForCausalLM.from_pretrained(folder, **named)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         allowed = f"transformers cannot load a causal language model from it: {' '.join(str(error).split())[:300]}"
         raise ConfigError("model.path", path, allowed) from error

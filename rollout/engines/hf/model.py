@@ -15,6 +15,7 @@ import transformers
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from broker.errors import UserError
+from rlearner_text.hub import model_folder
 from rollout.engines.args import HFArgs
 from rollout.engines.base import EngineConfig
 from rollout.engines.hf.attention import ForwardPass, Segment, SlotAttention
@@ -169,7 +170,9 @@ def load_model(config: EngineConfig, device: torch.device) -> Any:
     try:
         dtype, trusted = getattr(torch, config.dtype), config.trust_remote_code
         if config.has_weights:
-            model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=trusted)
+            folder = model_folder(path, trust_remote_code=trusted)
+            named = {"dtype": dtype, "trust_remote_code": trusted, "use_safetensors": True}
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder, **named)
         else:
             model = _without_weights(path, dtype, trust_remote_code=trusted)
     except Exception as error:

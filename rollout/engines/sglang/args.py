@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
 from rollout.engines.args import EngineArgs
 
-Flag = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
+OURS: Final = ("host", "port", "config", "api-key", "admin-api-key")  # its port is on loopback and requires a key
+
+
+def _flag(name: str) -> str:
+    if name in OURS:
+        raise ValueError(f"any option but {', '.join(OURS)}, which the engine sets")
+    return name
+
+
+Flag = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$"), AfterValidator(_flag)]
 
 
 class SGLangArgs(EngineArgs):

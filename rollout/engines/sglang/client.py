@@ -220,12 +220,18 @@ def read_top(
 
 
 class SGLangClient:
-    """Client of one server. A call waits up to ``timeout_s``; without one, requests are aborted at their deadlines."""
+    """Client of one server. A call waits up to ``timeout_s``; without one, requests are aborted at their deadlines.
 
-    def __init__(self, base_url: str) -> None:
+    Args:
+        key: that the server requires.
+    """
+
+    def __init__(self, base_url: str, key: str) -> None:
         self._base_url = base_url
         # A new connection each time: the server closes idle ones, and a request that hits this is not safe to repeat.
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True), headers={"Authorization": f"Bearer {key}"}
+        )
 
     async def close(self) -> None:
         await self._session.close()

@@ -21,6 +21,7 @@ from broker.contract import wire
 from broker.errors import TransferFailed, UserError
 from broker.weights.probe import check_probe
 from rlearner_text.config import check_model_path
+from rlearner_text.hub import model_folder
 from rollout.engines.base import EngineConfig, EngineStats, GenerationOutput, UpdateMode, request_problem
 from rollout.engines.sglang.args import SGLangArgs
 from rollout.engines.sglang.client import (
@@ -95,7 +96,8 @@ class SGLangEngine:
         path, trusted = config.model_path, config.trust_remote_code
         if config.has_weights:
             await asyncio.to_thread(check_model_path, path)
-        self._held, model = await asyncio.to_thread(meta_tensors, path, config.dtype, trust_remote_code=trusted)
+        folder = await asyncio.to_thread(model_folder, path, trust_remote_code=trusted)
+        self._held, model = await asyncio.to_thread(meta_tensors, folder, config.dtype, trust_remote_code=trusted)
         text = model.get_text_config()
         self._vocab_size = int(text.vocab_size)
         positions = getattr(text, "max_position_embeddings", None)
@@ -105,13 +107,13 @@ class SGLangEngine:
         num_copies = data_parallel_copies(self._args, config.device, os.environ, int(text.num_attention_heads))
         port = free_port()
         arguments = server_options(
-            config.model_path, section, self._args, port=port, dtype=config.dtype, device=config.device,
+            folder, section, self._args, port=port, dtype=config.dtype, device=config.device,
             version=config.policy_version,
             copies=num_copies, trust_remote_code=config.trust_remote_code, has_weights=config.has_weights,
         )  # fmt: skip
         self._child = SGLangProcess([*command, *arguments], self._died)
         log.info("SGLang started with pid %d at port %d, log in %s", self._child.pid, port, self._child.log_path)
-        self._api = self._requests.api = SGLangClient(f"http://{HOST}:{port}")
+        self._api = self._requests.api = SGLangClient(f"http://{HOST}:{port}", self._child.key)
         self._sender = make_sender(self._api, self._args, config.model_path)
         try:
             await self._child.ready(self._api.healthy, self._args.start_timeout_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -19,6 +20,7 @@ from typing import Final
 
 from broker.errors import ConfigError, UserError
 from broker.system.children import spawn
+from broker.system.private_files import private_write
 from broker.system.workers.limits import kill_tree
 from rollout.config import RolloutSection
 from rollout.engines.sglang.args import SGLangArgs
@@ -83,7 +85,7 @@ def server_options(
         "disable-radix-cache": not section.prefix_cache,
         "enable-deterministic-inference": args.deterministic,
     }
-    given |= {} if has_weights else {"load-format": "dummy"}
+    given["load-format"] = "safetensors" if has_weights else "dummy"
     given |= {"device": "cpu"} if device == "cpu" else {}
     given |= {"mem-fraction-static": args.mem_fraction_static} if args.mem_fraction_static is not None else {}
     given |= args.flags
@@ -130,6 +132,7 @@ class SGLangProcess:
     """The server's process; it exits with this process, along with everything that it started.
 
     Attributes:
+        key: that it requires of every request; it gets it in a private file, as other users see command lines.
         keep_log: keep the log after the exit, because an error names its path.
     """
 
@@ -137,11 +140,15 @@ class SGLangProcess:
         self._folder = Path(tempfile.mkdtemp(prefix="rlearner-sglang-"))
         self.log_path = self._folder / "sglang.log"
         self.keep_log = False
+        self.key, keys = secrets.token_urlsafe(32), self._folder / "keys.yaml"
+        private_write(keys, f"api-key: {self.key}\nadmin-api-key: {self.key}\n".encode())
         self._loop, self._on_end = asyncio.get_running_loop(), on_end
         with self.log_path.open("wb") as output:
             try:
                 environment = {**os.environ, **ENVIRONMENT}
-                self._process = spawn(command, output, env=environment, death_signal=signal.SIGKILL)
+                self._process = spawn(
+                    [*command, "--config", str(keys)], output, env=environment, death_signal=signal.SIGKILL
+                )
             except OSError as error:
                 shutil.rmtree(self._folder, ignore_errors=True)
                 raise UserError(f"cannot start {command[0]}: {error.strerror or error}") from None

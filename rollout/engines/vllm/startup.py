@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 
 from broker.errors import UserError
+from rlearner_text.hub import model_folder
 from rlearner_text.tokenizer import Tokenizer
 from rollout.engines.args import VLLMArgs
 from rollout.engines.base import EngineConfig
@@ -150,8 +151,8 @@ def engine_args(
     sequences = section.max_running + SPARE_SEQUENCES
     kv_cache_gib = args.kv_cache_gib or (CPU_KV_CACHE_GIB if on_cpu else None)
     return {
-        "model": config.model_path,
-        "load_format": "auto" if config.has_weights else "dummy",
+        "model": model_folder(config.model_path, trust_remote_code=config.trust_remote_code),
+        "load_format": "safetensors" if config.has_weights else "dummy",
         "skip_tokenizer_init": not has_tokenizer,
         "trust_remote_code": config.trust_remote_code,
         "dtype": config.dtype,

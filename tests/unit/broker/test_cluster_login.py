@@ -9,11 +9,11 @@ import pytest
 
 from broker.contract.permissions import OPERATOR
 from broker.errors import UserError, WireError
-from broker.identity.cluster_login import CA, CERT, CERT_KEY, CREDS, NKEY, OWNER, PASSWORD, USER, from_environment
+from broker.identity import tokens
+from broker.identity.cluster_login import CA, CERT, CERT_KEY, CREDS, NKEY, PASSWORD, USER, from_environment
 from broker.identity.key_folder import KeyFolder
 from broker.identity.keys import Key
 from broker.identity.login import KEYS, find_login, keys_of
-from broker.identity.signatures import signed
 
 URL = "nats://127.0.0.1:9"
 KEY = Key.generate()
@@ -60,18 +60,18 @@ def test_a_user_of_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "hunter2" not in repr(login)
 
 
-def test_the_owner_that_is_named_checks_signatures(monkeypatch: pytest.MonkeyPatch, files: Path) -> None:
-    owner = Key.generate()
+def test_a_token_next_to_another_login_signs_only(monkeypatch: pytest.MonkeyPatch, files: Path) -> None:
+    keys = KeyFolder(files / "folder")
+    made = tokens.invite(keys, URL, "envhub", "quick", expires_s=60)
+    alone = made.login
+    assert (alone.key, alone.inbox) == (Key(made.seed), f"_INBOX.envhub.quick.{made.name}")
     name(monkeypatch, files, **{NKEY: "key"})
-    monkeypatch.setenv(OWNER, owner.public)
-    login = find_login(URL, "envhub", "quick")
-    assert login.stamp("quick", "s", signed(owner, "s", b"x"), b"x") > 0
-    with pytest.raises(WireError, match="did not sign"):
-        login.stamp("quick", "s", signed(KEY, "s", b"x"), b"x")
-    monkeypatch.setenv(OWNER, owner.seed)
-    with pytest.raises(UserError, match=rf"^{OWNER} is not a public key") as caught:
-        find_login(URL, "envhub", "quick")
-    assert owner.seed not in str(caught.value)
+    login = made.login
+    assert (login.key, login.inbox, login.owner) == (KEY, "_INBOX.envhub.quick.local", keys.owner("quick").public)
+    for one in (alone, login):
+        alone.check_voucher("quick", "envhub", b"here", one.vouch("quick", b"here"))
+    with pytest.raises(WireError):
+        alone.check_voucher("quick", "rollout", b"here", login.vouch("quick", b"here"))
 
 
 def test_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch, files: Path) -> None:

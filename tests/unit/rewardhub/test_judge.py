@@ -15,6 +15,7 @@ from aiohttp import web
 
 from broker.errors import UserError
 from broker.settings.config import RewardConfig
+from broker.settings.secret import SecretRef
 from rewardhub.reward_processes import RewardProcesses
 from rewardhub.rewards.base import NoScore, Sample, Scored
 from rewardhub.rewards.judge import JudgeArgs, JudgeReward
@@ -81,7 +82,7 @@ async def serve(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[[Endp
 
 
 async def judge(url: str, **args: Any) -> JudgeReward:
-    made = JudgeReward(JudgeArgs(base_url=url, api_key_env="JUDGE_KEY", backoff_s=0.01, **args))
+    made = JudgeReward(JudgeArgs(base_url=url, api_key=SecretRef(env="JUDGE_KEY"), backoff_s=0.01, **args))
     await made.start()
     return made
 
@@ -156,7 +157,7 @@ async def test_busy_endpoints_are_tried_again_and_refusals_are_not(serve: Any) -
     endpoint.answers, endpoint.asked = [(401, {"error": {"message": f"no such key: {KEY}"}})], []
     line = (
         r"^domain 'essays', task 3: http://\S+/v1: the endpoint answered 401: no such key: \*\*\*; "
-        r"its key is taken from JUDGE_KEY$"
+        r"its key is taken from the .* JUDGE_KEY$"
     )
     with pytest.raises(NoScore, match=line):
         await made.score(sample("c"))
@@ -185,7 +186,10 @@ async def test_long_responses_are_shown_from_their_end_and_noted(serve: Any) -> 
 @pytest.mark.parametrize(
     ("endpoint", "line"),
     [
-        (Endpoint(said("x"), status=401), r": the endpoint answered 401: .*; its key is taken from JUDGE_KEY$"),
+        (
+            Endpoint(said("x"), status=401),
+            r": the endpoint answered 401: .*; its key is taken from the .* JUDGE_KEY$",
+        ),
         (Endpoint(said("x"), models=("m1", "m2")), r" serves m1, m2; set args\.model$"),
     ],
 )
@@ -197,7 +201,7 @@ async def test_what_can_be_known_at_the_start(serve: Any, endpoint: Endpoint, li
 async def test_its_process_takes_many_at_once_within_the_limit_and_is_replaced_when_it_dies(serve: Any) -> None:
     endpoint = Endpoint(said("Score: 5"))
     endpoint.delay_s = 0.2
-    args = {"base_url": await serve(endpoint), "api_key_env": "JUDGE_KEY", "max_concurrency": 4}
+    args = {"base_url": await serve(endpoint), "api_key": {"env": "JUDGE_KEY"}, "max_concurrency": 4}
     reward, hosts = RewardConfig(name="judge", args=args), RewardProcesses()
     await hosts.start({"domains.essays.rewards.0": reward})
     try:
@@ -241,10 +245,11 @@ async def test_a_process_that_says_nothing_any_more_is_killed(serve: Any, monkey
 
 
 async def test_an_endpoint_that_does_not_take_the_key_ends_the_hub_with_one_line(serve: Any) -> None:
-    args = {"base_url": await serve(Endpoint(said("x"), status=403)), "api_key_env": "JUDGE_KEY"}
+    args = {"base_url": await serve(Endpoint(said("x"), status=403)), "api_key": {"env": "JUDGE_KEY"}}
     hosts = RewardProcesses()
     with pytest.raises(
-        UserError, match=r"^domains\.essays\.rewards\.1: judge: http://.*403.*; its key is taken from JUDGE_KEY$"
+        UserError,
+        match=r"^domains\.essays\.rewards\.1: judge: http://.*403.*; its key is taken from the .* JUDGE_KEY$",
     ):
         await hosts.start({"domains.essays.rewards.1": RewardConfig(name="judge", args=args)})
     await hosts.close()

@@ -211,12 +211,13 @@ def judged(url: str, **args: Any) -> list[tuple[str, str]]:
 def test_a_judges_key_and_endpoint(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE", raising=False)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    assert judged(endpoint, api_key_env="JUDGE") == [("missing", "its api_key_env names JUDGE, which is not set")]
-    assert judged(endpoint) == [
-        ("missing", f"{endpoint} does not accept the key in OPENAI_API_KEY: the endpoint answered 401: wrong key")
+    assert judged(endpoint, api_key={"env": "JUDGE"}) == [
+        ("missing", "domains.d.rewards.0.args.api_key needs the environment variable JUDGE, which is not set")
     ]
+    refused = "does not accept the key in the environment variable OPENAI_API_KEY: the endpoint answered 401: wrong key"
+    assert judged(endpoint) == [("missing", f"{endpoint} {refused}")]
     monkeypatch.setenv("JUDGE", "right")
-    assert judged(endpoint, api_key_env="JUDGE") == [("ok", f"{endpoint} answers")]
+    assert judged(endpoint, api_key={"env": "JUDGE"}) == [("ok", f"{endpoint} answers")]
     ((status, said),) = judged("http://127.0.0.1:9/v1")
     assert (status, said.startswith("http://127.0.0.1:9/v1/models gave no answer in 1 tries: ")) == ("warning", True)
 

@@ -15,6 +15,7 @@ import torch
 
 from broker.contract import wire
 from broker.errors import ConfigError, UserError
+from broker.settings.sections import parse
 from rollout.config import RolloutSection
 from rollout.engines.sglang.args import SGLangArgs
 from rollout.engines.sglang.client import (
@@ -84,8 +85,15 @@ def test_the_command_line() -> None:
         "--grammar-backend=llguidance",
         "--sampling-mask-max-tokens=8192",
         "--log-level=warning",
-        "--disable-radix-cache", "--mem-fraction-static=0.8", "--attention-backend=fa3", "--enable-metrics",
+        "--disable-radix-cache", "--load-format=safetensors",
+        "--mem-fraction-static=0.8", "--attention-backend=fa3", "--enable-metrics",
     ]  # fmt: skip
+
+
+def test_options_that_would_open_the_server_are_refused() -> None:
+    for name in ("host", "port", "config", "api-key", "admin-api-key"):
+        with pytest.raises(ConfigError, match="any option but host, port, config, api-key, admin-api-key"):
+            parse("rollout.engine_args", {"flags": {name: "x"}}, SGLangArgs)
 
 
 def test_copies_of_the_model_by_the_visible_gpus() -> None:

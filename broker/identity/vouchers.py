@@ -1,0 +1,86 @@
+"""Vouchers: proof that a process of one role in a run made a statement, checked with the public key of the run's owner.
+
+SIGNATURE                               of the owner, for processes of the owner's user
+PUBLIC.EXPIRES.CERTIFICATE.SIGNATURE    of a join token's key, which the owner certified for one role until a time
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import time
+from typing import Final
+
+from broker.errors import WireError
+from broker.identity.keys import Key, verify
+
+MAX_DIGITS: Final = 12
+
+
+def certify(owner: Key, run: str, role: str, public_key: str, expires_at: float) -> str:
+    """Return a certificate: the owner of a run says that a key belongs to a process of a role.
+
+    Args:
+        expires_at: seconds since the epoch, 0: never.
+    """
+    expires = str(int(expires_at))
+    return f"{public_key}.{expires}.{_text(owner.sign(_certified(run, role, public_key, expires)))}"
+
+
+def vouch(key: Key, statement: bytes, certificate: str = "") -> str:
+    """Return a voucher for a statement.
+
+    Args:
+        key: of the owner, or that of the certificate.
+    """
+    signature = _text(key.sign(_vouched(statement)))
+    return f"{certificate}.{signature}" if certificate else signature
+
+
+def check(owner: str, run: str, role: str, statement: bytes, voucher: str) -> None:
+    """Check that a process of a role made a statement.
+
+    Args:
+        owner: public key of the run's owner.
+
+    Raises:
+        WireError: if the voucher does not prove it, or its certificate has expired.
+    """
+    *certificate, signature = voucher.split(".")
+    signer = owner
+    if certificate:
+        signer = _certified_key(owner, run, role, certificate)
+    if not verify(signer, _vouched(statement), _bytes(signature)):
+        raise WireError("it has no valid voucher")
+
+
+def _certified_key(owner: str, run: str, role: str, certificate: list[str]) -> str:
+    try:
+        public_key, expires, signature = certificate
+    except ValueError:
+        raise WireError("its voucher is malformed") from None
+    is_number = expires.isascii() and expires.isdigit() and len(expires) <= MAX_DIGITS
+    if not is_number or not verify(owner, _certified(run, role, public_key, expires), _bytes(signature)):
+        raise WireError(f"the owner of the run did not certify its key for the role {role}")
+    if 0 < int(expires) <= time.time():
+        raise WireError("its certificate has expired")
+    return public_key
+
+
+def _certified(run: str, role: str, public_key: str, expires: str) -> bytes:
+    return f"rlearner certificate {run} {role} {public_key} {expires}".encode()
+
+
+def _vouched(statement: bytes) -> bytes:
+    return b"rlearner statement\n" + statement
+
+
+def _text(signature: bytes) -> str:
+    return base64.b64encode(signature).decode()
+
+
+def _bytes(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        return b""

@@ -1,0 +1,77 @@
+"""Signs presences, and accepts only those that the announced process signed itself.
+
+The broker's permissions alone do not protect them: JetStream sends a stored message to any subject that the requester
+names. What others decide on for long is signed; load, versions and state change every second and are not.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final, TypeGuard
+
+import msgspec
+
+from broker.contract import wire
+from broker.errors import WireError
+from broker.jetstream.bus import Bus
+
+log = logging.getLogger(__name__)
+
+MAX_KNOWN: Final = 10_000
+
+
+class PresenceSigner:
+    """Puts vouchers into this process's presence; a statement is signed once."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._statement, self._voucher = b"", ""
+
+    def signed(self, presence: wire.Presence) -> wire.Presence:
+        """Return the presence with its voucher; without one on brokers without keys."""
+        statement = _statement(self._bus.run, presence)
+        if statement != self._statement:
+            self._statement = statement
+            self._voucher = self._bus.link.login.vouch(self._bus.run, statement)
+        return msgspec.structs.replace(presence, voucher=self._voucher)
+
+
+class PresenceVerifier:
+    """Tells which presences were written by the processes that they name; a statement is verified once."""
+
+    def __init__(self, bus: Bus, run: str = "") -> None:
+        self._bus, self._run = bus, run
+        self._known: dict[str, tuple[bytes, str]] = {}  # by role.id
+        self._warned: set[str] = set()
+
+    def accepts(self, message: wire.Message | None, name: str) -> TypeGuard[wire.Presence]:
+        """Return whether a message is the presence of the process ``role.id`` whose subject or key it has."""
+        if not isinstance(message, wire.Presence):
+            return False
+        if f"{message.role}.{message.id}" != name:
+            self._warn(name, f"presence of another process, {message.role}.{message.id}")
+            return False
+        run = self._run or self._bus.run
+        said = _statement(run, message), message.voucher
+        if self._known.get(name) == said:
+            return True
+        try:
+            self._bus.link.login.check_voucher(run, message.role, *said)
+        except WireError as error:
+            self._warn(name, f"presence ignored: {error}")
+            return False
+        if len(self._known) >= MAX_KNOWN:
+            self._known.clear()
+        self._known[name] = said
+        return True
+
+    def _warn(self, name: str, problem: str) -> None:
+        if name not in self._warned and len(self._warned) < MAX_KNOWN:
+            self._warned.add(name)
+            log.warning("%s: %s", name, problem)
+
+
+def _statement(run: str, presence: wire.Presence) -> bytes:
+    """Return what a process signs."""
+    one = presence
+    return msgspec.json.encode([run, one.role, one.id, one.address, one.channel, one.policy, one.serves, one.key])

@@ -1,0 +1,157 @@
+"""References to secrets: a configuration, which is stored and sent around, says where a secret is, never what it is.
+
+api_key: {env: JUDGE_KEY}             # an environment variable of the process that uses it
+api_key: {file: /run/secrets/judge}   # a file on its host that only its user can read
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Mapping
+from typing import Any, Final, Self
+
+import pydantic
+
+from broker.errors import ConfigError, UserError
+from broker.settings.config import Section
+from broker.system.redaction import HIDDEN, is_secret_name, why_secret
+
+ALLOWED: Final = "write {env: NAME} or {file: PATH}, which say where the secret is"
+MAX_SECRET_BYTES: Final = 1 << 16
+_ENV: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_INTERPOLATED: Final = re.compile(r"\$\{\s*oc\.env\s*:\s*(\w+)")
+
+
+class SecretRef(Section):
+    """Where a secret is: an environment variable or a file, of the process that uses it."""
+
+    env: str | None = None
+    file: str | None = None
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _is_reference(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise ValueError(ALLOWED)
+        return value
+
+    @pydantic.model_validator(mode="after")
+    def _names_one(self) -> Self:
+        if (self.env is None) == (self.file is None) or not (self.env is None or _ENV.fullmatch(self.env)):
+            raise ValueError(ALLOWED)
+        return self
+
+    def __str__(self) -> str:
+        return f"the environment variable {self.env}" if self.env else f"the file {self.file}"
+
+    def find(self) -> str:
+        """Return the secret, without white space around it; empty if the variable or the file does not exist.
+
+        Raises:
+            UserError: if it is not usable: unreadable, readable by other users, or not one line of text.
+        """
+        text = os.environ.get(self.env, "") if self.env else self._read()
+        secret = text.strip()
+        if not secret.isprintable():
+            raise UserError(f"{self} must hold one line of text")
+        return secret
+
+    def require(self, key: str) -> str:
+        """Return the secret that the setting ``key`` needs.
+
+        Raises:
+            UserError: if there is none, or it is not usable.
+        """
+        if secret := self.find():
+            return secret
+        raise UserError(f"{key} needs {self}, which is {'not set' if self.env else 'missing or empty'}")
+
+    def _read(self) -> str:
+        path = os.path.expanduser(self.file or "")
+        try:
+            with open(path, "rb") as file:
+                if os.fstat(file.fileno()).st_mode & stat.S_IRWXO:
+                    raise UserError(f"{self} must not be open to other users; run chmod o= {path}")
+                data = file.read(MAX_SECRET_BYTES + 1)
+        except FileNotFoundError:
+            return ""
+        except OSError as error:
+            raise UserError(f"cannot read {self}: {error.strerror}") from None
+        if len(data) > MAX_SECRET_BYTES:
+            raise UserError(f"{self} is larger than {MAX_SECRET_BYTES} bytes")
+        return data.decode("utf-8", "replace")
+
+
+def refuse_interpolated(config: Any) -> None:
+    """Check that no ``${oc.env:NAME}`` would copy a secret from the environment into the configuration.
+
+    Raises:
+        UserError: if one would; names the key and the variable.
+    """
+    for path, key, value in _strings(config):
+        for name in _INTERPOLATED.findall(value):
+            if is_secret_name(key) or is_secret_name(name):
+                raise UserError(f"{path}: ${{oc.env:{name}}} would store a secret with the run; write {{env: {name}}}")
+
+
+def refuse_literal(config: Mapping[str, Any]) -> None:
+    """Check that a configuration holds no secret, because the run's folder, the broker and trackers store it.
+
+    Raises:
+        ConfigError: if it seems to hold one; names the key, never the value.
+    """
+    for path, key, value in _strings(config):
+        if why := why_secret(key, value):
+            raise ConfigError(path, HIDDEN, f"{why}, and would be stored with the run; {ALLOWED}")
+
+
+def resolved(value: Any, where: str) -> Any:
+    """Return the arguments of a plug-in with the secrets in place of the references at keys of secrets.
+
+    Args:
+        where: the key of the arguments, for messages.
+
+    Raises:
+        UserError: if a secret is missing or not usable.
+    """
+    if isinstance(value, list):
+        return [resolved(each, f"{where}.{index}") for index, each in enumerate(value)]
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        key: SecretRef.model_validate(each).require(f"{where}.{key}")
+        if is_secret_name(str(key)) and _is_reference(each)
+        else resolved(each, f"{where}.{key}")
+        for key, each in value.items()
+    }
+
+
+def variables(value: Any) -> set[str]:
+    """Return the environment variables that arguments, parsed or not, refer to as secrets."""
+    if isinstance(value, SecretRef):
+        return {value.env} if value.env else set()
+    if isinstance(value, pydantic.BaseModel):
+        return variables([getattr(value, name) for name in type(value).model_fields])
+    if isinstance(value, Mapping):
+        if _is_reference(value) and isinstance(name := value.get("env"), str):
+            return {name}
+        value = list(value.values())
+    return set[str]().union(*map(variables, value)) if isinstance(value, (list, tuple)) else set()
+
+
+def _is_reference(value: Any) -> bool:
+    return isinstance(value, Mapping) and len(value) == 1 and set(value) <= {"env", "file"}
+
+
+def _strings(value: Any, path: str = "", key: str = "") -> list[tuple[str, str, str]]:
+    """Return path, innermost key and value of every string; elements of a list have the list's key."""
+    if isinstance(value, str):
+        return [(path, key, value)]
+    if isinstance(value, list):
+        return [found for index, each in enumerate(value) for found in _strings(each, f"{path}.{index}", key)]
+    if not isinstance(value, Mapping):
+        return []
+    parts = [(f"{path}.{name}".lstrip("."), str(name), each) for name, each in value.items()]
+    return [found for below, name, each in parts for found in _strings(each, below, name)]

@@ -1,0 +1,94 @@
+"""Starts a domain's worker processes in bubblewrap: what they may read, and as which user they run."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+from envhub.domain import Domain
+from rlearner_sandbox import NoSandbox, Sandbox, SandboxLimits, seccomp
+from rlearner_sandbox.command import free_uid, jail
+from rlearner_sandbox.run import id_maps, sealed_file
+
+SYSTEM: Final = ("/usr", "/etc", "/opt", "/sys/devices/system/cpu")  # programs, certificates, names; cores for numerics
+PACKAGES: Final = ("broker", "envhub", "rlearner_text", "rlearner_sandbox")  # of ours, also if they are not installed
+SCRATCH_MIB: Final = 1024  # in memory, of each folder that it may write to
+_numbers: Final = itertools.count()
+
+
+@dataclass(frozen=True)
+class SandboxedStart:
+    """The arguments of ``broker.system.workers.start.start`` for a process in a sandbox."""
+
+    within: list[str]
+    uid: int
+    files: tuple[int, ...]
+
+
+@contextmanager
+def sandboxed_start(domain: Domain) -> Iterator[SandboxedStart | None]:
+    """Yield how to start a domain's processes, None if its isolation is not ``sandbox``.
+
+    Raises:
+        NoSandbox: if no sandbox works on this machine; says what to do.
+    """
+    if domain.isolation != "sandbox":
+        yield None
+        return
+    bwrap, is_root = shutil.which("bwrap"), os.geteuid() == 0
+    if bwrap is None:
+        raise NoSandbox("there is no bubblewrap (bwrap) on PATH; run: apt-get install bubblewrap")
+    rules = sealed_file(seccomp.program(memory_files=True))
+    try:
+        limits = SandboxLimits(file_mib=SCRATCH_MIB)
+        packages, scratch = readable(domain), domain.environment.folders(domain.args)[1]
+        within = jail(
+            bwrap, rules, limits, root=is_root, packages=packages, network=domain.section.network, scratch=scratch,
+            folder=os.getcwd(),
+        )  # fmt: skip
+        uid = free_uid(os.getpid() * 16 + next(_numbers) % 16, id_maps()) if is_root else 0
+        yield SandboxedStart(within, uid, (rules,))
+    finally:
+        os.close(rules)
+
+
+def require(domain: Domain) -> None:
+    """Check that the sandbox of a domain works on this machine.
+
+    Raises:
+        NoSandbox: if it does not; says what to do.
+    """
+    if domain.isolation == "sandbox":
+        try:
+            Sandbox()
+        except NoSandbox as error:
+            key = f"domains.{domain.name}.isolation"
+            otherwise = f"or {key}=process, which runs it unprotected"
+            raise NoSandbox(f"{key}: sandbox does not work here: {error}; {otherwise}") from None
+
+
+def readable(domain: Domain) -> list[str]:
+    """Return the files and folders that the environment needs: Python, packages, its own code and its data."""
+    found = [*SYSTEM, sys.prefix, sys.base_prefix]
+    found += [str(Path(spec.origin).parent) for name in PACKAGES if (spec := find_spec(name)) and spec.origin]
+    for one in domain.environment.__mro__[:-1]:
+        found += _code_of(one.__module__)
+    found += [*domain.environment.data_files(domain.args), *domain.environment.folders(domain.args)[0]]
+    return [os.path.abspath(path) for path in (*found, *map(os.path.expanduser, domain.section.readable))]
+
+
+def _code_of(module: str) -> list[str]:
+    """Return the file or the folder of a module's top-level package."""
+    top = sys.modules.get(module.partition(".")[0])
+    if paths := list(getattr(top, "__path__", ())):
+        return [str(path) for path in paths]
+    file = getattr(top, "__file__", None)
+    return [file] if file else []
