@@ -14,6 +14,7 @@ from broker.identity.cluster_login import CA, CERT, CERT_KEY, CREDS, NKEY, PASSW
 from broker.identity.key_folder import KeyFolder
 from broker.identity.keys import Key
 from broker.identity.login import KEYS, find_login, keys_of
+from broker.nats.addresses import without_logins
 
 URL = "nats://127.0.0.1:9"
 KEY = Key.generate()
@@ -72,6 +73,19 @@ def test_a_token_next_to_another_login_signs_only(monkeypatch: pytest.MonkeyPatc
         alone.check_voucher("quick", "envhub", b"here", one.vouch("quick", b"here"))
     with pytest.raises(WireError):
         alone.check_voucher("quick", "rollout", b"here", login.vouch("quick", b"here"))
+
+
+@pytest.mark.parametrize(
+    ("url", "shared"),
+    [
+        ("nats://me:hunter2@h:1", "nats://h:1"),
+        ("tls://me:hunter2@h:1,tls://me:hunter2@i:2,me:hunter2@j:3", "tls://h:1,tls://i:2,j:3"),
+        ("tls://secret@[fd00::1]:1,i:2", "tls://[fd00::1]:1,i:2"),
+        ("nats://h:1,i:2", "nats://h:1,i:2"),
+    ],
+)
+def test_an_address_for_others_has_no_login(url: str, shared: str) -> None:
+    assert without_logins(url) == shared
 
 
 def test_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch, files: Path) -> None:
