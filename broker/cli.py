@@ -13,7 +13,7 @@ from typing import Any, Final, get_args, get_type_hints
 from broker.contract import wire
 from broker.errors import UserError
 from broker.jetstream.bus import Bus
-from broker.operations import dead_letters, runs
+from broker.operations import dead_letters, permissions, runs
 from broker.runtime import process
 from broker.runtime.process import Stop
 from broker.server.private_server import BrokerServer, ClusterConfig
@@ -30,6 +30,10 @@ EXAMPLES: Final = {
     "broker serve": ["broker serve --store runs/broker --port 4222", "broker serve --port 0 --store-max-gib 2"],
     "broker status": ["broker status --broker nats://127.0.0.1:4222"],
     "broker control": ["broker control paused --run quick --reason 'disk is full'"],
+    "broker permissions": [
+        "broker permissions --run quick --keys keys > rlearner.conf",
+        "broker permissions --run quick --role envhub rewardhub --login password --format users",
+    ],
     "broker dead": ["broker dead list", "broker dead show 3"],
     "broker dead list": ["broker dead list --run quick"],
     "broker dead show": ["broker dead show 3", "broker dead show 3 --raw > message.bin"],
@@ -79,6 +83,11 @@ def parser() -> argparse.ArgumentParser:
     control.add_argument("--reason", default="", help="one line that the processes log")
     _add_operator_options(control, runs.control)
 
+    text = "print the users of a run for the configuration file of your own nats-server"
+    allowed = commands.add_parser("permissions", help=text)
+    permissions.add_options(allowed)
+    allowed.set_defaults(body=_permissions)
+
     letters = commands.add_parser("dead", help="messages that could not be used")
     dead = letters.add_subparsers(dest="dead", required=True, metavar="COMMAND")
     _add_operator_options(dead.add_parser("list", help="list them, one line each"), dead_letters.list_letters)
@@ -126,6 +135,10 @@ async def operate(options: argparse.Namespace) -> None:
         await options.operation(bus, options)
     finally:
         await bus.close()
+
+
+async def _permissions(options: argparse.Namespace, stop: Stop) -> None:
+    permissions.show_permissions(options)
 
 
 async def _serve(options: argparse.Namespace, stop: Stop) -> None:

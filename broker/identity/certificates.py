@@ -55,7 +55,9 @@ def _make_server(folder: Path, address: str, certificate: Path, key_file: Path) 
         raise ValueError(f"{folder / 'ca.key'} holds no elliptic curve key")
     issuer = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes()).subject
     key = generate_private_key(SECP256R1())
-    names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])
+    ip = ipaddress.ip_address(address)
+    others = [x509.DNSName("localhost")] if ip.is_loopback else []
+    names = x509.SubjectAlternativeName([x509.IPAddress(ip), *others])
     limits = x509.BasicConstraints(ca=False, path_length=None)
     issued = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
     made = _builder(_name(f"rlearner broker {address}"), issuer, key, SERVER_DAYS).add_extension(limits, critical=True)

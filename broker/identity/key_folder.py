@@ -6,7 +6,7 @@
     users/PUBLIC_KEY.json    role, run and expiry of every key that the broker accepts
     tls/                     certificates: ca.pem of the broker's own authority, one per address, and their keys
     authorization.conf       the same as the nats-server reads it, written whenever a user changes
-    servers/PID              the servers to reload then
+    servers/PID.MACHINE      the servers to reload then; of several hosts if they share the folder
 
 Only its owner can enter the folder.
 """
@@ -18,6 +18,7 @@ import math
 import os
 import signal
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -28,9 +29,10 @@ from broker.contract.permissions import OPERATOR, permissions
 from broker.contract.streams import token
 from broker.errors import UserError
 from broker.identity.keys import Key
+from broker.identity.server_config import ServerUser, authorization, nkey_user
 from broker.system.locks import lock
 from broker.system.private_files import private_write
-from broker.system.process_identity import has_ended, identity_of
+from broker.system.process_identity import has_ended, identity_of, is_elsewhere, this_machine
 
 AUTHORIZATION: Final = "authorization.conf"
 LOCK_WITHIN_S: Final = 10.0
@@ -63,12 +65,18 @@ class BrokerUser:
 class KeyFolder:
     """A broker's keys. Several processes may use the folder at once.
 
+    Args:
+        makes_keys: whether it is of a private broker, which learns of changes by itself; else its user tells the
+            servers, and a missing key is an error.
+
     Raises:
-        UserError: if the folder belongs to another user, or others can enter it.
+        UserError: if the folder belongs to another user, others can enter it, or it makes no keys and is missing.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, makes_keys: bool = True) -> None:
+        self.path, self.makes_keys = path, makes_keys
+        if not makes_keys and not path.is_dir():
+            raise UserError(f"there is no folder of keys {path}; make it with `broker permissions --keys {path}`")
         self._read, self._next_expiry = 0, 0.0  # when the users were last read, and when the next one expires
         try:
             for folder in (path, path / "users", path / "servers"):
@@ -95,6 +103,9 @@ class KeyFolder:
         """Return the key in a file; a new one if there is none, which the broker accepts if it is one of a role."""
         if file.is_file():
             return Key.load(file)
+        if not self.makes_keys:
+            names = f"--run {run}" if run else "any --run"
+            raise UserError(f"{file} is missing; make it with `broker permissions {names} --keys {self.path}`")
         with self._locked():
             if not file.is_file():
                 key = Key.generate()
@@ -161,7 +172,18 @@ class KeyFolder:
 
     def serve(self, pid: int) -> None:
         """Reload this nats-server whenever a user changes."""
-        _write(self.path / "servers" / str(pid), identity_of(pid))
+        _write(self._note_of(pid), identity_of(pid))
+
+    def _note_of(self, pid: int) -> Path:
+        return self.path / "servers" / f"{pid}.{zlib.crc32(this_machine().encode()):08x}"
+
+    def follow(self, pid: int) -> None:
+        """Reload this nats-server if a process of another host, which could not signal it, changed the users."""
+        note = self._note_of(pid)
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if note.stat().st_mtime_ns < (self.path / AUTHORIZATION).stat().st_mtime_ns:
+                os.utime(note)
+                os.kill(pid, signal.SIGHUP)
 
     def refresh(self) -> None:
         """Write what the nats-server reads, and reload the servers if that changed, as after an expiry."""
@@ -178,16 +200,19 @@ class KeyFolder:
         self.refresh()
 
     def _reload(self) -> None:
-        text, file = authorization(self.users()), self.path / AUTHORIZATION
+        text, file = authorization(map(as_server_user, self.users())), self.path / AUTHORIZATION
         if file.is_file() and file.read_text(encoding="utf-8") == text:
             return
         _write(file, text)
         for server in (self.path / "servers").glob("[0-9]*"):  # not the drafts
-            if has_ended(server.read_text(encoding="ascii")):
+            identity = server.read_text(encoding="ascii")
+            if has_ended(identity):
                 server.unlink(missing_ok=True)
-                continue
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(int(server.name), signal.SIGHUP)
+            elif not is_elsewhere(identity):
+                pid = int(server.name.partition(".")[0])
+                with suppress(ProcessLookupError, PermissionError):
+                    os.utime(server)  # newer than what it reads
+                    os.kill(pid, signal.SIGHUP)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -196,18 +221,9 @@ class KeyFolder:
             yield
 
 
-def authorization(users: list[BrokerUser]) -> str:
-    """Return the part of a nats-server's configuration that accepts these users and refuses all others."""
-    lines = ["authorization {", "  users = ["]
-    for user in users:
-        allowed = permissions(user.role, user.run, user.name)
-        lines.append(f"    # {user.role} {user.run} {user.name}".rstrip())
-        lines.append(f"    {{ nkey: {json.dumps(user.public_key)}, permissions: {{")
-        lines.append(f"      publish: {{ allow: {json.dumps(list(allowed.publish))} }}")
-        lines.append(f"      subscribe: {{ allow: {json.dumps(list(allowed.subscribe))} }}")
-        lines += ["      allow_responses: { max: 1, expires: 600s }"] * allowed.replies
-        lines.append("    } }")
-    return "\n".join([*lines, "  ]", "}"]) + "\n"
+def as_server_user(user: BrokerUser) -> ServerUser:
+    """Return a user as the nats-server's configuration has it."""
+    return nkey_user(user.public_key, user.role, user.run, user.name)
 
 
 def _write(file: Path, text: str) -> None:

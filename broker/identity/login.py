@@ -1,7 +1,7 @@
 """Finds the key with which a process connects to a broker.
 
 A private broker notes its folder of keys by its address, in a folder of its user. Processes of the same user find it
-there; all others need a join token, or a login of the user's own cluster.
+there; all others need a join token. The environment names logins and folders of keys for a user's own cluster.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import ssl
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -17,12 +17,14 @@ from urllib.parse import urlsplit
 from broker.contract.permissions import INBOX, OPERATOR, inbox
 from broker.contract.sizes import Buffer
 from broker.errors import UserError
-from broker.identity import signatures, vouchers
+from broker.identity import cluster_login, signatures, vouchers
+from broker.identity.cluster_login import ClusterLogin
 from broker.identity.key_folder import KeyFolder
 from broker.identity.keys import Key
 from broker.system.private_files import private_folder, private_write
 
 DEFAULT_PORT: Final = 4222
+KEYS: Final = "RL_BROKER_KEYS"  # environment variable: folder of keys of a user's own cluster
 
 
 @dataclass(frozen=True)
@@ -30,14 +32,16 @@ class Login:
     """What a process shows to a broker, and what it may therefore do.
 
     Attributes:
-        role: the role or operator whose permissions the key has; empty if unknown, as with a login of a user's cluster.
+        role: the role or operator whose permissions it has; empty without any login.
         run: the run of that role; empty for the operator.
         name: of the join token; empty for a key of this user's broker.
-        key: None for a login in the address, or none at all.
+        key: None without any login, or for one by password or certificate.
         owner: public key of the run's owner, from a join token.
         certificate: by which the owner vouches for the key of a join token, see ``vouchers``.
         authority: certificate of the broker's authority as PEM text; empty: the system's authorities count.
         keys: the broker's folder of keys, if this user has it.
+        cluster: the rest of a login that the environment names.
+        signer: key of the join token, with which it vouches for what it says.
     """
 
     role: str = ""
@@ -47,12 +51,14 @@ class Login:
     owner: str = ""
     authority: str = ""
     keys: KeyFolder | None = field(default=None, repr=False)
+    cluster: ClusterLogin | None = field(default=None, repr=False)
     certificate: str = ""
+    signer: Key | None = field(default=None, repr=False)
 
     @property
     def inbox(self) -> str:
         """The subject prefix of replies to this identity."""
-        return inbox(self.role, self.run, self.name) if self.key is not None else INBOX
+        return inbox(self.role, self.run, self.name) if self.role else INBOX
 
     def tls_context(self) -> ssl.SSLContext | None:
         """Return a context that accepts only a broker with a certificate of its authority; None: the default one.
@@ -61,7 +67,7 @@ class Login:
             UserError: if the certificate of the authority is none.
         """
         if not self.authority:
-            return None
+            return self.cluster.tls_context() if self.cluster is not None else None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         try:
@@ -72,7 +78,7 @@ class Login:
 
     @property
     def manages(self) -> bool:
-        """Whether it may create and trim streams; assumed of a login whose role is unknown."""
+        """Whether it may create and trim streams; assumed where no login is needed."""
         return self.role in ("", OPERATOR, "learner")
 
     def sign(self, run: str, subject: str, data: Buffer, *, above: int = 0) -> dict[str, str]:
@@ -98,7 +104,7 @@ class Login:
         """Return the voucher of this identity for a statement; empty on brokers without keys."""
         if self.keys is not None:
             return vouchers.vouch(self.keys.owner(run), statement)
-        return vouchers.vouch(self.key, statement, self.certificate) if self.key and self.certificate else ""
+        return vouchers.vouch(self.signer, statement, self.certificate) if self.signer else ""
 
     def check_voucher(self, run: str, role: str, statement: bytes, voucher: str) -> None:
         """Check that a process of a role made a statement; on brokers without keys nothing is checked.
@@ -121,40 +127,63 @@ class Login:
 def find_login(url: str, role: str, run: str) -> Login:
     """Return the login for a broker: the key of this role and run if its folder of keys is this user's.
 
+    Without such a folder, the environment may name a login.
+
     Args:
         role: a role, or the operator; a process that does not know its run yet connects as the operator.
 
     Raises:
-        UserError: if a noted folder cannot be used.
+        UserError: if a folder or a file cannot be used.
     """
-    for server in url.split(","):
-        if (folder := _noted(server)) is not None and folder.is_dir():
-            keys = KeyFolder(folder)
-            if role == OPERATOR or not run:
-                return Login(OPERATOR, key=keys.operator(), authority=keys.authority(), keys=keys)
-            return Login(role, run, key=keys.role(role, run), authority=keys.authority(), keys=keys)
-    return Login()
+    role, run = (OPERATOR, "") if not run else (role, "" if role == OPERATOR else run)
+    if (keys := _noted_keys(url)) is not None:
+        key = keys.role(role, run) if run else keys.operator()
+        return Login(role, run, key=key, authority=keys.authority(), keys=keys)
+    shown, keys = cluster_login.from_environment(url), _named_keys()
+    if shown is not None and shown.shows_something:
+        return Login(role, run, key=shown.key, keys=keys, cluster=shown)
+    if keys is not None:
+        key, tls = (keys.role(role, run) if run else keys.operator()), shown or ClusterLogin()
+        return Login(role, run, key=key, keys=keys, cluster=replace(tls, named_by=KEYS, key=key))
+    return Login(cluster=shown)
 
 
 def keys_of(url: str) -> KeyFolder:
-    """Return the folder of keys of a broker of this user.
+    """Return the folder of keys of a broker of this user, or that of a user's own cluster.
 
     Raises:
         UserError: if there is none.
     """
-    for server in url.split(","):
-        if (folder := _noted(server)) is not None and folder.is_dir():
-            return KeyFolder(folder)
-    where = "on the machine where it was started, as the same user"
+    if (found := _noted_keys(url) or _named_keys()) is not None:
+        return found
+    where = f"on the machine where it was started, as the same user; for your own cluster, set {KEYS}"
     raise UserError(f"no keys of a broker at {url.rpartition('@')[2]} on this machine; run this {where}")
 
 
+def _noted_keys(url: str) -> KeyFolder | None:
+    for server in url.split(","):
+        if (folder := _noted(server)) is not None and folder.is_dir():
+            return KeyFolder(folder)
+    return None
+
+
+def _named_keys() -> KeyFolder | None:
+    """Return the folder that the environment names, which `broker permissions` made."""
+    return KeyFolder(Path(named), makes_keys=False) if (named := os.environ.get(KEYS)) else None
+
+
 def client_options(url: str) -> dict[str, Any]:
-    """Return the arguments with which a plain ``nats.connect`` logs in as the operator; empty without a key."""
+    """Return the arguments with which a plain ``nats.connect`` logs in as the operator; empty without a login."""
     login = find_login(url, OPERATOR, "")
-    if login.key is None:
-        return {}
-    return {"nkeys_seed_str": login.key.seed, "inbox_prefix": login.inbox, "tls": login.tls_context()}
+    cluster = login.cluster or ClusterLogin()
+    options: dict[str, Any] = {"inbox_prefix": login.inbox} if login.role else {}
+    if login.key is not None and cluster.jwt:
+        options |= {"user_jwt_cb": cluster.jwt.encode, "signature_cb": login.key.sign_nonce}
+    elif login.key is not None:
+        options["nkeys_seed_str"] = login.key.seed
+    if cluster.password:
+        options |= {"user": cluster.user, "password": cluster.password}
+    return options | ({"tls": context} if (context := login.tls_context()) is not None else {})
 
 
 def note(url: str, folder: Path) -> None:

@@ -9,7 +9,7 @@ import secrets
 import stat
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ import msgspec
 
 from broker.contract.streams import token
 from broker.errors import ConfigError, UserError
-from broker.identity import vouchers
+from broker.identity import cluster_login, vouchers
 from broker.identity.key_folder import BrokerUser, KeyFolder
 from broker.identity.keys import Key
 from broker.identity.login import Login
@@ -55,9 +55,19 @@ class JoinToken:
 
     @property
     def login(self) -> Login:
-        """The login of this token's key."""
-        key, certificate = Key(self.seed), self.certificate
-        return Login(self.role, self.run, self.name, key, self.owner, self.authority, certificate=certificate)
+        """The login of this token's key, or one that the environment names, with signatures by this key.
+
+        Raises:
+            UserError: if the environment names a login that cannot be used.
+        """
+        key, shown = Key(self.seed), cluster_login.from_environment(self.broker)
+        made = Login(
+            self.role, self.run, self.name, key, self.owner, self.authority, certificate=self.certificate, signer=key
+        )
+        if shown is None or not shown.shows_something:
+            return made
+        authority = self.authority if shown.tls_context() is None else ""
+        return replace(made, name="", key=shown.key, authority=authority, cluster=shown)
 
 
 def duration(text: str) -> float:
@@ -90,7 +100,8 @@ def invite(keys: KeyFolder, broker: str, role: str, run: str, *, name: str = "",
     key = Key.generate()
     owner, expires_at = keys.owner(token(run, "--run")), time.time() + expires_s
     certificate = vouchers.certify(owner, run, role, key.public, expires_at)
-    made = JoinToken(broker, run, role, name, expires_at, owner.public, certificate, keys.authority(), key.seed)
+    authority = keys.authority() if keys.makes_keys else cluster_login.named_authority()
+    made = JoinToken(broker, run, role, name, expires_at, owner.public, certificate, authority, key.seed)
     keys.admit(BrokerUser(key.public, role, run, name, made.expires_at))
     return made
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import ssl
 import time
@@ -13,6 +14,7 @@ from broker.errors import BrokerUnreachable
 DEFAULT_BROKER: Final = "nats://127.0.0.1:4222"
 INSECURE: Final = "RL_INSECURE"  # environment variable of --insecure
 EXPIRED, NOT_YET_VALID, OTHER_NAMES = 10, 9, (62, 64)  # of OpenSSL's X509_V_ERR
+CERTIFICATE_ALERTS: Final = tuple(f"ALERT_{one}" for one in ("BAD_CERTIFICATE", "UNKNOWN_CA", "CERTIFICATE_"))
 SCHEMES: Final = ("nats", "tls", "ws", "wss")
 
 
@@ -42,6 +44,11 @@ def without_passwords(url: str) -> str:
     return ",".join(one.rpartition("@")[2] for one in url.split(",")) if "@" in url else url
 
 
+def without_logins(url: str) -> str:
+    """Return the addresses as others may use them, without user names and passwords."""
+    return re.sub(r"(^|//|,)[^/,@]*@", r"\1", url)
+
+
 def why_unreachable(error: Exception) -> str:
     """Describe in plain words why a connection attempt failed."""
     if isinstance(error, ConnectionRefusedError):
@@ -59,6 +66,12 @@ def why_unreachable(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
+def refuses_certificate(error: Exception) -> bool:
+    """Return whether a server said that it does not accept the certificate of this end."""
+    said = str(error.reason) if isinstance(error, ssl.SSLError) else ""
+    return any(alert in said for alert in CERTIFICATE_ALERTS)
+
+
 def _why_untrusted(error: ssl.SSLCertVerificationError) -> str:
     now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     if error.verify_code in (EXPIRED, NOT_YET_VALID):
@@ -66,4 +79,4 @@ def _why_untrusted(error: ssl.SSLCertVerificationError) -> str:
         return f"it {when} by the clock of this host ({now}); renew it (restart our broker) or set the clock"
     if error.verify_code in OTHER_NAMES:
         return f"{error.verify_message}; use the address for which it was made"
-    return f"{error.verify_message}; use a join token of this broker, or name its authority in SSL_CERT_FILE"
+    return f"{error.verify_message}; use a join token of this broker, or name its authority in RL_BROKER_CA"

@@ -12,10 +12,15 @@ import sys
 from collections.abc import Callable
 from typing import Any, Final
 
+from broker.identity.cluster_login import CERT, CERT_KEY
 from broker.identity.login import Login
 from broker.nats.addresses import INSECURE
 from broker.system.connections import is_loopback
 
+NO_LOGIN: Final = (
+    "there is no login for it; pass a join token with --join, set RL_BROKER_NKEY or another login of your own cluster "
+    "(docs/cluster.md), or add --insecure"
+)
 _WEB: Final = "aiohttp"
 _modules: dict[str, Any] = sys.modules  # None makes the import of a module fail
 _hidden = _WEB not in _modules
@@ -32,7 +37,7 @@ finally:
 
 
 class Unprotected(nats_errors.Error):
-    """A connection to another host would not be encrypted, or need no login."""
+    """A connection would not be encrypted, need no login, or lack the certificate that the server requires."""
 
 
 class GuardedClient(_Client):
@@ -51,6 +56,12 @@ class GuardedClient(_Client):
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
         if initial_connection and self._current_server is not None and self._current_server.uri.scheme == "tls":
             info["tls_required"] = True  # whatever the server says: the login must not cross in clear
+        if initial_connection:
+            login = self._find_login()
+            if info.get("tls_verify") and not (login.cluster and login.cluster.certificate):
+                raise Unprotected(f"it requires a client certificate; set {CERT} and {CERT_KEY}")
+            if (context := login.tls_context()) is not None:
+                self.options["tls"] = context  # read again: a certificate may have been renewed
         await super()._process_info(info, initial_connection)
 
     def _connect_command(self) -> bytes:
@@ -59,13 +70,19 @@ class GuardedClient(_Client):
         self._note_tls()
         if (key := login.key) is not None:
             self._public_nkey, self._signature_cb = key.public, key.sign_nonce
+        if (cluster := login.cluster) is not None:
+            self._user_jwt_cb = cluster.jwt.encode if cluster.jwt else None
+            if cluster.password:
+                self.options.update(user=cluster.user, password=cluster.password)
         return super()._connect_command()
 
     def _note_tls(self) -> None:
         """Tell asyncio of an upgrade to TLS; else it logs a warning about nats-py's protocol at every disconnect."""
         writer: Any = getattr(self._transport, "_io_writer", None)
-        if writer is not None and writer.get_extra_info("ssl_object") is not None:
-            writer.transport.get_protocol()._over_ssl = True
+        if writer is None or writer.get_extra_info("ssl_object") is None:
+            return
+        if (protocol := writer.transport.get_protocol()) is not None:  # None: the server has closed it already
+            protocol._over_ssl = True
 
     def _require_protection(self, login: Login) -> None:
         """Check that a connection to another host is encrypted and has a login.
@@ -79,8 +96,8 @@ class GuardedClient(_Client):
             return
         if not self._server_info.get("tls_required"):
             raise Unprotected("it uses no TLS; add --insecure only on a network that you trust")
-        if login.key is None and not uri.username:
-            raise Unprotected("there is no login for it; pass a join token with --join, or add --insecure")
+        if login.key is None and not login.role:
+            raise Unprotected(NO_LOGIN)
 
     async def _process_pong(self) -> None:
         """Accept the reply to an abandoned ping too: nats-py 2.16 fails there and stops reading."""

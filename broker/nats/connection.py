@@ -13,8 +13,9 @@ import re
 import ssl
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from broker.contract.permissions import INBOX
@@ -44,7 +45,8 @@ STALLED_AFTER_S: Final = 3.0  # without a byte in either direction while one is 
 PING_EVERY_S: Final = 5
 LOOK_EVERY_S: Final = 2.0  # at the traffic; below PING_EVERY_S
 REFUSED_AFTER_S: Final = 3.0  # of refused attempts; a new key takes a moment to be accepted
-REFUSALS: Final = ("authorization violation", "connection lost", "authentication timeout")
+REFUSALS: Final = ("authorization violation", "connection lost", "authentication timeout", "maximum control line")
+_UNHEARD: Final = re.compile('permissions violation for subscription to "(?P<subject>[^"]+)"')
 _DENIED: Final = re.compile('permissions violation for publish to "(?P<subject>[^"]+)"', re.IGNORECASE)
 
 
@@ -63,6 +65,7 @@ class NatsLink:
         self._login = Login()
         self.refused: asyncio.Future[UserError] = asyncio.get_running_loop().create_future()
         self._unsafe = False  # the latest attempt failed because the connection would not be protected
+        self._by_certificate = False  # the server refused this end's certificate
         self._refused_since = 0.0  # of the first of consecutive refusals; 0: not refused
         self.connected = asyncio.Event()
         self.on_disconnect: set[Callable[[], None]] = set()
@@ -103,8 +106,24 @@ class NatsLink:
             raise BrokerUnreachable(message) from None
         self._calls.inbox = self._calls.inbox.replace(INBOX, self._login.inbox, 1)
         await self.subscribe(f"{self.inbox}.*", self._calls.answer)
+        if self._login.cluster is not None:
+            await self._require_replies()
         self._watching = asyncio.create_task(self._watch())
         self._looking = asyncio.create_task(self._look())
+
+    async def _require_replies(self) -> None:
+        """Check that replies reach this connection; a login of the user's may be of another role or run.
+
+        Raises:
+            BrokerUnreachable: if they do not.
+        """
+        with suppress(Disconnected), self._calls.expect() as (echo, back):
+            await self.send(echo, b"")
+            told: list[asyncio.Future[Any]] = [back, self.refused]
+            await asyncio.wait(told, timeout=CALL_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+        if self.refused.done():
+            await self._abandon()
+            raise self.refused.result()
 
     async def _connect_unless_refused(self) -> None:
         connecting = asyncio.create_task(self._connect())
@@ -122,7 +141,12 @@ class NatsLink:
                 await self._abandon()
 
     def _look_up(self) -> Login:
-        self._login = self.find_login()
+        try:
+            self._login = self.find_login()
+        except UserError as error:  # a file that is being replaced does not end a process that works
+            if not self._was_connected:
+                raise
+            log.warning("%s; connecting with the login read before", error)
         return self._login
 
     @property
@@ -309,28 +333,48 @@ class NatsLink:
 
         A server that requires a login may end an attempt without saying why.
         """
-        self._unsafe = isinstance(error, (Unprotected, ssl.SSLError))
+        self._by_certificate = addresses.refuses_certificate(error)
+        self._unsafe = isinstance(error, (Unprotected, ssl.SSLError)) and not self._by_certificate
         text = str(error).lower()
-        if self.connected.is_set() or not (self._unsafe or any(refusal in text for refusal in REFUSALS)):
+        if (denied := _UNHEARD.search(text)) is not None:
+            if denied["subject"].startswith(self.inbox.lower()):
+                self._refuse(BrokerUnreachable(self._why_unheard()))
+            else:
+                log.warning("the broker at %s does not let this login hear %s", self.where, denied["subject"])
+            return
+        if self.connected.is_set() or not (
+            self._unsafe or self._by_certificate or any(refusal in text for refusal in REFUSALS)
+        ):
             self._refused_since = 0.0
             return
         self._client.drop_attempt()
         self._refused_since = self._refused_since or time.monotonic()
-        if time.monotonic() - self._refused_since > REFUSED_AFTER_S and not self.refused.done():
-            self.refused.set_result(BrokerUnreachable(self._why_refused()))
+        if time.monotonic() - self._refused_since > REFUSED_AFTER_S:
+            self._refuse(BrokerUnreachable(self._why_refused()))
+
+    def _refuse(self, why: UserError) -> None:
+        if not self.refused.done():
+            self.refused.set_result(why)
 
     def _denied(self, subject: str) -> UserError:
         who = f"a {self._login.role} of its run" if self._login.role else "this login"
         return UserError(f"the broker at {self.where} does not allow {who} to publish to {subject}")
 
+    def _why_unheard(self) -> str:
+        who = f"{self._login.role} of run {self._login.run}" if self._login.run else "operator, who sees all runs"
+        remedy = "name its run with --run, or give it the permissions that `broker permissions` prints for that role"
+        return f"the login for {self.where} may not receive replies as the {who}; {remedy}"
+
     def _why_refused(self) -> str:
         if self._unsafe:
             return f"this process does not connect to the broker at {self.where}: {self._error}"
+        if (cluster := self._login.cluster) is not None and cluster.shows_something:
+            return f"the servers at {self.where} refuse {cluster.why_refused(by_certificate=self._by_certificate)}"
         if self._login.key is not None:
             return f"the broker at {self.where} refuses the key {self._login.key.public}: it was revoked or has expired"
         return (
             f"the broker at {self.where} requires a login: it was started by another user or on another host; ask for "
-            "a join token (rlearner invite) and pass it with --join"
+            "a join token (rlearner invite) and pass it with --join; for your own cluster see docs/cluster.md"
         )
 
     async def send(self, subject: str, payload: Buffer, *, reply: str = "", headers: Headers | None = None) -> None:

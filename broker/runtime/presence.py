@@ -229,7 +229,7 @@ async def census(bus: Bus, run: str, within_s: float = CENSUS_S) -> list[wire.Pr
     subscribed = await bus.link.subscribe(PRESENCE.all_subjects(run), on_beat)
     try:
         async with asyncio.timeout(within_s):
-            members = await bus.key_value(MEMBERS).values(run)
+            members = await bus.key_value(MEMBERS, run).values(run)
             while not set(members) <= set(heard):
                 await news.wait()
                 news.clear()

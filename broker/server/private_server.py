@@ -21,7 +21,6 @@ from broker.errors import ConfigError, UserError
 from broker.identity import login
 from broker.identity.key_folder import AUTHORIZATION, KeyFolder
 from broker.jetstream.provision import OLDEST_CLUSTER
-from broker.settings.config import loopback
 from broker.system.children import spawn
 from broker.system.connections import addresses, is_loopback
 from broker.system.locks import lock
@@ -33,18 +32,7 @@ OLDEST_SYNC_ALWAYS: Final = (2, 10)
 HEADROOM_BYTES: Final = 64 * 1024  # the server's max_payload includes message headers, ours does not
 READY_WITHIN_S: Final = 30.0
 STOP_WITHIN_S: Final = 10.0
-
-
-def require_loopback(bind: str) -> None:
-    """Refuse addresses that other machines reach, because what passes there is not encrypted.
-
-    Raises:
-        ConfigError: if it is not a loopback address.
-    """
-    try:
-        loopback(bind)
-    except ValueError as error:
-        raise ConfigError("broker.bind", bind, str(error)) from None
+ROUTE_TLS_S: Final = 10  # for the handshake of two servers on busy hosts
 
 
 def binary_version(binary: str) -> tuple[int, ...]:
@@ -117,8 +105,13 @@ class ClusterConfig:
             if not host or not port.isdecimal() or not 0 < int(port) < 65536:
                 raise ConfigError("--routes", route, "host:port of another server's cluster port")
 
-    def lines(self, bind: str) -> list[str]:
-        """Return the lines for the server's configuration file."""
+    def lines(self, bind: str, tls: list[str]) -> list[str]:
+        """Return the lines for the server's configuration file.
+
+        Args:
+            tls: the block that lets in only servers with a certificate of the broker's authority.
+        """
+        bind = f"[{bind}]" if ":" in bind else bind
         routes = ", ".join(json.dumps(f"nats://{route}") for route in self.routes)
         return [
             f"server_name: {json.dumps(self.node)}",
@@ -126,6 +119,7 @@ class ClusterConfig:
             f"  name: {json.dumps(self.name)}",
             f"  listen: {json.dumps(f'{bind}:{self.port}')}",
             f"  routes: [{routes}]",
+            *(f"  {line}" for line in tls),
             "}",
             *([f"http: {json.dumps(f'{bind}:{self.monitor}')}"] if self.monitor else []),
         ]
@@ -133,6 +127,8 @@ class ClusterConfig:
 
 class BrokerServer:
     """A nats-server child process with JetStream; it dies with its parent. Beyond loopback it requires TLS.
+
+    The servers of a cluster require it of each other everywhere: a route may do everything.
 
     Args:
         store: folder for streams, configuration and log.
@@ -176,12 +172,10 @@ class BrokerServer:
         self._cluster = cluster
         procs = {"GOMAXPROCS": str(num_procs)} if num_procs else {}
         self._env = {**procs, **without_secrets(os.environ)}
-        self._certificate: tuple[Path, Path] | None = None  # and its key, beyond loopback
+        self._certificate: tuple[Path, Path] | None = None  # and its key, beyond loopback or in a cluster
         self._child: subprocess.Popen[bytes] | None = None
 
     def _checked_bind(self) -> str:
-        if self._cluster is not None:
-            require_loopback(self._bind)  # routes have neither TLS nor logins
         known = [address for each in addresses().values() for address in each]
         if not is_loopback(self._bind) and self._bind not in known:
             allowed = f"one address of this host, which others use too: {', '.join(sorted(known)) or 'none'}"
@@ -201,7 +195,7 @@ class BrokerServer:
             if port:
                 refuse_taken(bind, port)
         keys = KeyFolder(self.keys_path)
-        self._certificate = None if is_loopback(bind) else keys.certificate(bind)
+        self._certificate = keys.certificate(bind) if self._cluster or not is_loopback(bind) else None
         keys.operator()
         keys.refresh()
         try:
@@ -274,15 +268,20 @@ class BrokerServer:
             f"  max_file_store: {int(self._store_max_gib * (1 << 30))}",
             *(["  sync_interval: always"] if self._sync_always else []),
             "}",
-            *(self._cluster.lines(self._bind) if self._cluster else []),
-            *(self._tls_lines() if self._certificate else []),
+            *(self._cluster.lines(self._bind, self._tls_lines(routes=True)) if self._cluster else []),
+            *([] if is_loopback(self._bind) else self._tls_lines()),
         ]
         return "\n".join(lines) + "\n"
 
-    def _tls_lines(self) -> list[str]:
+    def _tls_lines(self, *, routes: bool = False) -> list[str]:
+        """Return the block of TLS for clients, or for the other servers, which show certificates of our authority."""
         assert self._certificate is not None
         certificate, key = (json.dumps(str(file)) for file in self._certificate)
-        return ["tls {", f"  cert_file: {certificate}", f"  key_file: {key}", '  min_version: "1.3"', "}"]
+        lines = ["tls {", f"  cert_file: {certificate}", f"  key_file: {key}", '  min_version: "1.3"']
+        if routes:
+            authority = json.dumps(str(self.keys_path / "tls" / "ca.pem"))
+            lines += [f"  ca_file: {authority}", "  verify: true", f"  timeout: {ROUTE_TLS_S}"]
+        return [*lines, "}"]
 
     def _wait_ready(self, start_of_log: int) -> str:
         """Return the URL, once the server has written its address."""
@@ -298,7 +297,7 @@ class BrokerServer:
                 time.sleep(0.01)
                 continue
             host = f"[{self._bind}]" if ":" in self._bind else self._bind
-            return f"tls://{host}:{urls[0].rpartition(':')[2]}" if self._certificate else str(urls[0])
+            return str(urls[0]) if is_loopback(self._bind) else f"tls://{host}:{urls[0].rpartition(':')[2]}"
         raise UserError(f"nats-server was not ready within {READY_WITHIN_S:g} s, see {self.log_path}")
 
     def _why_dead(self, start_of_log: int) -> str:

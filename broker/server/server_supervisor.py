@@ -40,6 +40,8 @@ class ServerSupervisor:
         """
         self._keys.expire()
         died = self._server.pid
+        if self._server.running:
+            self._keys.follow(died)
         if not self._server.running:
             if not self._revive:
                 return []

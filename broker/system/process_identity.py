@@ -13,7 +13,7 @@ PROC = Path("/proc")
 
 
 @cache
-def _machine() -> str:
+def this_machine() -> str:
     """Return the boot id and the PID namespace; empty if the system does not provide them."""
     try:
         boot = (PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -39,7 +39,7 @@ def this_process() -> str:
 
 def identity_of(pid: int) -> str:
     """Return the identity of a process of this machine; empty if the system does not provide it."""
-    machine = _machine()
+    machine = this_machine()
     return f"{machine}/{pid}/{_started(pid)}" if machine else ""
 
 
@@ -49,4 +49,9 @@ def has_ended(identity: str) -> bool:
     if len(parts) != 3 or not parts[1].isdecimal():
         return False
     machine, pid, started = parts
-    return bool(machine) and machine == _machine() and _started(int(pid)) != started
+    return bool(machine) and machine == this_machine() and _started(int(pid)) != started
+
+
+def is_elsewhere(identity: str) -> bool:
+    """Return whether a process is of another machine, boot or container."""
+    return identity.count("/") > 1 and identity.rsplit("/", 2)[0] != this_machine()

@@ -9,14 +9,21 @@ from pathlib import Path
 
 from broker.errors import UserError
 from broker.identity import tokens
+from broker.identity.key_folder import KeyFolder
 from broker.identity.login import keys_of
+from broker.nats.addresses import without_logins
 
 
 async def invite(options: argparse.Namespace) -> int:
     """Write a join token; print where, and how to use it."""
     keys = keys_of(options.broker)
     made = tokens.invite(
-        keys, options.broker, options.role, options.run_name, name=options.name, expires_s=options.expires
+        keys,
+        without_logins(options.broker),
+        options.role,
+        options.run_name,
+        name=options.name,
+        expires_s=options.expires,
     )
     path = Path(options.out)
     try:
@@ -27,7 +34,13 @@ async def invite(options: argparse.Namespace) -> int:
     until = time.strftime("%Y-%m-%d %H:%M", time.localtime(made.expires_at))
     command = "rollout-server" if options.role == "rollout" else options.role
     print(f"{path}: {made.role} {made.name} of run {made.run}, until {until}; use it: {command} --join {path}")
+    _remind(keys)
     return 0
+
+
+def _remind(keys: KeyFolder) -> None:
+    if not keys.makes_keys:
+        print("it takes effect when your servers reload the new output of `broker permissions`", file=sys.stderr)
 
 
 async def invited(options: argparse.Namespace) -> int:
@@ -53,5 +66,6 @@ async def revoke(options: argparse.Namespace) -> int:
         raise UserError(f"the broker has no token {options.name!r}; there is {others}")
     for user in found:
         keys.revoke(user)
-    print(f"{options.name}: the broker refuses it from now on")
+    print(f"{options.name}: the broker refuses it{' from now on' if keys.makes_keys else ''}")
+    _remind(keys)
     return 0

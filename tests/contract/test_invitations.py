@@ -94,7 +94,7 @@ async def test_without_a_token_nobody_else_joins(bus: Bus, broker_url: str, else
     assert child.returncode == 2
     assert said.splitlines()[-1] == (
         f"error: the broker at {broker_url} requires a login: it was started by another user or on another host; ask "
-        "for a join token (rlearner invite) and pass it with --join"
+        "for a join token (rlearner invite) and pass it with --join; for your own cluster see docs/cluster.md"
     )
 
 
@@ -205,7 +205,7 @@ def test_commands_for_keys_need_the_broker_of_this_user(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr == (
         "error: no keys of a broker at nats://127.0.0.1:9 on this machine; run this on the machine where it was "
-        "started, as the same user\n"
+        "started, as the same user; for your own cluster, set RL_BROKER_KEYS\n"
     )
 
 

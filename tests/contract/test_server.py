@@ -124,15 +124,6 @@ def test_only_an_address_of_this_host_can_be_bound(tmp_path: Path, bind: str) ->
     assert not (tmp_path / "store").exists()
 
 
-def test_a_cluster_stays_on_loopback(tmp_path: Path) -> None:
-    pair = ClusterConfig("pair", "one", 6222, ("127.0.0.1:6223",))
-    with pytest.raises(
-        ConfigError, match=r"broker\.bind.*only a loopback address.*neither encrypted nor authenticated"
-    ):
-        BrokerServer(str(tmp_path / "store"), bind="192.0.2.7", cluster=pair).start()
-    assert not (tmp_path / "store").exists()
-
-
 def test_a_store_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("broker.server.private_server.STOP_WITHIN_S", 0.2)
     with (

@@ -17,6 +17,7 @@ from broker.jetstream.api import ask
 from broker.jetstream.bus import Bus
 from broker.jetstream.provision import stream_config
 from broker.server.private_server import BrokerServer, ClusterConfig
+from broker.system.connections import is_loopback
 
 NODES = 3
 
@@ -27,23 +28,24 @@ class ClusterNodes:
     Args:
         folder: of their stores.
         binary: another nats-server than the one that is found.
+        bind: the address of all of them.
     """
 
-    def __init__(self, folder: Path, binary: str | None = None) -> None:
-        self._folder, self._binary = folder, binary
-        self.ports = [free_port() for _ in range(NODES)]
-        self._cluster_ports = [free_port() for _ in range(NODES)]
-        self._monitor_ports = [free_port() for _ in range(NODES)]
+    def __init__(self, folder: Path, binary: str | None = None, bind: str = "127.0.0.1") -> None:
+        self._folder, self._binary, self._bind = folder, binary, bind
+        self.ports = [free_port(bind) for _ in range(NODES)]
+        self._cluster_ports = [free_port(bind) for _ in range(NODES)]
+        self._monitor_ports = [free_port(bind) for _ in range(NODES)]
         self.servers: list[BrokerServer | None] = [None] * NODES
 
     @property
     def url(self) -> str:
         """Of all of them."""
-        return ",".join(f"nats://127.0.0.1:{port}" for port in self.ports)
+        return ",".join(f"{'nats' if is_loopback(self._bind) else 'tls'}://{self._bind}:{port}" for port in self.ports)
 
     def start(self, number: int) -> None:
         """Start one, on the ports and the store that are its own."""
-        routes = tuple(f"127.0.0.1:{port}" for other, port in enumerate(self._cluster_ports) if other != number)
+        routes = tuple(f"{self._bind}:{port}" for other, port in enumerate(self._cluster_ports) if other != number)
         cluster = ClusterConfig(
             "test", f"n{number}", self._cluster_ports[number], routes, monitor=self._monitor_ports[number]
         )
@@ -51,6 +53,7 @@ class ClusterNodes:
             str(self._folder / f"n{number}"),
             keys=str(self._folder / "keys"),
             port=self.ports[number],
+            bind=self._bind,
             binary=self._binary,
             cluster=cluster,
         )
@@ -75,7 +78,7 @@ class ClusterNodes:
 
     async def settled(self, bus: Bus) -> None:
         """Until another server may be lost."""
-        await settled(bus, [f"127.0.0.1:{port}" for port in self._monitor_ports])
+        await settled(bus, [f"{self._bind}:{port}" for port in self._monitor_ports])
 
     def stop(self) -> None:
         for server in self.servers:

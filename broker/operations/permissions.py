@@ -1,0 +1,84 @@
+"""``broker permissions``: the users of a run for a nats-server of your own, with what each may do."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from broker.contract.permissions import OPERATOR
+from broker.contract.streams import ROLES, token
+from broker.errors import UserError
+from broker.identity.key_folder import KeyFolder, as_server_user
+from broker.identity.login import KEYS
+from broker.identity.server_config import (
+    FORMATS,
+    LOGINS,
+    ServerUser,
+    account,
+    authorization,
+    certificate_user,
+    password_user,
+    require_distinct,
+)
+
+ABOUT: Final = """\
+# {runs}: {roles}. Made by `broker permissions`; make it again after an upgrade of rlearner.
+"""
+CERTIFICATES: Final = """\
+# The tls block of the server needs ca_file and verify_and_map: true. A client certificate has its user's name as CN.
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    add = parser.add_argument
+    add("--run", metavar="NAME", action="append", required=True, help="a run; repeat it for several")
+    roles = (*ROLES, OPERATOR)
+    add("--role", choices=roles, nargs="+", default=list(roles), help="only these roles (all and the operator)")
+    text = "an account of rlearner's own, or the users of the server's only account (%(default)s)"
+    add("--format", choices=FORMATS, default=FORMATS[0], help=text)
+    text = "what the users log in with (%(default)s)"
+    add("--login", choices=LOGINS, default=LOGINS[0], help=text)
+    text = f"folder of the keys, made if missing ({KEYS}); the output has only their public halves"
+    add("--keys", metavar="FOLDER", default=os.environ.get(KEYS), help=text)
+
+
+def show_permissions(options: argparse.Namespace) -> None:
+    """Print the configuration; make the keys that it names.
+
+    Raises:
+        UserError: if the folder of keys is not named, or cannot be used.
+    """
+    runs = [token(run, "--run") for run in dict.fromkeys(options.run)]
+    roles = [role for role in (*ROLES, OPERATOR) if role in options.role]
+    users = list(_users(options, runs, roles))
+    require_distinct(users)
+    print(ABOUT.format(runs=", ".join(runs), roles=", ".join(roles)), end="")
+    if options.login == "certificate":
+        print(CERTIFICATES, end="")
+    print((account if options.format == "accounts" else authorization)(users), end="")
+    if options.login == "nkey":
+        text = f"seeds are in {options.keys}: set {KEYS} to it on this host; elsewhere use `rlearner invite`"
+        print(text, file=sys.stderr)
+
+
+def _users(options: argparse.Namespace, runs: Sequence[str], roles: Sequence[str]) -> Iterator[ServerUser]:
+    keys = KeyFolder(Path(options.keys).absolute()) if options.keys else None
+    if keys is not None:
+        for run in runs:
+            keys.owner(run)
+    named = [(role, run) for run in runs for role in roles if role != OPERATOR]
+    named += [(OPERATOR, "")] * (OPERATOR in roles)
+    if options.login != "nkey":
+        make = password_user if options.login == "password" else certificate_user
+        yield from (make(role, run) for role, run in named)
+        return
+    if keys is None:
+        raise UserError(f"--login nkey needs --keys FOLDER (or {KEYS}), where the keys of the users are or will be")
+    for role, run in named:
+        _ = keys.operator() if role == OPERATOR else keys.role(role, run)
+    yield from (as_server_user(user) for user in keys.users() if (user.role, user.run) in named)
