@@ -24,6 +24,7 @@ from broker.jetstream.provision import OLDEST_CLUSTER
 from broker.system.children import spawn
 from broker.system.connections import addresses, is_loopback
 from broker.system.locks import lock
+from broker.system.log_rotation import KEPT, limit_bytes
 from broker.system.private_files import private_folder
 from broker.system.redaction import without_secrets
 
@@ -174,6 +175,7 @@ class BrokerServer:
         self._env = {**procs, **without_secrets(os.environ)}
         self._certificate: tuple[Path, Path] | None = None  # and its key, beyond loopback or in a cluster
         self._child: subprocess.Popen[bytes] | None = None
+        self._keeps_few_logs = False  # whether the nats-server deletes the oldest of its rotated logs
 
     def _checked_bind(self) -> str:
         known = [address for each in addresses().values() for address in each]
@@ -191,6 +193,7 @@ class BrokerServer:
         """Start the server and return when it answers; a restart uses the same port and store."""
         bind = self._checked_bind()
         binary = find_binary(sync_always=self._sync_always, clustered=self._cluster is not None, binary=self._binary)
+        self._keeps_few_logs = binary_version(binary) >= (2, 10)
         for port in (self._port, self._cluster.port if self._cluster else 0):
             if port:
                 refuse_taken(bind, port)
@@ -268,6 +271,9 @@ class BrokerServer:
             f"  max_file_store: {int(self._store_max_gib * (1 << 30))}",
             *(["  sync_interval: always"] if self._sync_always else []),
             "}",
+            f"log_file: {quoted(str(self.log_path))}",
+            f"log_size_limit: {limit_bytes()}",
+            *([f"logfile_max_num: {KEPT + 1}"] if self._keeps_few_logs else []),
             *(self._cluster.lines(self._bind, self._tls_lines(routes=True)) if self._cluster else []),
             *([] if is_loopback(self._bind) else self._tls_lines()),
         ]

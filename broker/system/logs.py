@@ -8,6 +8,7 @@ import sys
 from typing import Final, TextIO
 
 from broker.errors import UserError
+from broker.system.log_rotation import PrivateLogFile, rotate_output
 from broker.system.redaction import redact
 from broker.system.visible_text import visible
 
@@ -47,6 +48,10 @@ class StderrHandler(logging.StreamHandler[TextIO]):
     def __init__(self) -> None:
         logging.Handler.__init__(self)  # StreamHandler's would keep the stream
 
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        rotate_output()
+
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
         """The present stderr."""
@@ -79,7 +84,7 @@ def apply(options: argparse.Namespace) -> None:
     if not options.log_file:
         return
     try:
-        handler = logging.FileHandler(options.log_file, encoding="utf-8")
+        handler = PrivateLogFile(options.log_file)
     except OSError as error:
         why = f"{error.strerror}; name a file in a folder that exists"
         raise UserError(f"--log-file: cannot write {options.log_file}: {why}") from None

@@ -18,6 +18,7 @@ import psutil
 from broker.errors import UserError
 from broker.system.children import spawn
 from broker.system.entry import EXIT_STOPPED, EXIT_USER_ERROR
+from broker.system.log_rotation import OUTPUT
 
 RESTART_AFTER_S = 1.0  # doubled at every restart that did not last a minute
 RESTART_AT_MOST_S = 30.0
@@ -98,7 +99,8 @@ class ProcessFleet:
         self.logs.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", child.module, *child.args]
         with child.log.open("ab") as log:
-            child.process = spawn(command, log, env={**os.environ, **self.env})
+            output = {OUTPUT: str(child.log.absolute())}
+            child.process = spawn(command, log, env={**os.environ, **self.env, **output})
         child.started = time.monotonic()
 
     def watch(self) -> list[str]:
