@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from broker.system.private_files import replace, sync
+from broker.system.private_files import exchange, replace, sync
 
 
 @contextmanager
 def atomic_folder(target: str | Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes ``target`` when the block ends, and is removed if the block raises.
 
-    An existing ``target`` is replaced; between the two renames there is none.
+    An existing ``target`` is replaced at once on Linux; on file systems that cannot, it is missing for a moment.
     """
     work = begin_folder(target)
     try:
@@ -59,6 +59,15 @@ def remove_folder(folder: Path) -> None:
 
 
 def _swap(work: Path, final: Path) -> None:
+    try:
+        exchange(work, final)
+    except OSError:  # the file system cannot
+        _rename_twice(work, final)
+    else:
+        shutil.rmtree(work, ignore_errors=True)  # the old one
+
+
+def _rename_twice(work: Path, final: Path) -> None:
     old = Path(tempfile.mkdtemp(prefix=f".{final.name}.old.", dir=final.parent))
     try:
         os.rename(final, old / "was")

@@ -6,6 +6,7 @@ other users are refused, and temporary names cannot be guessed.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import secrets
@@ -19,6 +20,9 @@ from broker.errors import UserError
 
 PRIVATE_UMASK: Final = 0o077
 SUFFIX: Final = ".new"  # of a file that is not complete yet
+_AT_FDCWD: Final = -100
+_RENAME_EXCHANGE: Final = 2
+_RENAMEAT2: Final = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # glibc 2.28
 
 
 @contextmanager
@@ -133,6 +137,20 @@ def replace(source: Path, target: Path) -> None:
     """Rename a file or a folder within one folder, over an existing one, so that a power loss does not undo it."""
     os.replace(source, target)
     sync(target.parent)
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Swap the names of two folders or files at once, durably (Linux).
+
+    Raises:
+        OSError: if they cannot be swapped; the kernel or the file system may not be able to.
+    """
+    if _RENAMEAT2 is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    if _RENAMEAT2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(one))
+    sync(other.parent)
 
 
 def sync(path: Path) -> None:
