@@ -34,8 +34,13 @@ class ProgramExit:
     is_cut: bool
 
 
-async def run(command: Sequence[str], given: str, env: Mapping[str, str], cwd: str | None) -> ProgramExit:
+async def run(
+    command: Sequence[str], given: str, env: Mapping[str, str], cwd: str | None, files: Sequence[int] = ()
+) -> ProgramExit:
     """Run a program in its own session; when cancelled, kill the session and all its descendants.
+
+    Args:
+        files: descriptors that it inherits.
 
     If this process dies, the kernel kills the program, and what it started finds the endpoint gone.
 
@@ -49,7 +54,7 @@ async def run(command: Sequence[str], given: str, env: Mapping[str, str], cwd: s
         os.lseek(stdin, 0, os.SEEK_SET)
         out, errors = (os.fdopen(end, "wb", buffering=0) for _, end in outputs)
         with out, errors:
-            start = partial(spawn, command, out, stdin=stdin, errors=errors, env=env, cwd=cwd)
+            start = partial(spawn, command, out, stdin=stdin, errors=errors, env=env, cwd=cwd, pass_fds=files)
             child = await _started(asyncio.to_thread(start, death_signal=signal.SIGKILL))
     except BaseException:
         for end, _ in outputs:

@@ -21,6 +21,7 @@ from envhub.agents.session import AgentSession, SessionContext
 from envhub.envs import agent as agent_env
 from envhub.envs.agent import AgentArgs
 from envhub.task import EpisodeFailed, EpisodeResult, EpisodeTask
+from envhub.workers.sandboxed import sandboxed_command, sandboxed_start
 from rlearner_text.openai import api_keys
 from rlearner_text.openai.callers import Caller
 from rlearner_text.openai.connections import Limits
@@ -71,7 +72,9 @@ class AgentRunner:
         row = agent_env.row(args, task.task_index, task.split)
         try:
             given, env = self._given(task, row), self._environment(args, task, key)
-            ended = await program.run(agent_env.command(args), given, env, args.cwd)
+            with sandboxed_start(task.domain, args.cwd) as how:
+                command = sandboxed_command(how, agent_env.command(args))
+                ended = await program.run(command, given, env, args.cwd, how.files if how else ())
         except (OSError, UserError) as error:
             raise EpisodeFailed("env", f"the agent cannot be started: {error}") from None
         finally:

@@ -98,6 +98,14 @@ class AgentEnvironment(Environment):
             rows(args, "eval")
 
     @classmethod
+    def folders(cls, args: AgentArgs) -> tuple[list[str], list[str]]:
+        program = shutil.which(args.command[0], path=plain_env(args).get("PATH")) if args.command else None
+        scripts = [one for one in args.command[1:] if Path(args.cwd or "", one).is_file()]
+        file = args.function.rpartition(":")[0]
+        own = [os.path.join(args.cwd or "", one) for one in scripts] + ([file] if file.endswith(".py") else [])
+        return [*([program] if program else []), *own, *([args.cwd] if args.cwd else [])], []
+
+    @classmethod
     def data_files(cls, args: AgentArgs) -> list[str]:
         return [file for file in (args.path, args.eval_path) if file is not None]
 
@@ -130,6 +138,12 @@ def check_section(name: str, section: DomainSection, args: Section) -> None:
     if section.context != "steps":
         allowed = "steps with env agent: a call that does not continue an earlier one begins another sample"
         raise ConfigError(f"domains.{name}.context", section.context, allowed)
+    if section.isolation not in (None, "none", "sandbox"):
+        allowed = "none or sandbox with env agent: its program is a process of its own"
+        raise ConfigError(f"domains.{name}.isolation", section.isolation, allowed)
+    if section.isolation == "sandbox" and not section.network:
+        allowed = "true with env agent and isolation sandbox: the agent reaches the policy over the host's network"
+        raise ConfigError(f"domains.{name}.network", section.network, allowed)
     if isinstance(args, AgentArgs) and args.reward == "none" and not section.rewards:
         allowed = "at least one with env_args.reward none: the agent gives no reward"
         raise ConfigError(f"domains.{name}.rewards", [], allowed)

@@ -1,4 +1,4 @@
-"""Starts a domain's worker processes in bubblewrap: what they may read, and as which user they run."""
+"""Starts a domain's workers and agents in bubblewrap: what they may read, and as which user they run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,6 +21,8 @@ from rlearner_sandbox.run import id_maps, sealed_file
 SYSTEM: Final = ("/usr", "/etc", "/opt", "/sys/devices/system/cpu")  # programs, certificates, names; cores for numerics
 PACKAGES: Final = ("broker", "envhub", "rlearner_text", "rlearner_sandbox")  # of ours, also if they are not installed
 SCRATCH_MIB: Final = 1024  # in memory, of each folder that it may write to
+BECOME: Final = """import os, sys; uid = int(sys.argv[1]); os.setgroups([])
+os.setresgid(uid, uid, uid); os.setresuid(uid, uid, uid); os.execvp(sys.argv[2], sys.argv[2:])"""
 _numbers: Final = itertools.count()
 
 
@@ -34,8 +36,11 @@ class SandboxedStart:
 
 
 @contextmanager
-def sandboxed_start(domain: Domain) -> Iterator[SandboxedStart | None]:
+def sandboxed_start(domain: Domain, folder: str | None = None) -> Iterator[SandboxedStart | None]:
     """Yield how to start a domain's processes, None if its isolation is not ``sandbox``.
+
+    Args:
+        folder: to work in; None: the hub's.
 
     Raises:
         NoSandbox: if no sandbox works on this machine; says what to do.
@@ -52,12 +57,20 @@ def sandboxed_start(domain: Domain) -> Iterator[SandboxedStart | None]:
         packages, scratch = readable(domain), domain.environment.folders(domain.args)[1]
         within = jail(
             bwrap, rules, limits, root=is_root, packages=packages, network=domain.section.network, scratch=scratch,
-            folder=os.getcwd(),
+            folder=os.path.abspath(folder or os.getcwd()),
         )  # fmt: skip
         uid = free_uid(os.getpid() * 16 + next(_numbers) % 16, id_maps()) if is_root else 0
         yield SandboxedStart(within, uid, (rules,))
     finally:
         os.close(rules)
+
+
+def sandboxed_command(how: SandboxedStart | None, command: Sequence[str]) -> list[str]:
+    """Return the command that runs a program in a sandbox, as another user if the hub is root."""
+    if how is None:
+        return list(command)
+    become = [sys.executable, "-I", "-S", "-c", BECOME, str(how.uid)] if how.uid else []
+    return [*how.within, *become, *command]
 
 
 def require(domain: Domain) -> None:
