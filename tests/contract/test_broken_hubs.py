@@ -35,7 +35,7 @@ OTHER_PYTHON = (
 SCORE = {"env": "qa", "rewards": [{"name": f"{Path(KIT).parent}/bad_host.py:score"}]}
 CRASHES = {"env": "qa", "rewards": [{"name": f"{reward_world.FUNCTIONS}:crashes"}]}
 LENGTH = {"env": "qa", "rewards": [{"name": f"{reward_world.FUNCTIONS}:length"}]}
-REWARDHUB = {"workers": 1, "timeout_s": 30.0, "max_retries": 1}
+REWARDHUB = {"workers": 1, "timeout_s": 30.0, "max_retries": 1, "pass_env": ["BAD_HOST"]}
 
 
 @pytest.fixture
