@@ -76,6 +76,7 @@ async def _play(fleet: RunFleet, folder: Path) -> None:
     lake = {"env": "frozenlake", "env_args": {"observe": "cell"}, "group_size": 8, "max_turns": 10}
     lake |= {"max_context_tokens": 256, "sampling": {"max_tokens": 4}}
     train: dict[str, Any] = {"backend": f"{null.__file__}:NullBackend", "steps": STEPS, "groups_per_step": GROUPS}
+    train["max_staleness"] = STEPS  # the engine random keeps version 0
     config: dict[str, Any] = {"run": {"name": "cost", "dir": str(folder / "runs")}, "model": {"path": None}}
     config |= {"domains": {"lake": lake}, "train": train | {"num_threads": 1}, "trackers": {"use": []}}
     config |= {"rollout": {"engine": "random", "max_context_tokens": 256}, "envhub": {"n": 64}}
