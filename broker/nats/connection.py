@@ -102,7 +102,8 @@ class NatsLink:
             await self._abandon()
             if self._refused_since:
                 raise BrokerUnreachable(self._why_refused()) from None
-            message = f"no broker answered at {self.where} within {deadline_s:g} s: {self._error or NO_ANSWER}"
+            why = f"{self._error or NO_ANSWER}; --connect-deadline waits longer"
+            message = f"no broker answered at {self.where} within {deadline_s:g} s: {why}"
             raise BrokerUnreachable(message) from None
         self._calls.inbox = self._calls.inbox.replace(INBOX, self._login.inbox, 1)
         await self.subscribe(f"{self.inbox}.*", self._calls.answer)
