@@ -108,7 +108,7 @@ def refuse_literal(config: Mapping[str, Any]) -> None:
 
 
 def resolved(value: Any, where: str) -> Any:
-    """Return the arguments of a plug-in with the secrets in place of the references at keys of secrets.
+    """Return the arguments of a plug-in with each reference at the key of a secret replaced by the secret.
 
     Args:
         where: the key of the arguments, for messages.

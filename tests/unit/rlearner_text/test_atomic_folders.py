@@ -1,4 +1,4 @@
-"""A folder that is replaced is there at every moment, whole, whoever is killed."""
+"""A folder that is being replaced always exists and is complete, even after a kill."""
 
 from __future__ import annotations
 
