@@ -249,6 +249,7 @@ class RolloutService:
             waiting=stats.waiting,
             speed=self._meter.speed,
             idle_ratio=self._meter.idle_ratio,
+            carriers=self._receiver.carriers() if self._receiver is not None else [],
         )
 
     def metrics(self) -> dict[str, float]:

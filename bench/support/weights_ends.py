@@ -6,7 +6,6 @@ import argparse
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final
@@ -16,9 +15,10 @@ from torch import Tensor
 
 from bench.support.rendezvous import NAME, MeetingPlace
 from broker.contract import wire
+from broker.contract.wire import Carrier
 from broker.weights import fp8
 from broker.weights.bucket_payload import ReferenceBytes
-from broker.weights.group import Backend, Group, WaitMonitor, WeightGroup
+from broker.weights.group import Group, WaitMonitor, WeightGroup
 from broker.weights.memory.copying import copy_all
 from broker.weights.memory.shared import SegmentReader, SharedSegment
 from broker.weights.memory.staging import FlatBuffer, StagingBuffers, plan_of
@@ -95,9 +95,10 @@ class ChannelEnd:
         kept: bool,
         shared: bool,
         dtype: str | None,
+        carrier: Carrier = "gloo",
         settings: TransferSettings = SETTINGS,
     ) -> None:
-        self.store, self.place, self.rank, self.settings = store, place, rank, settings
+        self.store, self.place, self.rank, self.settings, self.carrier = store, place, rank, settings, carrier
         self.serial, self.model, self.shared = serial, model, shared
         self.plan, self.dtype, self.copies = plan_of(model, bucket_mib, dtype=dtype), dtype, list[float]()
         self.window: SegmentReader | None = None
@@ -120,7 +121,12 @@ class ChannelEnd:
         self.uses += 1
         if self.staging is not None:
             start = StartTransfer(
-                session, version, (NAME,), fresh=self.uses == 1 and not self.shared, num_shared=int(self.shared)
+                session,
+                version,
+                (NAME,),
+                fresh=self.uses == 1 and not self.shared,
+                num_shared=int(self.shared),
+                carrier=self.carrier,
             )
             with self.staging.sending(version) as staged:
                 sent = lead(self.store, start, staged, self.communicator, self.settings, WaitMonitor(), self.base)
@@ -135,7 +141,7 @@ class ChannelEnd:
                 key=self.place.address.key,
                 version=version,
                 timeout_s=self.settings.timeout_s,
-                shared=self.shared,
+                carrier="shared" if self.shared else self.carrier,
             )
             arrival = self.buffers.take(self.plan, CPU)
             received = follow(
@@ -206,12 +212,12 @@ class EndProcess:
         delta: bool = False,
         kept: bool = True,
         dtype: str | None = None,
-        backend: Backend = "gloo",
+        backend: Carrier = "gloo",
     ) -> ChannelEnd:
         self.channels += 1
-        settings = replace(self.settings, backend=backend)
-        more = {"delta": delta, "kept": kept, "shared": shared, "dtype": dtype, "settings": settings}
-        return ChannelEnd(self.store, self.place, self.rank, self.channels, model, self.options.bucket_mib, **more)  # type: ignore[arg-type]
+        more: dict[str, Any] = {"delta": delta, "kept": kept, "shared": shared, "dtype": dtype, "carrier": backend}
+        more["settings"] = self.settings
+        return ChannelEnd(self.store, self.place, self.rank, self.channels, model, self.options.bucket_mib, **more)
 
     def meet(self) -> None:
         self.meetings += 1

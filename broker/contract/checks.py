@@ -38,6 +38,7 @@ PRESENCE_CHARS: Final = {
 DIGEST_CHARS: Final = 32  # of a model's files
 HEX: Final = frozenset("0123456789abcdef")
 KEY_CHARS: Final = 40  # of a CURVE key in Z85
+MAX_RANKS: Final = 4096  # that one rollout server brings into a transfer
 Z85: Final = frozenset("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#")
 
 
@@ -329,8 +330,12 @@ def _check_offer(offer: wire.WeightsOffer) -> None:
 
 
 def _check_join(join: wire.WeightsJoin) -> None:
-    """key is a CURVE key in Z85: 40 characters."""
+    """key is a CURVE key in Z85: 40 characters. carriers names at least one, each with 1 to 4096 ranks."""
     _check_key("WeightsJoin", join.key)
+    if not join.carriers or not all(1 <= ranks <= MAX_RANKS for ranks in join.carriers.values()):
+        raise _wrong(
+            "WeightsJoin", "carriers", join.carriers, f"must be at least one, each with 1 to {MAX_RANKS} ranks"
+        )
 
 
 def _check_key(kind: str, key: str) -> None:
@@ -339,10 +344,11 @@ def _check_key(kind: str, key: str) -> None:
 
 
 def _check_session(session: wire.WeightsSession) -> None:
-    """rank is below world_size, or not below it if shared, unless error is set. key is a CURVE key in Z85."""
+    """rank is below world_size, or not below it for ipc and shared, unless error is set. key is a CURVE key in Z85."""
     _check_key("WeightsSession", session.key)
-    if not session.error and (session.rank < session.world_size) == session.shared:
-        must = f"must {'not ' * session.shared}be below world_size, {session.world_size}"
+    reads = session.carrier in ("ipc", "shared")
+    if not session.error and (session.rank < session.world_size) == reads:
+        must = f"must {'not ' * reads}be below world_size, {session.world_size}"
         raise _wrong("WeightsSession", "rank", session.rank, must)
 
 

@@ -61,17 +61,17 @@ EXAMPLES: Final[dict[type[wire.Message], wire.Message]] = {
         ),
         wire.WeightsOffer(
             epoch=2, version=12, digest="9f86d081884c7d65", plan="60303ae22b998861", size_bytes=1_048_576,
-            backend="gloo", probe=_PROBE,
+            carriers=["shared", "gloo"], probe=_PROBE,
             adapter=wire.Adapter(base="b4d2a18c0f7e93d1", targets=["q_proj", "v_proj"], rank=16, scale=2.0),
             segment="4711/23/rlearner-weights-9f86d081884c7d65",
         ),
         wire.WeightsJoin(
             server="rollout-7c1", epoch=2, version=12, plan="60303ae22b998861",
-            key=_KEY, shared=True,
+            key=_KEY, carriers={"shared": 1, "gloo": 1},
         ),
         wire.WeightsSession(
             session="2-5", rank=3, world_size=3, host="127.0.0.1", port=40123,
-            key="JTKVSB%%)wK0E.X)V>+}o?pNmC{O&4W4b!Ni{Lh6", version=12, timeout_s=30.0, shared=True,
+            key="JTKVSB%%)wK0E.X)V>+}o?pNmC{O&4W4b!Ni{Lh6", version=12, timeout_s=30.0, carrier="shared",
         ),
         wire.GenerateRequest(
             request_id="lake-417-0-1", conversation_id="lake-417-0", token_ids=wire.column([1, 318, 27], "<i4"),

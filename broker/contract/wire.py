@@ -22,7 +22,7 @@ import numpy.typing as npt
 from broker.contract import sizes
 from broker.contract.sizes import MAX_GROUP_BYTES, MAX_SMALL_BYTES
 
-WIRE_VERSION: Final = 11
+WIRE_VERSION: Final = 12
 MAX_PAYLOAD_BYTES: Final = sizes.MAX_PAYLOAD_BYTES
 ACTOR: Final = "actor"  # the policy being trained
 EVAL_HEADER: Final = "Rl-Eval-Step"  # eval_step of messages of an evaluation; absent in training
@@ -30,6 +30,7 @@ TICKET_HEADER: Final = "Rl-Ticket"  # ticket number, so that a body that does no
 NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")  # parts of subjects and keys
 
 Dtype = Literal["<i4", "<f4", "|u1"]
+Carrier = Literal["ipc", "shared", "nccl", "gloo", "curve"]  # how weights travel: see broker.weights.carriers
 Array = npt.NDArray[Any]
 _NATIVE: Final = {"<i4": "i", "<f4": "f", "|u1": "B"}
 _TYPECODES: Final[dict[str, str]] = _NATIVE if sys.byteorder == "little" else {}
@@ -231,10 +232,11 @@ class WeightsOffer(Message, frozen=True, tag="WeightsOffer"):
     digest: str  # hex digest over all buckets, see broker.weights.digest; empty while they are being packed
     plan: str  # hex digest of the bucket plan: names, shapes, dtypes, order
     size_bytes: int  # bytes on the wire
-    backend: Literal["gloo", "nccl", "curve"]  # transport of the buckets
+    carriers: list[Carrier]  # how the buckets can travel, best first
     probe: Probe  # checked after loading, before serving
     adapter: Adapter | None = None  # if set, the buckets hold its factors instead of the whole model
-    segment: str = ""  # process/file/name of shared memory that also holds the buckets, for servers that can open it
+    segment: str = ""  # process/file/name of memory that holds the buckets, for ipc or shared
+    devices: list[str] = []  # UUIDs of the GPUs that send by nccl, which no other member may use
 
 
 class WeightsJoin(Message, frozen=True, tag="WeightsJoin"):
@@ -245,14 +247,14 @@ class WeightsJoin(Message, frozen=True, tag="WeightsJoin"):
     version: int  # version of the offer
     plan: str  # hex digest of the server's own bucket plan
     key: str  # the server's public CURVE key (Z85) of this epoch; admits it to the rendezvous
-    shared: bool = False  # the server has opened the offer's segment and reads the buckets there
+    carriers: dict[Carrier, int]  # those that it can take, best first, and the ranks that it brings
 
 
 class WeightsSession(Message, frozen=True, tag="WeightsSession"):
     """The learner's reply: which communicator to join, or why none."""
 
     session: str  # id of the communicator; a known one is reused, an unknown one is created
-    rank: int  # rank of the server in it; the learner is 0
+    rank: int  # first rank of the server in it; the learner is 0
     world_size: int  # processes in it
     host: str  # address of the rendezvous
     port: int  # port of the rendezvous
@@ -260,7 +262,7 @@ class WeightsSession(Message, frozen=True, tag="WeightsSession"):
     version: int  # version that will be sent
     timeout_s: float  # longest wait for one bucket
     error: str = ""  # reason of a refusal, else empty
-    shared: bool = False  # reads the buckets from the offer's segment; such ranks start at world_size
+    carrier: Carrier = "gloo"  # how the buckets travel; ranks that read the offer's segment start at world_size
 
 
 # -------------------------------------------------------------------------------------------------- generate
@@ -391,6 +393,7 @@ class Presence(Message, frozen=True, tag="Presence"):
     serves: list[str] = []  # envhub: domains; rewardhub: pools
     speed: float = 0.0  # rollout: tokens per second when busy, 0 unknown
     idle_ratio: float = -1.0  # rollout: share of the last second without work, -1 unknown
+    carriers: list[str] = []  # rollout: how it can take weights, best first
     problem: str = ""  # one line: why it takes no work, empty while it does
     process: str = ""  # learner, envhub: boot id, PID namespace, pid, start time; see broker/system/process_identity.py
     said: str = ""  # latest WARNING or ERROR logged, with its time, at most 300 characters; empty after 10 minutes

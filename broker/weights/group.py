@@ -24,7 +24,7 @@ from torch.distributed import BroadcastOptions, PrefixStore, Store  # type: igno
 from broker.errors import TransferFailed
 from broker.system.connections import interface_of
 
-Backend = Literal["gloo", "nccl", "curve"]
+Backend = Literal["gloo", "nccl"]
 
 IN_FLIGHT: Final = 3  # buckets on the wire at a time
 POLL_S: Final = 0.0005
@@ -127,6 +127,7 @@ class WeightGroup:
         self.lost: dict[str, str] = {}
         self._store = store  # written in Python, so torch does not keep it alive
         self._polls = backend == "nccl"  # a wait with a timeout would abort the communicator
+        self._device = torch.device("cuda", torch.cuda.current_device()) if self._polls else torch.device("cpu")
         make = _make_nccl if backend == "nccl" else _make_gloo
         try:
             self._group: Any = make(PrefixStore(f"{name}/group", store), rank, size, host, connect_timeout_s)
@@ -146,13 +147,14 @@ class WeightGroup:
             PeerLost: if a peer is gone, or a bucket was on the wire for longer than ``timeout_s``.
             TransferFailed: if a bucket was not available within that time, or the wait was cancelled.
         """
-        flying: list[tuple[int, Any]] = []
+        flying: list[tuple[int, Any, Tensor]] = []
         following, progress_at = 0, time.monotonic()
         while following < len(buckets) or flying:
             while following < len(buckets) and len(flying) < IN_FLIGHT and (bucket := buckets[following]) is not None:
-                flying.append((following, self._issue(bucket)))
+                here = bucket.to(self._device)  # gloo also sends from device memory, NCCL also from the host's
+                flying.append((following, self._issue(here), here))
                 following += 1
-            complete = [(index, work) for index, work in flying if work.is_completed()]
+            complete = [one for one in flying if one[1].is_completed()]
             watch.beat()
             if watch.due():
                 peek()
@@ -163,17 +165,17 @@ class WeightGroup:
                 self._rest(flying[0][1] if len(flying) == IN_FLIGHT or following == len(buckets) else None)
                 continue
             progress_at = time.monotonic()
-            for index, work in complete:
+            for one in complete:
+                index, work, _ = one
                 _finish(work, index)
-                flying.remove((index, work))
+                flying.remove(one)
                 done(index)
 
     def _issue(self, bucket: Tensor) -> Any:
         options = BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
         options.timeout = timedelta(seconds=self.timeout_s * IN_FLIGHT)  # includes those before it on the wire
-        # gloo also sends from device memory
-        return self._group.broadcast([bucket if self._polls else bucket.cpu()], options)
+        return self._group.broadcast([bucket], options)
 
     def _rest(self, work: Any | None) -> None:
         """Sleep until ``work`` may be complete, but only briefly: another one may fail or complete first."""

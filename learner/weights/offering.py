@@ -15,7 +15,7 @@ from broker.jetstream.bus import Bus
 from broker.runtime.presence import Roster
 from broker.weights import fp8
 from broker.weights.adapter import factor_shapes
-from broker.weights.group import Backend as TransferBackend
+from broker.weights.carriers import offered
 from broker.weights.memory.cuda import CudaDevice
 from broker.weights.memory.staging import plan_of
 from broker.weights.probe import make_probe
@@ -59,11 +59,7 @@ class WeightOffering:
             ConfigError: if ``train.weights_interface`` is not an interface of this host with an address.
         """
         train, device = self._train, self._backend.device
-        carrier = train.weights_backend or "auto"
-        if carrier == "auto":
-            carrier = "nccl" if device.type == "cuda" else "shared"
-        backend: TransferBackend = "nccl" if carrier == "nccl" else "curve" if carrier == "curve" else "gloo"
-        shared = carrier in ("shared", "ipc")
+        carriers = offered(train.weights_backend or "auto", on_gpu=device.type == "cuda")
         if self.adapter is None:
             plan = plan_of(self._backend.shapes(), train.weights_bucket_mib, dtype=train.weights_dtype)
         else:
@@ -74,8 +70,7 @@ class WeightOffering:
             plan,
             epoch=epoch,
             settings=TransferSettings(
-                backend,
-                shared=shared,
+                carriers,
                 host=weights_address(train.weights_interface, bus.link.url),
                 port=train.weights_port,
                 timeout_s=train.weights_timeout_s,
@@ -84,7 +79,7 @@ class WeightOffering:
             device=device,
             delta_full_every=train.weights_full_every if train.weights_delta else None,
             adapter=self.adapter,
-            memory=CudaDevice(device) if carrier == "ipc" else None,
+            memory=CudaDevice(device) if "ipc" in carriers else None,
         )
 
     def tensors(self) -> Mapping[str, Tensor]:

@@ -439,7 +439,7 @@ def offer(version: int) -> wire.WeightsOffer:
         token_ids=wire.column([1, 2, 3], "<i4"), logprobs=wire.column([-1.0, -2.0], "<f4"), tolerance=0.1
     )
     return wire.WeightsOffer(
-        epoch=1, version=version, digest="d0", plan="p0", size_bytes=4, backend="gloo", probe=probe
+        epoch=1, version=version, digest="d0", plan="p0", size_bytes=4, carriers=["gloo"], probe=probe
     )
 
 
@@ -536,7 +536,7 @@ async def test_requests_are_answered_or_fail(bus: Bus, other: Bus) -> None:
     serving = await respond(bus, WEIGHTSYNC, "1", answer)
 
     async def ask(server: str, key: str = "1", timeout_s: float = LONG_S) -> wire.WeightsSession:
-        join = wire.WeightsJoin(server=server, epoch=1, version=3, plan="p0", key="k" * 40)
+        join = wire.WeightsJoin(server=server, epoch=1, version=3, plan="p0", key="k" * 40, carriers={"gloo": 1})
         return await request(other, WEIGHTSYNC, key, join, timeout_s=timeout_s, reply=wire.WeightsSession)
 
     await bus.last_seq(SAMPLES)  # a round trip: the subscription is there

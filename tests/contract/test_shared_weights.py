@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,8 @@ from weights_model import content, make_tensors, probe_of
 from broker.jetstream.bus import Bus
 from broker.weights.memory.staging import plan_of
 from broker.weights.sender.send import WeightSender
-from broker.weights.sender.transfer import TransferSettings
 
-SHARED = TransferSettings(shared=True, timeout_s=SETTINGS.timeout_s, connect_timeout_s=SETTINGS.connect_timeout_s)
+SHARED = replace(SETTINGS, carriers=("shared", "gloo"))
 OTHER_PROCESSES = [
     "bwrap",
     "--dev-bind",

@@ -43,7 +43,7 @@ def write(folder: Path) -> str:
         digest=flat.digest(),
         plan=PLAN.digest,
         size_bytes=PLAN.size_bytes,
-        backend="gloo",
+        carriers=["gloo"],
         probe=make_probe([1, 2], [-1.0], tolerance=0.1),
     )
     assert snapshot.write(folder, "r", offer, PLAN, flat.buffer)

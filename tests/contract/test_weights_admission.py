@@ -43,7 +43,9 @@ async def sender(bus: Bus, present: PresentServers) -> AsyncIterator[WeightSende
 
 
 async def ask(bus: Bus, sender: WeightSender, server: str, keys: KeyPair) -> wire.WeightsSession:
-    join = wire.WeightsJoin(server=server, epoch=1, version=0, plan=sender.plan.digest, key=keys.public)
+    join = wire.WeightsJoin(
+        server=server, epoch=1, version=0, plan=sender.plan.digest, key=keys.public, carriers={"gloo": 1}
+    )
     return await request(bus, WEIGHTSYNC, "1", join, timeout_s=10.0, reply=wire.WeightsSession)
 
 

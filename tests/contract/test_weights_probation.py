@@ -40,7 +40,12 @@ async def haunt(bus: Bus, sender: WeightSender, does: str, joined: list[str]) ->
     while True:
         version = int(sender.metrics()["weights/version"])
         join = wire.WeightsJoin(
-            server="ghost", epoch=1, version=max(version, 0), plan=sender.plan.digest, key=keys.public
+            server="ghost",
+            epoch=1,
+            version=max(version, 0),
+            plan=sender.plan.digest,
+            key=keys.public,
+            carriers={"gloo": 1},
         )
         try:
             answer = await request(bus, WEIGHTSYNC, "1", join, timeout_s=6.0, reply=wire.WeightsSession)

@@ -33,7 +33,7 @@ async def main(url: str, run: str, name: str, options: dict[str, Any]) -> None:
     bus = await Bus.connect(url, run, name=name, deadline_s=60)
     await bus.ensure_streams()
     host = weights_address(options.get("interface"), url)
-    settings = TransferSettings(options["backend"], host=host, timeout_s=options.get("timeout_s", 10.0))
+    settings = TransferSettings((options["backend"],), host=host, timeout_s=options.get("timeout_s", 10.0))
     sender = WeightSender(bus, plan_of(make_tensors(0), 1), epoch=1, settings=settings, gather_s=1.0)
     await sender.start()
     say(event="ready")

@@ -21,6 +21,7 @@ from memfd_device import Memfd
 from waits import until
 from weights_model import make_tensors, probe_of
 
+from broker.contract.wire import Carrier
 from broker.jetstream.bus import Bus
 from broker.weights.group import WeightGroup
 from broker.weights.memory.staging import StagedVersion, plan_of
@@ -65,9 +66,9 @@ async def main(url: str, run: str, name: str, options: dict[str, Any]) -> None:
     bus = await Bus.connect(url, run, name=name, deadline_s=60)
     tensors = make_tensors(1)
     memory = Memfd() if options.get("on_device") else None
-    sender = WeightSender(
-        bus, plan_of(tensors, 1), epoch=1, settings=TransferSettings(shared="at_byte" in options), memory=memory
-    )
+    read_by: tuple[Carrier, ...] = ("ipc" if memory else "shared",) if "at_byte" in options else ()
+    settings = TransferSettings((*read_by, "gloo"))
+    sender = WeightSender(bus, plan_of(tensors, 1), epoch=1, settings=settings, memory=memory)
     await sender.start()
     sender.offer(0, tensors, probe_of(tensors))
     if "at_byte" in options:

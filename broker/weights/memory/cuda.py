@@ -256,3 +256,8 @@ def name_of(unit: bytes) -> str:
 def device_of(device: torch.device) -> SharedDevice | None:
     """Return the device that opens a learner's GPU memory for a server whose weights arrive there; None for a CPU."""
     return CudaDevice(device) if device.type == "cuda" else None
+
+
+def gpu_uuid(device: torch.device) -> str:
+    """Return the UUID of a GPU, the same in all processes of its host."""
+    return str(torch.cuda.get_device_properties(device).uuid)

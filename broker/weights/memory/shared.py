@@ -72,6 +72,7 @@ class SharedSegment:
     Attributes:
         address: for ``SegmentReader``: process id, file descriptor, name.
         device: of the buffers.
+        on_device: whether they lie in device memory.
 
     Raises:
         OSError: if there is no such memory here.
@@ -84,6 +85,7 @@ class SharedSegment:
         )
         self._lent, card = lent
         self.device = torch.device("cpu") if self._lent is None else self._lent.device
+        self.on_device = self._lent is not None
         name, size = f"rlearner-weights-{secrets.token_hex(8)}", size_of(plan) if device is None else PAGE_BYTES
         file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         finalize(self, os.close, file)

@@ -235,6 +235,9 @@ class StagingBuffers:
 
     Args:
         memory: for the buffers; None: new memory on ``device``.
+
+    Attributes:
+        device: of the buffers.
     """
 
     def __init__(
@@ -247,7 +250,7 @@ class StagingBuffers:
             buffers = [FlatBuffer(plan, buffer=memory.buffer(side)) for side in range(2)]
             self._sides = tuple(StagedVersion(flat, memory.words(side)) for side, flat in enumerate(buffers))
         self._choose = threading.Lock()
-        self.plan = plan
+        self.plan, self.device = plan, self._sides[0].flat.buffer.device
 
     def write(self, version: int, tensors: Mapping[str, Tensor], begun: Callable[[], None] = lambda: None) -> None:
         """Copy a version in. Versions increase; one writer at a time.

@@ -8,6 +8,8 @@ from contextlib import suppress
 from broker.contract import wire
 from broker.errors import TransferFailed, WireError
 from broker.weights.bucket_payload import IncomingBuckets
+from broker.weights.carriers import READ
+from broker.weights.curve_group import CurveReceiver
 from broker.weights.digest import combine, digest_bucket
 from broker.weights.group import PEEK_EVERY_S, Group, PeerLost, WaitMonitor
 from broker.weights.memory.shared import SegmentReader
@@ -15,7 +17,7 @@ from broker.weights.receiver.buffers import IncomingVersion
 from broker.weights.rendezvous.board_client import BoardClient
 from broker.weights.rendezvous.board_request import BoardStore
 from broker.weights.sender.membership import parse_session
-from broker.weights.sender.transfer import CHANGES, PEER, SAY_EVERY_S, ReceivedVersion, TransferSettings, meet
+from broker.weights.sender.transfer import CHANGES, PEER, SAY_EVERY_S, ReceivedVersion, TransferSettings, weight_group
 from broker.weights.store_messages import StoreMessages
 
 LAST_WORDS_S = 1.0  # for the report of a failure: the learner may be stopped
@@ -53,19 +55,20 @@ def follow(
         communicator.close()
     rank = session.rank
     try:
-        if uses and group is None and not session.shared:
+        reads = session.carrier in READ
+        if uses and group is None and not reads:
             raise TransferFailed(f"communicator {name} is no longer known here")
-        if session.shared and window is None:
+        if reads and window is None:
             raise TransferFailed("the learner's memory can no longer be read from here")
         if arrival.held:
             lines.note(f"held/{rank}", arrival.held)
         lines.note(f"ready/{rank}")
         whole = _wait_for_go(lines, session.timeout_s)
-        if session.shared and window is not None:
+        if reads and window is not None:
             digests = _read(lines, session, window, arrival, watch)
         else:
             try:
-                group = group or meet(store, session.session, rank, session.world_size, settings)
+                group = group or _meet(store, session, name, settings)
                 digests = _take(lines, group, arrival, watch, whole=whole)
             except TransferFailed as error:
                 raise (TransferFailed if watch.reason else PeerLost)(str(error)) from error
@@ -85,6 +88,13 @@ def follow(
         raise
     lines.say(f"done/{rank}")
     return ReceivedVersion(group, received)
+
+
+def _meet(store: BoardStore, session: wire.WeightsSession, name: str, settings: TransferSettings) -> Group:
+    if session.carrier == "curve":
+        assert isinstance(store, BoardClient), "a receiver is connected to the rendezvous"
+        return CurveReceiver(store, name, settings.timeout_s)
+    return weight_group(store, name, session.rank, session.world_size, session.carrier, settings)
 
 
 def _take(

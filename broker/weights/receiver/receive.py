@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -21,8 +21,9 @@ from broker.system.connections import address_towards
 from broker.system.reminders import Reminders
 from broker.weights import fp8
 from broker.weights.adapter import First
+from broker.weights.carriers import MAX_LOST, READ, takes
 from broker.weights.group import Group, WaitMonitor
-from broker.weights.memory.cuda import device_of
+from broker.weights.memory.cuda import device_of, gpu_uuid
 from broker.weights.memory.devices import SharedDevice
 from broker.weights.memory.shared import LocalLearner, SegmentReader
 from broker.weights.memory.staging import plan_of
@@ -45,8 +46,6 @@ from broker.weights.snapshots.snapshot_source import SnapshotSource
 from broker.weights.threads import ChannelTasks, in_thread, patiently
 
 log = logging.getLogger(__name__)
-
-MAX_LOST: Final = 3  # consecutive failed reads of the learner's memory after which the learner is asked to send
 
 
 class WeightReceiver:
@@ -108,7 +107,8 @@ class WeightReceiver:
             first=first,
             quantised=quantised,
         )
-        self._neighbour, self._lost = LocalLearner(memory or device_of(self._landing.device)), 0
+        self._neighbour = LocalLearner(memory or device_of(self._landing.device))
+        self._lost: Counter[wire.Carrier] = Counter()  # consecutive failed transfers
         self._communicator: Group | None = None
         self._watch, self._receiving_epoch = WaitMonitor(), 0
         self._changed, self._served = asyncio.Event(), asyncio.Condition()
@@ -226,26 +226,41 @@ class WeightReceiver:
         """
         plan = self._landing.plan(offer.adapter)
         window = self._look_over(offer)
-        answer = await self._questions.join(offer, plan, shared=window is not None)
+        answer = await self._questions.join(offer, plan, self._takes(offer, window))
         if answer.error or answer.version != offer.version:
             raise RequestFailed(answer.error or f"it sends version {answer.version}")
-        on_device = answer.shared and window is not None and window.on_device
-        arrival = self._landing.take(offer.backend, plan, on_device=on_device)
+        arrival = self._landing.take(plan, on_device=answer.carrier in ("ipc", "nccl"))
         communicator, self._communicator = self._communicator, None
         watch, self._receiving_epoch = WaitMonitor(), offer.epoch
         self._watch = watch
-        self._lost += answer.shared  # until it has arrived
+        self._lost[answer.carrier] += 1  # until it has arrived
         started = time.monotonic()
         taking = partial(self._take, answer, offer, arrival, communicator, watch, window)
         received = await patiently(in_thread(taking, "weights-receive"), watch, answer.timeout_s)
-        self._communicator, self._lost = received.communicator, 0
-        self._values["weights/shared"] = float(answer.shared)
+        self._communicator = received.communicator
+        self._lost[answer.carrier] = 0
+        self._values["weights/shared"] = float(answer.carrier in READ)
         await self._landing.arrived(arrival, received.digest, offer, time.monotonic() - started)
         return received.digest
 
+    def _takes(self, offer: wire.WeightsOffer, window: SegmentReader | None) -> dict[wire.Carrier, int]:
+        """Return how this server can take the offered version, best first."""
+        device = self._landing.device
+        return takes(
+            reads=None if window is None else "ipc" if window.on_device else "shared",
+            on_gpu=device.type == "cuda" and gpu_uuid(device) not in offer.devices,
+            failed=[carrier for carrier, times in self._lost.items() if times >= MAX_LOST],
+        )
+
+    def carriers(self) -> list[str]:
+        """Return how this server can take weights, best first; ipc and shared only from a learner of this host."""
+        on_gpu = self._landing.device.type == "cuda"
+        found = list(takes(reads="ipc" if on_gpu else "shared", on_gpu=on_gpu))
+        return [*found, *(["snapshot"] if self._lookout is not None else [])]
+
     def _look_over(self, offer: wire.WeightsOffer) -> SegmentReader | None:
         """Return a window on the learner's memory, None if the bytes have to be sent."""
-        if not offer.segment or self._lost >= MAX_LOST:
+        if not offer.segment:
             return None
         known = self._neighbour.problem
         window = self._neighbour.reach(offer.segment, self._landing.plan(offer.adapter))
@@ -269,7 +284,7 @@ class WeightReceiver:
             host = address_towards(answer.host, answer.port)
         except OSError as error:
             raise TransferFailed(f"no route to the learner's {answer.host}: {error.strerror}") from None
-        settings = replace(self._settings, backend=offer.backend, host=host, timeout_s=answer.timeout_s)
+        settings = replace(self._settings, host=host, timeout_s=answer.timeout_s)
         try:
             store = self._questions.connect(answer)
         except TransferFailed:
@@ -322,7 +337,7 @@ class WeightReceiver:
         newest = self._state.newest
         self._watch, self._receiving_epoch = WaitMonitor(), max(offer.epoch, newest.epoch if newest is not None else 0)
         started = time.monotonic()
-        arrival = self._landing.take("gloo", manifest.plan)  # in host memory
+        arrival = self._landing.take(manifest.plan)  # in host memory
         await lookout.read(manifest, arrival, self._watch)
         log.info("weights: epoch %d version %d read from %s", offer.epoch, offer.version, lookout.where)
         await self._landing.arrived(arrival, offer.digest, offer, time.monotonic() - started)

@@ -75,20 +75,9 @@ class WeightLoader:
         """The device on which versions sent from a device arrive."""
         return self._device
 
-    def take(self, backend: str, plan: LayoutPlan, *, on_device: bool = False) -> IncomingVersion:
-        """Return the buffer for the next version.
-
-        Args:
-            backend: that sends it.
-            on_device: whether it is read on the device instead.
-
-        Raises:
-            TransferFailed: if it comes by nccl and there is no GPU here.
-        """
-        if backend == "nccl" and self._device.type != "cuda":
-            why = f"the learner sends by nccl, the weights here are on {self._device.type}"
-            raise TransferFailed(f"{why}; set train.weights_backend=shared")
-        return self._buffers.take(plan, self._device if backend == "nccl" or on_device else torch.device("cpu"))
+    def take(self, plan: LayoutPlan, *, on_device: bool = False) -> IncomingVersion:
+        """Return the buffer for the next version, on the device or in host memory."""
+        return self._buffers.take(plan, self._device if on_device else torch.device("cpu"))
 
     async def arrived(self, arrival: IncomingVersion, digest: str, offer: wire.WeightsOffer, seconds: float) -> None:
         """Have the engine load a complete version.

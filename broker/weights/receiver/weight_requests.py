@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from broker.contract import wire
@@ -31,11 +32,13 @@ class WeightRequests:
         self._epoch, self._keys = -1, KeyPair.make()
         self._client: BoardClient | None = None
 
-    async def join(self, offer: wire.WeightsOffer, mine: LayoutPlan, *, shared: bool = False) -> wire.WeightsSession:
+    async def join(
+        self, offer: wire.WeightsOffer, mine: LayoutPlan, carriers: Mapping[wire.Carrier, int]
+    ) -> wire.WeightsSession:
         """Request the offered version.
 
         Args:
-            shared: whether the learner's memory can be read here.
+            carriers: that can be taken here, best first, with the number of ranks.
 
         Raises:
             RequestFailed: if there is no response.
@@ -45,7 +48,12 @@ class WeightRequests:
             self.disconnect()
             self._epoch, self._keys = epoch, KeyPair.make()
         join = wire.WeightsJoin(
-            server=self._server, epoch=epoch, version=version, plan=mine.digest, key=self._keys.public, shared=shared
+            server=self._server,
+            epoch=epoch,
+            version=version,
+            plan=mine.digest,
+            key=self._keys.public,
+            carriers=dict(carriers),
         )
         return await request(self._bus, WEIGHTSYNC, str(epoch), join, timeout_s=waits_s, reply=wire.WeightsSession)
 
@@ -53,7 +61,7 @@ class WeightRequests:
         """Describe why the offer cannot be used here, with the first difference if the learner can be reached."""
         said = f"epoch {offer.epoch} version {offer.version} is another model than the one here"
         try:
-            answer = await self.join(offer, mine)
+            answer = await self.join(offer, mine, {carrier: 1 for carrier in offer.carriers})
             text = await in_thread(lambda: self._fetch_plan(answer), "weights-plan")
             return f"{said}: {mine.difference(plans.from_text(text))}"
         except (RequestFailed, TransferFailed, WireError) as error:

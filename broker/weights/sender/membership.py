@@ -1,7 +1,9 @@
 """Decides which server is sent which version in which communicator; without clock and network.
 
-Events are calls, actions are returned as lists. One transfer runs at a time. A started transfer is finished even when a
-newer version appears, so a slow link cannot starve; servers that wait for an outdated version are refused.
+Events are calls, actions are returned as lists. One transfer runs at a time, by one carrier; servers that read the
+sender's memory take part in any. Servers of another carrier follow at once, in their own communicator. A started
+transfer is finished even when a newer version appears, so a slow link cannot starve; servers that wait for an outdated
+version are refused.
 
 A server that failed in a transfer is on probation: it is served alone, in its own communicator, after a delay that
 doubles with each failure, and only while no other server waits. A successful transfer ends the probation. If a transfer
@@ -11,22 +13,24 @@ transfers because of the same peer.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from broker.contract import wire
 from broker.errors import WireError
+from broker.weights.carriers import READ, choose, refusal
 
 FIRST_DELAY_S: Final = 5.0  # before a server on probation is served again
 LONGEST_DELAY_S: Final = 300.0
 MAX_PROBATION: Final = 10_000  # servers
+GLOO: Final[wire.Carrier] = "gloo"
 MAX_DIGITS: Final = 18  # of a number, to fit into 64 bits
 
 
 @dataclass(frozen=True)
 class StartTransfer:
-    """Send ``version`` to ``members`` (ordered by rank, from 1)."""
+    """Send ``version`` to ``members``, ordered by rank from 1; a server stands there as often as it brings ranks."""
 
     session: str
     version: int
@@ -35,11 +39,22 @@ class StartTransfer:
     # of the members, the last: they read the sender's memory and are not in the communicator
     num_shared: int = 0
     alone: bool = False  # a server on probation; the others' communicator is kept
+    carrier: wire.Carrier = "gloo"  # of the communicator
 
     @property
     def num_sent(self) -> int:
         """Members of the communicator, without the sender."""
         return len(self.members) - self.num_shared
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """The servers, each once, in the order of their first ranks."""
+        return tuple(dict.fromkeys(self.members))
+
+    @property
+    def independent(self) -> bool:
+        """Whether the transfer goes on without members that fail or leave, and the others have the version."""
+        return self.carrier == "curve" and not self.num_shared
 
 
 @dataclass(frozen=True)
@@ -62,14 +77,20 @@ Action = StartTransfer | RefuseJoin | CancelTransfer
 
 @dataclass
 class _Running:
-    version: int
-    members: tuple[str, ...]
+    start: StartTransfer
     seen: set[str]  # members known to be alive; a new one may not be known yet
-    alone: bool = False  # of a server on probation
     # one of them asked for the same version again: it restarted and lost its end of the communicator
     asked_again: bool = False
     gone: set[str] = field(default_factory=set)  # members that left
     gives_way: bool = False  # cancelled because others wait
+
+    @property
+    def version(self) -> int:
+        return self.start.version
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        return self.start.servers
 
 
 @dataclass
@@ -86,18 +107,22 @@ class TransferMembership:
         plan: digest of the bucket plan.
         gather_s: how long to wait for more joins after the first.
         join_ttl_s: age at which a join is forgotten; its server has stopped waiting and asks again.
-        independent: a transfer goes on without members that fail or leave, and the others have the version.
+        carriers: that the sender offers, best first.
     """
 
-    def __init__(self, epoch: int, plan: str, *, gather_s: float, join_ttl_s: float, independent: bool = False) -> None:
+    def __init__(
+        self, epoch: int, plan: str, *, gather_s: float, join_ttl_s: float, carriers: Sequence[wire.Carrier]
+    ) -> None:
         self.epoch, self.plan = epoch, plan
         self.version = -1  # newest on offer
-        self._gather_s, self._join_ttl_s, self._independent = gather_s, join_ttl_s, independent
+        self._gather_s, self._join_ttl_s, self._carriers = gather_s, join_ttl_s, tuple(carriers)
         self._joins: dict[str, float] = {}  # server -> time of its join for the newest version
-        self._shared: set[str] = set()  # servers whose last join said that they can read the sender's memory
+        self._ways: dict[str, tuple[wire.Carrier, int]] = {}  # server -> carrier and ranks of its last join
         self._gathering_since = 0.0
+        self._gathered = False  # the joins that are left had to wait for another carrier's transfer
         self._running: _Running | None = None
-        self._communicator: tuple[int, tuple[str, ...], int] | None = None  # serial, members, transfers so far
+        # carrier -> serial, members, transfers so far
+        self._communicators: dict[wire.Carrier, tuple[int, tuple[str, ...], int]] = {}
         self._serial = 0
         self._received: set[str] = set()  # members of finished transfers of the newest version
         self._probation: dict[str, _Probation] = {}
@@ -111,6 +136,7 @@ class TransferMembership:
         """Note that a newer version is on offer."""
         self.version = version
         self._received.clear()
+        self._gathered = False
         refused: list[Action] = [RefuseJoin(server, f"superseded by version {version}") for server in self._joins]
         self._joins.clear()
         return refused
@@ -123,15 +149,21 @@ class TransferMembership:
             return [RefuseJoin(join.server, f"another model: bucket plan {join.plan} is not the offer's {self.plan}")]
         if join.version != self.version:
             return [RefuseJoin(join.server, f"superseded by version {self.version}")]
+        if (carrier := choose(self._carriers, join.carriers)) is None:
+            return [RefuseJoin(join.server, refusal(self._carriers, join.carriers))]
         if join.server in self._received:
-            self._communicator = None  # it lost what it received, perhaps its end of the communicator too
-        if self._running is not None and self._running.version == join.version and join.server in self._running.members:
+            self._drop_communicators(join.server)  # it lost what it received, perhaps its end of the communicator too
+        if self._running is not None and self._running.version == join.version and join.server in self._running.servers:
             self._running.asked_again = True
         if not self._joins:
             self._gathering_since = now
         self._joins[join.server] = now
-        (self._shared.add if join.shared else self._shared.discard)(join.server)
+        self._ways[join.server] = carrier, join.carriers[carrier]
         return []
+
+    def _drop_communicators(self, server: str) -> None:
+        for carrier in [carrier for carrier, (_, members, _) in self._communicators.items() if server in members]:
+            del self._communicators[carrier]
 
     def tick(self, now: float, expected: Collection[str] | None, alive: Collection[str] | None) -> list[Action]:
         """Advance the time.
@@ -141,15 +173,15 @@ class TransferMembership:
             alive: servers that are present; None: unknown.
         """
         if self._running is not None:
-            if self._running.alone and self._joins.keys() - self._probation.keys():
+            if self._running.start.alone and self._joins.keys() - self._probation.keys():
                 self._running.gives_way = True
                 return [CancelTransfer("other servers wait")]
             if alive is None:
                 return []
             self._running.seen.update(alive)
-            gone = [server for server in self._running.members if server in self._running.seen and server not in alive]
+            gone = [server for server in self._running.servers if server in self._running.seen and server not in alive]
             self._running.gone.update(gone)
-            if self._independent and set(self._running.members) - self._running.gone:
+            if self._running.start.independent and set(self._running.servers) - self._running.gone:
                 return []
             return [CancelTransfer(f"{', '.join(gone)} went away")] if gone else []
         for server in [server for server, since in self._joins.items() if now - since > self._join_ttl_s]:
@@ -160,30 +192,39 @@ class TransferMembership:
             due = [(until, server) for until, server in times if until <= now]
             return [self._start({min(due)[1]}, alive or (), alone=True)] if due else []
         all_here = expected is not None and not set(expected) - self._probation.keys() - trusted
-        if not all_here and now - self._gathering_since < self._gather_s:
+        if not (all_here or self._gathered) and now - self._gathering_since < self._gather_s:
             return []
         return [self._start(trusted, alive or ())]
 
     def _start(self, servers: Collection[str], alive: Collection[str], *, alone: bool = False) -> StartTransfer:
-        sent = tuple(sorted(server for server in servers if server not in self._shared))
-        shared = tuple(sorted(server for server in servers if server in self._shared))
-        members = sent + shared
-        for server in members:
+        wanted = {self._ways[server][0] for server in servers}
+        carrier = next((one for one in self._carriers if one in wanted - READ), GLOO)
+        sent = tuple(
+            server for server in sorted(servers) for way, ranks in [self._ways[server]] if way == carrier
+            for _ in range(ranks)
+        )  # fmt: skip
+        shared = tuple(sorted(server for server in servers if self._ways[server][0] in READ))
+        start = self._place(sent, shared, carrier, alone=alone)
+        for server in start.servers:
             del self._joins[server]
-        self._running = _Running(self.version, members, set(alive), alone=alone)
-        if alone:
-            self._serial += 1
-            session = session_name(self.epoch, self._serial, 0)
-            return StartTransfer(session, self.version, members, fresh=bool(sent), num_shared=len(shared), alone=True)
-        if sent and self._communicator is not None and self._communicator[1] == sent:
-            serial, _, uses = self._communicator
-        else:
+        self._gathered = bool(self._joins.keys() - self._probation.keys())
+        self._running = _Running(start, set(alive))
+        return start
+
+    def _place(
+        self, sent: tuple[str, ...], shared: tuple[str, ...], carrier: wire.Carrier, *, alone: bool
+    ) -> StartTransfer:
+        """Return a transfer in the members' communicator if they have one, else in a new one."""
+        serial, known, uses = self._communicators.get(carrier, (0, (), 0))
+        if alone or not sent or known != sent:
             self._serial += 1
             serial, uses = self._serial, 0
-        if sent:  # otherwise an existing one waits for its members
-            self._communicator = (serial, sent, uses + 1)
+        if sent and not alone:  # otherwise an existing one waits for its members
+            self._communicators[carrier] = (serial, sent, uses + 1)
         name, fresh = session_name(self.epoch, serial, uses), bool(sent) and uses == 0
-        return StartTransfer(name, self.version, members, fresh=fresh, num_shared=len(shared))
+        return StartTransfer(
+            name, self.version, sent + shared, fresh=fresh, num_shared=len(shared), alone=alone, carrier=carrier
+        )
 
     def ended(self, now: float, failed: Collection[str] | None, *, ours: bool = False) -> None:
         """Note that the running transfer has ended.
@@ -195,15 +236,15 @@ class TransferMembership:
         """
         assert self._running is not None, "no transfer is running"
         running, self._running = self._running, None
-        if not running.alone and (failed is not None or running.asked_again):
-            self._communicator = None
+        if not running.start.alone and (failed is not None or running.asked_again):
+            self._communicators.pop(running.start.carrier, None)
         if failed is None:
-            self._served(running.members, running.version)
+            self._served(running.servers, running.version)
         elif running.gone or not (ours or running.gives_way):
-            blamed = running.gone | set(failed) if self._independent else running.gone or set(failed)
+            blamed = running.gone | set(failed) if running.start.independent else running.gone or set(failed)
             self._suspect(running, blamed, now)
-            if self._independent and failed:
-                self._served(set(running.members) - blamed, running.version)
+            if running.start.independent and failed:
+                self._served(set(running.servers) - blamed, running.version)
         self._gathering_since = now  # its members are likely to ask again right now
 
     def _served(self, servers: Collection[str], version: int) -> None:
@@ -213,10 +254,10 @@ class TransferMembership:
             self._received.update(servers)
 
     def _suspect(self, running: _Running, failed: set[str], now: float) -> None:
-        blamed = failed & set(running.members)
-        if len(running.members) == 1:
-            blamed = set(running.members)
-        for server in blamed or running.members:
+        blamed = failed & set(running.servers)
+        if len(running.servers) == 1:
+            blamed = set(running.servers)
+        for server in blamed or running.servers:
             probation = self._probation.setdefault(server, _Probation(until=now))
             if blamed:
                 probation.until = now + min(FIRST_DELAY_S * 2.0 ** min(probation.failures, 30), LONGEST_DELAY_S)

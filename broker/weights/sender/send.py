@@ -29,7 +29,9 @@ from broker.nats.nats_errors import Disconnected
 from broker.nats.subscription import LinkSubscription
 from broker.runtime.presence import Roster
 from broker.weights.bucket_payload import ReferenceBytes
+from broker.weights.carriers import READ
 from broker.weights.group import Group, WaitMonitor
+from broker.weights.memory.cuda import gpu_uuid
 from broker.weights.memory.devices import SharedDevice
 from broker.weights.memory.shared import segment_of
 from broker.weights.memory.staging import StagingBuffers
@@ -58,12 +60,12 @@ class WeightSender:
         plan: from ``staging.plan_of``, once per model.
         epoch: incarnation of this learner.
         roster: of the servers; None: each transfer waits ``gather_s`` for joins.
-        device: the GPU that nccl sends from; gloo sends from the CPU.
+        device: of the weights; the GPU that nccl sends from.
         policy: the policy whose servers are awaited.
         delta_full_every: send only changes if all receivers hold the version sent last, but everything in at least one
             of this many transfers; None: always everything.
         adapter: what the plan's tensors are the factors of; None: they are the model.
-        memory: with ``settings.shared``, the device of the staging buffers that servers can open; None: host memory.
+        memory: the device of the staging buffers that servers can open.
     """
 
     def __init__(
@@ -88,20 +90,27 @@ class WeightSender:
         self._bus, self._roster, self._policy = bus, roster, policy
         self._offers = OfferStore(bus, epoch)
         self._settings = settings or TransferSettings()
-        self._device = torch.device(device if self._settings.backend == "nccl" else "cpu")
-        self._segment = segment_of(plan, memory) if self._settings.shared and self._device.type == "cpu" else None
-        self._staging = StagingBuffers(plan, self._device, self._segment)
-        self._device = self._segment.device if self._segment is not None else self._device
-        self._base = ReferenceBytes(plan, delta_full_every, self._device) if delta_full_every is not None else None
+        self._gpu = torch.device(device) if torch.device(device).type == "cuda" else None
+        carriers = self._settings.carriers
+        self._segment = segment_of(plan, memory) if READ & set(carriers) else None
+        # next to other carriers nccl also sends from host memory, where the buffers take no room on the GPU
+        staged_on = self._gpu if self._gpu is not None and carriers == ("nccl",) else torch.device("cpu")
+        self._staging = StagingBuffers(plan, staged_on, self._segment)
+        read_by: wire.Carrier = "ipc" if self._segment is not None and self._segment.on_device else "shared"
+        readable = {read_by} if self._segment is not None else set()
+        self._carriers = [
+            carrier for carrier in dict.fromkeys(read_by if one in READ else one for one in carriers)
+            if carrier in readable or carrier not in READ
+        ]  # fmt: skip
+        self._bases = {
+            carrier: ReferenceBytes(plan, delta_full_every, self._staging.device)
+            for carrier in self._carriers if delta_full_every is not None and carrier not in READ
+        }  # fmt: skip
         self._membership = TransferMembership(
-            epoch,
-            plan.digest,
-            gather_s=gather_s,
-            join_ttl_s=JOIN_TIMEOUT_S,
-            independent=self._settings.backend == "curve",
+            epoch, plan.digest, gather_s=gather_s, join_ttl_s=JOIN_TIMEOUT_S, carriers=self._carriers
         )
-        self._replies = WeightResponses(self._settings)
-        self._communicator: Group | None = None
+        self._replies = WeightResponses(self._settings, read_by)
+        self._communicators: dict[wire.Carrier, Group] = {}
         self._server: BoardServer | None = None
         self._watch = WaitMonitor()
         self._written: tuple[int, wire.Probe] | None = None
@@ -180,9 +189,10 @@ class WeightSender:
         if self._tasks is not None:
             await self._tasks.cancel()
         self._replies.refuse_all("the learner is leaving", max(self._membership.version, 0))
-        if self._communicator is not None:
-            closing, self._communicator = self._communicator.close(), None
-            await in_thread(lambda: closing.join(1.0), "weights-join")
+        closing = [group.close() for group in self._communicators.values()]
+        self._communicators.clear()
+        for thread in closing:
+            await in_thread(lambda thread=thread: thread.join(1.0), "weights-join")  # type: ignore[misc]
         if self._server is not None:
             await in_thread(self._server.close, "weights-close")
 
@@ -204,10 +214,11 @@ class WeightSender:
                 digest="",
                 plan=self.plan.digest,
                 size_bytes=self.plan.size_bytes,
-                backend=self._settings.backend,
+                carriers=self._carriers,
                 probe=probe,
                 adapter=self._adapter,
                 segment=self._segment.address if self._segment is not None else "",
+                devices=[gpu_uuid(self._gpu)] if self._gpu is not None and "nccl" in self._carriers else [],
             )
             try:
                 if early := self._has_sent:
@@ -277,9 +288,8 @@ class WeightSender:
                 self._begin(action)
 
     def _begin(self, start: StartTransfer) -> None:
-        if start.fresh and not start.alone and self._communicator is not None:
-            self._communicator.close()
-            self._communicator = None
+        if start.fresh and not start.alone and start.carrier in self._communicators:
+            self._communicators.pop(start.carrier).close()
         self._watch = WaitMonitor()
         self._replies.begin(start)
         assert self._tasks is not None, "start the sender first"
@@ -290,34 +300,34 @@ class WeightSender:
         ours = False
         communicator, watch = None, self._watch
         if start.num_sent and not start.alone:
-            communicator, self._communicator = self._communicator, None
+            communicator = self._communicators.pop(start.carrier, None)
         try:
             sent = await in_thread(lambda: self._send(start, communicator, watch), "weights-send")
             self._has_sent = True
-            if start.num_sent and not start.alone:
-                self._communicator = sent.communicator
+            if start.num_sent and not start.alone and sent.communicator is not None:
+                self._communicators[start.carrier] = sent.communicator
             elif sent.communicator is not None:
                 sent.communicator.close()  # it joins the others for the next version
             self._values["weights/seconds"] = sent.seconds
             self._values["weights/gbytes_per_s"] = self.plan.size_bytes / sent.seconds / 1e9
             self._values["weights/sent_bytes"] = float(sent.size_bytes)
             self._values["weights/deltas"] += not sent.whole
-            self._values |= {"weights/receivers": float(len(start.members)), "weights/shared": float(start.num_shared)}
+            self._values |= {"weights/receivers": float(len(start.servers)), "weights/shared": float(start.num_shared)}
             self._values["weights/communicators"] += start.fresh
         except TransferFailed as error:
             failed, ours = (set(error.servers), error.ours) if isinstance(error, SessionFailed) else (set(), True)
             self._values["weights/failures"] += 1
-            log.warning("weights: sending version %d to %s failed: %s", start.version, ", ".join(start.members), error)
+            log.warning("weights: sending version %d to %s failed: %s", start.version, ", ".join(start.servers), error)
         self._membership.ended(time.monotonic(), failed, ours=ours)
         self._poke.set()
 
     def _send(self, start: StartTransfer, communicator: Group | None, watch: WaitMonitor) -> SentVersion:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+        if self._gpu is not None:
+            torch.cuda.set_device(self._gpu)
         try:
             with self._staging.sending(start.version) as staged:
                 # which tracks what the others hold
-                base = None if start.alone and self._communicator is not None else self._base
+                base = None if start.alone and start.carrier in self._communicators else self._bases.get(start.carrier)
                 return lead(self._store, start, staged, communicator, self._settings, watch, base)
         except SessionFailed:
             raise

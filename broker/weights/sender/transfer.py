@@ -26,12 +26,12 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
+from broker.contract.wire import Carrier
 from broker.errors import TransferFailed
 from broker.weights.bucket_payload import OutgoingBuckets, ReferenceBytes
-from broker.weights.curve_group import CurveReceiver, CurveSender
-from broker.weights.group import Backend, Group, PeerLost, WaitMonitor, WeightGroup
+from broker.weights.curve_group import CurveSender
+from broker.weights.group import Group, PeerLost, WaitMonitor, WeightGroup
 from broker.weights.memory.staging import StagedVersion
-from broker.weights.rendezvous.board_client import BoardClient
 from broker.weights.rendezvous.board_request import BoardStore
 from broker.weights.rendezvous.board_server import LearnerStore
 from broker.weights.sender.membership import StartTransfer, parse_session
@@ -48,11 +48,10 @@ class TransferSettings:
     """Timeouts, interface and carrier of transfers.
 
     Attributes:
-        shared: servers of the sender's host can read its staging memory; others use ``backend``.
+        carriers: that the sender offers, best first; see ``broker.weights.carriers``.
     """
 
-    backend: Backend = "gloo"
-    shared: bool = False
+    carriers: tuple[Carrier, ...] = ("gloo",)
     host: str = "127.0.0.1"  # address of this end's interface, on which the sender listens
     port: int = 0  # that the sender listens on; 0 takes any free one
     timeout_s: float = 30.0  # time limit for one bucket
@@ -117,21 +116,21 @@ def lead(
     lines = StoreMessages(store, start.session, watch)
     group, num_sent = communicator, start.num_sent
     base = base if num_sent else None  # it tracks what the communicator carries
-    lost: dict[str, str] | None = {} if independent(start, settings) else None
+    lost: dict[str, str] | None = {} if start.independent else None
     try:
         _collect(lines, "ready", start, settings.connect_timeout_s, lost)
         whole = base is None or not base.fits([lines.heard(f"held/{rank}") or "" for rank in range(1, num_sent + 1)])
         if base is not None:
             base.begin()
         if lost is not None:
-            group = group or meet(store, start, 0, num_sent + 1, settings)
+            group = group or meet(store, start, settings)
             assert isinstance(group, CurveSender), "the settings have not changed"
             group.open(len(staged), lost)
         lines.say("go", "" if whole else CHANGES)
         started, size_bytes = time.monotonic(), staged.plan.size_bytes
         if num_sent:
             if group is None:
-                group = meet(store, start, 0, num_sent + 1, settings)
+                group = meet(store, start, settings)
             outgoing = OutgoingBuckets(staged, base, lines, whole=whole)
             group.broadcast(outgoing, watch, done=outgoing.sent, peek=lambda: _blame(lines, start, lost))
             size_bytes = outgoing.size_bytes
@@ -184,26 +183,25 @@ def call_off(store: BoardStore, start: StartTransfer, communicator: Group | None
     return SessionFailed(reason, {}, ours=True)
 
 
-def independent(start: StartTransfer, settings: TransferSettings) -> bool:
-    """Return whether the members' transfers do not depend on each other."""
-    return settings.backend == "curve" and not start.num_shared
-
-
-def meet(store: BoardStore, start: StartTransfer | str, rank: int, size: int, settings: TransferSettings) -> Group:
-    """Create the communicator of a transfer, of which receivers know the session's name; rank 0 sends."""
-    name = parse_session(start if isinstance(start, str) else start.session)[0]
-    if settings.backend == "curve":
-        if isinstance(start, str):
-            assert isinstance(store, BoardClient), "a receiver is connected to the rendezvous"
-            return CurveReceiver(store, name, settings.timeout_s)
+def meet(store: BoardStore, start: StartTransfer, settings: TransferSettings) -> Group:
+    """Create the communicator of a transfer at the sender, which is rank 0."""
+    name = parse_session(start.session)[0]
+    if start.carrier == "curve":
         assert isinstance(store, LearnerStore), "the sender serves the rendezvous"
         return CurveSender(store.server, name, start.members[: start.num_sent], settings.timeout_s)
+    return weight_group(store, name, 0, start.num_sent + 1, start.carrier, settings)
+
+
+def weight_group(
+    store: BoardStore, name: str, rank: int, size: int, carrier: Carrier, settings: TransferSettings
+) -> WeightGroup:
+    """Join a communicator of gloo or NCCL."""
     return WeightGroup(
         store,
         name,
         rank,
         size,
-        backend=settings.backend,
+        backend="nccl" if carrier == "nccl" else "gloo",
         host=settings.host,
         timeout_s=settings.timeout_s,
         connect_timeout_s=settings.connect_timeout_s,

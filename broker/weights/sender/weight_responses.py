@@ -17,13 +17,16 @@ Reply: TypeAlias = "asyncio.Future[wire.WeightsSession]"
 class WeightResponses:
     """The open requests, one per server.
 
+    Args:
+        read_by: the carrier of servers that read the learner's memory.
+
     Attributes:
         port: of the rendezvous.
         key: its public CURVE key.
     """
 
-    def __init__(self, settings: TransferSettings) -> None:
-        self._settings, self.port, self.key = settings, 0, ""
+    def __init__(self, settings: TransferSettings, read_by: wire.Carrier = "shared") -> None:
+        self._settings, self._read_by, self.port, self.key = settings, read_by, 0, ""
         self._open: dict[str, Reply] = {}
 
     def expect(self, server: str) -> Reply:
@@ -46,9 +49,10 @@ class WeightResponses:
     def begin(self, start: StartTransfer) -> None:
         """Tell all members of a transfer where to meet."""
         world_size = start.num_sent + 1
-        for rank, server in enumerate(start.members, 1):
-            shared = rank >= world_size
-            session = self._session(start.session, start.version, rank=rank, world_size=world_size, shared=shared)
+        for server in start.servers:
+            rank = 1 + start.members.index(server)
+            carrier = start.carrier if rank < world_size else self._read_by
+            session = self._session(start.session, start.version, rank=rank, world_size=world_size, carrier=carrier)
             self._answer(server, session)
 
     def refuse(self, server: str, reason: str, version: int) -> None:
@@ -70,7 +74,7 @@ class WeightResponses:
             reply.set_result(session)
 
     def _session(
-        self, session: str, version: int, *, rank: int, world_size: int, shared: bool = False, error: str = ""
+        self, session: str, version: int, *, rank: int, world_size: int, carrier: wire.Carrier = "gloo", error: str = ""
     ) -> wire.WeightsSession:
         return wire.WeightsSession(
             session=session,
@@ -82,5 +86,5 @@ class WeightResponses:
             version=version,
             timeout_s=self._settings.timeout_s,
             error=error,
-            shared=shared,
+            carrier=carrier,
         )

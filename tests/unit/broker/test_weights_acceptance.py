@@ -30,7 +30,7 @@ def offer(epoch: int, version: int, *, digest: str = "", plan: str = "p") -> wir
         digest=digest or f"{epoch}/{version}",
         plan=plan,
         size_bytes=1,
-        backend="gloo",
+        carriers=["gloo"],
         probe=make_probe([1, 2], [-1.0], tolerance=0.1),
     )
 

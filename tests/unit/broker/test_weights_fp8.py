@@ -267,7 +267,7 @@ async def test_who_holds_the_first_weights_computes_from_what_fp8_makes_of_them(
             digest=state.digest or "",
             plan=plan.digest,
             size_bytes=plan.size_bytes,
-            backend="gloo",
+            carriers=["gloo"],
             probe=probe,
         )
         return landed, state, offer
@@ -281,7 +281,7 @@ async def test_who_holds_the_first_weights_computes_from_what_fp8_makes_of_them(
     assert loads[1] == {}
 
     broken, state, offer = await landing()
-    broken.take("gloo", plan)  # a transfer that failed may still be written into it
+    broken.take(plan)  # a transfer that failed may still be written into it
     with pytest.raises(TransferFailed, match="were not quantized, so they must be sent"):
         await broken.adopt(offer)
     assert state.digest is None  # so it joins next

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -21,12 +23,15 @@ from broker.weights.sender.membership import (
 GATHER_S, TTL_S = 0.5, 5.0
 
 
-def join(server: str, version: int, *, epoch: int = 1, plan: str = "p", shared: bool = False) -> wire.WeightsJoin:
-    return wire.WeightsJoin(server=server, epoch=epoch, version=version, plan=plan, key="k" * 40, shared=shared)
+def join(
+    server: str, version: int, *, epoch: int = 1, plan: str = "p", shared: bool = False, **ways: int
+) -> wire.WeightsJoin:
+    carriers: Any = ways or ({"shared": 1, "gloo": 1} if shared else {"gloo": 1})
+    return wire.WeightsJoin(server=server, epoch=epoch, version=version, plan=plan, key="k" * 40, carriers=carriers)
 
 
 def make(version: int = 1) -> TransferMembership:
-    state = TransferMembership(1, "p", gather_s=GATHER_S, join_ttl_s=TTL_S)
+    state = TransferMembership(1, "p", gather_s=GATHER_S, join_ttl_s=TTL_S, carriers=["shared", "gloo"])
     assert state.offered(version) == []
     return state
 
@@ -63,18 +68,63 @@ def test_same_members_use_the_communicator_again() -> None:
 
 
 def test_independent_members_are_not_ended_by_one_that_leaves_or_fails() -> None:
-    state = TransferMembership(1, "p", gather_s=GATHER_S, join_ttl_s=TTL_S, independent=True)
+    state = TransferMembership(1, "p", gather_s=GATHER_S, join_ttl_s=TTL_S, carriers=["curve"])
     state.offered(1)
     for server in "abc":
-        state.joined(join(server, 1), 0.0)
+        state.joined(join(server, 1, curve=1), 0.0)
     (start,) = state.tick(0.0, set("abc"), set("abc"))
     assert isinstance(start, StartTransfer)
     assert state.tick(1.0, set(), {"a", "b"}) == []
     state.ended(2.0, {"c", "b"})  # c went away, b failed, a has the version
     for server in "ab":
-        state.joined(join(server, 1), 2.0)
-    assert state.tick(2.0, {"a"}, {"a", "b"}) == [StartTransfer("1-2.0", 1, ("a",), fresh=True)]  # b is on probation
+        state.joined(join(server, 1, curve=1), 2.0)
+    assert state.tick(2.0, {"a"}, {"a", "b"}) == [
+        StartTransfer("1-2.0", 1, ("a",), fresh=True, carrier="curve")
+    ]  # b is on probation
     assert state.tick(3.0, set(), set()) == [CancelTransfer("a went away")]  # nobody is left
+
+
+def test_each_carrier_has_its_own_transfer_and_communicator_and_follows_at_once() -> None:
+    state = TransferMembership(1, "p", gather_s=GATHER_S, join_ttl_s=TTL_S, carriers=["nccl", "shared", "gloo"])
+    starts = []
+    for version in (1, 2):
+        state.offered(version)
+        state.joined(join("a", version, gloo=1), 0.0)
+        state.joined(join("b", version, nccl=2, gloo=1), 0.0)  # two workers
+        state.joined(join("c", version, shared=True), 0.0)
+        state.joined(join("d", version, curve=1, gloo=1), 0.0)  # its best is not offered
+        for expected in ({"a", "b", "c", "d"}, {"a", "d", "nobody"}):  # nobody is not waited for a second time
+            (start,) = state.tick(0.0, expected, None)
+            assert isinstance(start, StartTransfer)
+            starts.append((start.session, start.carrier, start.members, start.num_sent, start.fresh))
+            state.ended(0.0, None)
+        assert state.tick(0.0, set(), None) == []
+    assert starts == [
+        ("1-1.0", "nccl", ("b", "b", "c"), 2, True),
+        ("1-2.0", "gloo", ("a", "d"), 2, True),
+        ("1-1.1", "nccl", ("b", "b", "c"), 2, False),
+        ("1-2.1", "gloo", ("a", "d"), 2, False),
+    ]
+
+
+def test_a_failure_costs_only_the_communicator_of_its_carrier() -> None:
+    state = TransferMembership(1, "p", gather_s=GATHER_S, join_ttl_s=TTL_S, carriers=["nccl", "gloo"])
+    for version, sessions in ((1, ["1-1.0", "1-2.0"]), (2, ["1-3.0", "1-2.1"])):
+        state.offered(version)
+        state.joined(join("a", version, nccl=1), 0.0)
+        state.joined(join("b", version, gloo=1), 0.0)
+        for number, session in enumerate(sessions):
+            (start,) = state.tick(0.0, {"a", "b"}, None)
+            assert isinstance(start, StartTransfer)
+            assert start.session == session
+            state.ended(0.0, set() if (version, number) == (1, 0) else None, ours=True)
+
+
+def test_without_a_common_carrier_both_sides_are_named() -> None:
+    state = TransferMembership(1, "p", gather_s=GATHER_S, join_ttl_s=TTL_S, carriers=["nccl"])
+    state.offered(1)
+    reason = "the learner sends by nccl, this server takes gloo, curve; set train.weights_backend=auto"
+    assert state.joined(join("a", 1, gloo=1, curve=1), 0.0) == [RefuseJoin("a", reason)]
 
 
 def test_who_reads_the_senders_memory_is_in_no_communicator_and_ends_none() -> None:
@@ -301,7 +351,7 @@ class Interleavings(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now, self.version = 0.0, 0
-        self.state = TransferMembership(1, "p", gather_s=GATHER_S, join_ttl_s=TTL_S)
+        self.state = TransferMembership(1, "p", gather_s=GATHER_S, join_ttl_s=TTL_S, carriers=["shared", "gloo"])
         self.state.offered(0)
         self.waiting: dict[str, int] = {}  # server -> version it asked for
         self.since: dict[str, float] = {}  # server -> when it asked

@@ -19,7 +19,7 @@ def test_probe_is_a_valid_part_of_an_offer() -> None:
         digest="d",
         plan="p",
         size_bytes=1,
-        backend="gloo",
+        carriers=["gloo"],
         probe=make_probe([5, 6, 7], [-1, -2.5], tolerance=0.01),
     )
     probe = codec.decode(codec.encode(offer), wire.WeightsOffer).probe

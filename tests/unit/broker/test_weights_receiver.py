@@ -11,11 +11,12 @@ import torch
 
 from broker.contract import wire
 from broker.errors import TransferFailed
+from broker.weights.carriers import MAX_LOST
 from broker.weights.memory.shared import SharedSegment
 from broker.weights.memory.staging import plan_of
 from broker.weights.probe import make_probe
 from broker.weights.receiver.buffers import IncomingVersion
-from broker.weights.receiver.receive import MAX_LOST, WeightReceiver
+from broker.weights.receiver.receive import WeightReceiver
 from broker.weights.snapshots.snapshot import SnapshotManifest
 
 
@@ -31,19 +32,12 @@ def test_gloo_arrives_on_the_cpu_and_the_buffer_is_kept() -> None:
     made = receiver()
     landing = made._landing
     digest = landing._buffers.hold(made.plan, landing._tensors, landing._device)
-    first = landing.take("gloo", made.plan)
+    first = landing.take(made.plan)
     assert first.flat.buffer.device.type == "cpu"
     assert first.held == digest == first.flat.digest()
-    assert landing.take("gloo", made.plan).flat is not first.flat  # until the transfer has succeeded
+    assert landing.take(made.plan).flat is not first.flat  # until the transfer has succeeded
     landing._buffers.arrived(first, "d")
-    assert landing.take("gloo", made.plan) == IncomingVersion(first.flat, first.flat, "d")
-
-
-def test_nccl_without_a_gpu_says_what_to_do() -> None:
-    with pytest.raises(
-        TransferFailed, match=r"sends by nccl, the weights here are on cpu; set train\.weights_backend=shared"
-    ):
-        receiver()._landing.take("nccl", receiver().plan)
+    assert landing.take(made.plan) == IncomingVersion(first.flat, first.flat, "d")
 
 
 def test_nothing_is_served_before_the_first_version() -> None:
@@ -55,7 +49,7 @@ async def test_a_snapshot_of_another_model_is_refused_with_the_first_difference(
     made, other = receiver(), plan_of({"w": torch.zeros(11)}, 1)
     probe = make_probe([1, 2], [-1.0], tolerance=0.1)
     offer = wire.WeightsOffer(
-        epoch=1, version=5, digest="d", plan=other.digest, size_bytes=other.size_bytes, backend="gloo", probe=probe
+        epoch=1, version=5, digest="d", plan=other.digest, size_bytes=other.size_bytes, carriers=["gloo"], probe=probe
     )
     why = (
         r"^snapshot here: epoch 1 version 5 is another model than the one here: w float32\[10\] "
@@ -73,11 +67,13 @@ async def test_memory_that_was_no_use_three_times_is_not_read_again() -> None:
     segment = SharedSegment(made.plan)
     probe = make_probe([1, 2], [-1.0], tolerance=0.1)
     offer = wire.WeightsOffer(
-        epoch=1, version=5, digest="", plan=made.plan.digest, size_bytes=1, backend="gloo", probe=probe
+        epoch=1, version=5, digest="", plan=made.plan.digest, size_bytes=1, carriers=["shared", "gloo"], probe=probe
     )
     assert made._look_over(offer) is None
     offer = msgspec.structs.replace(offer, segment=segment.address)
-    assert made._look_over(offer) is not None
-    made._lost = MAX_LOST
-    assert made._look_over(offer) is None
+    window = made._look_over(offer)
+    assert window is not None
+    assert made._takes(offer, window) == {"shared": 1, "gloo": 1, "curve": 1}
+    made._lost["shared"] = MAX_LOST
+    assert made._takes(offer, window) == {"gloo": 1, "curve": 1}
     await made.close()

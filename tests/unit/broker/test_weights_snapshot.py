@@ -45,7 +45,7 @@ def offer(version: int, epoch: int = 1) -> wire.WeightsOffer:
         digest=flat(version).digest(),
         plan=PLAN.digest,
         size_bytes=PLAN.size_bytes,
-        backend="gloo",
+        carriers=["gloo"],
         probe=make_probe([1, 2], [-1.0], tolerance=0.1),
     )
 

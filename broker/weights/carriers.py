@@ -1,0 +1,76 @@
+"""How weights travel between a learner and a server: which ways each has, and which one a pair uses; pure functions.
+
+    learner: offer.carriers, what it can send by                ["shared", "nccl", "gloo"]
+    server:  join.carriers, what it can take, best first        {"nccl": 2, "gloo": 1}: 2 workers by nccl, else itself
+    both:    the server's first that the learner offers         nccl
+
+| carrier | how | the server needs |
+|---|---|---|
+| ipc | it reads the learner's GPU memory | that GPU, or a peer of it, and the learner's user |
+| shared | it reads the learner's host memory | the learner's host and user |
+| nccl | broadcast between GPUs | a GPU that the learner does not use |
+| gloo | broadcast between host memories | a route to the learner |
+| curve | fetched through the rendezvous, encrypted | a route to the rendezvous |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
+
+from broker.contract.wire import Carrier
+
+READ: Final[frozenset[Carrier]] = frozenset({"ipc", "shared"})  # no communicator: the server reads the learner's memory
+MAX_LOST: Final = 3  # consecutive failures of a carrier after which a server asks for another one
+SETTINGS: Final[dict[str, tuple[Carrier, ...]]] = {  # by train.weights_backend, "auto" aside
+    "shared": ("shared", "gloo"),
+    "ipc": ("ipc", "gloo"),
+    "nccl": ("nccl",),
+    "gloo": ("gloo",),
+    "curve": ("curve",),
+}
+
+
+def offered(setting: str, *, on_gpu: bool) -> tuple[Carrier, ...]:
+    """Return what a learner offers for ``train.weights_backend``; with ``auto`` every server can take one of them."""
+    if setting != "auto":
+        return SETTINGS[setting]
+    return ("nccl", "shared", "gloo") if on_gpu else ("shared", "gloo")
+
+
+def choose(offers: Collection[Carrier], takes: Mapping[Carrier, int]) -> Carrier | None:
+    """Return a server's best carrier among those that the learner offers; None without a common one."""
+    return next((carrier for carrier in takes if carrier in offers), None)
+
+
+def takes(
+    *,
+    reads: Carrier | None = None,
+    workers: Mapping[Carrier, int] | None = None,
+    on_gpu: bool = False,
+    failed: Collection[Carrier] = (),
+) -> dict[Carrier, int]:
+    """Return what a server can take, best first, with the number of ranks that it brings.
+
+    Args:
+        reads: the carrier by which it has opened the learner's memory; None: it cannot.
+        workers: carriers by which the engine's own workers receive, and their number.
+        on_gpu: whether the server's process receives into a GPU that the learner does not use.
+        failed: carriers that failed ``MAX_LOST`` times; left out unless nothing else remains.
+    """
+    found: dict[Carrier, int] = dict(workers or {})
+    if reads == "ipc":
+        found.setdefault("ipc", 1)
+    if on_gpu:
+        found.setdefault("nccl", 1)
+    if reads == "shared":
+        found.setdefault("shared", 1)
+    found.setdefault("gloo", 1)
+    found.setdefault("curve", 1)
+    return {carrier: ranks for carrier, ranks in found.items() if carrier not in failed} or found
+
+
+def refusal(offers: Sequence[Carrier], takes: Mapping[Carrier, int]) -> str:
+    """Return why a server gets no weights, in one line."""
+    ways = f"the learner sends by {', '.join(offers)}, this server takes {', '.join(takes)}"
+    return f"{ways}; set train.weights_backend=auto"
