@@ -36,6 +36,8 @@ class RolloutSection(Section):
     http_bind: Annotated[str, AfterValidator(_address)] | None = None  # where it listens; null: at broker.bind
     http_tls_cert: str | None = None  # file with its TLS certificate or chain, PEM; null: plain HTTP, on loopback only
     http_tls_key: str | None = None  # file with the private key, PEM
+    # auto: by nccl into the engine's workers, else through the server's process; workers: by gloo too; server: never
+    weights_into: Literal["auto", "workers", "server"] = "auto"
     snapshot: str | None = None  # train.weights_snapshot_every: folder or URL to start from without the learner
     snapshot_only: bool = False  # never request weights from the learner, only read snapshots
     num_threads: NonNegativeInt = 0  # torch threads; 0: torch's default

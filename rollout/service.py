@@ -276,6 +276,7 @@ class RolloutService:
 
     async def _follow_weights(self) -> None:
         from broker.weights.receiver.receive import WeightReceiver  # imports torch
+        from rollout.engine_workers import engine_workers
 
         train = self._spec.config.get("train") or {}
         self._receiver = WeightReceiver(
@@ -289,9 +290,14 @@ class RolloutService:
             first=self._first_weights,
             snapshots=self._snapshots,
             only_snapshots=self._section.snapshot_only,
+            workers=engine_workers(self._engine, self._section.update_mode, self._served_by_workers),
         )
         await self._receiver.start()
         self._member.spawn(self._receiver.join())  # fails the server when it can no longer follow
+
+    def _served_by_workers(self, paused_s: float) -> None:
+        self._loaded, self._paused_s = True, paused_s
+        self._member.poke()
 
     def _open_snapshots(self) -> SnapshotSource | None:
         """Open the source of weights to use while the learner is unavailable.

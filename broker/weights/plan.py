@@ -7,6 +7,7 @@ same tensors differently.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import json
 import math
@@ -82,6 +83,17 @@ class LayoutPlan:
         """(start, stop) of every bucket in the flat buffer."""
         starts = range(0, self.size_bytes, self.bucket_bytes)
         return tuple((start, min(start + self.bucket_bytes, self.size_bytes)) for start in starts)
+
+    def slots_of(self, bucket: int) -> tuple[TensorSlot, ...]:
+        """Return the tensors of which a bucket holds at least one byte, in order."""
+        start, stop = self.buckets[bucket]
+        first = bisect.bisect_right(self._stops, start)
+        last = bisect.bisect_left(self.slots, stop, key=lambda slot: slot.offset)
+        return tuple(slot for slot in self.slots[first:last] if slot.spec.size_bytes)
+
+    @cached_property
+    def _stops(self) -> list[int]:
+        return [slot.stop for slot in self.slots]
 
     @cached_property
     def text(self) -> str:

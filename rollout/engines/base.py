@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, Protocol, runtime_checkable
 
@@ -176,6 +176,37 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Abort running requests and free everything; idempotent."""
+        ...
+
+
+@runtime_checkable
+class ReceivingEngine(Protocol):
+    """An engine whose own workers can receive weights from the learner; optional for engines."""
+
+    def worker_carriers(self) -> dict[wire.Carrier, int]:
+        """Return the carriers by which the workers receive, with the number of workers; empty: they do not."""
+        ...
+
+    async def receive_weights(
+        self,
+        transfer: str,
+        version: int,
+        mode: UpdateMode,
+        probe: wire.Probe | None,
+        go: Callable[[], Awaitable[None]],
+    ) -> tuple[float, str]:
+        """Have the workers receive a version; return the seconds of pause and the digest of the received bytes.
+
+        Requests in flight continue as in ``Engine.update_weights``.
+
+        Args:
+            transfer: text of a ``WorkerTransfer``, for the workers' ``WorkerReceiver``.
+            go: waits until the learner sends; generation continues until then.
+
+        Raises:
+            TransferFailed: if it did not begin (the old weights stay), if it failed half-way or the probe does not
+                match (the engine holds all requests and is at NO_VERSION until an update succeeds).
+        """
         ...
 
 

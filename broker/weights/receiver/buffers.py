@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from broker.weights.bucket_payload import IncomingBuckets
 from broker.weights.memory.staging import FlatBuffer
 from broker.weights.plan import LayoutPlan
+from broker.weights.store_messages import StoreMessages
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,10 @@ class IncomingVersion:
     flat: FlatBuffer
     base: FlatBuffer
     held: str
+
+    def incoming(self, lines: StoreMessages, *, whole: bool) -> IncomingBuckets:
+        """Return the buckets to receive into."""
+        return IncomingBuckets(self.flat, lines, whole=whole, base=self.base)
 
 
 class ReceiveBuffers:

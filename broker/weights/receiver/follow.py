@@ -7,12 +7,12 @@ from contextlib import suppress
 
 from broker.contract import wire
 from broker.errors import TransferFailed, WireError
-from broker.weights.bucket_payload import IncomingBuckets
 from broker.weights.carriers import READ
 from broker.weights.curve_group import CurveReceiver
 from broker.weights.digest import combine, digest_bucket
 from broker.weights.group import PEEK_EVERY_S, Group, PeerLost, WaitMonitor
 from broker.weights.memory.shared import SegmentReader
+from broker.weights.receiver.bucket_stream import BucketStream
 from broker.weights.receiver.buffers import IncomingVersion
 from broker.weights.rendezvous.board_client import BoardClient
 from broker.weights.rendezvous.board_request import BoardStore
@@ -27,13 +27,13 @@ def follow(
     store: BoardStore,
     session: wire.WeightsSession,
     digest: str,
-    arrival: IncomingVersion,
+    arrival: IncomingVersion | BucketStream,
     communicator: Group | None,
     settings: TransferSettings,
     watch: WaitMonitor,
     window: SegmentReader | None = None,
 ) -> ReceivedVersion:
-    """Fill ``arrival.flat`` with bytes that match the digest.
+    """Receive bytes that match the digest, into ``arrival.flat`` or in passing.
 
     Args:
         digest: the offer's; empty if it was not known then: the sender sends it at the end.
@@ -63,8 +63,8 @@ def follow(
         if arrival.held:
             lines.note(f"held/{rank}", arrival.held)
         lines.note(f"ready/{rank}")
-        whole = _wait_for_go(lines, session.timeout_s)
-        if reads and window is not None:
+        whole = wait_for_go(lines, session.timeout_s)
+        if reads and window is not None and isinstance(arrival, IncomingVersion):
             digests = _read(lines, session, window, arrival, watch)
         else:
             try:
@@ -98,10 +98,10 @@ def _meet(store: BoardStore, session: wire.WeightsSession, name: str, settings: 
 
 
 def _take(
-    lines: StoreMessages, group: Group, arrival: IncomingVersion, watch: WaitMonitor, *, whole: bool
+    lines: StoreMessages, group: Group, arrival: IncomingVersion | BucketStream, watch: WaitMonitor, *, whole: bool
 ) -> list[bytes]:
     """Receive by broadcast; return the digest of each bucket."""
-    incoming = IncomingBuckets(arrival.flat, lines, whole=whole, base=arrival.base)
+    incoming = arrival.incoming(lines, whole=whole)
     digests: list[bytes] = [b""] * len(incoming)
 
     def take(index: int) -> None:
@@ -132,7 +132,7 @@ def _read(
     )
 
 
-def _wait_for_go(lines: StoreMessages, timeout_s: float) -> bool:
+def wait_for_go(lines: StoreMessages, timeout_s: float) -> bool:
     """Return whether everything is sent, instead of changes."""
     answer = lines.wait("go", timeout_s)
     if answer is None:

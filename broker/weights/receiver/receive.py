@@ -36,13 +36,15 @@ from broker.weights.receiver.acceptance import (
     Snapshots,
 )
 from broker.weights.receiver.buffers import IncomingVersion
-from broker.weights.receiver.follow import follow
+from broker.weights.receiver.follow import follow, wait_for_go
 from broker.weights.receiver.weight_loader import Load, WeightLoader
 from broker.weights.receiver.weight_requests import WeightRequests
+from broker.weights.receiver.workers import EngineWorkers, WorkerTransfer
 from broker.weights.sender.transfer import ReceivedVersion, TransferSettings
 from broker.weights.snapshots.snapshot import SnapshotManifest
 from broker.weights.snapshots.snapshot_poller import SnapshotPoller
 from broker.weights.snapshots.snapshot_source import SnapshotSource
+from broker.weights.store_messages import StoreMessages
 from broker.weights.threads import ChannelTasks, in_thread, patiently
 
 log = logging.getLogger(__name__)
@@ -67,6 +69,7 @@ class WeightReceiver:
         snapshots: where to look while the learner cannot be reached.
         only_snapshots: never ask the learner.
         memory: opens a learner's device memory; None: CUDA's if versions can arrive on a GPU.
+        workers: the engine's, if they receive whole models themselves.
     """
 
     def __init__(
@@ -85,7 +88,9 @@ class WeightReceiver:
         snapshots: SnapshotSource | None = None,
         only_snapshots: bool = False,
         memory: SharedDevice | None = None,
+        workers: EngineWorkers | None = None,
     ) -> None:
+        self._workers = workers if dtype != fp8.NAME else None  # they load what arrives as it is
         self.plan = plan_of(tensors, bucket_mib, dtype=dtype)
         self.refused = ""  # why the newest offer is not for this server, for example another model
         self.last_error = ""  # of the last attempt, empty after a success
@@ -229,6 +234,8 @@ class WeightReceiver:
         answer = await self._questions.join(offer, plan, self._takes(offer, window))
         if answer.error or answer.version != offer.version:
             raise RequestFailed(answer.error or f"it sends version {answer.version}")
+        if self._workers is not None and offer.adapter is None and answer.carrier in self._workers.carriers:
+            return await self._receive_in_workers(self._workers, answer, offer)
         arrival = self._landing.take(plan, on_device=answer.carrier in ("ipc", "nccl"))
         communicator, self._communicator = self._communicator, None
         watch, self._receiving_epoch = WaitMonitor(), offer.epoch
@@ -243,11 +250,46 @@ class WeightReceiver:
         await self._landing.arrived(arrival, received.digest, offer, time.monotonic() - started)
         return received.digest
 
+    async def _receive_in_workers(
+        self, workers: EngineWorkers, answer: wire.WeightsSession, offer: wire.WeightsOffer
+    ) -> str:
+        """Have the engine's workers receive and load a version; return the digest.
+
+        Raises:
+            TransferFailed: if one of them failed.
+        """
+        watch = self._watch = WaitMonitor()
+        self._receiving_epoch, started, keys = offer.epoch, time.monotonic(), self._questions.keys
+        self._lost[answer.carrier] += 1
+        self._state.loading()
+        lines = StoreMessages(await in_thread(lambda: self._questions.connect(answer), "weights-connect"),
+                              answer.session, watch)  # fmt: skip
+
+        async def go() -> None:
+            if not await in_thread(lambda: wait_for_go(lines, answer.timeout_s), "weights-go"):
+                raise TransferFailed("the learner sends only changes, which the engine's workers cannot use")
+
+        transfer = WorkerTransfer(
+            session=answer,
+            digest=offer.digest,
+            plan=self.plan.text,
+            public=keys.public,
+            secret=keys.secret.decode(),
+            connect_timeout_s=self._settings.connect_timeout_s,
+        )
+        digest = await workers.receive(transfer, offer, go)
+        seconds = time.monotonic() - started
+        self._lost[answer.carrier] = 0
+        self._values["weights/shared"] = 0.0
+        self._landing.note_transfer(self.plan.size_bytes, seconds)
+        return digest
+
     def _takes(self, offer: wire.WeightsOffer, window: SegmentReader | None) -> dict[wire.Carrier, int]:
         """Return how this server can take the offered version, best first."""
         device = self._landing.device
         return takes(
             reads=None if window is None else "ipc" if window.on_device else "shared",
+            workers=self._workers.carriers if self._workers is not None and offer.adapter is None else None,
             on_gpu=device.type == "cuda" and gpu_uuid(device) not in offer.devices,
             failed=[carrier for carrier, times in self._lost.items() if times >= MAX_LOST],
         )
@@ -255,7 +297,8 @@ class WeightReceiver:
     def carriers(self) -> list[str]:
         """Return how this server can take weights, best first; ipc and shared only from a learner of this host."""
         on_gpu = self._landing.device.type == "cuda"
-        found = list(takes(reads="ipc" if on_gpu else "shared", on_gpu=on_gpu))
+        workers = self._workers.carriers if self._workers is not None else None
+        found = list(takes(reads="ipc" if on_gpu else "shared", workers=workers, on_gpu=on_gpu))
         return [*found, *(["snapshot"] if self._lookout is not None else [])]
 
     def _look_over(self, offer: wire.WeightsOffer) -> SegmentReader | None:

@@ -89,10 +89,13 @@ class WeightLoader:
             TransferFailed: if loading fails, or the probe does not match.
         """
         self._buffers.arrived(arrival, digest)
-        speed = arrival.flat.plan.size_bytes / seconds / 1e9
-        self.values |= {"weights/seconds": seconds, "weights/gbytes_per_s": speed}
+        self.note_transfer(arrival.flat.plan.size_bytes, seconds)
         tensors = arrival.flat.tensors
         await self._bring_in(self._whole(tensors) if offer.adapter is None else self._foundation.merged(tensors), offer)
+
+    def note_transfer(self, size_bytes: int, seconds: float) -> None:
+        """Note the size and duration of a transfer in ``values``."""
+        self.values |= {"weights/seconds": seconds, "weights/gbytes_per_s": size_bytes / seconds / 1e9}
 
     async def adopt(self, offer: wire.WeightsOffer) -> None:
         """Have the engine serve the weights that it holds as the offer's version, whose digest matches.

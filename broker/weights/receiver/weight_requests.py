@@ -72,6 +72,11 @@ class WeightRequests:
             raise TransferFailed("the learner has no plan")
         return plans.decoded(text)
 
+    @property
+    def keys(self) -> KeyPair:
+        """This server's keys at the learner of the last request."""
+        return self._keys
+
     def connect(self, answer: wire.WeightsSession) -> BoardClient:
         """Return a connection to the learner's rendezvous, the existing one if it is still good; blocks.
 

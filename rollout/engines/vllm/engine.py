@@ -1,14 +1,15 @@
 """The engine ``vllm``: AsyncLLM in this process, with the model in vLLM's own processes.
 
 Requests wait here, not in vLLM (``requests``). vLLM records the weight load of each token. New weights are written into
-shared memory while generation continues (``store``); it pauses only while the workers load them (``loading``). Their
-probe runs alongside the requests in flight: their new tokens are released once it matches, and dropped if it does not.
+shared memory while generation continues (``store``); it pauses only while the workers load them (``loading``). Or the
+workers receive them from the learner themselves, and it pauses for most of the transfer. In either case their probe
+runs alongside the requests in flight: their new tokens are released once it matches, and dropped if it does not.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -22,6 +23,7 @@ from rollout.engines.base import NO_VERSION, EngineConfig, EngineStats, Generati
 from rollout.engines.hf.logit_offsets import offsets_problem as reshaping_problem
 from rollout.engines.update_check import check_fit
 from rollout.engines.vllm.conversion import NOT_FINITE, top_rows
+from rollout.engines.vllm.llm_client import first_line
 from rollout.engines.vllm.request_queue import VLLMRequestQueue, fail_future
 from rollout.engines.vllm.startup import check_installed, open_llm
 from rollout.engines.vllm.weight_loader import VLLMWeightLoader
@@ -93,29 +95,64 @@ class VLLMEngine:
     async def update_weights(
         self, tensors: Mapping[str, torch.Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None
     ) -> float:
-        loading = self._open()
-        shared = loading.opened.shared
+        shared = self._open().opened.shared
         check_fit(shared.tensors, tensors)
         async with self._changing:
             await asyncio.to_thread(shared.fill, tensors)  # while generation continues
-            self._requests.held = True
+            return await self._load(version, mode, probe)
+
+    def worker_carriers(self) -> dict[wire.Carrier, int]:
+        loading, into = self._open(), self._config.section.weights_into
+        parallel = loading.llm.vllm_config.parallel_config
+        num_workers = parallel.world_size * parallel.data_parallel_size
+        from vllm.platforms import current_platform
+
+        on_gpu = not current_platform.is_cpu()
+        carriers: list[wire.Carrier] = ["nccl"] if on_gpu and into != "server" else []
+        carriers += ["gloo"] if into == "workers" else []
+        return dict.fromkeys(carriers, num_workers)
+
+    async def receive_weights(
+        self,
+        transfer: str,
+        version: int,
+        mode: UpdateMode,
+        probe: wire.Probe | None,
+        go: Callable[[], Awaitable[None]],
+    ) -> tuple[float, str]:
+        llm = self._open().llm
+        async with self._changing:
             try:
-                paused_s = await loading.load(version, mode, self._requests.start_over)
-                self._requests.pause_s += paused_s
-                if probe is not None:
-                    check_probe(probe, await self.logprobs(probe.token_ids.array().tolist()))
+                await llm.collective_rpc("begin_transfer", args=(transfer,))
+                await go()
             except BaseException as error:
-                loading.judge(False)  # the workers' weights are unknown: hold requests until an update succeeds,
-                self._requests.stall(NO_VERSION)  # and end those in flight with their valid tokens
-                if isinstance(error, (TransferFailed, asyncio.CancelledError)) or not isinstance(error, Exception):
-                    raise
-                why = " ".join(str(error).split())[:400]
-                raise TransferFailed(f"vLLM could not load version {version}: {why}") from error
-            finally:
-                self._requests.held = False
-            loading.judge(True)
-            self._requests.serve(version)
-            return paused_s
+                await llm.collective_rpc("cancel_transfer", args=(first_line(error),))
+                raise
+            paused_s = await self._load(version, mode, probe, received=True)
+            digests: list[str] = await llm.collective_rpc("received_digest")  # each is the learner's
+            return paused_s, digests[0]
+
+    async def _load(self, version: int, mode: UpdateMode, probe: wire.Probe | None, *, received: bool = False) -> float:
+        """Load new weights into the workers, check the probe, and serve them; return the seconds of pause."""
+        loading = self._open()
+        self._requests.held = True
+        try:
+            paused_s = await loading.load(version, mode, self._requests.start_over, received=received)
+            self._requests.pause_s += paused_s
+            if probe is not None:
+                check_probe(probe, await self.logprobs(probe.token_ids.array().tolist()))
+        except BaseException as error:
+            loading.judge(False)  # the workers' weights are unknown: hold requests until an update succeeds,
+            self._requests.stall(NO_VERSION)  # and end those in flight with their valid tokens
+            if isinstance(error, (TransferFailed, asyncio.CancelledError)) or not isinstance(error, Exception):
+                raise
+            why = " ".join(str(error).split())[:400]
+            raise TransferFailed(f"vLLM could not load version {version}: {why}") from error
+        finally:
+            self._requests.held = False
+        loading.judge(True)
+        self._requests.serve(version)
+        return paused_s
 
     async def logprobs(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         return await self._open().asking.logprobs(token_ids)

@@ -62,10 +62,13 @@ class VLLMWeightLoader:
         self._serial += 1
         await self.llm.update_weight_version(version_label(self._serial, version))
 
-    async def load(self, version: int, mode: UpdateMode, start_over: Callable[[], Awaitable[None]]) -> float:
+    async def load(
+        self, version: int, mode: UpdateMode, start_over: Callable[[], Awaitable[None]], *, received: bool = False
+    ) -> float:
         """Load new weights between two tokens and return the seconds of pause. Later tokens wait for ``judge``.
 
         Args:
+            received: take them from the transfer that the workers have begun, not from shared memory.
             start_over: with ``keep``, restarts requests that have no token yet, which might reuse old blocks.
         """
         core = self.llm.engine_core
@@ -79,7 +82,7 @@ class VLLMWeightLoader:
                 self.poisoned = False
             self._verdict = (self._serial + 1, asyncio.get_running_loop().create_future())
             await self.note(version)  # before the workers load: a failure halfway leaves unknown weights
-            await reload_weights(self.llm)
+            await reload_weights(self.llm, received=received)
             if mode == "keep":  # the cache cannot be cleared while requests hold blocks; a new salt hides them
                 self.asking.salt += 1
                 await start_over()
@@ -109,10 +112,10 @@ class VLLMWeightLoader:
         return serial not in self._wrong
 
 
-async def reload_weights(llm: Any) -> None:
-    """Make all workers load the weights in shared memory."""
+async def reload_weights(llm: Any, *, received: bool = False) -> None:
+    """Make all workers load the weights in shared memory, or those of the transfer that they have begun."""
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
     await llm.start_weight_update()
-    await llm.update_weights(WeightTransferUpdateRequest({}))
+    await llm.update_weights(WeightTransferUpdateRequest({"received": received}))
     await llm.finish_weight_update()

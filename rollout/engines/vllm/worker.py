@@ -1,4 +1,4 @@
-"""vLLM worker extension: a backend of its weight-transfer API that reads shared memory.
+"""vLLM worker extension: a backend of its weight-transfer API, over shared memory or the learner's transfer.
 
 vLLM imports this module in every worker before it creates the model.
 """
@@ -9,7 +9,8 @@ import os
 import select
 import signal
 import threading
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -18,6 +19,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.platforms import current_platform
 
+from broker.weights.receiver.workers import WorkerReceiver
 from rollout.engines.vllm.shared_weights import OWNER, Layout, map_shared
 
 BACKEND: Final = "rlearner"
@@ -28,6 +30,29 @@ class WorkerExtension:
     """Methods that vLLM adds to its worker."""
 
     model_runner: Any
+    weight_transfer_engine: Any
+    vllm_config: Any
+    rank: int
+    device: torch.device
+
+    def begin_transfer(self, text: str) -> None:
+        """Start to receive a ``WorkerTransfer`` next to generation; loaded by an update with ``received``."""
+        engine = self.weight_transfer_engine
+        if engine.receiver is None:
+            parallel = self.vllm_config.parallel_config
+            worker = parallel.data_parallel_index * parallel.world_size + self.rank
+            engine.receiver = WorkerReceiver(worker, self.device)
+        engine.receiver.begin(text)
+
+    def cancel_transfer(self, reason: str) -> None:
+        """Cancel the transfer that was begun."""
+        if self.weight_transfer_engine.receiver is not None:
+            self.weight_transfer_engine.receiver.cancel(reason)
+
+    def received_digest(self) -> str:
+        """Return the digest of all bytes that this worker received last."""
+        found: str = self.weight_transfer_engine.digest
+        return found
 
     def wipe_kv_cache(self) -> None:
         """Zero the KV cache: a NaN in a block persists, because attention multiplies masked values by zero."""
@@ -37,7 +62,7 @@ class WorkerExtension:
 
 
 @dataclass
-class SharedInit(WeightTransferInitInfo):  # type: ignore[misc]
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     """Location of the weights, see ``SharedWeights``."""
 
     path: str
@@ -46,20 +71,22 @@ class SharedInit(WeightTransferInitInfo):  # type: ignore[misc]
 
 
 @dataclass
-class SharedUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """An empty message: the weights are already in shared memory."""
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Where the weights are: in shared memory, or in the transfer that ``begin_transfer`` has begun."""
 
-    options: dict[str, Any] = field(default_factory=dict)
+    received: bool = False
 
 
-class SharedMemoryEngine(WeightTransferEngine[SharedInit, SharedUpdate]):  # type: ignore[misc]
-    """Loads the shared weights into the model at every update."""
+class LearnerWeightsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
+    """Loads the learner's weights into the model at every update."""
 
-    init_info_cls = SharedInit
-    update_info_cls = SharedUpdate
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    receiver: WorkerReceiver | None = None
+    digest = ""
     _tensors: dict[str, torch.Tensor] | None = None
 
-    def init_transfer_engine(self, init_info: SharedInit) -> None:
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
         self._tensors = map_shared(init_info.path, init_info.size_bytes, init_info.layout)
 
     def start_weight_update(self) -> None:
@@ -74,11 +101,27 @@ class SharedMemoryEngine(WeightTransferEngine[SharedInit, SharedUpdate]):  # typ
             torch.accelerator.synchronize()
 
     @torch.no_grad()
-    def receive_weights(self, update_info: SharedUpdate) -> None:
-        if self._tensors is None:
-            raise RuntimeError("the shared weights are not open")
-        loaded = self.model.load_weights(iter(self._tensors.items()))
-        if loaded is not None and (missed := sorted(dict(self.model.named_parameters()).keys() - loaded)):
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        loaded: set[str] = set()
+        tells = True  # whether the model says what it has set
+
+        def load(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+            nonlocal tells
+            names = self.model.load_weights(iter(tensors))
+            tells = tells and names is not None
+            loaded.update(names or ())
+            if not current_platform.is_cpu():
+                torch.accelerator.synchronize()  # the memory of these tensors is used again
+
+        if not update_info.received:
+            if self._tensors is None:
+                raise RuntimeError("the shared weights are not open")
+            load(self._tensors.items())
+        elif self.receiver is None:
+            raise RuntimeError("no transfer was begun")
+        else:
+            self.digest = self.receiver.load(load)
+        if tells and (missed := sorted(dict(self.model.named_parameters()).keys() - loaded)):
             found = f"set {len(loaded)} of vLLM's parameters and miss {len(missed)}, the first is {missed[0]}"
             raise ValueError(f"the weights {found}")
 
@@ -90,6 +133,10 @@ class SharedMemoryEngine(WeightTransferEngine[SharedInit, SharedUpdate]):  # typ
 
     def shutdown(self) -> None:
         self._tensors = None
+        if self.receiver is not None:
+            self.receiver.cancel("the engine is closing")
+            self.receiver.close()
+            self.receiver = None
 
 
 def _end_with(pid: int) -> None:
@@ -117,4 +164,4 @@ if os.environ.get(OWNER, str(os.getpid())) != str(os.getpid()):  # at import: th
 if current_platform.is_cpu():
     layer_utils.dispatch_cpu_unquantized_gemm = _plain_linear
 if BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryEngine)
+    WeightTransferEngineFactory.register_engine(BACKEND, LearnerWeightsEngine)

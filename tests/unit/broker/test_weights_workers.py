@@ -1,0 +1,90 @@
+"""An engine's workers in a transfer: tensors in passing, and what a worker holds of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from weights_model import make_tensors
+
+from broker.errors import TransferFailed
+from broker.weights.group import WaitMonitor
+from broker.weights.memory.staging import FlatBuffer, plan_of
+from broker.weights.receiver.bucket_stream import MOST_BUCKETS, BucketStream
+from broker.weights.store_messages import StoreMessages
+
+CPU = torch.device("cpu")
+LINES = cast(StoreMessages, None)
+
+
+def streamed(tensors: dict[str, torch.Tensor], bucket_mib: float, order: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Send a model through a stream; buckets complete in an order of at most three at a time."""
+    flat = FlatBuffer(plan_of(tensors, bucket_mib))
+    flat.fill(tensors)
+    stream, loaded = BucketStream(flat.plan, CPU).incoming(LINES, whole=True), dict[str, torch.Tensor]()
+
+    def receive() -> None:
+        waiting: list[int] = []
+        following = 0
+        picks = iter(order)
+        while following < len(stream) or waiting:
+            while following < len(stream) and len(waiting) < 3 and (bucket := stream[following]) is not None:
+                bucket.copy_(flat.bucket(following))
+                waiting.append(following)
+                following += 1
+            if waiting:
+                index = waiting.pop(next(picks, 0) % len(waiting))
+                assert torch.equal(stream.arrived(index), flat.bucket(index))
+        stream.end()
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    for batch in stream.tensors(WaitMonitor(), 10.0):
+        loaded |= {name: tensor.clone() for name, tensor in batch}
+    thread.join()
+    return loaded
+
+
+@given(
+    sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=12),
+    order=st.lists(st.integers(0, 2), max_size=60),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_tensor_comes_once_and_whole(sizes: list[int], order: list[int]) -> None:
+    tensors = {f"t{number:02d}": torch.randn(size) for number, size in enumerate(sizes)}
+    loaded = streamed(tensors, 4096 / 2**20, order)  # the smallest bucket: a tensor may span five
+    assert loaded.keys() == tensors.keys()
+    assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
+
+
+def test_a_real_model_with_several_dtypes() -> None:
+    tensors = make_tensors(3)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in streamed(tensors, 1, ()).items())
+
+
+def test_only_a_few_buckets_are_in_memory_until_they_are_loaded() -> None:
+    plan = plan_of({"w": torch.zeros(20 * 1024)}, 4096 / 2**20)
+    stream = BucketStream(plan, CPU)
+    assert len(stream) == 20 > MOST_BUCKETS
+    for index in range(MOST_BUCKETS):
+        assert stream[index] is not None
+        stream.arrived(index)
+    assert stream[MOST_BUCKETS] is None
+    batches = stream.tensors(WaitMonitor(), 10.0)
+    assert next(batches) == []  # no tensor is complete
+    assert stream[MOST_BUCKETS] is None
+    next(batches)  # so the first has been loaded
+    assert stream[MOST_BUCKETS] is not None
+
+
+def test_changes_cannot_be_taken_and_silence_ends_the_wait() -> None:
+    stream = BucketStream(plan_of({"w": torch.zeros(10)}, 1), CPU)
+    with pytest.raises(TransferFailed, match="sends only changes"):
+        stream.incoming(LINES, whole=False)
+    with pytest.raises(TransferFailed, match=r"no bucket came within 0\.1 s"):
+        next(stream.tensors(WaitMonitor(), 0.1))
