@@ -80,10 +80,9 @@ class TrainSection(OptimizationSection):
     ticket_timeout_s: PositiveFloat | None = None
     weights_bucket_mib: PositiveFloat = 32.0
     weights_timeout_s: PositiveFloat = 30.0  # longest wait for one bucket
-    # shared: servers on this host read them in the learner's memory, others receive them by gloo; gloo: all by gloo;
-    # nccl: between GPUs, not for servers that load from host memory (vllm, sglang); ipc: servers read them on the
-    # learner's GPU, others receive them by gloo, not run on a GPU yet; curve: all encrypted, for untrusted networks;
-    # auto, null: nccl from a GPU, else shared
+    # auto, null: each server by its best of nccl (from a GPU), shared and gloo; shared: servers on this host read the
+    # learner's memory, others by gloo; gloo: all by gloo; nccl: only between GPUs; ipc: servers read the learner's GPU,
+    # others by gloo, not run on a GPU yet; curve: all encrypted, for untrusted networks
     weights_backend: Literal["auto", "shared", "gloo", "nccl", "ipc", "curve"] | None = "auto"
     # interface on which servers of other hosts find the weights, such as eth0; null: that which reaches the broker
     weights_interface: Annotated[str, Field(min_length=1)] | None = None

@@ -13,8 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from broker.settings.preflight import PreflightFinding
+from broker.settings.preflight import PreflightFinding, Status
 from rlearner.doctor.requirements import MachineRequirements
+from rlearner.doctor.weight_pairs import weight_pairs
 
 QUERY: Final = ("index", "name", "memory.total", "memory.used", "driver_version", "compute_cap")
 SMI_TIMEOUT_S: Final = 15.0
@@ -116,25 +117,23 @@ def gpu_findings(
 
 
 def _weights(torch: TorchBuild | None, needs: MachineRequirements, count: int) -> list[PreflightFinding]:
-    """Check NCCL or CUDA IPC if the learner would send weights to the rollout server that way."""
-    if not count or torch is None or not torch.cuda:
-        return []
-    remedy = "train.weights_backend=shared"
-    if needs.weights_by_ipc:
-        if needs.weights_to_host:
-            why = f"engine {needs.engine} takes weights in host memory, so train.weights_backend=ipc sends them by gloo"
-            return [_finding("weights", "warning", why, remedy)]
-        why = "train.weights_backend=ipc: CUDA IPC was not run on a GPU before this release"
-        return [_finding("weights", "warning", why, f"{remedy}  # if it fails here")]
-    if not needs.weights_by_nccl:
-        return []
-    if needs.weights_to_host:
-        why = f"a learner on a GPU sends by NCCL, but engine {needs.engine} takes weights in host memory"
-    elif count == 1:
-        why = "learner and rollout server share one GPU, which NCCL does not support (CUDA IPC, ipc, is an alternative)"
-    else:
-        return []
-    return [_finding("weights", "missing", why, remedy)]
+    """Return how weights will travel to servers at each place, and why; a pair without a way is missing."""
+    usable = count if torch is not None and torch.cuda else 0
+    pairs = weight_pairs(needs.weights, usable)
+    unreachable = not any(pair.carrier for pair in pairs[:-1])  # the last one is another host
+    found = []
+    for pair in pairs:
+        who = f"a server with engine {needs.weights.engine} {pair.where}"
+        if pair.carrier is None:
+            why = f"{who} gets none by train.weights_backend={needs.weights.setting}: {pair.why}"
+            status: Status = "missing" if unreachable else "absent"
+            found.append(_finding("weights", status, why, "train.weights_backend=auto"))
+        elif pair.carrier == "ipc":
+            why = f"{who}: ipc, {pair.why}; CUDA IPC was not run on a GPU before this release"
+            found.append(_finding("weights", "warning", why, "train.weights_backend=auto  # if it fails here"))
+        else:
+            found.append(_finding("weights", "ok", f"{who}: {pair.carrier}, {pair.why}"))
+    return found
 
 
 def _devices(gpus: Sequence[GpuInfo], problem: str, needs: MachineRequirements, count: int) -> list[PreflightFinding]:

@@ -57,14 +57,6 @@ def fleet_findings(config: dict[str, Any]) -> list[PreflightFinding]:
         return [finding for each in running for finding in each.result() if finding.status in ("missing", "warning")]
 
 
-def weights_overrides(config: dict[str, Any]) -> list[str]:
-    """Return overrides for a run on this machine: host memory for weights that NCCL cannot carry."""
-    if config["train"].get("weights_backend") not in (None, "auto"):
-        return []
-    found = gpus(requirements_of(config))
-    return [finding.remedy for finding in found if finding.name == "weights" and finding.status == "missing"]
-
-
 def learner_findings(config: dict[str, Any]) -> list[PreflightFinding]:
     """Return what would stop the learner or offline training; ``config`` is validated."""
     wanted = requirements_of(config)

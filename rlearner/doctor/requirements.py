@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from rlearner.doctor.weight_pairs import WeightsSettings
 from rollout.checks import declaration
 
 FILES_OF_A_PROCESS: Final = 256  # open at once in any process of a run, libraries and sockets included
 FILES_OF_AN_ENVIRONMENT: Final = 4  # pipes to and from a worker process
-HOST_WEIGHTS: Final = frozenset({"shared", "gloo", "curve"})  # values of train.weights_backend that use host memory
 IPC: Final = "ipc"  # the value with which servers read weights from the learner's GPU
 
 
@@ -25,10 +25,8 @@ class MachineRequirements:
         parquet: whether a data file is Parquet.
         sandbox: whether a reward or a domain runs in the sandbox.
         cuda: whether a GPU is requested explicitly.
-        weights_by_ipc: whether servers read weights on the learner's GPU by CUDA IPC.
+        weights: how the learner's weights travel to the servers.
         num_gpus: the least number of GPUs that the sizes imply.
-        weights_by_nccl: whether a learner on a GPU would send its weights to ``engine`` by NCCL.
-        weights_to_host: whether ``engine`` takes new weights in host memory, which NCCL cannot read.
         nofile: files that one process may have open at once.
         shared_memory: whether several processes share one model, and so /dev/shm.
         replicas: brokers that hold each message, None if the broker decides.
@@ -44,10 +42,7 @@ class MachineRequirements:
     sandbox: bool = False
     cuda: bool = False
     num_gpus: int = 0
-    weights_by_nccl: bool = False
-    weights_by_ipc: bool = False
-    engine: str = ""
-    weights_to_host: bool = False
+    weights: WeightsSettings = field(default_factory=WeightsSettings)
     nofile: int = FILES_OF_A_PROCESS
     shared_memory: bool = False
     sync_always: bool = False
@@ -91,13 +86,7 @@ def requirements_of(config: Mapping[str, Any]) -> MachineRequirements:
             parallel if parallel > 1 else 0,
             int(declared is not None and declared.needs_gpu and not command),
         ),
-        weights_by_nccl="backend" in train
-        and not device.startswith("cpu")
-        and train.get("weights_backend") not in {*HOST_WEIGHTS, IPC}
-        and bool(engine),
-        weights_by_ipc=train.get("weights_backend") == IPC,
-        engine=str(engine or ""),
-        weights_to_host=declared is not None and declared.weights_memory == "host",
+        weights=_weights_settings(rollout, train, parallel),
         nofile=FILES_OF_A_PROCESS + FILES_OF_AN_ENVIRONMENT * int((config.get("envhub") or {}).get("n") or 0),
         shared_memory=ranks > 1 or parallel > 1,
         sync_always=bool(broker.get("sync_always")),
@@ -120,3 +109,21 @@ def _data_files(config: Mapping[str, Any]) -> list[Any]:
     of_domains = [(domain.get("env_args") or {}).get("path") for domain in (config.get("domains") or {}).values()]
     data = config.get("data") or {}
     return [*of_domains, data.get("train"), data.get("eval"), (config.get("warm_start") or {}).get("data")]
+
+
+def _weights_settings(rollout: Mapping[str, Any], train: Mapping[str, Any], parallel: int) -> WeightsSettings:
+    engine = str(rollout.get("engine") or "")
+    if "backend" not in train or not engine:
+        return WeightsSettings()
+    declared = declaration(engine)
+    lora = train.get("lora") or {}
+    sends_adapters = bool(lora) and lora.get("send", "adapter") == "adapter"
+    return WeightsSettings(
+        setting=train.get("weights_backend") or "auto",
+        on_gpu=not str(train.get("device") or "auto").startswith("cpu"),
+        engine=engine,
+        to_device=declared is None or declared.weights_memory == "device",
+        workers=parallel if declared is not None and declared.workers_receive else 0,
+        into=rollout.get("weights_into") or "auto",
+        plain=train.get("weights_dtype") != "fp8" and not sends_adapters,
+    )

@@ -36,20 +36,12 @@ def run(arguments: argparse.Namespace) -> int:
     async def body(stop: Stop) -> int:
         from broker.settings.runspec import load, validate
         from learner.prepare import exit_code, name_run
-        from rlearner.doctor.preflight import require_fleet, weights_overrides
+        from rlearner.doctor.preflight import require_fleet
         from rlearner.up.run import is_completed, up
 
-        def read(overrides: list[str]) -> dict[str, Any]:
-            return validate(name_run(load(arguments.config, overrides), arguments.config))
-
-        config = read(arguments.overrides)
+        config = validate(name_run(load(arguments.config, arguments.overrides), arguments.config))
         if await is_completed(config):
             return 0
-        if found := await asyncio.to_thread(weights_overrides, config):
-            print(f"on this machine: {' '.join(found)}", flush=True)
-            keys = {one.partition("=")[0] for one in found}
-            arguments.overrides = [*(one for one in arguments.overrides if one.partition("=")[0] not in keys), *found]
-            config = read(arguments.overrides)
         await asyncio.to_thread(require_fleet, config)
         overrides = [o for o in arguments.overrides if not o.startswith("run.name=")]
         arguments_of_start = [arguments.config, *overrides, f"run.name={config['run']['name']}"]

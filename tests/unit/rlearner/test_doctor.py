@@ -231,54 +231,58 @@ def test_a_torch_without_cuda_and_a_driver_that_is_too_old() -> None:
     assert gpu_findings([], "driver mismatch", None, MachineRequirements(cuda=True))[0].status == "missing"
 
 
-def test_weights_that_nccl_cannot_carry() -> None:
-    gpus = [GpuInfo(index, "H100", 81559, 0, "580.65.06", "9.0") for index in range(2)]
-    torch = TorchBuild("2.13.0", "13.0", "2.27.7")
-
-    def said(engine: str, num_gpus: int, **train: Any) -> list[str]:
-        needed = requirements_of(
-            {"rollout": {"engine": engine}, "train": {"backend": "torch", "device": "auto", **train}}
-        )
-        return [
-            one.found
-            for one in gpu_findings(gpus[:num_gpus], "", torch, needed)
-            if one.name == "weights" and one.status == "missing"
-        ]
-
-    assert said("vllm", 2) == ["a learner on a GPU sends by NCCL, but engine vllm takes weights in host memory"]
-    one = "learner and rollout server share one GPU, which NCCL does not support (CUDA IPC, ipc, is an alternative)"
-    assert said("hf", 1) == [one]
-    assert said("hf", 2) == said("vllm", 2, weights_backend="gloo") == said("hf", 1, weights_backend="shared") == []
-    assert said("vllm", 2, device="cpu") == said("hf", 0) == []
-    assert said("hf", 1, weights_backend="ipc") == said("vllm", 2, weights_backend="ipc") == []
+TORCH_CUDA = TorchBuild("2.13.0", "13.0", "2.27.7")
 
 
-@pytest.mark.parametrize(
-    ("engine", "why", "remedy"),
-    [
-        (
-            "hf",
-            "train.weights_backend=ipc: CUDA IPC was not run on a GPU before this release",
-            "train.weights_backend=shared",
-        ),
-        (
-            "vllm",
-            "engine vllm takes weights in host memory, so train.weights_backend=ipc sends them by gloo",
-            "train.weights_backend=shared",
-        ),
-    ],
-)
-def test_weights_by_cuda_ipc_are_to_be_tried_first(engine: str, why: str, remedy: str) -> None:
-    needed = requirements_of(
-        {"rollout": {"engine": engine}, "train": {"backend": "torch", "device": "auto", "weights_backend": "ipc"}}
-    )
-    found = gpu_findings(
-        [GpuInfo(0, "H100", 81559, 0, "580.65.06", "9.0")], "", TorchBuild("2.13.0", "13.0", "2.27.7"), needed
-    )
-    assert [(one.status, one.found, one.remedy.partition("  #")[0]) for one in found if one.name == "weights"] == [
-        ("warning", why, remedy)
+def weights_said(engine: str, num_gpus: int, rollout: dict[str, Any] | None = None, **train: Any) -> list[str]:
+    """Status and text of each pair of learner and server."""
+    gpus = [GpuInfo(index, "H100", 81559, 0, "580.65.06", "9.0") for index in range(num_gpus)]
+    config = {"rollout": {"engine": engine, **(rollout or {})}, "train": {"backend": "torch", **train}}
+    found = gpu_findings(gpus, "", TORCH_CUDA, requirements_of(config))
+    start = f"a server with engine {engine} "
+    return [f"{one.status}: {one.found.removeprefix(start)}" for one in found if one.name == "weights"]
+
+
+def test_how_weights_travel_by_default() -> None:
+    assert weights_said("hf", 2) == [
+        "ok: on the learner's GPU: shared, the server reads the learner's host memory",
+        "ok: on another GPU of this host: nccl, broadcast between GPUs",
+        "ok: on another host: nccl, broadcast between GPUs",
     ]
-    assert gpu_findings([], "", TorchBuild("2.13.0", "13.0"), needed)[0].status == "missing"  # a GPU is asked for
+    assert weights_said("vllm", 2, {"engine_args": {"tensor_parallel": 2}})[1:] == [
+        "ok: on another GPU of this host: nccl, broadcast between GPUs, into 2 workers",
+        "ok: on another host: nccl, broadcast between GPUs, into 2 workers",
+    ]
+    assert weights_said("sglang", 1) == [
+        "ok: on the learner's GPU: shared, the server reads the learner's host memory",
+        "ok: on another host: gloo, broadcast between host memories",
+    ]
+    assert weights_said("vllm", 2, weights_dtype="fp8")[2] == (
+        "ok: on another host: gloo, broadcast between host memories"  # workers load what arrives as it is
+    )
+    assert weights_said("hf", 0) == [
+        "ok: on this host: shared, the server reads the learner's host memory",
+        "ok: on another host: gloo, broadcast between host memories",
+    ]
+    into = {"weights_into": "workers"}
+    assert weights_said("vllm", 0, into)[0] == "ok: on this host: gloo, broadcast between host memories, into 1 worker"
+
+
+def test_how_weights_travel_by_other_settings() -> None:
+    one = weights_said("hf", 1, weights_backend="nccl")
+    assert one[0] == (
+        "missing: on the learner's GPU gets none by train.weights_backend=nccl: NCCL takes no two members on one GPU"
+    )
+    assert [line.partition(":")[0] for line in weights_said("hf", 2, weights_backend="nccl")] == ["absent", "ok", "ok"]
+    host = weights_said("sglang", 2, weights_backend="nccl")
+    assert host[1] == (
+        "missing: on another GPU of this host gets none by train.weights_backend=nccl: it takes host memory"
+    )
+    ipc = weights_said("hf", 1, weights_backend="ipc")
+    assert ipc[0].startswith("warning: on the learner's GPU: ipc, the server reads the learner's GPU memory; CUDA IPC")
+    assert weights_said("sglang", 1, weights_backend="ipc")[0].startswith("ok: on the learner's GPU: gloo")
+    needed = requirements_of({"rollout": {"engine": "hf"}, "train": {"backend": "torch", "weights_backend": "ipc"}})
+    assert gpu_findings([], "", TORCH_CUDA, needed)[0].status == "missing"  # a GPU is asked for
 
 
 def a_machine(**changed: Any) -> MachineResources:

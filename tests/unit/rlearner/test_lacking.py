@@ -93,21 +93,19 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: GPUs: no NVIDIA GPU on this machine -> ")
 
 
-def test_on_one_gpu_a_run_settles_for_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_one_gpu_a_run_starts_unless_it_asks_for_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "find_gpus", lambda: ([GpuInfo(0, "H100", 81559, 0, "580.65.06", "9.0")], ""))
     monkeypatch.setattr(hardware, "find_torch", lambda: TorchBuild("2.13.0", "13.0", "2.27.7"))
     monkeypatch.setattr(preflight, "existing", lambda: [0])
     file = tmp_path / "run.yaml"
     file.write_text(LAKE)
-    assert preflight.weights_overrides(validate(load(str(file), []))) == ["train.weights_backend=shared"]
-    config = validate(load(str(file), ["train.weights_backend=shared"]))
-    assert preflight.weights_overrides(config) == []
-    assert [
-        one.name for one in preflight.fleet_findings(config) if one.status == "missing" and one.name == "weights"
-    ] == []
-    assert (
-        preflight.weights_overrides(validate(load(str(file), ["train.weights_backend=nccl"]))) == []
-    )  # as asked for; the doctor's to refuse
+
+    def missing(*overrides: str) -> list[str]:
+        found = preflight.fleet_findings(validate(load(str(file), list(overrides))))
+        return [one.remedy for one in found if one.status == "missing" and one.name == "weights"]
+
+    assert missing() == missing("train.weights_backend=shared") == []
+    assert missing("train.weights_backend=nccl") == ["train.weights_backend=auto"]
 
 
 def test_the_learner_is_not_asked_for_what_others_need() -> None:

@@ -1,0 +1,87 @@
+"""Predicts how weights will travel between the learner and the servers of a run; pure functions.
+
+What a server really takes depends on what it can open when it runs (``broker.weights.receiver``); this is what to
+expect on working hardware.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from broker.contract.wire import Carrier
+from broker.weights.carriers import choose, offered, takes
+
+REASONS: Final[dict[Carrier, str]] = {
+    "ipc": "the server reads the learner's GPU memory",
+    "shared": "the server reads the learner's host memory",
+    "nccl": "broadcast between GPUs",
+    "gloo": "broadcast between host memories",
+    "curve": "fetched from the learner, encrypted",
+}
+
+
+@dataclass(frozen=True)
+class WeightsSettings:
+    """What decides how weights travel.
+
+    Attributes:
+        setting: ``train.weights_backend``.
+        on_gpu: whether the learner computes on a GPU.
+        engine: name of the servers' engine; empty: no servers follow the weights.
+        to_device: whether the engine's server process takes new weights on its GPU.
+        workers: number of the engine's workers, if they receive weights themselves; else 0.
+        into: ``rollout.weights_into``.
+        plain: whether whole models are sent unquantized, which workers require.
+    """
+
+    setting: str = "auto"
+    on_gpu: bool = False
+    engine: str = ""
+    to_device: bool = False
+    workers: int = 0
+    into: str = "auto"
+    plain: bool = True
+
+
+@dataclass(frozen=True)
+class WeightPair:
+    """The learner and a server: where the server is, the carrier (None: none), and why."""
+
+    where: str
+    carrier: Carrier | None
+    why: str
+
+
+def weight_pairs(settings: WeightsSettings, num_gpus: int) -> list[WeightPair]:
+    """Return how weights travel to servers at each place.
+
+    Args:
+        num_gpus: of this machine.
+    """
+    if not settings.engine:
+        return []
+    on_gpu = settings.on_gpu and num_gpus > 0
+    places = [("on the learner's GPU", True, False)] if on_gpu else []
+    if not on_gpu or num_gpus > 1:
+        places.append(("on another GPU of this host" if on_gpu else "on this host", True, on_gpu))
+    places.append(("on another host", False, on_gpu))
+    return [_pair(settings, *place, on_gpu=on_gpu) for place in places]
+
+
+def _pair(settings: WeightsSettings, where: str, same_host: bool, own_gpu: bool, *, on_gpu: bool) -> WeightPair:
+    workers: dict[Carrier, int] = {}
+    if settings.workers and settings.plain and settings.into != "server":
+        workers |= {"nccl": settings.workers} if own_gpu else {}
+        workers |= {"gloo": settings.workers} if settings.into == "workers" else {}
+    reads: Carrier | None = None
+    if same_host:
+        reads = "ipc" if settings.setting == "ipc" and settings.to_device and on_gpu else "shared"
+    taken: Mapping[Carrier, int] = takes(reads=reads, workers=workers, on_gpu=own_gpu and settings.to_device)
+    carrier = choose(offered(settings.setting, on_gpu=on_gpu), taken)
+    if carrier is None:
+        what = "NCCL takes no two members on one GPU" if where == "on the learner's GPU" else "it takes host memory"
+        return WeightPair(where, None, what)
+    count = workers.get(carrier, 0)
+    return WeightPair(where, carrier, REASONS[carrier] + (f", into {count} worker{'s' * (count > 1)}" if count else ""))
