@@ -61,12 +61,39 @@ class BucketDigest:
 
     def finish(self) -> bytes:
         """Return the digest, 16 bytes, once all bytes are there."""
+        return digest_of_sums(self._bucket.numel(), self.sums())
+
+    def sums(self) -> Tensor:
+        """Return what is hashed, once all bytes are there: int64, shape (``num_sums(n)``,), on the CPU.
+
+        It is additive: the sums of a bucket whose bytes lie in several buffers of its size, which are zero elsewhere,
+        are the sums of those buffers' sums, modulo 2**64.
+        """
         self.add(self._bucket.numel())
-        rest = self._bucket[self._num_rows * ROW_BYTES :]
-        hasher = hashlib.blake2b(self._bucket.numel().to_bytes(8, "little"), digest_size=16)
-        for part in (self._rows, self._columns.view(-1), rest):
-            hasher.update(part.cpu().numpy().tobytes())
-        return hasher.digest()
+        rest = torch.zeros(num_rest_words(self._bucket.numel()) * 8, dtype=torch.uint8)
+        left = self._bucket[self._num_rows * ROW_BYTES :]
+        rest[: left.numel()] = left.cpu()
+        return torch.cat([self._rows.cpu(), self._columns.view(-1).cpu(), rest.view(torch.int64)])
+
+
+def num_rest_words(num_bytes: int) -> int:
+    """Return the 64-bit words of what fills no row of a bucket."""
+    return -(-(num_bytes % ROW_BYTES) // 8)
+
+
+def num_sums(num_bytes: int) -> int:
+    """Return the length of ``BucketDigest.sums`` of a bucket."""
+    num_rows = num_bytes // ROW_BYTES
+    return num_rows + -(-num_rows // TILE_ROWS) * ROW_WORDS + num_rest_words(num_bytes)
+
+
+def digest_of_sums(num_bytes: int, sums: Tensor) -> bytes:
+    """Return the digest, 16 bytes, of a bucket with these ``BucketDigest.sums``."""
+    body = len(sums) - num_rest_words(num_bytes)
+    hasher = hashlib.blake2b(num_bytes.to_bytes(8, "little"), digest_size=16)
+    hasher.update(sums[:body].numpy().tobytes())
+    hasher.update(sums[body:].numpy().tobytes()[: num_bytes % ROW_BYTES])
+    return hasher.digest()
 
 
 def digest_bucket(bucket: Tensor) -> bytes:

@@ -84,9 +84,8 @@ class LayoutPlan:
         starts = range(0, self.size_bytes, self.bucket_bytes)
         return tuple((start, min(start + self.bucket_bytes, self.size_bytes)) for start in starts)
 
-    def slots_of(self, bucket: int) -> tuple[TensorSlot, ...]:
-        """Return the tensors of which a bucket holds at least one byte, in order."""
-        start, stop = self.buckets[bucket]
+    def slots_between(self, start: int, stop: int) -> tuple[TensorSlot, ...]:
+        """Return the tensors of which at least one byte lies in this part of the flat buffer, in order."""
         first = bisect.bisect_right(self._stops, start)
         last = bisect.bisect_left(self.slots, stop, key=lambda slot: slot.offset)
         return tuple(slot for slot in self.slots[first:last] if slot.spec.size_bytes)

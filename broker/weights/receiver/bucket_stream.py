@@ -38,7 +38,7 @@ class BucketStream:
     held: Final = ""
 
     def __init__(self, plan: LayoutPlan, device: torch.device) -> None:
-        self._plan, self._device = plan, device
+        self.plan, self.device = plan, device
         self._buckets: dict[int, Tensor] = {}  # on the wire
         self._unfinished: dict[str, tuple[Tensor, int]] = {}  # bytes of a tensor, and how many have arrived
         self._ready: queue.SimpleQueue[NamedTensors | None] = queue.SimpleQueue()
@@ -56,7 +56,7 @@ class BucketStream:
         return self
 
     def __len__(self) -> int:
-        return len(self._plan.buckets)
+        return len(self.plan.buckets)
 
     def __getitem__(self, index: int) -> Tensor | None:
         """Return memory for a bucket; None while too many wait to be loaded."""
@@ -64,19 +64,30 @@ class BucketStream:
             if self._room == 0:
                 return None
             self._room -= 1
-        start, stop = self._plan.buckets[index]
-        bucket = self._buckets[index] = torch.empty(stop - start, dtype=torch.uint8, device=self._device)
+        start, stop = self.plan.buckets[index]
+        bucket = self._buckets[index] = torch.empty(stop - start, dtype=torch.uint8, device=self.device)
         return bucket
 
     def arrived(self, index: int) -> Tensor:
         """Hand on the tensors that a bucket completes; return the bucket."""
-        bucket, (start, stop) = self._buckets.pop(index), self._plan.buckets[index]
+        bucket, (start, _) = self._buckets.pop(index), self.plan.buckets[index]
         if bucket.is_cuda:  # another thread, with another stream, reads it next
             torch.cuda.current_stream(bucket.device).synchronize()
+        self._ready.put(self._completed(start, bucket))
+        return bucket
+
+    def put(self, offset: int, part: Tensor) -> None:
+        """Hand on the tensors that a part of the model's flat buffer completes; for several threads."""
+        with self._lock:
+            complete = self._completed(offset, part)
+        if complete:
+            self._ready.put(complete)
+
+    def _completed(self, start: int, data: Tensor) -> NamedTensors:
         complete: NamedTensors = []
-        for slot in self._plan.slots_of(index):
-            first, last = max(slot.offset, start), min(slot.stop, stop)
-            part = bucket[first - start : last - start]
+        for slot in self.plan.slots_between(start, start + data.numel()):
+            first, last = max(slot.offset, start), min(slot.stop, start + data.numel())
+            part = data[first - start : last - start]
             if last - first < slot.spec.size_bytes:
                 if slot.spec.name not in self._unfinished:
                     self._unfinished[slot.spec.name] = self._fresh(slot), 0
@@ -87,11 +98,10 @@ class BucketStream:
                     continue
                 part = whole
             complete.append((slot.spec.name, part.view(getattr(torch, slot.spec.dtype)).view(slot.spec.shape)))
-        self._ready.put(complete)
-        return bucket
+        return complete
 
     def _fresh(self, slot: TensorSlot) -> Tensor:
-        return torch.empty(slot.spec.size_bytes, dtype=torch.uint8, device=self._device)
+        return torch.empty(slot.spec.size_bytes, dtype=torch.uint8, device=self.device)
 
     def end(self) -> None:
         """Note that nothing more comes, because all has arrived or the transfer failed."""

@@ -27,6 +27,20 @@ class IncomingVersion:
     base: FlatBuffer
     held: str
 
+    @property
+    def plan(self) -> LayoutPlan:
+        """Of what arrives."""
+        return self.flat.plan
+
+    @property
+    def device(self) -> torch.device:
+        """Where it arrives."""
+        return self.flat.buffer.device
+
+    def put(self, offset: int, part: torch.Tensor) -> None:
+        """Write a part of the flat buffer; for several threads."""
+        self.flat.buffer[offset : offset + part.numel()].copy_(part)
+
     def incoming(self, lines: StoreMessages, *, whole: bool) -> IncomingBuckets:
         """Return the buckets to receive into."""
         return IncomingBuckets(self.flat, lines, whole=whole, base=self.base)

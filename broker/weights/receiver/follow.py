@@ -17,8 +17,17 @@ from broker.weights.receiver.buffers import IncomingVersion
 from broker.weights.rendezvous.board_client import BoardClient
 from broker.weights.rendezvous.board_request import BoardStore
 from broker.weights.sender.membership import parse_session
-from broker.weights.sender.transfer import CHANGES, PEER, SAY_EVERY_S, ReceivedVersion, TransferSettings, weight_group
+from broker.weights.sender.transfer import (
+    CHANGES,
+    PEER,
+    SAY_EVERY_S,
+    STRIPES,
+    ReceivedVersion,
+    TransferSettings,
+    weight_group,
+)
 from broker.weights.store_messages import StoreMessages
+from broker.weights.stripes.receive import take_stripes
 
 LAST_WORDS_S = 1.0  # for the report of a failure: the learner may be stopped
 
@@ -63,17 +72,27 @@ def follow(
         if arrival.held:
             lines.note(f"held/{rank}", arrival.held)
         lines.note(f"ready/{rank}")
-        whole = wait_for_go(lines, session.timeout_s)
-        if reads and window is not None and isinstance(arrival, IncomingVersion):
+        go = wait_for_go(lines, session.timeout_s)
+        if go == STRIPES:
+            assert isinstance(store, BoardClient), "a receiver is connected to the rendezvous"
+            try:
+                group, problem = take_stripes(lines, store, session, arrival, group, settings, watch)
+            except TransferFailed as error:
+                raise (TransferFailed if watch.reason else PeerLost)(str(error)) from error
+            if problem:
+                raise TransferFailed(f"{problem}; nothing was loaded")
+            digests = None
+        elif reads and window is not None and isinstance(arrival, IncomingVersion):
             digests = _read(lines, session, window, arrival, watch)
         else:
             try:
                 group = group or _meet(store, session, name, settings)
-                digests = _take(lines, group, arrival, watch, whole=whole)
+                digests = _take(lines, group, arrival, watch, whole=not go)
             except TransferFailed as error:
                 raise (TransferFailed if watch.reason else PeerLost)(str(error)) from error
         expected = digest or _wait_for_digest(lines, session.timeout_s)
-        if (received := combine(digests)) != expected:
+        received = expected if digests is None else combine(digests)  # each stripe was compared with its own digest
+        if received != expected:
             why = f"digest of version {session.version}: received {received}, offered {expected}; nothing was loaded"
             raise TransferFailed(why)
     except TransferFailed as error:
@@ -132,14 +151,18 @@ def _read(
     )
 
 
-def wait_for_go(lines: StoreMessages, timeout_s: float) -> bool:
-    """Return whether everything is sent, instead of changes."""
+def wait_for_go(lines: StoreMessages, timeout_s: float) -> str:
+    """Wait until the sender begins; return what it sends: empty for everything, ``changes`` or ``stripes``.
+
+    Raises:
+        PeerLost: if it does not begin, or cancels.
+    """
     answer = lines.wait("go", timeout_s)
     if answer is None:
         raise PeerLost(f"the learner did not start within {timeout_s:g} s")
-    if answer and answer != CHANGES:
+    if answer not in ("", CHANGES, STRIPES):
         raise PeerLost(f"the learner cancelled it: {answer}")
-    return not answer
+    return answer
 
 
 def _wait_for_digest(lines: StoreMessages, timeout_s: float) -> str:

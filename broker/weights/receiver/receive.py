@@ -22,7 +22,7 @@ from broker.system.reminders import Reminders
 from broker.weights import fp8
 from broker.weights.adapter import First
 from broker.weights.carriers import MAX_LOST, READ, takes
-from broker.weights.group import Group, WaitMonitor
+from broker.weights.group import Group, WaitMonitor, first_line
 from broker.weights.memory.cuda import device_of, gpu_uuid
 from broker.weights.memory.devices import SharedDevice
 from broker.weights.memory.shared import LocalLearner, SegmentReader
@@ -40,7 +40,7 @@ from broker.weights.receiver.follow import follow, wait_for_go
 from broker.weights.receiver.weight_loader import Load, WeightLoader
 from broker.weights.receiver.weight_requests import WeightRequests
 from broker.weights.receiver.workers import EngineWorkers, WorkerTransfer
-from broker.weights.sender.transfer import ReceivedVersion, TransferSettings
+from broker.weights.sender.transfer import CHANGES, ReceivedVersion, TransferSettings
 from broker.weights.snapshots.snapshot import SnapshotManifest
 from broker.weights.snapshots.snapshot_poller import SnapshotPoller
 from broker.weights.snapshots.snapshot_source import SnapshotSource
@@ -266,7 +266,7 @@ class WeightReceiver:
                               answer.session, watch)  # fmt: skip
 
         async def go() -> None:
-            if not await in_thread(lambda: wait_for_go(lines, answer.timeout_s), "weights-go"):
+            if await in_thread(lambda: wait_for_go(lines, answer.timeout_s), "weights-go") == CHANGES:
                 raise TransferFailed("the learner sends only changes, which the engine's workers cannot use")
 
         transfer = WorkerTransfer(
@@ -277,7 +277,10 @@ class WeightReceiver:
             secret=keys.secret.decode(),
             connect_timeout_s=self._settings.connect_timeout_s,
         )
-        digest = await workers.receive(transfer, offer, go)
+        try:
+            digest = await workers.receive(transfer, offer, go)
+        except RuntimeError as error:  # of torch, for example out of memory
+            raise TransferFailed(f"loading failed: {first_line(error)}") from error
         seconds = time.monotonic() - started
         self._lost[answer.carrier] = 0
         self._values["weights/shared"] = 0.0

@@ -22,6 +22,12 @@ class Admission:
 
     def __init__(self, server: BoardServer, roster: Roster | None) -> None:
         self._server, self._roster = server, roster
+        self._ranks: set[str] = set()
+
+    def admit_rank(self, name: str, key: str) -> None:
+        """Admit a rank of this learner, for good."""
+        self._ranks.add(name)
+        self._server.admit(name, key)
 
     async def admit(self, join: wire.WeightsJoin) -> str:
         """Admit a server by the key of its request; return why not, empty if it is admitted."""
@@ -31,6 +37,8 @@ class Admission:
                 await self._roster.changed(left_s)
             if join.server not in self._present():
                 return f"no presence of {join.server} is heard in this run, so it gets no weights"
+        if join.server in self._ranks:
+            return f"{join.server} is a rank of the learner"
         if len(self._server.admitted()) >= MAX_ADMITTED:
             return f"{MAX_ADMITTED} servers are admitted already"
         return "" if self._server.admit(join.server, join.key) else "the key is another server's"
@@ -38,7 +46,7 @@ class Admission:
     def tick(self) -> None:
         """Expel the servers whose presence is gone."""
         if self._roster is not None:
-            for server in self._server.admitted() - self._present():
+            for server in self._server.admitted() - self._present() - self._ranks:
                 self._server.expel(server)
 
     def _present(self) -> set[str]:

@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -36,6 +37,7 @@ from broker.weights.memory.devices import SharedDevice
 from broker.weights.memory.shared import segment_of
 from broker.weights.memory.staging import StagingBuffers
 from broker.weights.plan import LayoutPlan
+from broker.weights.rendezvous.board_client import KeyPair, RendezvousAddress
 from broker.weights.rendezvous.board_server import BoardServer
 from broker.weights.sender.admission import Admission
 from broker.weights.sender.membership import Action, CancelTransfer, RefuseJoin, StartTransfer, TransferMembership
@@ -43,6 +45,8 @@ from broker.weights.sender.offers import OfferStore
 from broker.weights.sender.transfer import SentVersion, SessionFailed, TransferSettings, call_off, lead
 from broker.weights.sender.weight_responses import JOIN_TIMEOUT_S, WeightResponses
 from broker.weights.snapshots.publish import SnapshotPublisher
+from broker.weights.stripes.lead import StripedWeights, lead_stripes
+from broker.weights.stripes.stripe import STRIPES_KEY
 from broker.weights.threads import ChannelTasks, in_thread
 
 log = logging.getLogger(__name__)
@@ -66,6 +70,7 @@ class WeightSender:
             of this many transfers; None: always everything.
         adapter: what the plan's tensors are the factors of; None: they are the model.
         memory: the device of the staging buffers that servers can open.
+        stripes: of a sharded learner, whose ranks all send; None: this process sends everything.
     """
 
     def __init__(
@@ -82,6 +87,7 @@ class WeightSender:
         delta_full_every: int | None = None,
         adapter: wire.Adapter | None = None,
         memory: SharedDevice | None = None,
+        stripes: StripedWeights | None = None,
     ) -> None:
         self.plan, self.epoch, self._adapter = plan, epoch, adapter
         self._has_sent = False  # to any server
@@ -92,10 +98,13 @@ class WeightSender:
         self._settings = settings or TransferSettings()
         self._gpu = torch.device(device) if torch.device(device).type == "cuda" else None
         carriers = self._settings.carriers
+        self._stripes, self._num_orders = stripes, 0
+        if stripes is not None:  # no process has whole versions in its memory
+            carriers = tuple(carrier for carrier in carriers if carrier in ("nccl", "gloo"))
         self._segment = segment_of(plan, memory) if READ & set(carriers) else None
         # next to other carriers nccl also sends from host memory, where the buffers take no room on the GPU
         staged_on = self._gpu if self._gpu is not None and carriers == ("nccl",) else torch.device("cpu")
-        self._staging = StagingBuffers(plan, staged_on, self._segment)
+        self._staging = StagingBuffers(plan, staged_on, self._segment) if stripes is None else None
         read_by: wire.Carrier = "ipc" if self._segment is not None and self._segment.on_device else "shared"
         readable = {read_by} if self._segment is not None else set()
         self._carriers = [
@@ -103,7 +112,7 @@ class WeightSender:
             if carrier in readable or carrier not in READ
         ]  # fmt: skip
         self._bases = {
-            carrier: ReferenceBytes(plan, delta_full_every, self._staging.device)
+            carrier: ReferenceBytes(plan, delta_full_every, staged_on)
             for carrier in self._carriers if delta_full_every is not None and carrier not in READ
         }  # fmt: skip
         self._membership = TransferMembership(
@@ -113,12 +122,13 @@ class WeightSender:
         self._communicators: dict[wire.Carrier, Group] = {}
         self._server: BoardServer | None = None
         self._watch = WaitMonitor()
-        self._written: tuple[int, wire.Probe] | None = None
+        self._written: tuple[int, wire.Probe, str] | None = None  # version, probe, digest if it is known
         self._written_lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._new_version, self._poke = asyncio.Event(), asyncio.Event()
         self._tasks: ChannelTasks | None = None
         self._subscribed: LinkSubscription | None = None
+        self._digests: dict[int, str] = {}  # of the newest version
         self._values = {"weights/version": -1.0}
         self._values |= dict.fromkeys(("weights/failures", "weights/communicators", "weights/deltas"), 0.0)
 
@@ -140,6 +150,8 @@ class WeightSender:
         self._admission = Admission(server, self._roster)
         self._replies.port, self._replies.key = server.port, server.key
         server.keep(PLAN_KEY, self.plan.text.encode())
+        if self._stripes is not None:
+            server.keep(STRIPES_KEY, msgspec.json.encode([plan.text for plan in self._stripes.plans]))
         self._subscribed = await respond(self._bus, WEIGHTSYNC, str(self.epoch), self._on_join)
         self._tasks = ChannelTasks()
         self._tasks.spawn(self._publish_versions())
@@ -156,15 +168,26 @@ class WeightSender:
         """
         assert self._loop is not None, "start the sender first"
         started = time.monotonic()
-        self._staging.write(version, tensors, lambda: self._announce(version, probe))
+        if self._staging is not None:
+            self._staging.write(version, tensors, lambda: self._announce(version, probe))
+        else:
+            assert self._stripes is not None, "a sender stages whole versions or stripes"
+            self._announce(version, probe, self._stripes.stage(version))
         seconds = time.monotonic() - started
         self._values["weights/copy_seconds"] = seconds
         return seconds
 
-    def _announce(self, version: int, probe: wire.Probe) -> None:
+    def admit_rank(self, rank: int) -> tuple[RendezvousAddress, KeyPair]:
+        """Return where another rank of this learner finds the rendezvous, and the keys that admit it."""
+        assert self._server is not None, "start the sender first"
+        keys = KeyPair.make()
+        self._admission.admit_rank(f"learner-rank-{rank}", keys.public)
+        return RendezvousAddress(self._settings.host, self._server.port, self._server.key), keys
+
+    def _announce(self, version: int, probe: wire.Probe, digest: str = "") -> None:
         assert self._loop is not None, "start the sender first"
         with self._written_lock:
-            self._written = (version, probe)
+            self._written = (version, probe, digest)
         self._loop.call_soon_threadsafe(self._new_version.set)
 
     def metrics(self) -> dict[str, float]:
@@ -205,9 +228,9 @@ class WeightSender:
             with self._written_lock:
                 written = self._written
             assert written is not None
-            version, probe = written
+            version, probe, known = written
             started = time.monotonic()
-            digesting = in_thread(lambda version=version: self._staging.digest(version), "weights-digest")  # type: ignore[misc]
+            digesting = in_thread(partial(self._digest, version, known), "weights-digest")
             offer = wire.WeightsOffer(
                 epoch=self.epoch,
                 version=version,
@@ -221,19 +244,20 @@ class WeightSender:
                 devices=[gpu_uuid(self._gpu)] if self._gpu is not None and "nccl" in self._carriers else [],
             )
             try:
-                if early := self._has_sent:
+                if early := self._has_sent and not known:
                     self._perform(self._membership.offered(version))
                     await self._offers.publish(offer)
                 digest = await digesting
                 if digest is None:
                     continue  # it was overwritten, or could not be packed
+                self._digests = {version: digest}
                 self._values["weights/digest_seconds"] = time.monotonic() - started
                 if not early:
                     # before it is stored, because joins may follow at once
                     self._perform(self._membership.offered(version))
                 offer = msgspec.structs.replace(offer, digest=digest)
                 await self._offers.publish(offer)
-                if self.publisher is not None:
+                if self.publisher is not None and self._staging is not None:
                     self.publisher.offered(self._staging, offer)
             except Fenced as error:
                 log.error("weights: %s", error)
@@ -242,6 +266,9 @@ class WeightSender:
             except Disconnected:
                 return  # closed
             self._values["weights/version"] = float(version)
+
+    def _digest(self, version: int, known: str) -> str | None:
+        return known or (self._staging.digest(version) if self._staging is not None else None)
 
     # ------------------------------------------------------------------------------------------- joins
 
@@ -325,6 +352,11 @@ class WeightSender:
         if self._gpu is not None:
             torch.cuda.set_device(self._gpu)
         try:
+            if self._stripes is not None:
+                self._num_orders += 1
+                digest, order = self._digests.get(start.version, ""), self._num_orders - 1
+                return lead_stripes(self._store, start, self._stripes, order, digest, self._settings, watch)
+            assert self._staging is not None, "a sender stages whole versions or stripes"
             with self._staging.sending(start.version) as staged:
                 # which tracks what the others hold
                 base = None if start.alone and start.carrier in self._communicators else self._bases.get(start.carrier)

@@ -6,6 +6,8 @@
                                <---   go = "", changes or a reason  nobody enters the collective unless all are here;
                                                                     changes: if all hold what the sender's copy says
                                <---   size/i = bytes or whole       changes only, before each bucket
+                               <---   go = stripes                  each learner rank broadcasts a part of the bytes,
+                                                                    see broker.weights.stripes
     ------- broadcast of the buckets as they are packed, digest pipelined; or, on the sender's host, they are read -----
     ------- where they are packed (broker.weights.memory.shared), by ranks that come after the communicator's      -----
     at/r    = buckets          --->                                 read so far, now and then
@@ -38,6 +40,7 @@ from broker.weights.sender.membership import StartTransfer, parse_session
 from broker.weights.store_messages import STORE_POLL_S, StoreMessages
 
 CHANGES: Final = "changes"
+STRIPES: Final = "stripes"
 PEER: Final = "peer: "
 LAST_WORD_S: Final = 1.0  # for members to report about a failed transfer
 SAY_EVERY_S: Final = 1.0  # between progress reports of a receiver that reads
@@ -118,7 +121,7 @@ def lead(
     base = base if num_sent else None  # it tracks what the communicator carries
     lost: dict[str, str] | None = {} if start.independent else None
     try:
-        _collect(lines, "ready", start, settings.connect_timeout_s, lost)
+        collect(lines, "ready", start, settings.connect_timeout_s, lost)
         whole = base is None or not base.fits([lines.heard(f"held/{rank}") or "" for rank in range(1, num_sent + 1)])
         if base is not None:
             base.begin()
@@ -132,11 +135,11 @@ def lead(
             if group is None:
                 group = meet(store, start, settings)
             outgoing = OutgoingBuckets(staged, base, lines, whole=whole)
-            group.broadcast(outgoing, watch, done=outgoing.sent, peek=lambda: _blame(lines, start, lost))
+            group.broadcast(outgoing, watch, done=outgoing.sent, peek=lambda: blame(lines, start, lost))
             size_bytes = outgoing.size_bytes
         digest = _own_digest(staged, watch, settings.timeout_s)
         lines.say("digest", digest)
-        _collect(lines, "done", start, settings.timeout_s, lost)
+        collect(lines, "done", start, settings.timeout_s, lost)
         if lost:
             raise SessionFailed(_listed(lost), lost)
         seconds = time.monotonic() - started
@@ -149,7 +152,7 @@ def lead(
             group.close()
         if isinstance(error, SessionFailed):
             raise
-        servers = _to_blame(lines, start) if isinstance(error, PeerLost) else {}
+        servers = to_blame(lines, start) if isinstance(error, PeerLost) else {}
         raise SessionFailed(str(error), servers, ours=not isinstance(error, PeerLost)) from None
     lines.forget(len(start.members), 0 if whole else len(staged))
     return SentVersion(group, seconds, size_bytes, whole)
@@ -208,7 +211,7 @@ def weight_group(
     )
 
 
-def _collect(
+def collect(
     lines: StoreMessages, word: str, start: StartTransfer, timeout_s: float, lost: dict[str, str] | None = None
 ) -> None:
     """Wait until every member has sent the word, while those that read report progress.
@@ -254,7 +257,7 @@ def _fail(wrong: dict[str, str]) -> None:
         raise PeerLost(text)
 
 
-def _to_blame(lines: StoreMessages, start: StartTransfer) -> dict[str, str]:
+def to_blame(lines: StoreMessages, start: StartTransfer) -> dict[str, str]:
     """Return the members at fault for a lost peer, after all had time to report; empty if unknown."""
     until = time.monotonic() + LAST_WORD_S
     while len(said := _said(lines, start)) < len(start.members) and time.monotonic() < until:
@@ -271,7 +274,7 @@ def _said(lines: StoreMessages, start: StartTransfer, first: int | None = None) 
     return {server: answer for server, answer in answers.items() if answer}
 
 
-def _blame(lines: StoreMessages, start: StartTransfer, lost: dict[str, str] | None) -> None:
+def blame(lines: StoreMessages, start: StartTransfer, lost: dict[str, str] | None) -> None:
     """End a broadcast that lacks a member, or go on without it; a member that reads does not need it."""
     said = _said(lines, start, start.num_sent)
     if lost is None:
