@@ -21,7 +21,7 @@ from broker.contract import wire
 TTL_S: Final = 10.0  # a holder that does not renew its claim for so long has lost it
 RENEW_S: Final = 1.0
 MARGIN_S: Final = 2.0
-ABSENT_S: Final = 2.5  # a lease that is absent, as after a restart of the broker, is first renewed by who has the device
+ABSENT_S: Final = 2.5  # a lease that the broker forgot is first made again by who has the device
 
 
 class DeviceParty:

@@ -35,9 +35,7 @@ class SharedDevices:
         exclusive: nothing else may be on the devices during a turn, as a learner needs it.
     """
 
-    def __init__(
-        self, bus: Bus, devices: Sequence[str], holder: str, *, exclusive: bool, ttl_s: float = TTL_S
-    ) -> None:
+    def __init__(self, bus: Bus, devices: Sequence[str], holder: str, *, exclusive: bool, ttl_s: float = TTL_S) -> None:
         self._bus, self._holder = bus, holder
         self._parties = {name: DeviceParty(holder, exclusive=exclusive, ttl_s=ttl_s) for name in sorted(devices)}
         self._pokes = {name: asyncio.Event() for name in self._parties}

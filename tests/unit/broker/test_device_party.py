@@ -76,6 +76,7 @@ class Machine(RuleBasedStateMachine):
         self.store.lease = wire.DeviceLease()
         for index, (offset, rate) in enumerate(zip(offsets, rates, strict=True)):
             self.begin(exclusive=index < 2, offset=offset, rate=rate)
+            self.processes[index].party.wanted = True
 
     @rule(pick=st.integers(0, 4), reply_lost=st.booleans())
     def exchanges(self, pick: int, reply_lost: bool) -> None:
@@ -132,6 +133,17 @@ class Machine(RuleBasedStateMachine):
         self.time += seconds
         self.obey()
 
+    @precondition(lambda self: self.processes)
+    @rule(picks=st.sets(st.integers(0, 4), min_size=1), seconds=st.integers(1, 25))
+    def lives(self, picks: set[int], seconds: int) -> None:
+        """Some processes work as they should; the others are frozen."""
+        for _ in range(seconds):
+            self.time += 1.0
+            for pick in sorted(picks):
+                self.exchanges(pick, False)
+                self.enters(pick)
+                self.a_learner_is_alone()
+
     def obey(self) -> None:
         for process in self.processes:
             process.on_device = process.on_device and process.party.has(process.now(self.time))
@@ -162,6 +174,7 @@ class Machine(RuleBasedStateMachine):
             process.party.wanted = False
             exchange(process, self.store, self.time)
             process.party.wanted = True
+            exchange(process, self.store, self.time)  # not before the learner that waits
         self.time = settle(self.processes, self.store, self.time, 2.0)
         assert learner.party.has(learner.now(self.time))
         assert not any(one.party.has(one.now(self.time)) for one in servers)
@@ -183,6 +196,11 @@ class Scene:
 
     def run(self, seconds: float, *processes: Process) -> None:
         self.time = settle(list(processes), self.store, self.time, seconds)
+
+    def claims(self) -> list[tuple[str, bool]]:
+        """Return who claims the device, and whether they have it."""
+        assert self.store.lease is not None
+        return [(claim.holder, claim.granted) for claim in self.store.lease.claims]
 
     def has(self, process: Process) -> bool:
         return process.party.has(process.now(self.time))
@@ -216,7 +234,7 @@ def test_the_time_in_which_nobody_reads_does_not_end_a_claim() -> None:
     scene.run(2.0, scene.learner, scene.server)
     scene.time += 5 * TTL_S  # the broker is away, for both
     scene.run(0.5, scene.server)
-    assert [claim.holder for claim in scene.store.lease.claims if claim.granted] == ["learner"]
+    assert scene.claims() == [("learner", True), ("server", False)]
     scene.run(1.0, scene.learner)
     assert scene.has(scene.learner)
     assert not scene.has(scene.server)
@@ -232,7 +250,7 @@ def test_who_has_the_device_says_so_again_when_the_broker_forgot() -> None:
     scene.run(RENEW_S, scene.learner, scene.server)
     assert scene.has(scene.learner)
     assert not scene.has(scene.server)
-    assert [claim.granted for claim in scene.store.lease.claims] == [True, False]
+    assert scene.claims() == [("learner", True), ("server", False)]
 
 
 def test_a_forgotten_device_that_nobody_has_is_taken() -> None:
@@ -242,3 +260,14 @@ def test_a_forgotten_device_that_nobody_has_is_taken() -> None:
     assert not scene.has(scene.server)
     scene.run(1.0, scene.server)
     assert scene.has(scene.server)
+
+
+def test_a_device_that_was_forgotten_and_taken_by_another_is_lost() -> None:
+    scene = Scene()
+    scene.learner.party.wanted = True
+    scene.run(2.0, scene.learner)
+    other = wire.DeviceClaim(holder="server", exclusive=False, granted=True, beat=3)
+    scene.store.lease = wire.DeviceLease(claims=[other])
+    scene.run(0.5, scene.learner)
+    assert not scene.has(scene.learner)
+    assert scene.claims() == [("server", True), ("learner", False)]
