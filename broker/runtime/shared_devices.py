@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Final
 
 from broker.contract import wire
@@ -16,12 +17,14 @@ from broker.jetstream.bus import Bus
 from broker.nats.nats_errors import Disconnected
 from broker.nats.subscription import LinkSubscription
 from broker.runtime.device_party import RENEW_S, TTL_S, DeviceParty
+from broker.runtime.member import Member
 from broker.system.reminders import Reminders
 
 log = logging.getLogger(__name__)
 
 AGAIN_S: Final = 0.1  # a put is seen before it is stored: read once more this much later
 FAREWELL_WITHIN_S: Final = 2.0
+HOLDER_CHARS: Final = 64
 
 
 class SharedDevices:
@@ -151,6 +154,24 @@ class SharedDevices:
                 self._read[name] = _parties_of(wanted)
                 party.stored(wanted, sent_at)
                 return
+
+
+@asynccontextmanager
+async def sharing(member: Member, devices: Sequence[str], *, exclusive: bool) -> AsyncIterator[SharedDevices | None]:
+    """Open the turns of a process on these devices, None without any; nothing is claimed yet."""
+    if not devices:
+        yield None
+        return
+    # another start of this process must not pass for this one
+    holder = f"{member.id[: HOLDER_CHARS - 7]}-{secrets.token_hex(3)}"
+    opened = SharedDevices(member.bus, devices, holder, exclusive=exclusive)
+    await opened.start()
+    following = member.spawn(opened.join())
+    try:
+        yield opened
+    finally:
+        following.cancel()
+        await opened.close()
 
 
 def _parties_of(lease: wire.Message | None) -> list[tuple[str, bool]]:

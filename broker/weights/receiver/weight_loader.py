@@ -90,6 +90,10 @@ class WeightLoader:
             raise TransferFailed(f"{why}; set train.weights_backend=shared")
         return self._buffers.take(plan, self._device if backend == "nccl" or on_device else torch.device("cpu"))
 
+    def rest(self) -> None:
+        """Free the buffers, except what the engine computes from; the next version comes whole."""
+        self._buffers.rest()
+
     async def arrived(self, arrival: IncomingVersion, digest: str, offer: wire.WeightsOffer, seconds: float) -> None:
         """Have the engine load a complete version.
 
