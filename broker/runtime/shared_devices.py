@@ -22,6 +22,7 @@ from broker.system.reminders import Reminders
 
 log = logging.getLogger(__name__)
 
+QUIET_S: Final = 5.0  # of waiting, before a log line says for whom
 AGAIN_S: Final = 0.1  # a put is seen before it is stored: read once more this much later
 FAREWELL_WITHIN_S: Final = 2.0
 HOLDER_CHARS: Final = 64
@@ -61,7 +62,7 @@ class SharedDevices:
     @property
     def failed(self) -> asyncio.Task[None] | None:
         """The task that ended by an error, if one has."""
-        return next((task for task in self._tasks if task.done()), None)
+        return next((task for task in self._tasks if task.done() and not task.cancelled()), None)
 
     async def start(self) -> None:
         """Begin to follow the leases; nothing is claimed yet."""
@@ -70,16 +71,19 @@ class SharedDevices:
 
     async def join(self) -> None:
         """Wait forever; raise the error that ended it."""
-        await asyncio.gather(*self._tasks)
+        await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        if (failed := self.failed) is not None:
+            failed.result()
 
     async def acquire(self) -> None:
         """Return once this process has all of the devices."""
-        reminders = Reminders()
+        reminders, began = Reminders(), time.monotonic()
         for name, party in self._parties.items():
             party.wanted = True
             self._pokes[name].set()
             while not party.has(time.monotonic()):
-                if party.blockers and reminders.due(time.monotonic()):
+                now = time.monotonic()
+                if party.blockers and now - began > QUIET_S and reminders.due(now):
                     log.info("waiting for device %s, used by %s", name, ", ".join(party.blockers))
                 await self._news(lambda party=party: party.has(time.monotonic()))  # type: ignore[misc]
 
@@ -170,8 +174,8 @@ async def sharing(member: Member, devices: Sequence[str], *, exclusive: bool) ->
     try:
         yield opened
     finally:
-        following.cancel()
         await opened.close()
+        following.cancel()
 
 
 def _parties_of(lease: wire.Message | None) -> list[tuple[str, bool]]:
