@@ -36,7 +36,7 @@ class ServerTurns:
         self._engine, self._devices, self._requests = engine, devices, requests
         self._updates, self._rest = updates, rest
         self._began = time.monotonic()
-        self._asleep_s, self._since = 0.0, 0.0
+        self._asleep_s = self._since = self._sleep_s = self._wake_s = 0.0
         self.asleep = False
 
     async def serve(self) -> None:
@@ -52,18 +52,20 @@ class ServerTurns:
         self._rest()
         await self._engine.sleep()
         self.asleep, self._since = True, time.monotonic()
-        log.info("asleep after %.2f s", self._since - began)
+        self._sleep_s = self._since - began
+        log.info("asleep after %.2f s", self._sleep_s)
         await self._devices.release()
         await self._devices.acquire()
         acquired = time.monotonic()
         await self._engine.wake()
         self._requests.release_scores()
-        slept_s = time.monotonic() - self._since
+        self._wake_s, slept_s = time.monotonic() - acquired, time.monotonic() - self._since
         self.asleep, self._asleep_s = False, self._asleep_s + slept_s
-        log.info("awake again after %.2f s, of which loading %.2f s", slept_s, time.monotonic() - acquired)
+        log.info("awake again after %.2f s, of which loading %.2f s", slept_s, self._wake_s)
 
     def metrics(self) -> dict[str, float]:
-        """Return the share of the time since the start that the engine slept."""
+        """Return the share of the time that the engine slept, and the seconds that its last sleep and waking took."""
         now = time.monotonic()
         slept_s = self._asleep_s + (now - self._since if self.asleep else 0.0)
-        return {"rollout/asleep_ratio": slept_s / max(now - self._began, 1e-9)}
+        ratio = slept_s / max(now - self._began, 1e-9)
+        return {"turns/asleep_ratio": ratio, "turns/sleep_seconds": self._sleep_s, "turns/wake_seconds": self._wake_s}
