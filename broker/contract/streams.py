@@ -142,8 +142,9 @@ MODELS: Final = Stream(
     "models", KV, (wire.ModelPart,), "run.digest.part", "learner", "rollout, envhub", "last value", essential=True
 )
 DEVICES: Final = Stream(
-    "devices", KV, (wire.DeviceLease,), "run.device", "learner, rollout", "learner, rollout", "last value", memory=True
-)
+    "devices", KV, (wire.DeviceLease,), "run.device", "learner, rollout", "learner, rollout", "60 s", ttl_s=60.0,
+    memory=True,
+)  # fmt: skip
 RESERVE: Final = Stream(
     "reserve", LAST_VALUE, (), "part", "learner", "none", "until an essential message needs its room"
 )

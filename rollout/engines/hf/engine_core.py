@@ -57,7 +57,7 @@ class EngineCore:
         self._rows: dict[int, RequestRow] = {}  # by slot
         self._reading: list[RequestRow] = []  # rows in prefill (more than one token to run), oldest first
         self._stalled = False  # whether the current weights failed their probe
-        self._asleep = False  # whether the weights are off the device
+        self.asleep = False  # the weights are off the device
         self._failures = 0
         self._batch: tuple[list[RequestRow], SamplingBatch, npt.NDArray[np.uint64]]
         self._batch = [], SamplingBatch.of([]), np.empty(0, np.uint64)
@@ -72,7 +72,7 @@ class EngineCore:
     @property
     def can_step(self) -> bool:
         """Whether there is work to compute."""
-        return bool(self._rows) and not self._stalled and not self._asleep
+        return bool(self._rows) and not self._stalled and not self.asleep
 
     def submit(
         self,
@@ -133,7 +133,7 @@ class EngineCore:
         """End jobs past their deadline and start waiting ones."""
         for job in self.scheduler.expire(now):
             self._end(job, "deadline")
-        if self._stalled or self._asleep:
+        if self._stalled or self.asleep:
             return
         for start in self.scheduler.admit(now):
             params = self._requests[start.job.request_id].sampling
@@ -196,12 +196,12 @@ class EngineCore:
         self.scheduler.drop_prefixes()
         self._reread()
         self.model.offload()
-        self._asleep = True
+        self.asleep = True
 
     def wake(self) -> None:
         """See ``SleepingEngine.wake``."""
         self.model.reload()
-        self._asleep = False
+        self.asleep = False
 
     def stats(self) -> EngineStats:
         """Return counters, each consistent on its own; thread-safe."""
