@@ -6,12 +6,13 @@ import argparse
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from broker.errors import ConfigError, UserError
 from broker.system import gpus
+from broker.system.devices import device_names
 
 SMI_TIMEOUT_S: Final = 20.0
 PATIENCE_S: Final = 10.0  # an ended learner's ranks may need seconds to free their memory
@@ -78,6 +79,27 @@ def with_ranks(config: dict[str, Any], spec: str, num_gpus: int) -> dict[str, An
     return {**config, "train": {**train, "device": device, **({"ranks": num_gpus} if num_gpus else {})}}
 
 
+def with_weights_on_host(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a user's configuration whose weights wait for servers in host memory, off the shared GPUs.
+
+    Raises:
+        ConfigError: if it keeps them on a GPU.
+    """
+    train = config.get("train") or {}
+    if not isinstance(train, dict):
+        return config  # refused by validation
+    carrier = train.get("weights_backend") or "auto"
+    if carrier in ("nccl", "ipc"):
+        allowed = "shared, gloo or curve with --share-gpus: they leave no weights on the GPU"
+        raise ConfigError("train.weights_backend", carrier, allowed)
+    return {**config, "train": {**train, "weights_backend": "shared" if carrier == "auto" else carrier}}
+
+
+def shared_devices(config: Mapping[str, Any], spec: str) -> list[str]:
+    """Return the names of the devices that a learner of a checked configuration takes turns on."""
+    return device_names("cpu" if config["train"]["device"] == "cpu" else spec)
+
+
 def forget_gpus(config: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """Return a run's settings without the ranks and device of its last GPUs if --gpus names others; overrides stay."""
     if options.gpus == "auto" or not Path(options.config).is_dir():
@@ -92,11 +114,12 @@ def assign_gpus(config: dict[str, Any], spec: str, *, share: bool) -> dict[str, 
 
     Args:
         spec: the argument of ``--gpus``; ``auto`` changes nothing.
-        share: allow GPUs that other processes use.
+        share: take turns with rollout servers, on GPUs that they may use now.
 
     Raises:
         UserError: if a GPU does not exist or is taken, or the configuration needs others.
     """
+    config = with_weights_on_host(config) if share else config
     seen = gpus.select(spec)
     if seen == "auto":
         return config

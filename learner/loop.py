@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Final
 
 from broker.contract import wire
 from broker.contract.streams import SAMPLES
@@ -25,6 +25,9 @@ from learner.reporting.metrics_writer import MetricsWriter
 from learner.training import TrainingResult, TrainingThread
 
 log = logging.getLogger(__name__)
+
+LINGER_S: Final = 0.02  # a turn on a shared device ends if no record comes so long, and none is in the log,
+READ_WITHIN_S: Final = 2.0  # or cannot be read
 
 
 class TrainingLoop:
@@ -116,6 +119,8 @@ class TrainingLoop:
         stopping = asyncio.ensure_future(self._stop.asked.wait())
         try:
             events: set[asyncio.Future[Any]] = {following, stopping, self._training.failed}
+            if self._training.on_device and not await self._follows(events):
+                await self._training.leave()
             await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
             if self._training.failed.done():
                 self._training.failed.result()
@@ -124,6 +129,15 @@ class TrainingLoop:
             for one in (following, stopping):
                 one.cancel()
             await asyncio.gather(following, stopping, return_exceptions=True)
+
+    async def _follows(self, events: set[asyncio.Future[Any]]) -> bool:
+        """Return whether one of the events comes soon, because the log holds a record that was not read yet."""
+        until = time.monotonic() + READ_WITHIN_S
+        while time.monotonic() < until:
+            done, _ = await asyncio.wait(events, timeout=LINGER_S, return_when=asyncio.FIRST_COMPLETED)
+            if done or await self._bus.last_seq(SAMPLES) <= self._ledger.state.position:
+                return bool(done)
+        return False
 
     async def _take_in(self, entry: LogRecord) -> None:
         """Apply one record."""
@@ -200,6 +214,7 @@ class TrainingLoop:
         line = self._book.compose(self._step_values(trained, waited_s, copy_s))
         self._evaluator.step_completed(step, self._steps)
         if self._done:
+            await self._training.leave()  # the evaluation needs servers
             await self._evaluator.drain(self._stop.asked)
         await self._book.write(line | self._evaluator.take(last=self._done))
         if self._checkpoint_every and step % self._checkpoint_every == 0 and not self._done:

@@ -106,7 +106,7 @@ async def open_services(
     await evaluator.open()
     issuer = TicketIssuer(bus, TICKETS, gate.wait)
     timeout_s = seconds(section(config, "train", TrainSection).ticket_timeout_s)
-    reaper = TicketReaper(bus, ledger, roster, timeout_s, lambda: watch.paused)
+    reaper = TicketReaper(bus, ledger, roster, timeout_s, lambda: watch.paused or training.on_device)
     pools = {reward.pool for domain in domains(config).values() for reward in domain.rewards}
     orphans = OrphanReaper(bus, ledger, len(pools))
     services = (issuer, gate, reaper, orphans)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from broker.jetstream.bus import Bus
 from broker.jetstream.stored_message import peek
 from broker.runtime.presence import Roster
 from broker.runtime.process import Member, Stop, Stopped, unless_stopped
+from broker.runtime.shared_devices import SharedDevices, sharing
 from broker.settings.config import BrokerSection
 from broker.settings.runspec import domains, section
 from broker.system import logs
@@ -59,6 +60,7 @@ async def serve(
     rebase: bool = False,
     take_over: bool = False,
     force: bool = False,
+    shared: Sequence[str] = (),
 ) -> None:
     """Run the learner until all steps are done or a stop is requested.
 
@@ -68,6 +70,7 @@ async def serve(
         rebase: continue although the broker has lost its store, see ``learner/credit/recovery.py``.
         take_over: start although another learner of the run is alive; it is fenced once this one has loaded.
         force: continue with settings that a run should not change, see ``learner/resume_checks.py``.
+        shared: devices on which to take turns with rollout servers.
 
     Raises:
         UserError: if another learner is alive or took over, the broker lost state, or the user must fix something.
@@ -90,7 +93,8 @@ async def serve(
                 write_config(folder, config)  # demonstrations need it; a restart replaces it once it holds the run
                 note_broker(folder, url)
             await bus.ensure_streams()
-            learner = await stack.enter_async_context(_open(config, folder, bus, stop, rivals, rebase=rebase))
+            opening = _open(config, folder, bus, stop, rivals, rebase=rebase, shared=shared)
+            learner = await stack.enter_async_context(opening)
             note_broker(folder, url)  # only now: until then another learner may hold the run, on another broker
             await learner.run()
     except (LostState, Fenced) as error:
@@ -126,7 +130,14 @@ async def _refuse_rivals(stack: AsyncExitStack, bus: Bus, folder: Path, stop: St
 
 @asynccontextmanager
 async def _open(
-    config: dict[str, Any], folder: Path, bus: Bus, stop: Stop, rivals: RivalDetector | None, *, rebase: bool
+    config: dict[str, Any],
+    folder: Path,
+    bus: Bus,
+    stop: Stop,
+    rivals: RivalDetector | None,
+    *,
+    rebase: bool,
+    shared: Sequence[str],
 ) -> AsyncIterator[LearnerService]:
     """Open everything between the broker and the loop; close it in reverse order."""
     async with AsyncExitStack() as stack:
@@ -134,7 +145,8 @@ async def _open(
         member = Member(bus, placeholder, ID, "learner", stop)
         stack.push_async_callback(member.leave)
         roster = Roster(bus, beats=("rollout",), members=("envhub", "rewardhub"))
-        learner = LearnerService(config, folder, member, roster, rivals)
+        devices = await stack.enter_async_context(sharing(member, shared, exclusive=True))
+        learner = LearnerService(config, folder, member, roster, rivals, devices)
         member.announce(learner.shown.presence)
         member.report(learner.shown.values, learner.shown.text)
         member.spawn(roster.serve())
@@ -148,13 +160,20 @@ class LearnerService:
 
     Args:
         rivals: checked before the run is taken; None takes it over from any learner.
+        devices: to take turns on with rollout servers.
     """
 
     def __init__(
-        self, config: dict[str, Any], folder: Path, member: Member, roster: Roster, rivals: RivalDetector | None
+        self,
+        config: dict[str, Any],
+        folder: Path,
+        member: Member,
+        roster: Roster,
+        rivals: RivalDetector | None,
+        devices: SharedDevices | None = None,
     ) -> None:
         self.config, self.folder, self.member, self.roster, self.rivals = config, folder, member, roster, rivals
-        self.bus, self.stop = member.bus, member.stop
+        self.bus, self.stop, self.devices = member.bus, member.stop, devices
         self.train = section(config, "train", TrainSection)
         self.shown = LearnerStatus(self.stop, self.train.groups_per_step, lambda: self.watch.epoch)
         self.watch = EpochWatch(self.bus, self.stop, self.shown.say_waiting)
@@ -221,7 +240,10 @@ class LearnerService:
             log.info("resuming from %s", resumed.path)
         self.shown.say("loading the model")
         try:
-            self.training = await open_training(self.config, str(resumed.path) if resumed else model_path, model_path)
+            from_path = str(resumed.path) if resumed else model_path
+            self.training = await open_training(
+                self.config, from_path, model_path, devices=self.devices, folder=self.folder
+            )
         except ConfigError as error:
             if resumed is None or error.value != str(resumed.path):
                 raise
@@ -373,6 +395,7 @@ class LearnerService:
     def _values_beside(self) -> dict[str, float]:
         """Return the step metrics that are measured outside training."""
         values: dict[str, float] = self.sender.metrics()
+        values |= self.training.turn_values()
         return values | self.services.saver.values() | {"time/broadcast_weights": values.get("weights/seconds", 0.0)}
 
     # ------------------------------------------------------------------------------------------------ next to the loop

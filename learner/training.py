@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from broker.contract import wire
@@ -21,6 +22,7 @@ from learner.algorithm.packing import MicroBatchCutter
 from learner.algorithm.samples import TrainSample
 from learner.config import AlgorithmSection
 from learner.reporting.metrics import step_metrics
+from learner.turns import DeviceTurns
 
 if TYPE_CHECKING:
     from learner.backends.base import Backend
@@ -46,17 +48,28 @@ class TrainingThread:
         build: makes the backend.
         estimator: estimates the advantages.
         stream: False waits for all groups of a step even if the algorithm could begin without them.
+        turns: on devices that the model shares with other processes; None: they are always the model's. A step then
+            takes one turn, so ``stream`` must be False.
     """
 
     def __init__(
-        self, build: Callable[[], Backend], estimator: Any, algorithm: AlgorithmSection, *, stream: bool = True
+        self,
+        build: Callable[[], Backend],
+        estimator: Any,
+        algorithm: AlgorithmSection,
+        *,
+        stream: bool = True,
+        turns: DeviceTurns | None = None,
     ) -> None:
+        if stream and turns is not None:
+            raise ValueError("a model that shares its devices cannot train a step before its groups are there")
+        self._turns, self._entering = turns, asyncio.Lock()
         self._algorithm = algorithm
         self._build, self._assembly = build, SampleAssembler(estimator, algorithm, stream=stream)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="training")
         self._groups: list[wire.Group] = []
         self._busy_s = 0.0
-        self._abandoned = threading.Event()
+        self._abandoned, self._stopped = threading.Event(), asyncio.Event()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def open(self) -> Backend:
@@ -66,16 +79,43 @@ class TrainingThread:
             ConfigError: if the backend refuses the configuration.
         """
         self.backend = await self.call(self._build)
+        if self._turns is not None:
+            self._turns.loaded(self.backend)
         self._cutter: MicroBatchCutter[TrainSample] = self.backend.cutter()
         return self.backend
 
     async def call(self, job: Callable[[], T]) -> T:
-        """Run a job in the thread, after all that were submitted before."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, job)
+        """Run a job in the thread, after all that were submitted before, with the model on its device."""
+        async with self._entering:
+            if self._turns is not None:
+                await self._turns.begin(self._run)
+            running = self._submit(job)
+        return await running
+
+    @property
+    def on_device(self) -> bool:
+        """Whether other processes wait for this one to leave a shared device."""
+        return self._turns is not None and self._turns.on_device
+
+    async def leave(self) -> None:
+        """Let other processes use a shared device until the next job."""
+        if self._turns is not None:
+            async with self._entering:
+                await self._turns.end(self._run)
+
+    def turn_values(self) -> dict[str, float]:
+        """Return the metrics of the turns on a shared device since the last call."""
+        return self._turns.values() if self._turns is not None else {}
+
+    def _submit(self, job: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._thread, job)
+
+    async def _run(self, job: Callable[[], None]) -> None:
+        await self._submit(job)
 
     def add(self, group: wire.Group) -> None:
         """Add a group to the current step; return at once. Errors are raised by ``failed`` and ``finish``."""
-        future = asyncio.get_running_loop().run_in_executor(self._thread, self._add, group)
+        future = self._submit(partial(self._add, group))
         future.add_done_callback(self._watch)
 
     async def finish(self, version: int) -> TrainingResult | None:
@@ -84,6 +124,10 @@ class TrainingThread:
         Args:
             version: the policy version that is being trained.
         """
+        if self._turns is not None:
+            async with self._entering:
+                if not await self._turns.begin(self._run, self._stopped):
+                    return None
         trained = await self.call(lambda: self._finish(version))
         if self.failed.done():
             self.failed.result()
@@ -92,6 +136,7 @@ class TrainingThread:
     def abandon(self) -> None:
         """Stop training: the current micro-batch ends, waiting jobs do nothing, and the current step is not taken."""
         self._abandoned.set()
+        self._stopped.set()
 
     async def undo(self) -> None:
         """Discard what an abandoned step has accumulated, so that the backend is between two steps again."""

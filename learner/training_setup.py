@@ -8,15 +8,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Final
 
 from broker.errors import ConfigError
+from broker.runtime.shared_devices import SharedDevices
 from broker.settings.registry import resolve
 from broker.settings.runspec import domains, section
 from learner.algorithm.advantages import ADVANTAGES
 from learner.backends import BACKENDS
 from learner.config import AlgorithmSection, TrainSection
 from learner.training import TrainingThread
+from learner.turns import DeviceTurns
 from rlearner_text.config import ModelSection
 from rlearner_text.transformers_import import import_transformers
 
@@ -52,16 +55,25 @@ def _libraries(backend: str) -> Any:
     return found
 
 
-async def open_training(config: dict[str, Any], model_path: str, first_path: str) -> TrainingThread:
+async def open_training(
+    config: dict[str, Any],
+    model_path: str,
+    first_path: str,
+    *,
+    devices: SharedDevices | None = None,
+    folder: Path = Path(),
+) -> TrainingThread:
     """Build the backend of a run's configuration in the training thread; the caller closes it.
 
     Args:
         config: validated.
         model_path: the weights to continue from: a checkpoint's folder, or the first ones.
         first_path: the weights that the run began with, source of the reference and the tokenizer.
+        devices: to take turns on with other processes.
+        folder: where the model goes in their turns, if it is in host memory.
 
     Raises:
-        ConfigError: if the backend refuses the configuration.
+        ConfigError: if the backend refuses the configuration, or cannot take turns.
     """
     train, algorithm = section(config, "train", TrainSection), section(config, "algorithm", AlgorithmSection)
     most = max(domain.max_context_tokens for domain in domains(config).values())
@@ -71,7 +83,11 @@ async def open_training(config: dict[str, Any], model_path: str, first_path: str
         kind, model_path, train=train, algorithm=algorithm, model=model, seed=seed, ref_path=first_path, max_length=most
     )
     estimator = resolve("advantages", algorithm.adv_estimator, ADVANTAGES)
-    training = TrainingThread(build, estimator, algorithm, stream=train.streaming != "never")
+    if devices is not None and not getattr(kind, "offloads", False):
+        raise ConfigError("train.backend", train.backend, "torch, ddp or fsdp2 with --share-gpus")
+    turns = DeviceTurns(devices, folder) if devices is not None else None
+    stream = train.streaming != "never" and turns is None
+    training = TrainingThread(build, estimator, algorithm, stream=stream, turns=turns)
     try:
         await training.open()
     except BaseException:

@@ -61,7 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
     start.add_argument("--rebase", action="store_true", help=text)
     text = "GPUs, one rank each: 0-3, or 0,2, or cpu, or auto (%(default)s)"
     start.add_argument("--gpus", default="auto", metavar="LIST", help=text)
-    start.add_argument("--share-gpus", action="store_true", help="also use GPUs that other processes occupy")
+    up_cli.add_share_gpus(start)
     start.set_defaults(run=_start)
     text = "validate a configuration, try your own code once, and print the complete configuration"
     check = _add_config_parser(commands, "check", text)
@@ -95,7 +95,7 @@ def _add_config_parser(commands: Any, name: str, text: str) -> argparse.Argument
 def _start(options: argparse.Namespace) -> int:
     from broker.runtime import process
     from broker.settings.runspec import load, validate
-    from learner.gpu_selection import assign_gpus, forget_gpus
+    from learner.gpu_selection import assign_gpus, forget_gpus, shared_devices
     from learner.prepare import exit_code, name_run, run_folder
     from rlearner.doctor.preflight import format_finding, learner_findings, require_installed
     from rlearner.doctor.references import reference_findings
@@ -124,6 +124,7 @@ def _start(options: argparse.Namespace) -> int:
                 rebase=options.rebase,
                 take_over=options.take_over,
                 force=options.force,
+                shared=shared_devices(config, options.gpus) if options.share_gpus else (),
             )
         return exit_code(config)
 

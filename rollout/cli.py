@@ -16,6 +16,7 @@ HTTP_PORT: Final = 8000
 EXAMPLES: Final = {
     "rollout-server": [
         "rollout-server --run quick --gpus 4-7",
+        "rollout-server --gpus 0 --share-gpus",
         "rollout-server --engine random --policy random",
         "rollout-server max_running=32 --http=8000",
         "rollout-server --http=8000 --http-bind 10.0.0.1 --tls-cert cert.pem --tls-key key.pem",
@@ -36,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument
     process.add_join_options(result)
     add("--gpus", default="auto", metavar="LIST", help="GPUs to use: 4-7, or 0,2, or cpu, or auto (%(default)s)")
+    add("--share-gpus", action="store_true", help="take turns on the GPUs with the learner, which has the same option")
     add("--engine", metavar="NAME", help="engine, overrides the run's rollout.engine, for example hf or random")
     add("--policy", metavar="NAME", help="policy to serve, overrides the run's rollout.policy (actor)")
     add("--model", metavar="PATH", help="fixed weights to serve, for a policy other than actor")

@@ -86,6 +86,7 @@ def replica_command(options: argparse.Namespace, run: str, section: RolloutSecti
             ("--log-file", options.log_file),
         ):
             line += [name, str(value)] if value is not None else []
+        line += ["--share-gpus"] * options.share_gpus
         line += options.overrides
         if section.http_port is not None:
             # 0: any free one

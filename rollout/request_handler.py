@@ -34,6 +34,9 @@ class RequestHandler:
         self._tapped = engine if isinstance(engine, StreamingEngine) else None
         self._outstanding: set[str] = set()
         self._scoring: dict[str, asyncio.Future[GenerationOutput]] = {}
+        self._awake, self._num_scoring, self._scored = asyncio.Event(), 0, asyncio.Event()
+        self._awake.set()
+        self._scored.set()
         self._idle = asyncio.Event()
         self._idle.set()
         self.draining = False
@@ -79,6 +82,15 @@ class RequestHandler:
         await self._quiet(ABORT_REPLY_S)
         return len(left)
 
+    async def hold_scores(self) -> None:
+        """Let requests that score a context wait, and return once none is in the engine; others wait there."""
+        self._awake.clear()
+        await self._scored.wait()
+
+    def release_scores(self) -> None:
+        """Go on scoring."""
+        self._awake.set()
+
     async def _ask(self, request: wire.GenerateRequest, tap: TokenListener | None) -> GenerationOutput:
         if request.prompt_top_k:
             return await self._score(request)
@@ -111,7 +123,7 @@ class RequestHandler:
         """Score a context; enforce abort and deadline here, as engines have no partial output of such a request."""
         if request.request_id in self._scoring:
             return GenerationOutput(error=f"request_id {request.request_id!r} is already running or waiting")
-        work = self._scoring[request.request_id] = asyncio.ensure_future(self._engine.generate(request))
+        work = self._scoring[request.request_id] = asyncio.ensure_future(self._score_awake(request))
         try:
             await asyncio.wait([work], timeout=request.deadline_s)
             if work.cancelled():
@@ -120,6 +132,17 @@ class RequestHandler:
         finally:
             work.cancel()
             del self._scoring[request.request_id]
+
+    async def _score_awake(self, request: wire.GenerateRequest) -> GenerationOutput:
+        await self._awake.wait()
+        self._num_scoring += 1
+        self._scored.clear()
+        try:
+            return await self._engine.generate(request)
+        finally:
+            self._num_scoring -= 1
+            if not self._num_scoring:
+                self._scored.set()
 
     async def _quiet(self, timeout_s: float) -> bool:
         """Wait until no request is outstanding; return False on timeout."""

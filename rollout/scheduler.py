@@ -219,14 +219,18 @@ class Scheduler:
         """
         self.version = version
         if weights_changed:
-            for slot in list(self._idle):
-                self._forget(slot)
+            self.drop_prefixes()
             self._stale.update(self._running)
         waiting = [job for job in self._jobs.values() if job.slot == WAITING]
         self._queue, self._held = _Queue(), []
         for job in waiting:
             self._enqueue(job)
         return [job for job in self.running if job.min_version > version]
+
+    def drop_prefixes(self) -> None:
+        """Forget what idle slots hold."""
+        for slot in list(self._idle):
+            self._forget(slot)
 
     def refreshed(self, slot: int) -> None:
         """Note that a running slot's KV was rebuilt from the newest weights."""

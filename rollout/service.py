@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -22,18 +22,21 @@ from broker.contract import wire
 from broker.contract.wire import ACTOR
 from broker.errors import UserError
 from broker.runtime import process
+from broker.runtime.shared_devices import SharedDevices, sharing
 from broker.settings import registry, runspec
 from broker.settings.config import BrokerSection
 from broker.system import gpus
+from broker.system.devices import device_names
 from rlearner_text.config import check_model_path
 from rlearner_text.model_files import LocalModel, local_model
 from rollout import replicas
 from rollout.config import RolloutSection
 from rollout.engines import ENGINES
-from rollout.engines.base import Engine, EngineConfig
+from rollout.engines.base import Engine, EngineConfig, SleepingEngine
 from rollout.interval_metrics import IntervalMetrics
 from rollout.request_handler import RequestHandler
 from rollout.server_options import check_arguments, server_section
+from rollout.turns import ServerTurns
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,7 +69,8 @@ async def run(options: argparse.Namespace, stop: process.Stop) -> None:
             parts = replicas.gpu_shares(options.gpus, section)
             if len(parts) > 1:
                 break
-            await _serve(member, member.spec, section, device, (options.interface, options.bind))
+            shared = await asyncio.to_thread(device_names, options.gpus) if options.share_gpus else []
+            await _serve(member, member.spec, section, device, (options.interface, options.bind), shared)
             if stop.asked.is_set():
                 return
             log.info("epoch %d changes the settings of rollout servers: restarting", member.spec.epoch)
@@ -80,24 +84,35 @@ async def _serve(
     section: RolloutSection,
     device: gpus.Device,
     listen: tuple[str | None, str | None],
+    shared: Sequence[str] = (),
 ) -> None:
     """Serve one engine on all visible GPUs until a stop is requested or a RunSpec requires a restart.
 
     Args:
         listen: --interface and --bind.
+        shared: devices on which to take turns with others.
+
+    Raises:
+        UserError: if the engine cannot take turns.
     """
     if section.model_path is not None:
         await asyncio.to_thread(check_model_path, section.model_path, "rollout.model_path")
     model = await local_model(member.bus, spec)
-    config = replace(_engine_config(spec, section, model), device=device)
+    config = replace(_engine_config(spec, section, model), device=device, shares_device=bool(shared))
     engine_class: type[Engine] = await asyncio.to_thread(registry.resolve, "engines", section.engine, ENGINES)
     loopback = runspec.section(spec.config, "broker", BrokerSection).bind
     bind = listening_address(*listen, member.bus.link.url, loopback)
-    service = RolloutService(member, spec, section, engine_class(config), model, bind)
-    try:
-        await service.serve()
-    finally:
-        await service.close()
+    engine = engine_class(config)
+    if shared and not isinstance(engine, SleepingEngine):
+        raise UserError(
+            f"--share-gpus: engine {section.engine} cannot free its device for others; use hf, vllm or sglang"
+        )
+    async with sharing(member, shared, exclusive=False) as devices:
+        service = RolloutService(member, spec, section, engine, model, bind, devices)
+        try:
+            await service.serve()
+        finally:
+            await service.close()
 
 
 def _built_from(spec: wire.RunSpec) -> tuple[object, ...]:
@@ -146,6 +161,7 @@ class RolloutService:
         spec: the RunSpec to build it from; the member's own may be newer.
         model: the run's model on this host, by default the folder or hub name in the RunSpec.
         bind: where it takes requests from other hosts and users, by default ``broker.bind``.
+        devices: those on which the engine takes turns, if it does.
     """
 
     def __init__(
@@ -156,6 +172,7 @@ class RolloutService:
         engine: Engine,
         model: LocalModel | None = None,
         bind: str | None = None,
+        devices: SharedDevices | None = None,
     ) -> None:
         self._model = model or LocalModel(spec.model_path)
         self._member, self._spec, self._section, self._engine = member, spec, section, engine
@@ -168,6 +185,8 @@ class RolloutService:
         self._meter = IntervalMetrics(time.monotonic())
         self._answering = RequestHandler(engine, member.id, self._meter.answered)
         self.handle = self._answering.handle
+        self._devices, self._updates = devices, asyncio.Lock()
+        self._turns: ServerTurns | None = None
         self._loaded = False  # whether loading new weights into the engine has at least begun
         self._paused_s = 0.0  # how long the last weight update paused generation
         self._address = ""
@@ -187,6 +206,8 @@ class RolloutService:
         if self._section.http_port is not None:
             self._http = await self._take_http(self._section.http_port)
         log.info("loading %s for engine %s", self._section.model_path or self._model.path, self._section.engine)
+        if self._devices is not None:
+            await process.unless_stopped(member.stop, self._devices.acquire())
         await self._engine.start()
         member.spawn(self._watch_engine())
         await self._channel.start(self.handle, self._answering.abort)
@@ -197,6 +218,8 @@ class RolloutService:
             await self._follow_weights()
         elif self._engine.has_weights:
             await self._engine.adopt(FROZEN)
+        if self._devices is not None:
+            self._take_turns(self._devices)
         member.poke()
         log.info("answering at %s, %d slots", self._address.partition(" ")[0], self._engine.stats().slots)
         await self._over()
@@ -258,6 +281,7 @@ class RolloutService:
         return {
             **self._meter.read(time.monotonic(), self._engine.stats()),
             **weights,
+            **(self._turns.metrics() if self._turns is not None else {}),
             "weights/version": float(self._engine.policy_version),
             "weights/pause_seconds": self._paused_s,
         }
@@ -291,6 +315,7 @@ class RolloutService:
             snapshots=self._snapshots,
             only_snapshots=self._section.snapshot_only,
             workers=engine_workers(self._engine, self._section.update_mode, self._served_by_workers),
+            pace=self._updates,
         )
         await self._receiver.start()
         self._member.spawn(self._receiver.join())  # fails the server when it can no longer follow
@@ -298,6 +323,13 @@ class RolloutService:
     def _served_by_workers(self, paused_s: float) -> None:
         self._loaded, self._paused_s = True, paused_s
         self._member.poke()
+
+    def _take_turns(self, devices: SharedDevices) -> None:
+        """From now on sleep while others use the devices."""
+        assert isinstance(self._engine, SleepingEngine)
+        rest = self._receiver.rest if self._receiver is not None else lambda: None
+        self._turns = ServerTurns(self._engine, devices, self._answering, self._updates, rest)
+        self._member.spawn(self._turns.serve())
 
     def _open_snapshots(self) -> SnapshotSource | None:
         """Open the source of weights to use while the learner is unavailable.

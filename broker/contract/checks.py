@@ -103,6 +103,8 @@ RANGES: Final[dict[type, dict[str, ValueRange]]] = {
     wire.DeadLetter: {"sequence": NATURAL, "ticket": NATURAL},
     wire.Attempt: {"deaths": NATURAL},
     wire.DesiredState: {},
+    wire.DeviceLease: {},
+    wire.DeviceClaim: {"beat": NATURAL},
     wire.Presence: {
         "pid": NATURAL, "epoch": NATURAL, "policy_version": OPTIONAL, "slots": NATURAL, "running": NATURAL,
         "waiting": NATURAL, "speed": NATURAL, "idle_ratio": OPTIONAL_FRACTION,
@@ -121,6 +123,7 @@ NAMES: Final[dict[type, tuple[str, ...]]] = {
     wire.Metrics: ("role", "id"),
     wire.DeadLetter: ("stream",),
     wire.Presence: ("role", "id"),
+    wire.DeviceClaim: ("holder",),
     wire.RunSpec: ("run",),
     wire.ModelPart: ("digest",),
 }
@@ -329,6 +332,16 @@ def _check_offer(offer: wire.WeightsOffer) -> None:
     _check_logprobs("Probe", probe.logprobs.data)
 
 
+def _check_lease(lease: wire.DeviceLease) -> None:
+    """Holders are named, and each has one claim."""
+    holders = [claim.holder for claim in lease.claims]
+    for claim in lease.claims:
+        _numbers(claim)
+        _names(claim)
+    if len(set(holders)) < len(holders):
+        raise _wrong("DeviceLease", "claims", holders, "one claim of each holder")
+
+
 def _check_join(join: wire.WeightsJoin) -> None:
     """key is a CURVE key in Z85: 40 characters. carriers names at least one, each with 1 to 4096 ranks."""
     _check_key("WeightsJoin", join.key)
@@ -526,7 +539,7 @@ def _in_range(kind: type) -> Callable[[Any], bool]:
     return found
 
 
-def _names(message: wire.Message) -> None:
+def _names(message: wire.Message | wire.DeviceClaim) -> None:
     """Check every field that becomes part of a subject."""
     for field in NAMES.get(type(message), ()):
         value: str | list[str] = getattr(message, field)
@@ -546,6 +559,7 @@ RULES: Final[dict[type, Callable[[Any], None]]] = {
     wire.Ticket: _check_ticket,
     wire.Group: _check_group,
     wire.WeightsOffer: _check_offer,
+    wire.DeviceLease: _check_lease,
     wire.WeightsJoin: _check_join,
     wire.WeightsSession: _check_session,
     wire.GenerateRequest: _check_request,

@@ -93,6 +93,12 @@ EXAMPLES: Final[dict[type[wire.Message], wire.Message]] = {
         ),
         wire.Attempt(deaths=2, hub="envhub-2f0", process="7c1e3b9a-4d52/pid:[4026531836]/4711/902166", alone=True),
         wire.DesiredState(state="paused", reason="disk being replaced"),
+        wire.DeviceLease(
+            claims=[
+                wire.DeviceClaim(holder="learner-5d1c02", exclusive=True, granted=True, beat=41),
+                wire.DeviceClaim(holder="rollout-1-9f86d0", exclusive=False, granted=False, beat=7),
+            ]
+        ),
         wire.Presence(
             role="rollout", id="rollout-7c1", host="node-3", pid=4711, state="serving", engine="hf", channel="zmq",
             address=f"tcp://10.0.0.2:41234 key={_KEY} host=9f86d081884c7d65", epoch=2, policy_version=12, slots=64,

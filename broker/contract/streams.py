@@ -141,13 +141,17 @@ RUNS: Final = Stream("runs", KV, (wire.RunSpec,), "run", "learner", "all", "last
 MODELS: Final = Stream(
     "models", KV, (wire.ModelPart,), "run.digest.part", "learner", "rollout, envhub", "last value", essential=True
 )
+DEVICES: Final = Stream(
+    "devices", KV, (wire.DeviceLease,), "run.device", "learner, rollout", "learner, rollout", "60 s", ttl_s=60.0,
+    memory=True,
+)  # fmt: skip
 RESERVE: Final = Stream(
     "reserve", LAST_VALUE, (), "part", "learner", "none", "until an essential message needs its room"
 )
 
 STREAMS: Final[tuple[Stream, ...]] = (
     *(TICKETS, EPISODES, SAMPLES, PARTS, EVALTICKETS, EVALS, WEIGHTS, WEIGHTSYNC, GENERATE, RERUNS),
-    *(METRICS, PRESENCE, DEAD, ATTEMPTS, CONTROL, MEMBERS, RUNS, MODELS, RESERVE),
+    *(METRICS, PRESENCE, DEAD, ATTEMPTS, CONTROL, MEMBERS, RUNS, MODELS, DEVICES, RESERVE),
 )
 
 ACK_WAIT_S: Final = 6.0  # redelivery after this long without an in-progress mark

@@ -373,6 +373,21 @@ class DesiredState(Message, frozen=True, tag="DesiredState"):
     reason: str = ""  # one line
 
 
+class DeviceClaim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """One process's claim to a device that it shares with others."""
+
+    holder: str  # one start of a process, for example rollout-1-9f86d0
+    exclusive: bool  # a learner's: nothing else may be on the device; servers share it with each other
+    granted: bool  # whether it has the device; else it waits
+    beat: int  # raised by each renewal; a claim whose beat stays the same for the time limit has ended
+
+
+class DeviceLease(Message, frozen=True, tag="DeviceLease"):
+    """Who has a shared device and who waits for it; each process changes it by compare-and-swap."""
+
+    claims: list[DeviceClaim] = []  # in the order in which they were made
+
+
 class Presence(Message, frozen=True, tag="Presence"):
     """A heartbeat; the process is alive while the revision changes within the TTL on the reader's clock."""
 
@@ -428,7 +443,7 @@ class ModelPart(Message, frozen=True, tag="ModelPart"):
 
 MESSAGES: Final[tuple[type[Message], ...]] = (
     Ticket, EvalTicket, Group, Closed, RulesChange, Parted, WeightsOffer, WeightsJoin, WeightsSession, GenerateRequest,
-    AbortRequest, GenerateReply, Metrics, DeadLetter, Attempt, DesiredState, Presence, RunSpec, ModelPart,
+    AbortRequest, GenerateReply, Metrics, DeadLetter, Attempt, DesiredState, DeviceLease, Presence, RunSpec, ModelPart,
 )  # fmt: skip
 
 # only messages with columns or bytes may be large

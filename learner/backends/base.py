@@ -129,5 +129,18 @@ class Backend(Protocol):
             UserError: if it belongs to another model.
         """
 
+    def offload(self, folder: str | Path) -> None:
+        """Move everything off the device, between two steps, so that another process can use it.
+
+        From a GPU it goes to host memory, from the CPU to a file in ``folder``. Only ``reload``, ``save`` and ``close``
+        may follow. Backends without it say so by the attribute ``offloads``, which is False.
+
+        Raises:
+            OSError: if the folder cannot be written.
+        """
+
+    def reload(self) -> None:
+        """Move everything back onto the device; the next step is the same as without ``offload``, bit for bit."""
+
     def close(self) -> None:
         """Stop the processes and communicators that it started; no other call may follow."""

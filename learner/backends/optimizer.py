@@ -88,6 +88,13 @@ class MasterOptimizer:
         found += [self._masters[name].detach() for name in self._copied]
         return found + [tensor for master in self._masters.values() for tensor in self._adamw.state[master].values()]
 
+    def held(self) -> Iterator[Tensor]:
+        """Yield all tensors of the parts held here: live and master weights, gradients, moments."""
+        for parameter in (*self._live.values(), *self._masters.values()):
+            yield from (one for one in (parameter, parameter.grad) if one is not None)
+        for master in self._masters.values():
+            yield from self._adamw.state[master].values()
+
     @torch.no_grad()
     def step(self, denominator: float, at: int | None = None) -> dict[str, float]:
         """Divide the gradient by the loss's ``denominator``, clip it to ``max_grad_norm``, update, and drop it.

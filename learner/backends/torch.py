@@ -31,6 +31,8 @@ from learner.backends.ranks.messages import (
     BuildCommand,
     CollectiveCommand,
     DiscardCommand,
+    OffloadCommand,
+    ReloadCommand,
     RunCommand,
     ScoreCommand,
     StepCommand,
@@ -56,10 +58,12 @@ class TorchBackend:
 
     Attributes:
         takes_ranks: whether ``train.ranks`` may exceed 1.
+        offloads: whether ``offload`` and ``reload`` move all that is on the device.
         worker: this rank's.
     """
 
     takes_ranks: ClassVar[bool] = False
+    offloads: ClassVar[bool] = True
 
     def __init__(self, model_path: str, **settings: Any) -> None:
         context, build = self.plan(RunContext(model_path, **settings))
@@ -326,6 +330,14 @@ class TorchBackend:
         """Send rank 0's tensors to the other ranks."""
         if self._ranks.leader is not None:
             self._ranks.together(command, lambda: broadcast_from_rank_0(tensors(), self.device))
+
+    def offload(self, folder: str | Path) -> None:
+        if self._counts.rows:
+            raise RuntimeError("a step is under way; its gradient stays on the device")
+        self._ranks.all_done(OffloadCommand(str(folder)), partial(self.worker.offload, str(folder)))
+
+    def reload(self) -> None:
+        self._ranks.all_done(ReloadCommand(), self.worker.reload)
 
     def close(self) -> None:
         self._ranks.close()

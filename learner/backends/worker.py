@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from broker.weights import fp8
+from broker.weights.memory.offload import OffloadedMemory
 from learner.backends.context import RunContext
 from learner.backends.models.fake_quantization import quantized_as_sent
 from learner.backends.models.model_set import ModelSet
 from learner.backends.models.policy import pick_device
+from learner.backends.offload import held_tensors
 from learner.backends.optimizer import MasterOptimizer
 from learner.backends.passes import ModelPasses
 from learner.backends.ranks import messages
@@ -47,6 +49,7 @@ class RankWorker:
     passes: ModelPasses
     reduce: Callable[[], None]  # called by all ranks before an update: sums the policy's gradients
     sharded: bool = False  # no rank holds all of the model or its optimizer, so reading either takes all ranks
+    offloaded: OffloadedMemory | None = None
 
     def step(self, denominator: float, at: int) -> dict[str, float]:
         """Update the policy."""
@@ -78,6 +81,22 @@ class RankWorker:
             state["rng.cuda"] = torch.cuda.get_rng_state(self.device)
         return state
 
+    def offload(self, folder: str) -> None:
+        """Move models, gradients and optimizer off the device, between two steps; do nothing else until ``reload``.
+
+        Raises:
+            OSError: if the folder cannot be written; nothing has moved then.
+        """
+        self.offloaded = self.offloaded or OffloadedMemory(folder)
+        optimizers = [self.optimizer, *([] if self.models.critic is None else [self.models.critic.optimizer])]
+        held = held_tensors(self.models.modules(), optimizers, self.device)
+        self.offloaded.release(held, in_place=self.sharded)
+
+    def reload(self) -> None:
+        """Move everything back."""
+        if self.offloaded is not None:
+            self.offloaded.restore()
+
     def obey(self, command: messages.Command) -> messages.Reply | None:
         """Execute one command; return the reply to send."""
         passes = self.passes
@@ -106,6 +125,12 @@ class RankWorker:
                 broadcast_from_rank_0(optimizer.tensors(), self.device)
             case messages.CollectiveCommand():
                 self._take_part(command)
+            case messages.OffloadCommand():
+                self.offload(command.folder)
+                return messages.SumsReply([])
+            case messages.ReloadCommand():
+                self.reload()
+                return messages.SumsReply([])
             case messages.BuildCommand():
                 raise TypeError("the backend has been built already")
         return None

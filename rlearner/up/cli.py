@@ -16,6 +16,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("up", help=text, description=text)
     add_config(parser)
     add_force(parser)
+    add_share_gpus(parser)
     text = "if the broker's store is lost, count the open tickets as dead and continue"
     parser.add_argument("--rebase", action="store_true", help=text)
     text = "address of the broker; other hosts reach one that is not loopback, with TLS and a join token (%(default)s)"
@@ -28,6 +29,12 @@ def add_force(parser: argparse.ArgumentParser) -> None:
     """Add ``--force``, shared by ``up`` and ``start``."""
     text = "continue a run even if model.path has changed (same shapes and tokenizer), or none of its domains is left"
     parser.add_argument("--force", action="store_true", help=text)
+
+
+def add_share_gpus(parser: argparse.ArgumentParser) -> None:
+    """Add ``--share-gpus``, shared by ``up`` and ``start``."""
+    text = "learner and rollout servers take turns on the same GPUs, or in the same memory without any"
+    parser.add_argument("--share-gpus", action="store_true", help=text)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,6 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
             stop,
             force=arguments.force,
             rebase=arguments.rebase,
+            share_gpus=arguments.share_gpus,
             listen=(arguments.bind, arguments.port),
         )
         return exit_code(config)

@@ -75,6 +75,7 @@ async def up(
     *,
     force: bool = False,
     rebase: bool = False,
+    share_gpus: bool = False,
     listen: tuple[str, int] = (LOOPBACK, 0),
 ) -> None:
     """Start everything, show it, and stop it when the learner is done, on a signal, or when a child cannot run.
@@ -84,6 +85,7 @@ async def up(
         args: for ``rlearner start``: the file and the overrides.
         force: see ``learner/resume_checks.py``.
         rebase: continue even if the private broker's store is lost.
+        share_gpus: learner and server take turns on their devices.
         listen: address and port of the private broker, port 0: any.
 
     Raises:
@@ -94,11 +96,11 @@ async def up(
     settings = section(config, "broker", BrokerSection)
     config = {**config, "broker": {**config["broker"], "store_max_gib": settings.store_max_gib or PRIVATE_STORE_GIB}}
     changed = await asyncio.to_thread(check_changes, folder, config, force=force)
-    flags = [*["--force"] * force, *["--rebase"] * rebase]
+    flags = [*["--force"] * force, *["--rebase"] * rebase, *["--share-gpus"] * share_gpus]
     with removed_on_failure(folder), RunClaim(folder, run) as claim:
         said = [f"run {run}, logs in {folder / 'logs'}", *(f"changed since the last start: {one}" for one in changed)]
         print(*said, sep="\n", flush=True)
-        await _up(config, run, folder, [*args, *flags], stop, claim, listen)
+        await _up(config, run, folder, [*args, *flags], stop, claim, listen, share_gpus=share_gpus)
 
 
 async def _up(
@@ -109,6 +111,8 @@ async def _up(
     stop: Stop,
     claim: RunClaim,
     listen: tuple[str, int],
+    *,
+    share_gpus: bool,
 ) -> None:
     settings = section(config, "broker", BrokerSection)
     logs = folder / "logs"
@@ -124,7 +128,7 @@ async def _up(
         stop.at_once.append(fleet.kill)
         try:
             learner = fleet.add("learner", "rlearner.cli", ["start", *args, f"broker.store_max_gib={most_gib}"])
-            fleet.add("rollout-server", "rollout.cli", ["--id", "rollout-1"])
+            fleet.add("rollout-server", "rollout.cli", ["--id", "rollout-1", *["--share-gpus"] * share_gpus])
             fleet.add("envhub", "envhub.cli", ["--id", "envhub-1"])
             fleet.add("rewardhub", "rewardhub.cli", ["--id", "rewardhub-1"])
             evaluation = section(config, "eval", EvalSection)

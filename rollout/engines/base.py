@@ -34,6 +34,7 @@ class EngineConfig:
         has_weights: False: the folder has no weights, the first ones come from the learner.
         policy_version: of the weights in ``model_path``; NO_VERSION holds every request until ``adopt`` or
         ``update_weights``.
+        shares_device: whether the engine will ``sleep``, which some must know when they start.
     """
 
     model_path: str
@@ -43,6 +44,7 @@ class EngineConfig:
     device: Literal["cpu", "cuda", "auto"] = "auto"
     policy_version: int = NO_VERSION
     has_weights: bool = True
+    shares_device: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +220,26 @@ class StreamingEngine(Protocol):
 
     async def generate(self, request: wire.GenerateRequest, tap: TokenListener | None = None) -> GenerationOutput:
         """See ``Engine``. The streamed pieces add up to the output, unless that is an error."""
+        ...
+
+
+@runtime_checkable
+class SleepingEngine(Protocol):
+    """An engine that can leave its device to another process; optional for engines."""
+
+    async def sleep(self) -> None:
+        """Move the weights off the device and drop all KV; return once the memory is free.
+
+        Requests wait, those that run, too: their KV is rebuilt before their next token. Aborts and deadlines end them
+        as ever. Until ``wake``, no weights may be loaded or read and nothing scored.
+
+        Raises:
+            OSError: if the weights cannot be written anywhere.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Move the weights back and go on."""
         ...
 
 

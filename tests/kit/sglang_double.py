@@ -124,6 +124,7 @@ class Double:
             "/update_weights_from_disk": self._from_disk, "/init_weights_update_group": self._init_group,
             "/destroy_weights_update_group": self._destroy_group,
             "/update_weights_from_distributed": self._from_distributed,
+            "/release_memory_occupation": self._release, "/resume_memory_occupation": self._resume,
             "/begin_weight_update": self._begin, "/end_weight_update": self._end,
         }  # fmt: skip
         for path, handler in handlers.items():
@@ -197,6 +198,8 @@ class Double:
                 "return_sampling_mask requires top_k=1 for greedy sampling or finite 1 < top_k <= "
                 "--sampling-mask-max-tokens"
             )
+        if self._core.asleep:
+            raise AssertionError("a request reached a server without weights")
         if params["max_new_tokens"] == 0:
             return self._scores(body)
         sampling = wire.SamplingParams(
@@ -331,6 +334,18 @@ class Double:
 
     async def _destroy_group(self, body: dict[str, Any]) -> dict[str, Any]:
         return {"success": self._groups.pop(body["group_name"], None) is not None, "message": ""}
+
+    async def _release(self, _: dict[str, Any]) -> dict[str, Any]:
+        if "enable-memory-saver" not in self.options or "enable-weights-cpu-backup" not in self.options:
+            raise ValueError("the server was not started so that its memory can be released with the weights kept")
+        if self._answers:
+            raise ValueError("release_memory_occupation should be called only when no ongoing request.")
+        self._core.sleep()
+        return {"success": True, "message": ""}
+
+    async def _resume(self, _: dict[str, Any]) -> dict[str, Any]:
+        self._core.wake()
+        return {"success": True, "message": ""}
 
     async def _begin(self, _: dict[str, Any]) -> dict[str, Any]:
         self._session, before = True, self._session

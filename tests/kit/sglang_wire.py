@@ -28,6 +28,8 @@ FIELDS = {
     "/init_weights_update_group": {"master_address", "master_port", "rank_offset", "world_size", "group_name",
         "backend"},
     "/destroy_weights_update_group": {"group_name"},
+    "/release_memory_occupation": {"tags"},
+    "/resume_memory_occupation": {"tags"},
     "/begin_weight_update": {"selector"},
     "/end_weight_update": set(),
     "/update_weights_from_distributed": {

@@ -100,5 +100,9 @@ class ReceiveBuffers:
         if self._kept:
             self._forget()
 
+    def rest(self) -> None:
+        """Let the memory go that the engine does not use; the next version has no base."""
+        self._forget()
+
     def _forget(self) -> None:
         self._flat, self._held, self._in_use, self._spare = None, "", False, None

@@ -7,6 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -34,6 +35,7 @@ from broker.weights.receiver.acceptance import (
     JoinTransfer,
     OfferAcceptance,
     Snapshots,
+    WaitForOffer,
 )
 from broker.weights.receiver.buffers import IncomingVersion
 from broker.weights.receiver.follow import follow, wait_for_go
@@ -70,6 +72,7 @@ class WeightReceiver:
         only_snapshots: never ask the learner.
         memory: opens a learner's device memory; None: CUDA's if versions can arrive on a GPU.
         workers: the engine's, if they receive whole models themselves.
+        pace: held during each transfer and load; no other begins while another holds it.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class WeightReceiver:
         only_snapshots: bool = False,
         memory: SharedDevice | None = None,
         workers: EngineWorkers | None = None,
+        pace: asyncio.Lock | None = None,
     ) -> None:
         self._workers = workers if dtype != fp8.NAME else None  # they load what arrives as it is
         self.plan = plan_of(tensors, bucket_mib, dtype=dtype)
@@ -118,6 +122,7 @@ class WeightReceiver:
         self._watch, self._receiving_epoch = WaitMonitor(), 0
         self._changed, self._served = asyncio.Event(), asyncio.Condition()
         self._tasks: ChannelTasks | None = None
+        self._pace = pace or asyncio.Lock()
         self._waiting = Reminders()  # for an absent learner
         self._values = {"weights/version": -1.0, "weights/failures": 0.0}
 
@@ -137,6 +142,10 @@ class WeightReceiver:
         """Wait until at least this version is served."""
         async with self._served:
             await self._served.wait_for(lambda: self._state.served[1] >= version)
+
+    def rest(self) -> None:
+        """Free the buffers that the next version does not need; call it while holding ``pace``."""
+        self._landing.rest()
 
     def metrics(self) -> dict[str, float]:
         """Return weights/{version,seconds,gbytes_per_s,shared,load_seconds,failures}: served, last transfer, last load.
@@ -169,7 +178,8 @@ class WeightReceiver:
             assert isinstance(offer, wire.WeightsOffer)
             if offer.epoch > self._receiving_epoch:
                 self._watch.cancel(f"the learner of epoch {offer.epoch} took over")
-            problem = await self._landing.found(offer)
+            async with self._pace if offer.adapter is not None else nullcontext():  # it may read the engine's weights
+                problem = await self._landing.found(offer)
             refused = self._state.offered(offer)
             self.refused = ""
             if offer.plan not in self._state.plans and self._state.newest is offer:
@@ -183,14 +193,15 @@ class WeightReceiver:
 
     async def _pursue(self) -> None:
         while True:
-            action = self._state.next(time.monotonic())
-            if isinstance(action, JoinTransfer):
-                await self._attempt(action.offer, self._receive)
-            elif isinstance(action, AdoptVersion):
-                await self._attempt(action.offer, self._adopt)
-            elif isinstance(action, CheckSnapshot):
-                await self._look()
-            else:
+            async with self._pace:
+                action = self._state.next(time.monotonic())
+                if isinstance(action, JoinTransfer):
+                    await self._attempt(action.offer, self._receive)
+                elif isinstance(action, AdoptVersion):
+                    await self._attempt(action.offer, self._adopt)
+                elif isinstance(action, CheckSnapshot):
+                    await self._look()
+            if isinstance(action, WaitForOffer):
                 try:
                     until = action.until
                     async with asyncio.timeout(None if until is None else max(0.0, until - time.monotonic())):

@@ -79,6 +79,10 @@ class WeightLoader:
         """Return the buffer for the next version, on the device or in host memory."""
         return self._buffers.take(plan, self._device if on_device else torch.device("cpu"))
 
+    def rest(self) -> None:
+        """Free the buffers, except what the engine computes from; the next version comes whole."""
+        self._buffers.rest()
+
     async def arrived(self, arrival: IncomingVersion, digest: str, offer: wire.WeightsOffer, seconds: float) -> None:
         """Have the engine load a complete version.
 

@@ -124,6 +124,7 @@ class MegatronBackend(TorchBackend):
     """See ``learner.backends.base.Backend``."""
 
     takes_ranks: ClassVar[bool] = True
+    offloads: ClassVar[bool] = False
 
     @classmethod
     def plan(cls, context: RunContext) -> tuple[RunContext, BuildWorker]:

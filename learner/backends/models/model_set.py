@@ -84,6 +84,11 @@ class ModelSet:
         """Return the policy's parameters that are trained, by name."""
         return {name: parameter for name, parameter in self.policy.module.named_parameters() if parameter.requires_grad}
 
+    def modules(self) -> list[nn.Module]:
+        """Return the modules of all models."""
+        own = [model.module for model in (self.policy, self.critic) if model is not None]
+        return [*own, self.ref.module] if isinstance(self.ref, PolicyModel) else own
+
     @property
     def kl_in_loss(self) -> bool:
         """Whether the divergence from the reference is part of the loss."""

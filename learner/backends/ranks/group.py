@@ -78,6 +78,13 @@ class RankGroup:
             self.leader.tell(command)
             return work()
 
+    def all_done(self, command: Command, work: Callable[[], None]) -> None:
+        """Do ``work()`` here and execute ``command`` elsewhere; return once every rank is done."""
+        self.together(command, work)
+        if self.leader is not None:
+            with self.leader.working():
+                self.leader.replies()
+
     def share_out(
         self,
         jobs: Sequence[Job],

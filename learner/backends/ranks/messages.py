@@ -83,6 +83,16 @@ class CollectiveCommand(msgspec.Struct, frozen=True, tag=True):
     numbers: list[int] = []
 
 
+class OffloadCommand(msgspec.Struct, frozen=True, tag=True):
+    """Move everything off the device, until ``ReloadCommand``; the reply is an empty ``SumsReply``."""
+
+    folder: str  # for what a CPU holds
+
+
+class ReloadCommand(msgspec.Struct, frozen=True, tag=True):
+    """Move everything back onto the device; the reply is an empty ``SumsReply``."""
+
+
 class SumsReply(msgspec.Struct, frozen=True, tag=True):
     """The sums of each slice."""
 
@@ -95,7 +105,11 @@ class ColumnsReply(msgspec.Struct, frozen=True, tag=True):
     slices: list[list[bytes | None]]
 
 
-Command = BuildCommand | RunCommand | ScoreCommand | StepCommand | DiscardCommand | SyncCommand | CollectiveCommand
+TurnCommand = OffloadCommand | ReloadCommand
+Command = (
+    BuildCommand | RunCommand | ScoreCommand | StepCommand | DiscardCommand | SyncCommand | CollectiveCommand
+    | TurnCommand
+)  # fmt: skip
 Reply = SumsReply | ColumnsReply
 
 

@@ -154,6 +154,11 @@ class SlotAttention:
             self._keys[layer] = _zeros((num_slots, heads, max_context, k), dtype, self.device)
             self._values[layer] = _zeros((num_slots, heads, max_context, v), dtype, self.device)
 
+    def free(self) -> None:
+        """Drop the cache; ``allocate`` makes it again."""
+        self._keys.clear()
+        self._values.clear()
+
     def wipe(self, slot: int) -> None:
         """Zero a slot that may hold NaN: values beyond a sequence's end have weight 0, and 0 times NaN is NaN."""
         for cache in (*self._keys.values(), *self._values.values()):

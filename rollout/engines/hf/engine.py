@@ -104,6 +104,12 @@ class HFEngine:
         whole = await asyncio.to_thread(materialized, tensors)  # while generation continues
         return await self._call(lambda core: core.update(whole, version, mode, probe))
 
+    async def sleep(self) -> None:
+        await self._call(lambda core: core.sleep())
+
+    async def wake(self) -> None:
+        await self._call(lambda core: core.wake())
+
     async def logprobs(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         found = await self._call(lambda core: core.model.logprobs(token_ids))
         array: npt.NDArray[np.float32] = found.numpy()

@@ -57,6 +57,7 @@ class EngineCore:
         self._rows: dict[int, RequestRow] = {}  # by slot
         self._reading: list[RequestRow] = []  # rows in prefill (more than one token to run), oldest first
         self._stalled = False  # whether the current weights failed their probe
+        self.asleep = False  # the weights are off the device
         self._failures = 0
         self._batch: tuple[list[RequestRow], SamplingBatch, npt.NDArray[np.uint64]]
         self._batch = [], SamplingBatch.of([]), np.empty(0, np.uint64)
@@ -71,7 +72,7 @@ class EngineCore:
     @property
     def can_step(self) -> bool:
         """Whether there is work to compute."""
-        return bool(self._rows) and not self._stalled
+        return bool(self._rows) and not self._stalled and not self.asleep
 
     def submit(
         self,
@@ -132,7 +133,7 @@ class EngineCore:
         """End jobs past their deadline and start waiting ones."""
         for job in self.scheduler.expire(now):
             self._end(job, "deadline")
-        if self._stalled:
+        if self._stalled or self.asleep:
             return
         for start in self.scheduler.admit(now):
             params = self._requests[start.job.request_id].sampling
@@ -189,6 +190,18 @@ class EngineCore:
     def adopt(self, version: int) -> None:
         """See ``Engine.adopt``."""
         self._set_version(version, weights_changed=False)
+
+    def sleep(self) -> None:
+        """See ``SleepingEngine.sleep``; jobs past their deadline still end."""
+        self.scheduler.drop_prefixes()
+        self._reread()
+        self.model.offload()
+        self.asleep = True
+
+    def wake(self) -> None:
+        """See ``SleepingEngine.wake``."""
+        self.model.reload()
+        self.asleep = False
 
     def stats(self) -> EngineStats:
         """Return counters, each consistent on its own; thread-safe."""

@@ -15,6 +15,7 @@ import transformers
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from broker.errors import UserError
+from broker.weights.memory.offload import OffloadedMemory
 from rlearner_text.hub import model_folder
 from rollout.engines.args import HFArgs
 from rollout.engines.base import EngineConfig
@@ -48,6 +49,17 @@ class SlotModel:
         self._plug_in()
         self.num_slots, self.max_running = self._allocate(args, section.max_running, section.prefix_cache)
         self._self_test_slots()
+        self._offloaded = OffloadedMemory()
+
+    def offload(self) -> None:
+        """Move the weights off the device and drop all slots' KV; use nothing of the model until ``reload``."""
+        self.attention.free()
+        self._offloaded.release([*self.model.parameters(), *self.model.buffers()])
+
+    def reload(self) -> None:
+        """Move the weights back, with empty slots."""
+        self._offloaded.restore()
+        self.attention.allocate(self.num_slots, self.max_context)
 
     def close(self) -> None:
         """Unregister the attention function from transformers."""

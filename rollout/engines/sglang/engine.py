@@ -110,6 +110,7 @@ class SGLangEngine:
             folder, section, self._args, port=port, dtype=config.dtype, device=config.device,
             version=config.policy_version,
             copies=num_copies, trust_remote_code=config.trust_remote_code, has_weights=config.has_weights,
+            shares_device=config.shares_device,
         )  # fmt: skip
         self._child = SGLangProcess([*command, *arguments], self._died)
         log.info("SGLang started with pid %d at port %d, log in %s", self._child.pid, port, self._child.log_path)
@@ -304,6 +305,27 @@ class SGLangEngine:
                                     await running.quiet.wait()
         except TimeoutError:
             raise TransferFailed(f"SGLang did not return the aborted requests within {RETURN_WITHIN_S:g} s") from None
+
+    async def sleep(self) -> None:
+        """See ``SleepingEngine``: requests return from the server and are sent again with their output so far."""
+        assert self._api is not None
+        await self._requests.updating.acquire()
+        self._requests.open.clear()
+        try:
+            await self._quiet()
+            await self._api.post("/release_memory_occupation", {}, self._args.update_timeout_s)
+        except (SGLangRequestError, ConnectionError, TransferFailed) as error:
+            raise RuntimeError(f"SGLang does not free its memory: {error}") from None
+
+    async def wake(self) -> None:
+        assert self._api is not None
+        try:
+            await self._api.post("/resume_memory_occupation", {}, self._args.update_timeout_s)
+        except (SGLangRequestError, ConnectionError) as error:
+            raise RuntimeError(f"SGLang does not take its memory back: {error}") from None
+        self._requests.loads += 1  # the server has dropped its KV
+        self._requests.resume()
+        self._requests.updating.release()
 
     # --------------------------------------------------------------------------------------------------- stats
 

@@ -127,6 +127,11 @@ class SGLangRequestQueue:
         self.open.set()
         self._admit()
 
+    def resume(self) -> None:
+        """Send requests again after ``open`` was cleared."""
+        self.open.set()
+        self._admit()
+
     def stall(self) -> None:
         """Stop serving the current weights: every request waits for the next update, or for its deadline."""
         self.scheduler.update(NO_VERSION)

@@ -57,7 +57,7 @@ def server_options(
     model_path: str, section: RolloutSection, args: SGLangArgs, *, port: int, dtype: str, device: str, version: int,
     copies: int,
     trust_remote_code: bool,
-    has_weights: bool = True,
+    has_weights: bool = True, shares_device: bool = False,
 ) -> list[str]:  # fmt: skip
     """Return the server's options; pure.
 
@@ -65,6 +65,7 @@ def server_options(
         version: of the weights in ``model_path``, returned with every token until they change.
         copies: data-parallel copies of the model.
         has_weights: False: the folder has none, and the server starts with random ones.
+        shares_device: whether the server must be able to free its memory and fill it again.
     """
     given: dict[str, str | int | float | bool] = {
         "model-path": model_path,
@@ -84,6 +85,8 @@ def server_options(
         "trust-remote-code": trust_remote_code,
         "disable-radix-cache": not section.prefix_cache,
         "enable-deterministic-inference": args.deterministic,
+        "enable-memory-saver": shares_device,
+        "enable-weights-cpu-backup": shares_device,
     }
     given["load-format"] = "safetensors" if has_weights else "dummy"
     given |= {"device": "cpu"} if device == "cpu" else {}

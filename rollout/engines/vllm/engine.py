@@ -154,6 +154,17 @@ class VLLMEngine:
         self._requests.serve(version)
         return paused_s
 
+    async def sleep(self) -> None:
+        """See ``SleepingEngine``: vLLM keeps a copy of the weights in host memory and preempts what runs."""
+        await self._changing.acquire()
+        self._requests.held = True
+        await self._open().llm.sleep(level=1, mode="keep")
+
+    async def wake(self) -> None:
+        await self._open().llm.wake_up()
+        self._requests.resume()
+        self._changing.release()
+
     async def logprobs(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         return await self._open().asking.logprobs(token_ids)
 

@@ -121,6 +121,11 @@ class VLLMRequestQueue:
         for job in self.scheduler.update(version):
             self._end(self._runs[job.request_id], "abort")
 
+    def resume(self) -> None:
+        """Start requests again after they were held."""
+        self.held = False
+        self._admit()
+
     async def start_over(self) -> None:
         """Restart the requests that have no token yet."""
         if self._loading is not None and (tokenless := self._loading.asking.tokenless(list(self._runs))):

@@ -127,6 +127,8 @@ def uses_cpu(config: EngineConfig, args: VLLMArgs) -> bool:
         raise UserError("GPUs are requested, but the installed vLLM is the CPU build; pip install 'rlearner[vllm]'")
     if on_cpu and args.quantization:
         raise UserError(f"rollout.engine_args.quantization: {args.quantization!r} is not allowed on the CPU; use null")
+    if on_cpu and config.shares_device:
+        raise UserError("--share-gpus: vLLM does not free its memory on a CPU; use engine hf")
     return on_cpu
 
 
@@ -169,6 +171,7 @@ def engine_args(
         "block_size": CPU_BLOCK_TOKENS if on_cpu else None,
         "enforce_eager": on_cpu if args.enforce_eager is None else args.enforce_eager,
         "quantization": args.quantization,
+        "enable_sleep_mode": config.shares_device,
         "logprobs_mode": "processed_logprobs",  # of the sampling distribution, with temperature and filters
         "max_logprobs": -1,  # up to the whole vocabulary
         "generation_config": "vllm",  # the model's folder must not change the sampling

@@ -1,0 +1,126 @@
+"""Decides when one process has a shared device: a pure state machine around the lease in the bucket ``devices``.
+
+A learner claims a device for itself, servers share it with each other. Everyone reads the lease, changes it by
+compare-and-swap, and renews its own claim. Processes compare no clocks:
+
+- A claim has ended for a reader once its beat stayed the same for ``ttl_s`` on the reader's clock, which stops while
+  the reader does not read.
+- A holder counts from before it sent its last renewal, and stops ``MARGIN_S`` earlier: it has stopped before anyone
+  else takes the device, if clocks run equally fast to within a tenth.
+- A learner that waits comes before servers that wait, which otherwise could keep it out for ever.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from broker.contract import wire
+
+TTL_S: Final = 10.0  # a holder that does not renew its claim for so long has lost it
+RENEW_S: Final = 1.0
+MARGIN_S: Final = 2.0
+ABSENT_S: Final = 2.5  # a lease that the broker forgot is first made again by who has the device
+
+
+class DeviceParty:
+    """One process's claim to one device.
+
+    Args:
+        holder: names this start of the process.
+        exclusive: nothing else may be on the device.
+
+    Attributes:
+        wanted: whether to have the device; set False only once nothing of this process is on it.
+        asked: whether another process waits for this one to leave.
+        listed: whether the lease had a claim of this process when it was last read or stored.
+        blockers: the holders that this process waits for.
+    """
+
+    def __init__(self, holder: str, *, exclusive: bool, ttl_s: float = TTL_S) -> None:
+        self.holder, self._exclusive, self._ttl_s = holder, exclusive, ttl_s
+        self.wanted = self.asked = self.listed = False
+        self.blockers: list[str] = []
+        self._granted = False
+        self._valid_until = self._renewed_at = float("-inf")
+        self._clock = 0.0  # seconds in which this process read the lease
+        self._read_at: float | None = None
+        self._seen: dict[str, tuple[int, bool, float]] = {}  # holder -> beat, granted, since when on the clock
+        self._absent_since: float | None = None  # on that clock
+
+    def has(self, now: float) -> bool:
+        """Return whether the device is this process's, and will be for ``MARGIN_S`` more."""
+        return self.wanted and self._granted and now < self._valid_until
+
+    def next(self, lease: wire.DeviceLease | None, now: float) -> wire.DeviceLease | None:
+        """Return what to store in place of the lease just read; None: nothing.
+
+        Args:
+            lease: None if there is none.
+            now: monotonic seconds of this process.
+        """
+        self._clock += min(now - self._read_at, 2 * RENEW_S) if self._read_at is not None else 0.0
+        self._read_at = now
+        if lease is not None:
+            self._absent_since = None
+        elif self._absent_since is None:
+            self._absent_since = self._clock
+        claims = list(lease.claims) if lease is not None else []
+        own = next((claim for claim in claims if claim.holder == self.holder), None)
+        others, self.listed = self._living(claims), own is not None
+        opposed = [claim for claim in others if claim.exclusive or self._exclusive]
+        # a claim that vanished with the broker's memory is made again, unless another process has the device by now
+        lasts = self.has(now) and not any(claim.granted for claim in opposed)
+        self._granted = own.granted if own is not None else lasts
+        found = self._own(own, claims, others, now)
+        self.asked = self._granted and bool(opposed)
+        self.blockers = [] if self._granted else [claim.holder for claim in opposed if claim.granted]
+        made = [claim if claim.holder != self.holder else found for claim in claims if claim in others or claim is own]
+        made += [found] if own is None else []
+        kept = [claim for claim in made if claim is not None]
+        return wire.DeviceLease(claims=kept) if kept != claims else None
+
+    def stored(self, lease: wire.DeviceLease, sent_at: float) -> None:
+        """Note that the returned lease was stored.
+
+        Args:
+            sent_at: when it was sent, or earlier.
+        """
+        own = next((claim for claim in lease.claims if claim.holder == self.holder), None)
+        self.listed, self._granted = own is not None, own is not None and own.granted
+        if own is not None:
+            self._renewed_at, self._valid_until = sent_at, sent_at + self._ttl_s - MARGIN_S
+
+    def _living(self, claims: list[wire.DeviceClaim]) -> list[wire.DeviceClaim]:
+        """Return the claims of others that were renewed lately."""
+        seen = {}
+        for claim in claims:
+            before = self._seen.get(claim.holder)
+            is_same = before is not None and before[:2] == (claim.beat, claim.granted)
+            seen[claim.holder] = before if before is not None and is_same else (claim.beat, claim.granted, self._clock)
+        self._seen = seen
+        others = [claim for claim in claims if claim.holder != self.holder]
+        return [claim for claim in others if self._clock - seen[claim.holder][2] < self._ttl_s]
+
+    def _own(
+        self, own: wire.DeviceClaim | None, claims: list[wire.DeviceClaim], others: list[wire.DeviceClaim], now: float
+    ) -> wire.DeviceClaim | None:
+        """Return this process's claim as it should be; None: it should have none."""
+        if not self.wanted:
+            return None
+        if own is None:
+            if self._absent_since is not None and not self._granted and self._clock - self._absent_since < ABSENT_S:
+                return None
+            granted = self._granted or self._is_free(others, others)
+            return wire.DeviceClaim(holder=self.holder, exclusive=self._exclusive, granted=granted, beat=0)
+        before = [claim for claim in claims[: claims.index(own)] if claim in others]
+        granted = own.granted or self._is_free(before, others)
+        is_due = granted != own.granted or now - self._renewed_at >= RENEW_S
+        return msgspec.structs.replace(own, granted=granted, beat=own.beat + 1) if is_due else own
+
+    def _is_free(self, before: list[wire.DeviceClaim], others: list[wire.DeviceClaim]) -> bool:
+        """Return whether the device can be taken: a learner waits for all that have it, and for learners before it."""
+        if self._exclusive:
+            return not any(claim.granted for claim in others) and not any(claim.exclusive for claim in before)
+        return not any(claim.exclusive for claim in others)
