@@ -53,7 +53,7 @@ class FlashShapes(torch.autograd.Function):
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of tensors that operations create, as long as they live.
 
     Attributes:
@@ -61,7 +61,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now, self.most, self._sizes = 0, 0, dict[int, int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -87,7 +87,7 @@ def trace(model: Any, hidden: int) -> tuple[ActivationFacts, Traced]:
     kind = type(model).__name__
     try:
         found = _forward(model, hidden, TOKENS)
-        wide, narrow = (max(_block(model, call) for call in _forward(model, hidden, n).calls) for n in (TOKENS, TOKENS // 2))
+        wide, narrow = (_largest_block(model, hidden, tokens) for tokens in (TOKENS, TOKENS // 2))
     except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
         problem = " ".join(str(error).split())[:200]
         raise UserError(f"model.path: cannot plan for {kind}, whose activations cannot be traced: {problem}") from error
@@ -109,7 +109,7 @@ def _forward(model: Any, hidden: int, tokens: int) -> Traced:
         if storage._cdata not in own and storage._cdata not in found.saved:
             size = found.saved[storage._cdata] = storage.nbytes()
             held.append(storage)
-            inside = 0 < len(found.calls) and not after
+            inside = len(found.calls) > 0 and not after
             found.wide += size if inside and tensor.ndim >= 2 and tensor.shape[-1] == hidden else 0
             found.outside += 0 if inside else size
         return tensor
@@ -126,6 +126,10 @@ def _forward(model: Any, hidden: int, tokens: int) -> Traced:
         for hook in hooks:
             hook.remove()
     return found
+
+
+def _largest_block(model: Any, hidden: int, tokens: int) -> int:
+    return max(_block(model, call) for call in _forward(model, hidden, tokens).calls)
 
 
 def _record(found: Traced) -> Callable[..., None]:

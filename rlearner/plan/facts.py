@@ -6,6 +6,30 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 GIB: Final = 2**30
+LEFT: Final = 0.06  # of each GPU's memory, and a GiB: for CUDA, NCCL, kernels' workspaces and fragmentation
+Place = Literal["gpu", "host"]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """``gpus`` GPUs of ``memory`` bytes each, equally many on each of ``hosts``."""
+
+    gpus: int
+    memory: float
+    hosts: int = 1
+
+    @property
+    def available(self) -> float:
+        """Bytes of a GPU for tensors."""
+        return self.memory * (1 - LEFT) - GIB
+
+    @property
+    def per_host(self) -> int:
+        return self.gpus // self.hosts
+
+    def hosts_of(self, first: int, number: int) -> int:
+        """Return over how many hosts consecutive GPUs are spread."""
+        return (first + number - 1) // self.per_host - first // self.per_host + 1
 
 
 @dataclass(frozen=True)
@@ -36,25 +60,24 @@ class ModelFacts:
         blocks: parameters of each transformer block.
         embedding: parameters of the input embeddings, which are the output matrix, too, if ``tied``.
         outside: other parameters outside of blocks.
-        largest: parameters of the largest tensor.
         active: parameters that one token is multiplied with; fewer than all in a mixture of experts.
         kv_bytes: keys and values of one token in all blocks.
-        linears: inputs and outputs of each linear layer in the blocks.
+        linears: name, inputs and outputs of each linear layer in the blocks.
     """
 
     path: str
+    architecture: str
     itemsize: int
     blocks: tuple[int, ...]
     embedding: int
     outside: int
-    largest: int
     active: int
     tied: bool
     vocab: int
     heads: int
     kv_heads: int
     kv_bytes: int
-    linears: tuple[tuple[int, int], ...]
+    linears: tuple[tuple[str, int, int], ...]
     activations: ActivationFacts
 
     @property
@@ -69,6 +92,7 @@ class TrainFacts:
     Attributes:
         slice_tokens: tokens of the largest forward pass of one rank.
         lora_parameters: of the adapters; 0 if all weights are trained.
+        lora_bytes: that adapters keep per token for the backward pass.
         reference: a second, frozen copy of the model.
         staging: bytes of one version of the weights as it is sent.
         staging_on_gpu: whether the sender holds its two buffers there.
@@ -76,7 +100,7 @@ class TrainFacts:
 
     slice_tokens: int
     lora_parameters: int = 0
-    lora_bytes: float = 0.0  # kept per token by the adapters
+    lora_bytes: int = 0
     reference: bool = False
     critic: bool = False
     activation_offload: bool = False
@@ -86,16 +110,24 @@ class TrainFacts:
 
 @dataclass(frozen=True)
 class ServeFacts:
-    """What a run asks of its servers."""
+    """What a run asks of its servers.
+
+    Attributes:
+        running: sequences in one decode batch.
+        context: tokens of the longest sequence.
+        prefill: tokens of one pass over prompts.
+        slots: sequences whose keys and values are kept, if memory suffices.
+        kv_gib: limit of the cache that the configuration sets.
+        share: of a GPU's memory that the engine takes; 0 if it takes what it needs.
+    """
 
     engine: str
     running: int
     context: int
     prefill: int
-    prefix_cache: bool
-    kv_gib: float | None = None  # the engine's limit
-    share: float = 0.9  # of the GPU that the engine takes, where it decides by share
-    slots: int | None = None
+    slots: int
+    kv_gib: float | None = None
+    share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -105,7 +137,7 @@ class StepFacts:
     sequences: int
     length: float
     generated: float
-    passes: float = 1.0  # updates on the same tokens
+    passes: int = 1  # over the same sequences
 
 
 @dataclass(frozen=True)
@@ -115,7 +147,7 @@ class Part:
     name: str
     size: float
     formula: str
-    where: Literal["gpu", "host"] = "gpu"
+    where: Place = "gpu"
 
 
 @dataclass(frozen=True)
@@ -125,6 +157,6 @@ class Memory:
     parts: tuple[Part, ...]
     peak: str
 
-    def total(self, where: Literal["gpu", "host"] = "gpu") -> float:
+    def total(self, where: Place = "gpu") -> float:
         """Return bytes."""
         return sum(part.size for part in self.parts if part.where == where)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from broker.errors import ConfigError
-from rlearner.plan.facts import ModelFacts
+from rlearner.plan.facts import ModelFacts, Part
 from rlearner_text.config import ModelSection
 from rlearner_text.hub import tokenizer_folder
 from rlearner_text.transformers_import import import_transformers
@@ -55,27 +55,48 @@ def read_folder(folder: Path, name: str, section: ModelSection) -> ModelFacts:
     blocks, embedding, head = blocks_of(model), model.get_input_embeddings().weight, model.get_output_embeddings()
     if head is None:
         raise ConfigError("model.path", name, f"{type(model).__name__} has no output embeddings: not a language model")
-    sizes = {parameter: parameter.numel() for parameter in model.parameters()}
     per_block = tuple(sum(parameter.numel() for parameter in block.parameters()) for block in blocks)
-    total, experts = sum(sizes.values()), _unused(model, text)
+    total = sum(parameter.numel() for parameter in model.parameters())
     activations, traced = trace(model.eval(), int(text.hidden_size))
-    linears = [layer for block in blocks for layer in block.modules() if isinstance(layer, torch.nn.Linear)]
+    named = [pair for block in blocks for pair in block.named_modules() if isinstance(pair[1], torch.nn.Linear)]
     return ModelFacts(
         path=name,
+        architecture=type(model).__name__,
         itemsize=model.dtype.itemsize,
         blocks=per_block,
         embedding=embedding.numel(),
         outside=total - sum(per_block) - embedding.numel(),
-        largest=max(sizes.values()),
-        active=total - experts,
+        active=total - _unused(model, text),
         tied=head.weight is embedding,
         vocab=int(head.weight.shape[0]),
         heads=traced.heads[0],
         kv_heads=traced.heads[1],
         kv_bytes=traced.kv,
-        linears=tuple((layer.in_features, layer.out_features) for layer in linears),
+        linears=tuple((at.rpartition(".")[2], layer.in_features, layer.out_features) for at, layer in named),
         activations=activations,
     )
+
+
+def reward_parts(path: str, dtype: str) -> Part:
+    """Return the weights of a reward model, read from its config.json.
+
+    Raises:
+        ConfigError: if there is no model.
+    """
+    import torch
+
+    import_transformers()
+    from transformers import AutoConfig, AutoModel
+
+    kind = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
+    try:
+        config = AutoConfig.from_pretrained(tokenizer_folder(path, "reward_model.path"))
+        with torch.device("meta"):
+            model: Any = AutoModel.from_config(config, dtype=kind)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError("reward_model.path", path, f"transformers cannot build it: {_one_line(error)}") from error
+    number = sum(parameter.numel() for parameter in model.parameters())
+    return Part(path, number * kind.itemsize, f"{number:,} parameters x {kind.itemsize} bytes")
 
 
 def _unused(model: Any, config: Any) -> int:
@@ -84,7 +105,7 @@ def _unused(model: Any, config: Any) -> int:
     if not experts:
         return 0
     total = sum(parameter.numel() for name, parameter in model.named_parameters() if EXPERT.search(name))
-    return total - total * int(config.num_experts_per_tok) // int(experts)
+    return int(total - total * config.num_experts_per_tok // experts)
 
 
 def _one_line(error: BaseException) -> str:
