@@ -88,9 +88,8 @@ def read_demands(given: Mapping[str, Any], config: dict[str, Any], model: ModelF
         if reward.name == "reward_model" and "path" in reward.args and reward.args.get("device") != "cpu"
     )
     current = ENGINE_DEFAULTS | {key: value for key in (*CHOICES, *SIZES) if (value := _at(config, key)) is not None}
-    return Demands(
-        facts, _serve(config), step, fixed, current, tuple(dict.fromkeys(rewards)), config["envhub"]["n"], longest
-    )
+    models, environments = tuple(dict.fromkeys(rewards)), int(config["envhub"]["n"])
+    return Demands(facts, _serve(config), step, fixed, current, models, environments, longest)
 
 
 def check_tensor_parallel(key: str, fixed: Mapping[str, Any], model: ModelFacts, heads: int) -> None:

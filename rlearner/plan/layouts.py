@@ -49,9 +49,9 @@ def server_layouts(model: ModelFacts, demands: Demands, machine: Machine) -> Ite
     """Yield how one server may be divided."""
     assert demands.serve is not None
     for tensor in POWERS if demands.serve.engine != "hf" else (1,):
-        if tensor <= machine.per_host and not model.heads % tensor:
-            if demands.allows(rollout__engine_args__tensor_parallel=tensor):
-                yield ServerLayout(tensor)
+        fits = tensor <= machine.per_host and not model.heads % tensor
+        if fits and demands.allows(rollout__engine_args__tensor_parallel=tensor):
+            yield ServerLayout(tensor)
 
 
 def count_servers(machine: Machine, first: int, last: int, tensor: int) -> int:

@@ -54,17 +54,17 @@ def train_seconds(model: ModelFacts, train: TrainFacts, step: StepFacts, layout:
     if train.lora_parameters:
         passes -= 2 * step.passes  # frozen weights have no gradient
     tokens = step.sequences * step.length
-    slices = math.ceil(tokens / train.slice_tokens)
-    turns = math.ceil(slices / layout.copies)
+    turns = max(1, math.ceil(tokens / train.slice_tokens / layout.copies))
+    each = tokens / layout.copies / turns  # where there are fewer slices than ranks, they are cut smaller
     waiting = 1.0 if layout.pipeline == 1 else (4 * layout.pipeline + layout.pipeline - 1) / (4 * layout.pipeline)
     peak = PEAK_FLOPS * TRAIN_SHARE / (8 if model.itemsize == 4 else 1)
-    computing = turns * min(tokens, train.slice_tokens) * passes * model.active / layout.parts / peak * waiting
+    computing = turns * each * passes * model.active / layout.parts / peak * waiting
     link = NVLINK if hosts == 1 else NETWORK
     trained = train.lora_parameters or model.parameters
-    return computing + _collectives(model, train, layout, turns, trained) / link + _update(trained, layout)
+    return computing + _collectives(model, layout, turns, each, trained) / link + _update(trained, layout)
 
 
-def _collectives(model: ModelFacts, train: TrainFacts, layout: LearnerLayout, turns: int, trained: int) -> float:
+def _collectives(model: ModelFacts, layout: LearnerLayout, turns: int, each: float, trained: int) -> float:
     """Return the bytes that one rank sends in a step."""
     if layout.ranks == 1:
         return 0.0
@@ -76,7 +76,7 @@ def _collectives(model: ModelFacts, train: TrainFacts, layout: LearnerLayout, tu
     reduced = 2.0 * 4.0 * trained / layout.parts if layout.copies > 1 else 0.0
     crossing = 0.0
     if layout.tensor > 1:  # two all-reduces of the residual stream in each block and direction
-        crossing = turns * 8.0 * train.slice_tokens * model.activations.stream * len(model.blocks) / layout.pipeline
+        crossing = turns * 8.0 * each * model.activations.stream * len(model.blocks) / layout.pipeline
     return reduced + crossing
 
 
