@@ -98,6 +98,27 @@ def trace(model: Any, hidden: int) -> tuple[ActivationFacts, Traced]:
     return facts, found
 
 
+def adapt(model: Any, rank: int, targets: Callable[[str], bool]) -> None:
+    """Freeze a model and give linear layers in its blocks float32 factors, as peft computes with them.
+
+    Args:
+        targets: decides by a layer's last name.
+    """
+    model.requires_grad_(False)
+    for block in blocks_of(model):
+        for name, layer in list(block.named_modules()):
+            if isinstance(layer, nn.Linear) and targets(name.rpartition(".")[2]):
+                sizes = {"factor_a": (rank, layer.in_features), "factor_b": (layer.out_features, rank)}
+                for factor, size in sizes.items():
+                    layer.register_parameter(factor, nn.Parameter(torch.empty(size, device="meta")))
+                layer.register_forward_hook(_add_factors)
+
+
+def _add_factors(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    adapted = nn.functional.linear(inputs[0].float(), layer.get_parameter("factor_a"))
+    return (output + nn.functional.linear(adapted, layer.get_parameter("factor_b")) * 2.0).to(output.dtype)
+
+
 def _forward(model: Any, hidden: int, tokens: int) -> Traced:
     found = Traced()
     own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}

@@ -67,12 +67,11 @@ def read_demands(given: Mapping[str, Any], config: dict[str, Any], model: ModelF
     check_tensor_parallel("rollout.engine_args.tensor_parallel", fixed, model, model.heads)
     check_tensor_parallel("train.megatron.tensor_parallel", fixed, model, math.gcd(model.heads, model.kv_heads))
     train, algorithm = section(config, "train", TrainSection), section(config, "algorithm", AlgorithmSection)
-    lora = _lora_parameters(train.lora, model) if train.lora else 0
+    lora = lora_parameters(train.lora, model) if train.lora else 0
     longest = max(domain.max_context_tokens for domain in domains(config).values())
     facts = TrainFacts(
         slice_tokens=max(train.micro_batch_tokens, longest),
         lora_parameters=lora,
-        lora_bytes=_lora_bytes(train.lora, model) if train.lora else 0,
         reference=bool(algorithm.kl_coef) and not train.lora,
         critic=algorithm.critic.enabled,
         activation_offload=train.activation_offload,
@@ -135,19 +134,11 @@ def _staging(train: TrainSection, model: ModelFacts, lora: int) -> int:
     return model.parameters * (items[train.weights_dtype] if train.weights_dtype else model.itemsize)
 
 
-def _lora_parameters(lora: LoraSection, model: ModelFacts) -> int:
-    return sum(lora.rank * (inputs + outputs) for _, inputs, outputs in _targets(lora, model))
-
-
-def _lora_bytes(lora: LoraSection, model: ModelFacts) -> int:
-    """Return what adapters keep per token: float32 inputs of A, unless they are the layer's own, and of B."""
-    copies = 0 if model.itemsize == 4 else 4
-    return sum(copies * inputs + 4 * lora.rank for _, inputs, _ in _targets(lora, model))
-
-
-def _targets(lora: LoraSection, model: ModelFacts) -> list[tuple[str, int, int]]:
+def lora_parameters(lora: LoraSection, model: ModelFacts) -> int:
+    """Return the number of factors of all adapters."""
     names = lora.target_modules
-    return [layer for layer in model.linears if names == "all-linear" or layer[0] in names]
+    targets = [layer for layer in model.linears if names == "all-linear" or layer[0] in names]
+    return sum(lora.rank * (inputs + outputs) for _, inputs, outputs in targets)
 
 
 def _at(config: Mapping[str, Any], key: str) -> Any:

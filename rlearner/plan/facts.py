@@ -92,7 +92,6 @@ class TrainFacts:
     Attributes:
         slice_tokens: tokens of the largest forward pass of one rank.
         lora_parameters: of the adapters; 0 if all weights are trained.
-        lora_bytes: that adapters keep per token for the backward pass.
         reference: a second, frozen copy of the model.
         staging: bytes of one version of the weights as it is sent.
         staging_on_gpu: whether the sender holds its two buffers there.
@@ -100,7 +99,6 @@ class TrainFacts:
 
     slice_tokens: int
     lora_parameters: int = 0
-    lora_bytes: int = 0
     reference: bool = False
     critic: bool = False
     activation_offload: bool = False

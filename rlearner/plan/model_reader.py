@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from broker.errors import ConfigError
+from learner.config import LoraSection
 from rlearner.plan.facts import ModelFacts, Part
 from rlearner_text.config import ModelSection
 from rlearner_text.hub import tokenizer_folder
@@ -16,7 +17,7 @@ from rlearner_text.transformers_import import import_transformers
 EXPERT: Final = re.compile(r"\.experts\.")
 
 
-def read_model(section: ModelSection) -> ModelFacts:
+def read_model(section: ModelSection, lora: LoraSection | None = None) -> ModelFacts:
     """Return the sizes of ``model.path``, or of the small model that a run makes without one.
 
     Raises:
@@ -24,22 +25,22 @@ def read_model(section: ModelSection) -> ModelFacts:
         UserError: if its passes cannot be traced.
     """
     if section.path is not None:
-        return read_folder(tokenizer_folder(section.path), section.path, section)
+        return read_folder(tokenizer_folder(section.path), section.path, section, lora)
     from rlearner_text.tiny import build_tiny
 
     with tempfile.TemporaryDirectory() as folder:
         build_tiny(Path(folder) / "tiny", section.tiny, dtype=section.dtype)
-        return read_folder(Path(folder) / "tiny", "the model of model.tiny", section)
+        return read_folder(Path(folder) / "tiny", "the model of model.tiny", section, lora)
 
 
-def read_folder(folder: Path, name: str, section: ModelSection) -> ModelFacts:
-    """Return the sizes of the model in a folder with a config.json."""
+def read_folder(folder: Path, name: str, section: ModelSection, lora: LoraSection | None = None) -> ModelFacts:
+    """Return the sizes of the model in a folder with a config.json; its activations are those with ``lora``."""
     import torch
 
     import_transformers()
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from rlearner.plan.activation_trace import blocks_of, trace
+    from rlearner.plan.activation_trace import adapt, blocks_of, trace
 
     trusted = section.trust_remote_code
     try:
@@ -57,6 +58,9 @@ def read_folder(folder: Path, name: str, section: ModelSection) -> ModelFacts:
         raise ConfigError("model.path", name, f"{type(model).__name__} has no output embeddings: not a language model")
     per_block = tuple(sum(parameter.numel() for parameter in block.parameters()) for block in blocks)
     total = sum(parameter.numel() for parameter in model.parameters())
+    unused = _unused(model, text)
+    if lora is not None:
+        adapt(model, lora.rank, lambda layer: is_target(layer, lora))
     activations, traced = trace(model.eval(), int(text.hidden_size))
     named = [pair for block in blocks for pair in block.named_modules() if isinstance(pair[1], torch.nn.Linear)]
     return ModelFacts(
@@ -66,7 +70,7 @@ def read_folder(folder: Path, name: str, section: ModelSection) -> ModelFacts:
         blocks=per_block,
         embedding=embedding.numel(),
         outside=total - sum(per_block) - embedding.numel(),
-        active=total - _unused(model, text),
+        active=total - unused,
         tied=head.weight is embedding,
         vocab=int(head.weight.shape[0]),
         heads=traced.heads[0],
@@ -75,6 +79,11 @@ def read_folder(folder: Path, name: str, section: ModelSection) -> ModelFacts:
         linears=tuple((at.rpartition(".")[2], layer.in_features, layer.out_features) for at, layer in named),
         activations=activations,
     )
+
+
+def is_target(layer: str, lora: LoraSection) -> bool:
+    """Return whether a linear layer in a block, by its last name, gets an adapter."""
+    return lora.target_modules == "all-linear" or layer in lora.target_modules
 
 
 def reward_parts(path: str, dtype: str) -> Part:

@@ -8,6 +8,7 @@ import sys
 from broker.errors import ConfigError, UserError
 from broker.settings.config_file import locate
 from broker.settings.runspec import load, section, validate
+from learner.config import TrainSection
 from learner.prepare import name_run
 from rlearner.plan.demands import read_demands
 from rlearner.plan.facts import GIB, Machine, Memory
@@ -33,7 +34,7 @@ def plan_run(options: argparse.Namespace) -> int:
     if not given.get("domains"):
         raise ConfigError("domains", None, "a run's; rlearner plan is not for offline training")
     config = validate(given, checks=())
-    model = read_model(section(config, "model", ModelSection))
+    model = read_model(section(config, "model", ModelSection), section(config, "train", TrainSection).lora)
     demands = read_demands(given, config, model)
     rewards = Memory(tuple(reward_parts(path, key) for path, key in demands.rewards), "scoring")
     plans = make_plans(model, demands, rewards if rewards.parts else None, machine, options.plans)

@@ -12,7 +12,6 @@ from rlearner.plan.facts import ActivationFacts, Memory, ModelFacts, Part, Place
 
 LOGIT_BUDGET: Final = 1 << 26  # logits held at once, as in learner.backends.models.policy
 LOGIT_BYTES: Final = 20  # float32: logit, log-probability, probability, and two for the entropy
-CRITIC_BYTES: Final = 16  # float32 weight, gradient and two moments
 FLOAT: Final = 4
 BUCKET: Final = 50_000_000  # train.deepspeed.reduce_bucket_size
 LIVE: Final = 1_000_000_000  # train.deepspeed.max_live_parameters
@@ -97,13 +96,17 @@ def _state(model: ModelFacts, train: TrainFacts, layout: LearnerLayout) -> list[
 
 def _copies(model: ModelFacts, train: TrainFacts, layout: LearnerLayout) -> list[Part]:
     """Return further models, and the sender's buffers."""
-    parts = []
+    parts: list[Part] = []
+    place: Place
     if train.reference:
         parts.append(_shared("reference", model.parameters, model.itemsize, layout.parts, "frozen parameters"))
-    if train.critic:
-        parts.append(_shared("critic", model.parameters, CRITIC_BYTES, 1, "parameters"))
+    if train.critic:  # whole on every rank; its gradients are gone before the policy's pass, which needs more
+        place = "host" if layout.offload else "gpu"
+        each = 2 * FLOAT + (0 if model.itemsize == FLOAT and not layout.offload else FLOAT)
+        parts.append(_shared("critic", model.parameters, model.itemsize, 1, "parameters"))
+        parts.append(_shared("critic's optimizer", model.parameters, each, 1, "parameters", place))
     if train.staging:
-        place: Place = "gpu" if train.staging_on_gpu else "host"
+        place = "gpu" if train.staging_on_gpu else "host"
         text = f"2 buffers x {train.staging:,} bytes of weights as they are sent, rank 0 only"
         parts.append(Part("weight staging", 2 * train.staging, text, place))
     return parts
@@ -130,7 +133,7 @@ def _moments(model: ModelFacts, train: TrainFacts, layout: LearnerLayout) -> lis
     tokens, acts = train.slice_tokens, model.activations
     place: Place = "host" if train.activation_offload else "gpu"
     # A stage of p keeps p slices of its 1/p of the blocks: as much as one slice of all of them.
-    saved = acts.stream * len(model.blocks) if layout.checkpointing else _divided(acts, layout) + train.lora_bytes
+    saved = acts.stream * len(model.blocks) if layout.checkpointing else _divided(acts, layout)
     ends = acts.outside + acts.stream  # of the latter the trained positions, which the output layer reads
     what = "block inputs" if layout.checkpointing else "what blocks save for the backward pass"
     text = f"{tokens:,} tokens x {saved + ends:,.0f} bytes: {what} (traced)"

@@ -53,8 +53,14 @@ def _script(lines: list[str], host: int, machine: Machine) -> str:
     if machine.hosts > 1:
         tokens = "the *.token files that host 0 writes" if host else "other hosts need the *.token files from here"
         head.append(f': "${{HOST0:?set HOST0 to the address of host 0}}"  # {tokens}')
-    head += [f'CONFIG="$(dirname "$0")/{CONFIG}"', "trap 'kill $(jobs -p) 2>/dev/null' EXIT"]
-    return "\n".join([*head, *lines]) + ("\nwait\n" if lines and lines[-1].endswith("&") else "\n")
+    head += [
+        f'CONFIG="$(dirname "$0")/{CONFIG}"',
+        "pids=",
+        "trap 'kill $pids 2>/dev/null' EXIT",
+        "trap 'exit 130' INT TERM",
+    ]
+    body = [f'{line} pids="$pids $!"' if line.endswith("&") else line for line in lines]
+    return "\n".join([*head, *body, *(["wait"] if lines and lines[-1].endswith("&") else [])]) + "\n"
 
 
 def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
