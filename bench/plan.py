@@ -15,7 +15,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -27,6 +27,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from bench.gpu import common
 from bench.gpu.learner import sample
+from learner.algorithm.samples import TrainSample
 from learner.backends.torch import TorchBackend
 from learner.config import AlgorithmSection, LoraSection, TrainSection
 from rlearner.plan.demands import lora_parameters
@@ -82,10 +83,19 @@ def cases(sizes: Sequence[str]) -> Iterator[Case]:
 
 
 class StepTracker(MemTracker):  # type: ignore[no-untyped-call]
-    """torch's tracker without hooks on gradients, which frozen weights refuse; they are counted all the same."""
+    """torch's tracker without statistics of modules, which allow only one pass of each, and no frozen weights."""
 
-    def _track_module_params_and_buffers(self, module: Any, install_grad_hooks: bool = True) -> tuple[int, int]:
-        return super()._track_module_params_and_buffers(module, install_grad_hooks=False)
+    def _pre_fw_hook(self, module: Any, inputs: Any) -> None:
+        pass
+
+    def _post_fw_hook(self, module: Any, inputs: Any, outputs: Any) -> None:
+        pass
+
+    def _pre_bw_hook(self, module: Any, args: Any) -> None:
+        pass
+
+    def _post_bw_hook(self, module: Any, args: Any) -> None:
+        pass
 
 
 def error_of(case: Case) -> tuple[float, float, float]:
@@ -121,7 +131,7 @@ def measure_step(case: Case, model: str) -> float:
         tracker = StepTracker()
         tracker.track_external(*_held(backend))
         with tracker:
-            _step(backend, samples, tracker, "critic" in case.algorithm)
+            _step(backend, samples)
         return float(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
     finally:
         backend.close()
@@ -141,23 +151,9 @@ def _held(backend: TorchBackend) -> list[Any]:
     return list(distinct.values())
 
 
-def _step(backend: TorchBackend, samples: Sequence[Any], tracker: StepTracker, whole: bool) -> None:
-    forget = tracker.reset_mod_stats  # of modules; it accepts only one pass of each
-
-    def forgetting(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **named: Any) -> Any:
-            forget()
-            return function(*arguments, **named)
-
-        return call
-
-    passes: Any = backend.worker.passes
-    passes.run_one = forgetting(passes.run_one)
-    if whole:
-        critic: Any = backend.worker.models.critic
-        critic.forward_backward = forgetting(critic.forward_backward)
-        backend.score = forgetting(backend.score)  # type: ignore[method-assign]
-        backend.update(backend_ready(backend, samples))
+def _step(backend: TorchBackend, samples: Sequence[TrainSample]) -> None:
+    if backend.worker.models.critic is not None:
+        backend.update([replace(one, values=one.advantages * 0, returns=one.advantages) for one in samples])
         return
     cutter = backend.cutter()
     for one in samples:
@@ -166,11 +162,6 @@ def _step(backend: TorchBackend, samples: Sequence[Any], tracker: StepTracker, w
     if rest := cutter.flush():
         backend.forward_backward(rest)
     backend.step()
-
-
-def backend_ready(backend: TorchBackend, samples: Sequence[Any]) -> list[Any]:
-    """Return samples with values and returns, as a step with a critic needs them."""
-    return [replace(one, values=one.advantages * 0, returns=one.advantages) for one in samples]
 
 
 def kv_error(size: str = "0.5", slots: int = 6) -> float:
