@@ -73,8 +73,11 @@ class _Moment:
 
 def learner_memory(model: ModelFacts, train: TrainFacts, layout: LearnerLayout) -> Memory:
     """Return what one rank holds when it holds most."""
-    peak = max(_moments(model, train, layout), key=lambda moment: moment.size)
+    moments = _moments(model, train, layout)
+    peak = max(moments, key=lambda moment: moment.size)
+    elsewhere = [part for part in moments[0].parts if part.where == "host" and part not in peak.parts]
     parts = (*_state(model, train, layout), *_copies(model, train, layout), *_gathered(model, layout), *peak.parts)
+    parts = (*parts, *elsewhere)
     return Memory(tuple(part for part in parts if part.size), peak.name)
 
 
@@ -129,7 +132,7 @@ def _gathered(model: ModelFacts, layout: LearnerLayout) -> list[Part]:
 
 
 def _moments(model: ModelFacts, train: TrainFacts, layout: LearnerLayout) -> list[_Moment]:
-    """Return the moments of which one needs most."""
+    """Return the moments of which one needs most; at the first of them all activations exist."""
     tokens, acts = train.slice_tokens, model.activations
     place: Place = "host" if train.activation_offload else "gpu"
     # A stage of p keeps p slices of its 1/p of the blocks: as much as one slice of all of them.
