@@ -18,6 +18,7 @@ from rlearner.doctor import cli as doctor_cli
 from rlearner.evaluate import cli as eval_cli
 from rlearner.examples import EXAMPLES
 from rlearner.ops import cli as ops_cli
+from rlearner.plan import cli as plan_cli
 from rlearner.up import cli as up_cli
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
     check.add_argument("--no-trial", action="store_true", help=text)
     check.set_defaults(run=_check)
     doctor_cli.add_parser(commands)
+    plan_cli.add_parser(commands)
     pipelines_cli.add_parsers(commands)
     eval_cli.add_parser(commands)
     ops_cli.add_parsers(commands)

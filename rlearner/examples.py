@@ -19,6 +19,10 @@ EXAMPLES: Final = {
         "rlearner check runs/quick train.steps=100",
     ],
     "rlearner doctor": ["rlearner doctor", "rlearner doctor configs/code.yaml --json"],
+    "rlearner plan": [
+        "rlearner plan configs/gsm8k.yaml --gpus 8 --gpu-memory 80 model.path=Qwen/Qwen3-8B model.dtype=bfloat16",
+        "rlearner plan configs/gsm8k.yaml --gpus 16 --hosts 2 --write plan rollout.engine=vllm",
+    ],
     "rlearner completion": ['rlearner completion zsh     # use it: eval "$(rlearner completion)" in ~/.bashrc'],
     "rlearner sft": ["rlearner sft configs/sft.yaml model.path=Qwen/Qwen3-0.6B data.train=conversations.jsonl"],
     "rlearner dpo": ["rlearner dpo configs/dpo.yaml model.path=Qwen/Qwen3-0.6B data.train=pairs.jsonl"],

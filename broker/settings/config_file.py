@@ -37,7 +37,7 @@ def load(
         UserError: if a file is missing or malformed, an override is not ``key=value``, or an
             interpolation would copy a secret from the environment.
     """
-    config = _read(_find(path), ())
+    config = _read(locate(path), ())
     if (Path(path) / RUN_CONFIG).is_file():
         config = OmegaConf.create(of_run(_renamed(config, Path(path).resolve())))
     for override in overrides:
@@ -59,8 +59,12 @@ def _renamed(config: DictConfig, folder: Path) -> Config:
     return settings
 
 
-def _find(path: str) -> Path:
-    """Return the file, the one in a run's folder, or the one of that name that comes with the package."""
+def locate(path: str) -> Path:
+    """Return the file, the one in a run's folder, or the one of that name that comes with the package.
+
+    Raises:
+        UserError: if there is none.
+    """
     for candidate in (Path(path), Path(path) / RUN_CONFIG):
         if candidate.is_file():
             return candidate

@@ -1,0 +1,205 @@
+"""Counts what a model saves for its backward pass, on torch's meta device: exact shapes, no memory, no arithmetic."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from broker.errors import UserError
+from rlearner.plan.facts import ActivationFacts
+
+ATTENTION: Final = "rlearner_plan"
+TOKENS: Final = 1024  # of a traced row; everything grows in proportion to it
+
+
+@dataclass
+class Traced:
+    """Everything that one forward pass of the model showed.
+
+    Attributes:
+        calls: module, arguments and named arguments of each block.
+        saved: bytes by storage; those as wide as the residual stream again in ``wide``.
+        heads: of queries and of keys and values, of the last layer; ``kv`` bytes of one token in all layers.
+    """
+
+    calls: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    saved: dict[int, int] = field(default_factory=dict)
+    wide: int = 0
+    outside: int = 0
+    heads: tuple[int, int] = (0, 0)
+    kv: int = 0
+
+
+class FlashShapes(torch.autograd.Function):
+    """Attention as its fused kernels save it: queries, keys, values, result, and one float32 per head and token."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:3], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of tensors that operations create, as long as they live.
+
+    Attributes:
+        most: largest sum so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now, self.most, self._sizes = 0, 0, dict[int, int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and (key := tensor.untyped_storage()._cdata) not in self._sizes:
+                self._sizes[key] = tensor.untyped_storage().nbytes()
+                self.now += self._sizes[key]
+                self.most = max(self.most, self.now)
+                weakref.finalize(tensor.untyped_storage(), self._freed, key)
+        return result
+
+    def _freed(self, key: int) -> None:
+        self.now -= self._sizes.pop(key, 0)
+
+
+def trace(model: Any, hidden: int) -> tuple[ActivationFacts, Traced]:
+    """Trace a causal language model on the meta device, whose attention is replaced.
+
+    Raises:
+        UserError: if its passes depend on the values of tensors.
+    """
+    kind = type(model).__name__
+    try:
+        found = _forward(model, hidden, TOKENS)
+        wide, narrow = (_largest_block(model, hidden, tokens) for tokens in (TOKENS, TOKENS // 2))
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
+        problem = " ".join(str(error).split())[:200]
+        raise UserError(f"model.path: cannot plan for {kind}, whose activations cannot be traced: {problem}") from error
+    kept = sum(found.saved.values()) - found.outside
+    stream = hidden * model.dtype.itemsize
+    block = 2 * (wide - narrow) / TOKENS  # without gradients of weights, which do not depend on the tokens
+    facts = ActivationFacts(kept / TOKENS, found.wide / TOKENS, found.outside / TOKENS, block, stream)
+    return facts, found
+
+
+def adapt(model: Any, rank: int, targets: Callable[[str], bool]) -> None:
+    """Freeze a model and give linear layers in its blocks float32 factors, as peft computes with them.
+
+    Args:
+        targets: decides by a layer's last name.
+    """
+    model.requires_grad_(False)
+    for block in blocks_of(model):
+        for name, layer in list(block.named_modules()):
+            if isinstance(layer, nn.Linear) and targets(name.rpartition(".")[2]):
+                sizes = {"factor_a": (rank, layer.in_features), "factor_b": (layer.out_features, rank)}
+                for factor, size in sizes.items():
+                    layer.register_parameter(factor, nn.Parameter(torch.empty(size, device="meta")))
+                layer.register_forward_hook(_add_factors)
+
+
+def _add_factors(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    adapted = nn.functional.linear(inputs[0].float(), layer.get_parameter("factor_a"))
+    return (output + nn.functional.linear(adapted, layer.get_parameter("factor_b")) * 2.0).to(output.dtype)
+
+
+def _forward(model: Any, hidden: int, tokens: int) -> Traced:
+    found = Traced()
+    own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+    held: list[Any] = []  # so that no address is used twice
+    blocks = blocks_of(model)
+
+    def save(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own and storage._cdata not in found.saved:
+            size = found.saved[storage._cdata] = storage.nbytes()
+            held.append(storage)
+            inside = len(found.calls) > 0 and not after
+            found.wide += size if inside and tensor.ndim >= 2 and tensor.shape[-1] == hidden else 0
+            found.outside += 0 if inside else size
+        return tensor
+
+    after: list[bool] = []
+    hooks = [block.register_forward_pre_hook(_record(found), with_kwargs=True) for block in blocks]
+    hooks.append(blocks[-1].register_forward_hook(lambda *_: after.append(True)))
+    ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
+    mask = torch.empty((1, 1, tokens, tokens), dtype=torch.bool, device="meta")  # four dimensions: taken as it is
+    try:
+        with _attention(model, found), torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+            model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _largest_block(model: Any, hidden: int, tokens: int) -> int:
+    return max(_block(model, call) for call in _forward(model, hidden, tokens).calls)
+
+
+def _record(found: Traced) -> Callable[..., None]:
+    return lambda module, arguments, named: found.calls.append((module, arguments, named))
+
+
+def _block(model: Any, call: tuple[nn.Module, tuple[Any, ...], dict[str, Any]]) -> int:
+    """Return the most bytes that a block holds in a forward and a backward pass, its gradients included."""
+    block, arguments, named = call
+    first = arguments[0] if arguments else named["hidden_states"]
+    others = named if arguments else {name: value for name, value in named.items() if name != "hidden_states"}
+    live = LiveBytes()
+    with _attention(model, Traced()):
+        stream = first.detach().requires_grad_()
+        with live:
+            result = block(stream, *arguments[1:], **others)
+            result = result if isinstance(result, Tensor) else result[0]
+            result.backward(torch.empty_like(result))
+    for parameter in block.parameters():
+        parameter.grad = None
+    return live.most
+
+
+def blocks_of(model: Any) -> list[nn.Module]:
+    """Return the transformer blocks.
+
+    Raises:
+        UserError: if the model has none.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    blocks = [module for module in model.base_model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not blocks:
+        raise UserError(f"model.path: cannot plan for {type(model).__name__}, which has no transformer blocks")
+    return blocks
+
+
+@contextmanager
+def _attention(model: Any, found: Traced) -> Iterator[None]:
+    from transformers import AttentionInterface
+
+    def attend(_: nn.Module, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> tuple[Tensor, None]:
+        found.heads = (query.shape[1], key.shape[1])
+        found.kv += key.shape[1] * (key.shape[-1] + value.shape[-1]) * key.itemsize
+        return FlashShapes.apply(query, key, value), None  # type: ignore[no-untyped-call]
+
+    AttentionInterface.register(ATTENTION, attend)
+    model.set_attn_implementation(ATTENTION)
+    try:
+        yield
+    finally:
+        AttentionInterface._global_mapping.pop(ATTENTION, None)

@@ -1,0 +1,148 @@
+"""Reads what a configuration asks for, and which choices it leaves to the plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from broker.errors import ConfigError
+from broker.settings.config import num_greedy
+from broker.settings.runspec import domains, section
+from learner.config import AlgorithmSection, LoraSection, TrainSection
+from rlearner.plan.facts import ModelFacts, ServeFacts, StepFacts, TrainFacts
+
+# chosen by the plan unless the configuration, or the command line, sets them
+CHOICES: Final = (
+    "train.backend", "train.gradient_checkpointing", "train.optimizer_offload", "train.deepspeed.stage",
+    "train.deepspeed.offload_optimizer", "train.megatron.tensor_parallel", "train.megatron.pipeline_parallel",
+    "train.ranks", "rollout.engine_args.tensor_parallel",
+)  # fmt: skip
+SIZES: Final = ("rollout.max_running", "rollout.engine_args.kv_cache_gib")
+ENGINE_DEFAULTS: Final = {"rollout.engine_args.tensor_parallel": 1, "rollout.engine_args.kv_cache_gib": 8.0}
+SHARES: Final = {"vllm": ("gpu_memory_utilization", 0.9), "sglang": ("mem_fraction_static", 0.88)}
+WEIGHTLESS: Final = ("random", "openai")  # engines that need no GPU
+
+
+@dataclass(frozen=True)
+class Demands:
+    """A run's demands.
+
+    Attributes:
+        serve: None if the servers need no GPU.
+        fixed: choices that the configuration makes already, by key.
+        current: values of all keys that a plan may set.
+        rewards: path and dtype of each reward model.
+        longest: tokens of the longest sequence that is trained.
+        environments: episodes at once, for ``envhub --n``.
+    """
+
+    train: TrainFacts
+    serve: ServeFacts | None
+    step: StepFacts
+    fixed: Mapping[str, Any]
+    current: Mapping[str, Any]
+    rewards: tuple[tuple[str, str], ...]
+    environments: int
+    longest: int
+
+    def allows(self, **choices: Any) -> bool:
+        """Return whether the configuration leaves these choices open; keys have __ for dots."""
+        named = {key.replace("__", "."): value for key, value in choices.items()}
+        return all(self.fixed.get(key, value) == value for key, value in named.items())
+
+
+def read_demands(given: Mapping[str, Any], config: dict[str, Any], model: ModelFacts) -> Demands:
+    """Return what a run asks for.
+
+    Args:
+        given: the configuration without defaults: what it sets is not changed.
+        config: the same with defaults, as from ``validate``.
+
+    Raises:
+        ConfigError: if the model cannot be divided as the configuration says.
+    """
+    fixed = {key: value for key in CHOICES if (value := _at(given, key)) is not None}
+    check_tensor_parallel("rollout.engine_args.tensor_parallel", fixed, model, model.heads)
+    check_tensor_parallel("train.megatron.tensor_parallel", fixed, model, math.gcd(model.heads, model.kv_heads))
+    train, algorithm = section(config, "train", TrainSection), section(config, "algorithm", AlgorithmSection)
+    lora = lora_parameters(train.lora, model) if train.lora else 0
+    longest = max(domain.max_context_tokens for domain in domains(config).values())
+    facts = TrainFacts(
+        slice_tokens=max(train.micro_batch_tokens, longest),
+        lora_parameters=lora,
+        reference=bool(algorithm.kl_coef) and not train.lora,
+        critic=algorithm.critic.enabled,
+        activation_offload=train.activation_offload,
+        staging=_staging(train, model, lora),
+        staging_on_gpu=train.weights_backend == "nccl",
+    )
+    sequences = max(d.group_size + num_greedy(algorithm.adv_estimator) for d in domains(config).values())
+    step = StepFacts(train.groups_per_step * sequences, longest / 2, longest / 4, algorithm.num_epochs)
+    rewards = tuple(
+        (str(reward.args["path"]), str(reward.args.get("dtype", "auto")))
+        for domain in domains(config).values()
+        for reward in domain.rewards
+        if reward.name == "reward_model" and "path" in reward.args and reward.args.get("device") != "cpu"
+    )
+    current = ENGINE_DEFAULTS | {key: value for key in (*CHOICES, *SIZES) if (value := _at(config, key)) is not None}
+    models, environments = tuple(dict.fromkeys(rewards)), int(config["envhub"]["n"])
+    return Demands(facts, _serve(config), step, fixed, current, models, environments, longest)
+
+
+def check_tensor_parallel(key: str, fixed: Mapping[str, Any], model: ModelFacts, heads: int) -> None:
+    """Check that every GPU gets whole attention heads.
+
+    Args:
+        heads: a number that the GPUs must divide.
+
+    Raises:
+        ConfigError: if they do not; names the key.
+    """
+    value = fixed.get(key, 1)
+    has = f"{model.path} has {model.heads} attention heads and {model.kv_heads} key-value heads"
+    if value > heads:
+        raise ConfigError(key, value, f"at most {heads}: {has}")
+    if heads % value:
+        raise ConfigError(key, value, f"a divisor of {heads}: {has}")
+
+
+def _serve(config: dict[str, Any]) -> ServeFacts | None:
+    rollout = config["rollout"]
+    engine, args = str(rollout["engine"]), rollout["engine_args"]
+    if engine in WEIGHTLESS:
+        return None
+    slots = args.get("kv_slots") or rollout["max_running"] * (2 if rollout["prefix_cache"] and engine == "hf" else 1)
+    key, default = SHARES.get(engine, ("", 0.0))
+    share = args.get(key)
+    sizes = {"running": rollout["max_running"], "context": rollout["max_context_tokens"]}
+    return ServeFacts(
+        engine=engine,
+        prefill=rollout["prefill_tokens"],
+        slots=slots,
+        kv_gib=args.get("kv_cache_gib"),
+        share=float(default if share is None else share),
+        **sizes,
+    )
+
+
+def _staging(train: TrainSection, model: ModelFacts, lora: int) -> int:
+    if train.lora and train.lora.send == "adapter":
+        return 4 * lora
+    items = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+    return model.parameters * (items[train.weights_dtype] if train.weights_dtype else model.itemsize)
+
+
+def lora_parameters(lora: LoraSection, model: ModelFacts) -> int:
+    """Return the number of factors of all adapters."""
+    names = lora.target_modules
+    targets = [layer for layer in model.linears if names == "all-linear" or layer[0] in names]
+    return sum(lora.rank * (inputs + outputs) for _, inputs, outputs in targets)
+
+
+def _at(config: Mapping[str, Any], key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value

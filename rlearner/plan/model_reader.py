@@ -1,0 +1,121 @@
+"""Reads the sizes of a model from its config.json: the model is built on the meta device, so nothing is loaded."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+from broker.errors import ConfigError
+from learner.config import LoraSection
+from rlearner.plan.facts import ModelFacts, Part
+from rlearner_text.config import ModelSection
+from rlearner_text.hub import tokenizer_folder
+from rlearner_text.transformers_import import import_transformers
+
+EXPERT: Final = re.compile(r"\.experts\.")
+
+
+def read_model(section: ModelSection, lora: LoraSection | None = None) -> ModelFacts:
+    """Return the sizes of ``model.path``, or of the small model that a run makes without one.
+
+    Raises:
+        ConfigError: if there is no model.
+        UserError: if its passes cannot be traced.
+    """
+    if section.path is not None:
+        return read_folder(tokenizer_folder(section.path), section.path, section, lora)
+    from rlearner_text.tiny import build_tiny
+
+    with tempfile.TemporaryDirectory() as folder:
+        build_tiny(Path(folder) / "tiny", section.tiny, dtype=section.dtype)
+        return read_folder(Path(folder) / "tiny", "the model of model.tiny", section, lora)
+
+
+def read_folder(folder: Path, name: str, section: ModelSection, lora: LoraSection | None = None) -> ModelFacts:
+    """Return the sizes of the model in a folder with a config.json; its activations are those with ``lora``."""
+    import torch
+
+    import_transformers()
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from rlearner.plan.activation_trace import adapt, blocks_of, trace
+
+    trusted = section.trust_remote_code
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(
+                config, dtype=getattr(torch, section.dtype), trust_remote_code=trusted
+            )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        allowed = f"transformers cannot build a causal language model from its config.json: {_one_line(error)}"
+        raise ConfigError("model.path", name, allowed) from error
+    text = model.config.get_text_config()
+    blocks, embedding, head = blocks_of(model), model.get_input_embeddings().weight, model.get_output_embeddings()
+    if head is None:
+        raise ConfigError("model.path", name, f"{type(model).__name__} has no output embeddings: not a language model")
+    per_block = tuple(sum(parameter.numel() for parameter in block.parameters()) for block in blocks)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    unused = _unused(model, text)
+    if lora is not None:
+        adapt(model, lora.rank, lambda layer: is_target(layer, lora))
+    activations, traced = trace(model.eval(), int(text.hidden_size))
+    named = [pair for block in blocks for pair in block.named_modules() if isinstance(pair[1], torch.nn.Linear)]
+    return ModelFacts(
+        path=name,
+        architecture=type(model).__name__,
+        itemsize=model.dtype.itemsize,
+        blocks=per_block,
+        embedding=embedding.numel(),
+        outside=total - sum(per_block) - embedding.numel(),
+        active=total - unused,
+        tied=head.weight is embedding,
+        vocab=int(head.weight.shape[0]),
+        heads=traced.heads[0],
+        kv_heads=traced.heads[1],
+        kv_bytes=traced.kv,
+        linears=tuple((at.rpartition(".")[2], layer.in_features, layer.out_features) for at, layer in named),
+        activations=activations,
+    )
+
+
+def is_target(layer: str, lora: LoraSection) -> bool:
+    """Return whether a linear layer in a block, by its last name, gets an adapter."""
+    return lora.target_modules == "all-linear" or layer in lora.target_modules
+
+
+def reward_parts(path: str, dtype: str) -> Part:
+    """Return the weights of a reward model, read from its config.json.
+
+    Raises:
+        ConfigError: if there is no model.
+    """
+    import torch
+
+    import_transformers()
+    from transformers import AutoConfig, AutoModel
+
+    kind = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
+    try:
+        config = AutoConfig.from_pretrained(tokenizer_folder(path, "reward_model.path"))
+        with torch.device("meta"):
+            model: Any = AutoModel.from_config(config, dtype=kind)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError("reward_model.path", path, f"transformers cannot build it: {_one_line(error)}") from error
+    number = sum(parameter.numel() for parameter in model.parameters())
+    return Part(path, number * kind.itemsize, f"{number:,} parameters x {kind.itemsize} bytes")
+
+
+def _unused(model: Any, config: Any) -> int:
+    """Return the parameters of experts that a token does not visit."""
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    if not experts:
+        return 0
+    total = sum(parameter.numel() for name, parameter in model.named_parameters() if EXPERT.search(name))
+    return int(total - total * config.num_experts_per_tok // experts)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]

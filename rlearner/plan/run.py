@@ -1,0 +1,48 @@
+"""Plans one configuration: reads it and its models, finds plans, writes the first."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from broker.errors import ConfigError, UserError
+from broker.settings.config_file import locate
+from broker.settings.runspec import load, section, validate
+from learner.config import TrainSection
+from learner.prepare import name_run
+from rlearner.plan.demands import read_demands
+from rlearner.plan.facts import GIB, Machine, Memory
+from rlearner.plan.model_reader import read_model, reward_parts
+from rlearner.plan.plans import make_plans
+from rlearner.plan.report import as_json, as_text
+from rlearner.plan.write import difference, write_plan
+from rlearner_text.config import ModelSection
+
+
+def plan_run(options: argparse.Namespace) -> int:
+    """Print plans, and write the first of them with ``--write``; return the exit code.
+
+    Raises:
+        UserError: if the configuration is wrong, or nothing fits.
+    """
+    machine = Machine(options.gpus, options.gpu_memory * GIB, options.hosts)
+    if machine.gpus % machine.hosts:
+        raise UserError(f"--hosts {machine.hosts}: hosts have equally many GPUs; it must divide --gpus {machine.gpus}")
+    if machine.available <= 0:
+        raise UserError(f"--gpu-memory {options.gpu_memory:g}: too small; give the GiB of one GPU, for example 80")
+    given = load(options.config, options.overrides)
+    if not given.get("domains"):
+        raise ConfigError("domains", None, "a run's; rlearner plan is not for offline training")
+    config = validate(given, checks=())
+    model = read_model(section(config, "model", ModelSection), section(config, "train", TrainSection).lora)
+    demands = read_demands(given, config, model)
+    rewards = Memory(tuple(reward_parts(path, key) for path, key in demands.rewards), "scoring")
+    plans = make_plans(model, demands, rewards if rewards.parts else None, machine, options.plans)
+    print((as_json if options.json else as_text)(plans, model, demands, machine))
+    if options.write:
+        overrides = difference(load(options.config), given)
+        run = str(name_run(config, options.config)["run"]["name"])
+        source = locate(options.config)
+        files = write_plan(options.write, plans[0], demands, machine, source=source, overrides=overrides, run=run)
+        print(f"wrote plan 1: {' '.join(map(str, files))}", file=sys.stderr)
+    return 0

@@ -1,0 +1,198 @@
+"""Memory of one rank of the learner, part by part, at the moment of a step that needs most. Pure.
+
+Compared with tensor bytes of real steps of the backend ``torch`` by ``bench.plan``; docs/plan.md says what was not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from rlearner.plan.facts import ActivationFacts, Memory, ModelFacts, Part, Place, TrainFacts
+
+LOGIT_BUDGET: Final = 1 << 26  # logits held at once, as in learner.backends.models.policy
+LOGIT_BYTES: Final = 20  # float32: logit, log-probability, probability, and two for the entropy
+FLOAT: Final = 4
+BUCKET: Final = 50_000_000  # train.deepspeed.reduce_bucket_size
+LIVE: Final = 1_000_000_000  # train.deepspeed.max_live_parameters
+
+
+@dataclass(frozen=True)
+class LearnerLayout:
+    """How a learner is divided over its GPUs."""
+
+    backend: str
+    ranks: int = 1
+    stage: int = 0  # of deepspeed
+    tensor: int = 1  # ranks that share a layer
+    pipeline: int = 1  # stages
+    checkpointing: bool = False
+    offload: bool = False  # master weights, gradients and moments in host memory
+
+    @property
+    def parts(self) -> int:
+        """Ranks that hold one copy of the model together, each a part of it while it computes."""
+        return self.tensor * self.pipeline
+
+    @property
+    def copies(self) -> int:
+        """Slices that are computed at the same time."""
+        return self.ranks // self.parts
+
+    @property
+    def over(self) -> tuple[int, int, int]:
+        """Ranks over which weights, summed gradients and the optimizer are divided."""
+        if self.backend == "fsdp2":
+            return self.ranks, self.ranks, self.ranks
+        if self.backend == "deepspeed":
+            return self.ranks if self.stage == 3 else 1, self.ranks if self.stage >= 2 else 1, self.ranks
+        return self.parts, self.parts, self.parts
+
+    @property
+    def words(self) -> str:
+        """The layout in words."""
+        text = f"{self.backend} stage {self.stage}" if self.stage else self.backend
+        if self.parts > 1:
+            text += f" tensor {self.tensor} x pipeline {self.pipeline} x {self.copies} copies"
+        text += f" on {self.ranks} GPU{'s' if self.ranks > 1 else ''}"
+        notes = ["gradient checkpointing"] * self.checkpointing + ["optimizer in host memory"] * self.offload
+        return f"{text} ({', '.join(notes)})" if notes else text
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """One moment of a step, and what is held then in addition to what is always held."""
+
+    name: str
+    parts: tuple[Part, ...]
+
+    @property
+    def size(self) -> float:
+        return sum(part.size for part in self.parts if part.where == "gpu")
+
+
+def learner_memory(model: ModelFacts, train: TrainFacts, layout: LearnerLayout) -> Memory:
+    """Return what one rank holds when it holds most."""
+    moments = _moments(model, train, layout)
+    peak = max(moments, key=lambda moment: moment.size)
+    elsewhere = [part for part in moments[0].parts if part.where == "host" and part not in peak.parts]
+    parts = (*_state(model, train, layout), *_copies(model, train, layout), *_gathered(model, layout), *peak.parts)
+    parts = (*parts, *elsewhere)
+    return Memory(tuple(part for part in parts if part.size), peak.name)
+
+
+def _state(model: ModelFacts, train: TrainFacts, layout: LearnerLayout) -> list[Part]:
+    """Return weights, masters, moments and summed gradients."""
+    item, (weights, gradients, optimizer) = model.itemsize, layout.over
+    trained = train.lora_parameters or model.parameters
+    place: Place = "host" if layout.offload else "gpu"
+    parts = [_shared("weights", model.parameters, item, weights, "parameters")]
+    if train.lora_parameters:
+        parts.append(_shared("adapters", trained, FLOAT, weights, "factors"))
+    rounded = item != FLOAT and not train.lora_parameters
+    if rounded or layout.offload or layout.backend == "deepspeed":
+        parts.append(_shared("master weights", trained, FLOAT, optimizer, "trained parameters", place))
+    parts.append(_shared("moments", trained, 2 * FLOAT, optimizer, "trained parameters", place))
+    parts.append(_shared("summed gradients", trained, FLOAT, gradients, "trained parameters", place))
+    return parts
+
+
+def _copies(model: ModelFacts, train: TrainFacts, layout: LearnerLayout) -> list[Part]:
+    """Return further models, and the sender's buffers."""
+    parts: list[Part] = []
+    place: Place
+    if train.reference:
+        parts.append(_shared("reference", model.parameters, model.itemsize, layout.parts, "frozen parameters"))
+    if train.critic:  # whole on every rank; its gradients are gone before the policy's pass, which needs more
+        place = "host" if layout.offload else "gpu"
+        each = 2 * FLOAT + (0 if model.itemsize == FLOAT and not layout.offload else FLOAT)
+        parts.append(_shared("critic", model.parameters, model.itemsize, 1, "parameters"))
+        parts.append(_shared("critic's optimizer", model.parameters, each, 1, "parameters", place))
+    if train.staging:
+        place = "gpu" if train.staging_on_gpu else "host"
+        text = f"2 buffers x {train.staging:,} bytes of weights as they are sent, rank 0 only"
+        parts.append(Part("weight staging", 2 * train.staging, text, place))
+    return parts
+
+
+def _gathered(model: ModelFacts, layout: LearnerLayout) -> list[Part]:
+    """Return whole weights, and buffers of gradients, that a sharded rank needs while it computes."""
+    item, root = model.itemsize, model.embedding + model.outside
+    if layout.backend == "fsdp2" and layout.ranks > 1:
+        size = item * (2 * max(model.blocks) + root) + FLOAT * max(model.blocks)
+        return [Part("gathered weights", size, "2 blocks, embeddings, output layer; a block's gradient in float32")]
+    if layout.backend != "deepspeed":
+        return []
+    buckets = Part("reduce buckets", 2 * FLOAT * BUCKET, "2 x train.deepspeed.reduce_bucket_size x 4 bytes")
+    if layout.stage < 3 or layout.ranks == 1:
+        return [buckets]
+    live = min(model.parameters, LIVE)
+    text = f"{live:,} parameters x {item} bytes: at most train.deepspeed.max_live_parameters"
+    return [buckets, Part("gathered weights", item * live, text)]
+
+
+def _moments(model: ModelFacts, train: TrainFacts, layout: LearnerLayout) -> list[_Moment]:
+    """Return the moments of which one needs most; at the first of them all activations exist."""
+    tokens, acts = train.slice_tokens, model.activations
+    place: Place = "host" if train.activation_offload else "gpu"
+    # A stage of p keeps p slices of its 1/p of the blocks: as much as one slice of all of them.
+    saved = acts.stream * len(model.blocks) if layout.checkpointing else _divided(acts, layout)
+    ends = acts.outside + acts.stream  # of the latter the trained positions, which the output layer reads
+    what = "block inputs" if layout.checkpointing else "what blocks save for the backward pass"
+    text = f"{tokens:,} tokens x {saved + ends:,.0f} bytes: {what} (traced)"
+    all_blocks = Part("activations", tokens * (saved + ends), text, place)
+    all_but_one = Part("activations", tokens * saved * (1 - 1 / len(model.blocks)), text, place)
+    block = acts.block * _divided(acts, layout) / max(acts.kept, 1.0)
+    working = Part("one block", tokens * block, f"{tokens:,} tokens x {block:,.0f} bytes: its passes (traced)")
+    head, whole, sums = _gradients(model, train, layout)
+    logits = _logits(model, train, layout)
+    repeated = (head,) if logits.size < tokens * model.vocab * LOGIT_BYTES / layout.tensor else ()
+    return [
+        _Moment("logits", (all_blocks, logits, *repeated)),
+        _Moment("backward pass of the last block", (all_but_one, working, head)),
+        _Moment("backward pass of the first block", (working, whole)),
+        _Moment("end of the backward pass", (whole, sums)),
+    ]
+
+
+def _divided(acts: ActivationFacts, layout: LearnerLayout) -> float:
+    """Return the bytes per token that blocks save on one rank; tensor parallelism does not divide the wide ones."""
+    return acts.wide + (acts.kept - acts.wide) / layout.tensor
+
+
+def _logits(model: ModelFacts, train: TrainFacts, layout: LearnerLayout) -> Part:
+    rows = min(train.slice_tokens, max(1, LOGIT_BUDGET // model.vocab))
+    each = LOGIT_BYTES + (model.itemsize if model.itemsize != FLOAT else 0)
+    text = f"{rows:,} tokens at once x {model.vocab:,} logits x {each} bytes{_over(layout.tensor)}"
+    return Part("logits", rows * model.vocab * each / layout.tensor, text)
+
+
+def _gradients(model: ModelFacts, train: TrainFacts, layout: LearnerLayout) -> tuple[Part, Part, Part]:
+    """Return gradients that are not in the float32 sums yet: the output layer's, all of them, those of embeddings."""
+    item, name = model.itemsize, "new gradients"
+    nothing = Part(name, 0, "")
+    if train.lora_parameters:
+        return nothing, nothing, nothing
+    tied = model.embedding if model.tied else 0  # its gradient is complete only after the embeddings' own
+    matrix = item * model.embedding / layout.tensor
+    sums = Part("embeddings", 3 * matrix if tied else matrix, "gradients of output layer and embeddings, and their sum")
+    if layout.backend == "deepspeed":  # reduced bucket by bucket
+        return nothing, Part(name, min(item * model.parameters, FLOAT * BUCKET), "of one reduce bucket"), sums
+    if layout.backend == "fsdp2" and layout.ranks > 1:
+        root, blocks = model.embedding + model.outside, sum(model.blocks)
+        text = f"{blocks:,} parameters x {item} bytes{_over(layout.ranks)}, and {root:,} x {item + FLOAT} bytes"
+        whole = Part(name, item * blocks / layout.ranks + (item + FLOAT) * root, text)
+        return Part(name, matrix, "of the output layer"), whole, sums
+    if item == FLOAT and not layout.offload:  # added to the sums at once
+        return nothing, nothing, sums
+    rest = model.parameters - tied
+    whole = Part(name, item * rest / layout.parts, f"{rest:,} parameters x {item} bytes{_over(layout.parts)}")
+    return Part(name, matrix, "of the output layer"), whole, sums
+
+
+def _shared(name: str, number: int, each: int, over: int, what: str, where: Place = "gpu") -> Part:
+    return Part(name, number * each / over, f"{number:,} {what} x {each} bytes{_over(over)}", where)
+
+
+def _over(ranks: int) -> str:
+    return f" / {ranks} ranks" if ranks > 1 else ""

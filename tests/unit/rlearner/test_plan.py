@@ -1,0 +1,208 @@
+"""``rlearner plan``: arithmetic, choices, refusals, and what it writes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from broker.errors import UserError
+from broker.settings.runspec import load, validate
+from rlearner.cli import main
+from rlearner.plan.changes import launch_lines, nested, span
+from rlearner.plan.demands import Demands, read_demands
+from rlearner.plan.facts import GIB, ActivationFacts, Machine, Memory, ModelFacts, Part, TrainFacts
+from rlearner.plan.layouts import count_servers
+from rlearner.plan.plans import Plan, make_plans
+from rlearner.plan.serving_memory import ServerLayout, server_memory
+from rlearner.plan.training_memory import LearnerLayout, learner_memory
+from rlearner.plan.write import difference, merged
+
+# eight billion parameters in 36 blocks
+MODEL = ModelFacts(
+    path="big",
+    architecture="Qwen3ForCausalLM",
+    itemsize=2,
+    blocks=(190_000_000,) * 36,
+    embedding=620_000_000,
+    outside=620_000_000,
+    active=8_080_000_000,
+    tied=False,
+    vocab=151_936,
+    heads=32,
+    kv_heads=8,
+    kv_bytes=147_456,
+    linears=(("q_proj", 4096, 4096),) * 36,
+    activations=ActivationFacts(kept=6e6, wide=2e6, outside=33e3, block=140e3, stream=8192),
+)
+TRAIN = TrainFacts(slice_tokens=16_384)
+H100 = Machine(8, 80 * GIB)
+
+
+def parts(layout: LearnerLayout, train: TrainFacts = TRAIN) -> dict[str, Part]:
+    return {part.name: part for part in learner_memory(MODEL, train, layout).parts}
+
+
+def demands(*overrides: str, model: ModelFacts = MODEL) -> Demands:
+    given = load("configs/gsm8k.yaml", ["rollout.engine=vllm", "model.dtype=bfloat16", *overrides])
+    return read_demands(given, validate(given, checks=()), model)
+
+
+def plans(machine: Machine = H100, *overrides: str, rewards: Memory | None = None) -> list[Plan]:
+    return make_plans(MODEL, demands(*overrides), rewards, machine, 20)
+
+
+def test_a_whole_rank_holds_eighteen_bytes_per_parameter() -> None:
+    held = parts(LearnerLayout("torch"))
+    names = ("weights", "master weights", "moments", "summed gradients")
+    assert sum(held[name].size for name in names) == 18 * MODEL.parameters
+    assert held["moments"].formula == "8,080,000,000 trained parameters x 8 bytes"
+
+
+@pytest.mark.parametrize(
+    ("layout", "weights", "gradients", "moments"),
+    [
+        (LearnerLayout("ddp", 4), 1, 1, 1),
+        (LearnerLayout("fsdp2", 4), 4, 4, 4),
+        (LearnerLayout("deepspeed", 4, stage=1), 1, 1, 4),
+        (LearnerLayout("deepspeed", 4, stage=2), 1, 4, 4),
+        (LearnerLayout("deepspeed", 4, stage=3), 4, 4, 4),
+        (LearnerLayout("megatron", 8, tensor=2, pipeline=2), 4, 4, 4),
+    ],
+)
+def test_what_ranks_divide(layout: LearnerLayout, weights: int, gradients: int, moments: int) -> None:
+    held, number = parts(layout), MODEL.parameters
+    found = [held["weights"].size, held["summed gradients"].size, held["moments"].size]
+    assert found == [2 * number / weights, 4 * number / gradients, 8 * number / moments]
+
+
+def test_options_move_or_remove_parts() -> None:
+    plain, offloaded = parts(LearnerLayout("torch")), parts(LearnerLayout("torch", offload=True))
+    assert {name for name, part in offloaded.items() if part.where == "host"} == {
+        "master weights", "moments", "summed gradients",
+    }  # fmt: skip
+    assert plain["activations"].size == 16_384 * (6e6 + 33e3 + 8192)
+    assert parts(LearnerLayout("torch"), replace(TRAIN, activation_offload=True))["activations"].where == "host"
+    lora = parts(LearnerLayout("torch"), replace(TRAIN, lora_parameters=1000))
+    assert (lora["moments"].size, lora["adapters"].size, "master weights" in lora) == (8000, 4000, False)
+    staged = parts(LearnerLayout("torch"), replace(TRAIN, staging=77))["weight staging"]
+    assert (staged.size, staged.where) == (154, "host")
+
+
+def test_slots_of_a_server() -> None:
+    serve = demands("rollout.max_running=1000", "rollout.max_context_tokens=4096").serve
+    assert serve is not None
+    held = server_memory(MODEL, serve, ServerLayout(1), H100)
+    slot = 4096 * 147_456
+    fixed = sum(part.size for part in held.memory.parts if part.name != "KV cache")
+    assert held.slots == int((0.9 * 80 * GIB - fixed) // slot) == held.running
+    shared = server_memory(MODEL, serve, ServerLayout(4), H100)
+    assert shared.memory.parts[0].size == 2 * MODEL.parameters / 4
+    assert shared.slots > 4 * held.slots
+
+
+def test_plans_are_ranked_and_fit() -> None:
+    found = plans()
+    assert [one.times.step_s for one in found] == sorted(one.times.step_s for one in found)
+    assert len({(one.learner.backend, one.learner.stage) for one in found}) == len(found) >= 5
+    for one in found:
+        assert one.learner_memory.total() <= H100.available
+        assert one.learner.ranks + one.servers * one.server.tensor <= 8  # type: ignore[union-attr]
+
+
+def test_what_the_configuration_sets_stays() -> None:
+    wanted = ["train.backend=fsdp2", "train.ranks=6", "train.gradient_checkpointing=true"]
+    (only,) = plans(H100, *wanted, "rollout.engine_args.tensor_parallel=2")
+    assert (only.learner.backend, only.learner.ranks, only.learner.checkpointing) == ("fsdp2", 6, True)
+    assert (only.server, only.servers) == (ServerLayout(2), 1)
+
+
+def test_one_gpu_is_shared() -> None:
+    (only,) = plans(Machine(1, 80 * GIB))
+    assert only.shared
+    assert only.times.step_s == only.times.train_s + only.times.generate_s
+    assert launch_lines(only, Machine(1, 80 * GIB), 0, "r", 4) == ['rlearner up "$CONFIG" run.name=r --share-gpus']
+
+
+def test_reward_models_get_the_last_gpu() -> None:
+    rewards = Memory((Part("judge", 2 * GIB, ""),), "scoring")
+    best = plans(H100, rewards=rewards)[0]
+    assert best.rewards == 1
+    assert "rewardhub --gpus 7 &" in launch_lines(best, H100, 0, "r", 4)
+
+
+@pytest.mark.parametrize(
+    ("machine", "overrides", "says"),
+    [
+        (Machine(2, 24 * GIB), [], r"2 GPUs of 24 GiB: even torch on 1 GPU .* GiB too much .* it fits with train\.micro"),
+        (Machine(2, 8 * GIB), [], r"a server of vllm on 2 GPUs needs .* 1\.7 GiB too much, for one slot"),
+        (Machine(4, 80 * GIB), ["train.backend=torch", "train.ranks=3"], r"no layout has train.backend=torch, train.ranks="),
+        (Machine(4, 80 * GIB), ["rollout.engine_args.tensor_parallel=8"], r"tensor_parallel: 8 .*; a host has 4 GPUs"),
+        (Machine(4, 80 * GIB), ["rollout.engine_args.tensor_parallel=64"], r"tensor_parallel: 64 .*; at most 32: big"),
+        (Machine(4, 80 * GIB), ["train.megatron.tensor_parallel=16"], r"tensor_parallel: 16 .*; at most 8: big has"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_in_one_line(machine: Machine, overrides: list[str], says: str) -> None:
+    with pytest.raises(UserError, match=says) as refused:
+        plans(machine, *overrides)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_suggested_change_fits() -> None:
+    with pytest.raises(UserError) as refused:
+        plans(Machine(2, 40 * GIB), "train.backend=torch", "train.optimizer_offload=false")
+    advice = str(refused.value).partition("it fits with ")[2].split()
+    given = [*advice, "train.backend=torch", "train.optimizer_offload=false"]
+    assert advice
+    assert plans(Machine(2, 40 * GIB), *given)
+
+
+def test_servers_do_not_cross_hosts() -> None:
+    two = Machine(16, 80 * GIB, 2)
+    assert count_servers(two, 6, 16, 4) == 2
+    assert [two.hosts_of(0, 8), two.hosts_of(0, 9), two.hosts_of(6, 4)] == [1, 2, 2]
+    assert [span(0, 4), span(7, 8), span(3, 3)] == ["0-3", "7", ""]
+
+
+def test_launch_lines_of_two_hosts() -> None:
+    two = Machine(16, 80 * GIB, 2)
+    best = replace(plans(two, "train.backend=fsdp2", "train.ranks=10")[0])
+    first, second = (launch_lines(best, two, host, "r", 64) for host in (0, 1))
+    broker = '--broker "tls://$HOST0:4222"'
+    assert first[-1].endswith(f'--gpus 0-7 --nnodes 2 --node-rank 0 --rendezvous "$HOST0":29400 {broker}')
+    assert second[0] == "rollout-server --gpus 2-7 --join server.token &"
+    assert second[-1].endswith(f'--gpus 0-1 --nnodes 2 --node-rank 1 --rendezvous "$HOST0":29400 {broker}')
+
+
+def test_sections() -> None:
+    assert nested({"a.b.c": 1, "a.d": 2}) == {"a": {"b": {"c": 1}, "d": 2}}
+    assert difference({"a": {"b": 1, "c": 2}, "d": 1}, {"a": {"b": 1, "c": 3}}) == {"d": None, "a": {"c": 3}}
+    assert merged({"a": {"b": 1}, "c": 1}, {"a": {"d": 2}, "c": 2}) == {"a": {"b": 1, "d": 2}, "c": 2}
+
+
+def test_the_command_writes_a_configuration_that_inherits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan"
+    words = ["plan", "configs/quickstart.yaml", "--gpus", "4", "--json", "--write", str(out), "train.steps=3"]
+    assert main([*words, "train.backend=ddp", "train.ranks=2"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert found["plans"][0]["learner"]["backend"] == "ddp"
+    assert found["plans"][0]["memory"]["learner"]["gpu"] > 0
+    written = yaml.safe_load((out / "plan.yaml").read_text())
+    assert Path(written["inherit"]).name == "quickstart.yaml"
+    assert written["train"] == {"steps": 3, "backend": "ddp", "ranks": 2}
+    assert validate(load(str(out / "plan.yaml")))["train"]["groups_per_step"] == 16
+    script = out / "host-0.sh"
+    assert "rollout-server --gpus 2-3 &" in script.read_text()
+    subprocess.run(["sh", "-n", str(script)], check=True)
+
+
+def test_a_plan_that_cannot_fit_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "configs/quickstart.yaml", "--gpus", "2", "--gpu-memory", "1.2"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert main(["plan", "configs/quickstart.yaml", "--gpus", "8", "--hosts", "3"]) == 2
+    assert "--hosts 3: hosts have equally many GPUs" in capsys.readouterr().err
