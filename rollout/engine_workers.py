@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
 from broker.contract import wire
+from broker.system.devices import device_names
 from broker.weights.receiver.workers import EngineWorkers, WorkerTransfer
 from rollout.engines.base import Engine, ReceivingEngine, UpdateMode
 
 log = logging.getLogger(__name__)
 
 
-def engine_workers(engine: Engine, mode: UpdateMode, served: Callable[[float], None]) -> EngineWorkers | None:
+async def engine_workers(engine: Engine, mode: UpdateMode, served: Callable[[float], None]) -> EngineWorkers | None:
     """Return the workers of a started engine; None if the server's process receives for it.
 
     Args:
@@ -30,4 +32,5 @@ def engine_workers(engine: Engine, mode: UpdateMode, served: Callable[[float], N
         served(paused_s)
         return digest
 
-    return EngineWorkers(carriers, receive)
+    devices = await asyncio.to_thread(device_names, "auto") if "nccl" in carriers else []
+    return EngineWorkers(carriers, receive, frozenset(devices))

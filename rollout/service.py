@@ -314,7 +314,7 @@ class RolloutService:
             first=self._first_weights,
             snapshots=self._snapshots,
             only_snapshots=self._section.snapshot_only,
-            workers=engine_workers(self._engine, self._section.update_mode, self._served_by_workers),
+            workers=await engine_workers(self._engine, self._section.update_mode, self._served_by_workers),
             pace=self._updates,
         )
         await self._receiver.start()

@@ -71,7 +71,7 @@ async def test_each_worker_receives_over_gloo_and_loads_its_shard(channel: Bus, 
     settings = TransferSettings(("shared", "gloo"))
     sender = WeightSender(channel, plan_of(held, 1), epoch=1, settings=settings, gather_s=0.0)
     pauses: list[float] = []
-    workers = engine_workers(engine, "recompute", pauses.append)
+    workers = await engine_workers(engine, "recompute", pauses.append)
     assert workers is not None
     assert workers.carriers == {"gloo": 2}
     receiver = WeightReceiver(channel, "r1", held, no_load, bucket_mib=1, workers=workers)

@@ -259,5 +259,5 @@ def device_of(device: torch.device) -> SharedDevice | None:
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """Return the UUID of a GPU, the same in all processes of its host."""
-    return str(torch.cuda.get_device_properties(device).uuid)
+    """Return the UUID of a GPU, as nvidia-smi shows it and ``broker.system.devices`` names it."""
+    return f"GPU-{str(torch.cuda.get_device_properties(device).uuid).removeprefix('GPU-')}"

@@ -245,7 +245,7 @@ class WeightReceiver:
         answer = await self._questions.join(offer, plan, self._takes(offer, window))
         if answer.error or answer.version != offer.version:
             raise RequestFailed(answer.error or f"it sends version {answer.version}")
-        if self._workers is not None and offer.adapter is None and answer.carrier in self._workers.carriers:
+        if self._workers is not None and answer.carrier in self._workers.takes(offer):
             return await self._receive_in_workers(self._workers, answer, offer)
         arrival = self._landing.take(plan, on_device=answer.carrier in ("ipc", "nccl"))
         communicator, self._communicator = self._communicator, None
@@ -303,7 +303,7 @@ class WeightReceiver:
         device = self._landing.device
         return takes(
             reads=None if window is None else "ipc" if window.on_device else "shared",
-            workers=self._workers.carriers if self._workers is not None and offer.adapter is None else None,
+            workers=self._workers.takes(offer) if self._workers is not None else None,
             on_gpu=device.type == "cuda" and gpu_uuid(device) not in offer.devices,
             failed=[carrier for carrier, times in self._lost.items() if times >= MAX_LOST],
         )

@@ -59,6 +59,7 @@ class EngineWorkers:
 
     Attributes:
         carriers: by which they can, with the number of workers.
+        devices: UUIDs of their GPUs; NCCL takes no two members on one.
         receive: has the workers receive and load a version once the awaitable has returned, and checks the offer's
             probe; returns the digest of what they received. Raises TransferFailed if one failed; what the engine holds
             is then unknown.
@@ -66,6 +67,14 @@ class EngineWorkers:
 
     carriers: Mapping[wire.Carrier, int]
     receive: Callable[[WorkerTransfer, wire.WeightsOffer, Callable[[], Awaitable[None]]], Awaitable[str]]
+    devices: frozenset[str] = frozenset()
+
+    def takes(self, offer: wire.WeightsOffer) -> dict[wire.Carrier, int]:
+        """Return how they can receive an offered version; adapters are merged by the server's process."""
+        if offer.adapter is not None:
+            return {}
+        shared = bool(self.devices & set(offer.devices))
+        return {carrier: ranks for carrier, ranks in self.carriers.items() if carrier != "nccl" or not shared}
 
 
 class WorkerReceiver:

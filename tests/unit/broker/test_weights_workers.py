@@ -6,16 +6,20 @@ import threading
 from collections.abc import Sequence
 from typing import cast
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from weights_model import make_tensors
 
+from broker.contract import wire
 from broker.errors import TransferFailed
 from broker.weights.group import WaitMonitor
 from broker.weights.memory.staging import FlatBuffer, plan_of
+from broker.weights.probe import make_probe
 from broker.weights.receiver.bucket_stream import MOST_BUCKETS, BucketStream
+from broker.weights.receiver.workers import EngineWorkers
 from broker.weights.store_messages import StoreMessages
 
 CPU = torch.device("cpu")
@@ -88,3 +92,18 @@ def test_changes_cannot_be_taken_and_silence_ends_the_wait() -> None:
         stream.incoming(LINES, whole=False)
     with pytest.raises(TransferFailed, match=r"no bucket came within 0\.1 s"):
         next(stream.tensors(WaitMonitor(), 0.1))
+
+
+def test_workers_on_the_learners_gpu_do_not_use_nccl() -> None:
+    async def receive(*_: object) -> str:
+        raise AssertionError("nothing is received here")
+
+    workers = EngineWorkers({"nccl": 2, "gloo": 2}, receive, frozenset({"GPU-1", "GPU-2"}))
+    probe = make_probe([1, 2], [-1.0], tolerance=0.1)
+    offer = wire.WeightsOffer(
+        epoch=1, version=5, digest="", plan="p", size_bytes=1, carriers=["nccl", "gloo"], probe=probe, devices=["GPU-3"]
+    )
+    assert workers.takes(offer) == {"nccl": 2, "gloo": 2}
+    assert workers.takes(msgspec.structs.replace(offer, devices=["GPU-2"])) == {"gloo": 2}
+    adapter = wire.Adapter(base="b", targets=["w"], rank=1, scale=1.0)
+    assert workers.takes(msgspec.structs.replace(offer, adapter=adapter)) == {}
