@@ -78,7 +78,7 @@ class RankWorker:
             state["rng.cuda"] = torch.cuda.get_rng_state(self.device)
         return state
 
-    def obey(self, command: messages.Command) -> messages.Reply | None:
+    def obey(self, command: messages.WorkCommand) -> messages.Reply | None:
         """Execute one command; return the reply to send."""
         passes = self.passes
         match command:
@@ -106,8 +106,6 @@ class RankWorker:
                 broadcast_from_rank_0(optimizer.tensors(), self.device)
             case messages.CollectiveCommand():
                 self._take_part(command)
-            case messages.BuildCommand():
-                raise TypeError("the backend has been built already")
         return None
 
     def _take_part(self, call: messages.CollectiveCommand) -> None:
