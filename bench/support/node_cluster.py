@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -28,7 +28,8 @@ from learner.prepare import to_yaml
 PORT: Final = 7100
 PROMPT: Final = 6
 LONG_S: Final = 240.0
-TINY: Final = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 32}  # fmt: skip
+HEADS: Final = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
+TINY: Final = {"hidden_size": 16, "num_layers": 1, **HEADS, "intermediate_size": 32}
 LOSSES: Final = ("actor/pg_loss", "actor/grad_norm")
 
 
@@ -62,8 +63,12 @@ def answer(ticket: wire.Ticket) -> wire.Group:
 
 
 @asynccontextmanager
-async def hub(url: str, run: str) -> AsyncIterator[Bus]:
-    """Answer a run's tickets for as long as the block runs."""
+async def hub(url: str, run: str, before: Callable[[wire.Ticket], Awaitable[None]] | None = None) -> AsyncIterator[Bus]:
+    """Answer a run's tickets for as long as the block runs.
+
+    Args:
+        before: awaited before each answer.
+    """
     bus = await Bus.connect(url, run, name=f"{run}-hub", deadline_s=60)
     await bus.ensure_streams()
 
@@ -72,6 +77,8 @@ async def hub(url: str, run: str) -> AsyncIterator[Bus]:
         while True:
             for delivery in await queue.fetch(1, 5.0):
                 assert isinstance(delivery.message, wire.Ticket)
+                if before is not None:
+                    await before(delivery.message)
                 await bus.publish(SAMPLES, answer(delivery.message), ticket=delivery.message.number)
                 await delivery.ack()
 
@@ -142,8 +149,15 @@ class NodeCluster:
         known = ["--nodes-key", str(self.folder / "nodes.key"), "--nodes-deadline", "120"]
         return ["--nnodes", str(num_nodes), "--node-rank", str(node), "--rendezvous", self.rendezvous, *known]
 
-    async def start(self, node: int, config: Path, *options: str, env: dict[str, str] | None = None) -> NodeProcess:
-        """Start ``rlearner start`` on a node."""
+    async def start(
+        self, node: int, config: Path, *options: str, env: dict[str, str] | None = None, hidden: Path | None = None
+    ) -> NodeProcess:
+        """Start ``rlearner start`` on a node.
+
+        Args:
+            env: further variables.
+            hidden: a folder that is empty on this node.
+        """
         log = self.folder / f"{config.stem}-{node}-{len(self.processes)}.log"
         command = [sys.executable, "-m", "rlearner.cli", "start", str(config), "--broker", self.url, *options]
         # what a home has is each node's own, but for the broker's keys
@@ -151,6 +165,7 @@ class NodeCluster:
         with log.open("wb") as output:
             process = await asyncio.create_subprocess_exec(
                 *self.network.inside(node),
+                *(_without(hidden) if hidden else []),
                 *command,
                 stdout=output,
                 stderr=output,
@@ -160,9 +175,16 @@ class NodeCluster:
         self.processes.append(made)
         return made
 
-    async def start_all(self, config: Path, num_nodes: int = 2) -> list[NodeProcess]:
-        """Start a learner over nodes, as their supervisors do."""
-        return [await self.start(node, config, *self.node_options(node, num_nodes)) for node in range(num_nodes)]
+    async def start_all(self, config: Path, num_nodes: int = 2, *, hidden: Path | None = None) -> list[NodeProcess]:
+        """Start a learner over nodes, as their supervisors do.
+
+        Args:
+            hidden: a folder that is empty on all nodes but node 0.
+        """
+        return [
+            await self.start(node, config, *self.node_options(node, num_nodes), hidden=hidden if node else None)
+            for node in range(num_nodes)
+        ]
 
     def clear(self) -> None:
         """Kill what is left of all processes."""
@@ -175,13 +197,22 @@ class NodeCluster:
 @contextmanager
 def node_cluster(folder: Path, num_nodes: int = 2) -> Iterator[NodeCluster]:
     """Yield nodes with a broker on node 0, whose namespace the calling thread enters."""
-    with host_network(num_nodes) as network, entered(network.hosts[0]):
-        with BrokerServer(str(folder / "store"), store_max_gib=64) as server:
-            made = NodeCluster(network, folder, server.url)
-            try:
-                yield made
-            finally:
-                made.clear()
+    with (
+        host_network(num_nodes) as network,
+        entered(network.hosts[0]),
+        BrokerServer(str(folder / "store"), store_max_gib=64) as server,
+    ):
+        made = NodeCluster(network, folder, server.url)
+        try:
+            yield made
+        finally:
+            made.clear()
+
+
+def _without(folder: Path) -> list[str]:
+    """Return what to put before a command for which a folder is empty."""
+    hide = 'mkdir -p "$0" && mount -t tmpfs none "$0" && exec "$@"'
+    return ["unshare", "--mount", "--propagation", "private", "sh", "-c", hide, str(folder)]
 
 
 def steps_of(folder: Path, run: str) -> list[dict[str, Any]]:
@@ -198,7 +229,7 @@ def largest_difference(one: Sequence[dict[str, Any]], other: Sequence[dict[str, 
         ValueError: if the steps are not the same.
     """
     pairs = zip(one, other, strict=True)
-    return max(abs(a[name] - b[name]) for a, b in pairs for name in LOSSES)
+    return max(abs(float(a[name]) - float(b[name])) for a, b in pairs for name in LOSSES)
 
 
 async def reach(folder: Path, run: str, step: int, within_s: float = LONG_S) -> None:
