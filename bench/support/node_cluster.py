@@ -27,6 +27,7 @@ from learner.prepare import to_yaml
 
 PORT: Final = 7100
 PROMPT: Final = 6
+GROUPS: Final = 4  # of a step
 LONG_S: Final = 240.0
 HEADS: Final = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
 TINY: Final = {"hidden_size": 16, "num_layers": 1, **HEADS, "intermediate_size": 32}
@@ -36,7 +37,7 @@ LOSSES: Final = ("actor/pg_loss", "actor/grad_norm")
 def small_run(folder: Path, name: str, **train: Any) -> dict[str, Any]:
     """Return the configuration of a run of five steps in float32 on the CPU, checked."""
     lake = {"env": "frozenlake", "group_size": 2, "max_turns": 4, "max_context_tokens": 64, "deadline_s": 20}
-    steps = {"steps": 5, "groups_per_step": 4, "micro_batch_tokens": 64, "lr": 1e-3, "num_threads": 1}
+    steps = {"steps": 5, "groups_per_step": GROUPS, "micro_batch_tokens": 64, "lr": 1e-3, "num_threads": 1}
     return validate(
         {
             "run": {"name": name, "dir": str(folder), "seed": 3},
@@ -89,6 +90,21 @@ async def hub(url: str, run: str, before: Callable[[wire.Ticket], Awaitable[None
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
         await bus.close()
+
+
+class Gate:
+    """Holds answers back after some steps of ``small_run``, so that a run is in its middle.
+
+    Attributes:
+        opened: set it to let the rest through.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._most, self.opened = GROUPS * steps, asyncio.Event()
+
+    async def __call__(self, ticket: wire.Ticket) -> None:
+        if ticket.number > self._most:
+            await self.opened.wait()
 
 
 class NodeProcess:
@@ -161,7 +177,7 @@ class NodeCluster:
         log = self.folder / f"{config.stem}-{node}-{len(self.processes)}.log"
         command = [sys.executable, "-m", "rlearner.cli", "start", str(config), "--broker", self.url, *options]
         # what a home has is each node's own, but for the broker's keys
-        own = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(self.folder / f"cache-{node}")}
+        own = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(self.folder / f"cache-{config.stem}-{node}")}
         with log.open("wb") as output:
             process = await asyncio.create_subprocess_exec(
                 *self.network.inside(node),

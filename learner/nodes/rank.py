@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -73,6 +73,7 @@ class JoiningRank:
 
     def __init__(self, start: RankStart) -> None:
         self.start, self.joined, self._finished = start, False, threading.Event()
+        self._close: Callable[[], None] = lambda: None
         self._where = RendezvousAddress(start.host, start.port, "").where
 
     def run(self) -> int:
@@ -101,6 +102,7 @@ class JoiningRank:
             return self._fail(client, f"{type(error).__name__}: {' '.join(str(error).split())}", EXIT_FAULT, say=False)
         finally:
             self._finished.set()
+            self._close()
             client.close()
 
     def _reach(self, key: NodeKey) -> BoardClient:
@@ -141,6 +143,12 @@ class JoiningRank:
         frames = EncryptedFrames.connect(start.host, int(port), key)
         watch, link = LinkWatch(self._on_lost), RankLink(frames)
         watch.add(frames, frames.monitor())
+
+        def close() -> None:
+            watch.close()
+            link.close()
+
+        self._close = close  # once rank 0 knows why
         hello = greet(start.node, start.local_rank, start.size_here, start.config)
         link.send(hello)
         self.joined = True
@@ -150,14 +158,9 @@ class JoiningRank:
         def meet(build: BuildCommand) -> Meeting:
             return Meeting(PrefixStore(build.store, client), here)
 
-        try:
-            end = serve(link, meet, folders.execute, folders.localized)
-        finally:
-            self._finished.set()
-            watch.close()
+        end = serve(link, meet, folders.execute, folders.localized)
         if end.reason:
             log.error("%s", end.reason)
-        link.close()
         return end.code
 
     def _on_lost(self, _: EncryptedFrames) -> None:

@@ -16,6 +16,7 @@ import pytest
 from bench.support.hosts.network_namespaces import why_not
 from bench.support.node_cluster import (
     LOSSES,
+    Gate,
     NodeCluster,
     NodeProcess,
     hub,
@@ -25,7 +26,6 @@ from bench.support.node_cluster import (
     small_run,
     steps_of,
 )
-from broker.contract import wire
 
 WITHIN_S: Final = 30.0  # all nodes end after one has
 AS_ONE: Final = 1e-5
@@ -88,17 +88,6 @@ async def finish(cluster: NodeCluster, processes: list[NodeProcess], run: str) -
     assert (report["lost"], report["trained_twice"]) == (0, 0), report
 
 
-class Gate:
-    """Holds the answers back after some tickets, so that a run is in its middle."""
-
-    def __init__(self, after: int) -> None:
-        self._after, self.opened = after, asyncio.Event()
-
-    async def __call__(self, ticket: wire.Ticket) -> None:
-        if ticket.number > self._after:
-            await self.opened.wait()
-
-
 def _strike(cluster: NodeCluster, processes: list[NodeProcess], blow: str) -> list[NodeProcess]:
     """Kill what the blow names, or cut node 1 off; return those that must end by themselves."""
     if blow == "rank":
@@ -133,7 +122,7 @@ async def test_losses_of_one_process_although_a_part_dies(
         pytest.skip(f"{package} is not installed: make test-{backend}")
     run = f"{layout}-{ranks}-{blow}"
     config = cluster.write(small_run(cluster.folder, run, ranks=ranks, **LAYOUTS[layout]))
-    gate = Gate(8)
+    gate = Gate(2)
     async with hub(cluster.url, run, gate):
         nodes = await cluster.start_all(config, hidden=cluster.folder / run)
         await reach(cluster.folder, run, 2)
