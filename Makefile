@@ -9,7 +9,7 @@ LOCKED ?= 1
 TORCH ?=
 TORCH_INDEX ?= https://pypi.org/simple
 
-.PHONY: setup lock audit sbom check test test-fast test-options test-frameworks test-vllm vllm-env test-peers test-deepspeed test-megatron chaos hosts quickstart bench bubblewrap docs clean
+.PHONY: setup lock audit sbom check test test-fast test-options test-frameworks test-vllm vllm-env test-peers test-deepspeed test-megatron chaos hosts nodes quickstart bench bubblewrap docs clean
 
 setup: .venv/ready
 
@@ -127,6 +127,10 @@ chaos: setup
 # A run on three hosts, which are network namespaces of this machine, at full size; needs root.
 hosts: setup
 	RL_HOSTS_CUT_S=30 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/hosts -s
+
+# A learner on two nodes, which are network namespaces of this machine: every backend, and whatever can die; needs root.
+nodes: setup
+	RL_NODES=1 PYTHONPATH=.venv/deepspeed:.venv/megatron OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 tests/nodes -v
 
 quickstart: setup
 	$(BIN)/rlearner up configs/quickstart.yaml

@@ -100,12 +100,17 @@ def shared_devices(config: Mapping[str, Any], spec: str) -> list[str]:
     return device_names("cpu" if config["train"]["device"] == "cpu" else spec)
 
 
-def forget_gpus(config: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Return a run's settings without the ranks and device of its last GPUs if --gpus names others; overrides stay."""
-    if options.gpus == "auto" or not Path(options.config).is_dir():
+def forget_gpus(config: dict[str, Any], options: argparse.Namespace, *, has_size: bool = False) -> dict[str, Any]:
+    """Return a run's settings without the ranks and device of its last GPUs if --gpus names others; overrides stay.
+
+    Args:
+        has_size: whether a launcher says how many ranks there are now.
+    """
+    if not Path(options.config).is_dir() or (options.gpus == "auto" and not has_size):
         return config
     kept = {override.partition("=")[0] for override in options.overrides}
-    gone = {key for key in ("device", "ranks") if f"train.{key}" not in kept}
+    keys = ("ranks",) if options.gpus == "auto" else ("device", "ranks")
+    gone = {key for key in keys if f"train.{key}" not in kept}
     return {**config, "train": {key: value for key, value in config["train"].items() if key not in gone}}
 
 

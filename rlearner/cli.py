@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from broker.settings.arguments import ArgumentParser, add_broker, add_config, complete, positive
 from broker.system import logs
 from broker.system.entry import EXIT_STOPPED, enter
+from learner.nodes import start as nodes
 from rlearner import offline_cli as pipelines_cli
 from rlearner.doctor import cli as doctor_cli
 from rlearner.evaluate import cli as eval_cli
@@ -63,6 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
     text = "GPUs, one rank each: 0-3, or 0,2, or cpu, or auto (%(default)s)"
     start.add_argument("--gpus", default="auto", metavar="LIST", help=text)
     up_cli.add_share_gpus(start)
+    nodes.add_options(start)
     start.set_defaults(run=_start)
     text = "validate a configuration, try your own code once, and print the complete configuration"
     check = _add_config_parser(commands, "check", text)
@@ -98,17 +101,41 @@ def _start(options: argparse.Namespace) -> int:
     from broker.runtime import process
     from broker.settings.runspec import load, validate
     from learner.gpu_selection import assign_gpus, forget_gpus, shared_devices
+    from learner.nodes.layout import lay_out
+    from learner.nodes.placement import Placement, place
     from learner.prepare import exit_code, name_run, run_folder
     from rlearner.doctor.preflight import format_finding, learner_findings, require_installed
     from rlearner.doctor.references import reference_findings
 
+    def settled(placement: Placement | None) -> tuple[dict[str, Any], int]:
+        """Return the configuration, and the ranks of this node if there are several nodes."""
+        has_size = placement is not None and placement.size is not None
+        loaded = forget_gpus(load(options.config, options.overrides), options, has_size=has_size)
+        asked, here = name_run(loaded, options.config), 0
+        if placement is None:
+            asked = assign_gpus(asked, options.gpus, share=options.share_gpus)
+        else:
+            asked, here = lay_out(asked, placement, options.gpus, share=options.share_gpus)
+        config = validate(asked)
+        require_installed(learner_findings(config))
+        return config, here
+
+    placement = place(options.nnodes, options.node_rank, options.rendezvous, os.environ)
+    if placement is not None and not placement.leads:
+        return nodes.follow(placement, *settled(placement), options)
+
     async def body(stop: process.Stop) -> int:
         logs.apply(options)
-        asked = name_run(forget_gpus(load(options.config, options.overrides), options), options.config)
-        config = validate(await asyncio.to_thread(assign_gpus, asked, options.gpus, share=options.share_gpus))
-        require_installed(learner_findings(config))
+        config, here = await asyncio.to_thread(settled, placement)
         for finding in await asyncio.to_thread(reference_findings, config):
             log.warning("%s", format_finding(finding))
+        if placement is None:
+            return await train(config, stop)
+        async with nodes.gathered(placement, config, here, options, stop) as outcome:
+            outcome.code = await train(config, stop)
+            return outcome.code
+
+    async def train(config: dict[str, Any], stop: process.Stop) -> int:
         from learner.service import serve
         from rlearner.ops.continue_line import continue_line_at_exit
         from rlearner.ops.folder_cleanup import removed_on_failure

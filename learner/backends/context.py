@@ -37,9 +37,9 @@ class RunContext:
         """Whether models should take packed rows if they can."""
         return self.train.packing != "padded"
 
-    def on_rank(self, rank: int) -> RunContext:
-        """Return the settings of one rank, with its own device."""
-        return replace(self, train=settings_on_rank(self.train, rank))
+    def on_rank(self, local_rank: int, num_here: int) -> RunContext:
+        """Return the settings of one of this host's ranks, with its own device."""
+        return replace(self, train=settings_on_rank(self.train, local_rank, num_here))
 
     def check(self) -> None:
         """Raise ConfigError if settings exclude each other."""

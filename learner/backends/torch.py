@@ -38,6 +38,7 @@ from learner.backends.ranks.messages import (
     StepCommand,
     SyncCommand,
 )
+from learner.backends.ranks.rendezvous import Meeting
 from learner.backends.step_metrics import average_metrics, step_metrics
 from learner.backends.weights import GatheredWeights
 from learner.backends.worker import RankWorker, build_worker
@@ -75,7 +76,7 @@ class TorchBackend:
         plain = _CONTEXT.dump_python(context, mode="json")
         self._ranks = RankGroup.start(f"{kind.__module__}:{kind.__qualname__}", size, plain)
         try:
-            self.worker = build(context.on_rank(0), self._ranks)
+            self.worker = build(context.on_rank(0, self._ranks.num_here), self._ranks)
         except BaseException:
             self.close()
             raise
@@ -89,12 +90,12 @@ class TorchBackend:
         return context, build_worker
 
     @classmethod
-    def follow(cls, build: BuildCommand) -> RankWorker:
+    def follow(cls, build: BuildCommand, meeting: Meeting) -> RankWorker:
         """Build another rank's worker."""
         context, build_worker = cls.plan(_CONTEXT.validate_python(build.settings))
-        ranks = RankGroup(build.size, build.rank, store=build.store)
+        ranks = RankGroup(build.size, build.rank, meeting=meeting)
         try:
-            return build_worker(context.on_rank(build.rank), ranks)
+            return build_worker(context.on_rank(build.local_rank, build.num_here), ranks)
         except BaseException:
             ranks.leave()
             raise

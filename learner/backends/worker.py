@@ -97,7 +97,7 @@ class RankWorker:
         if self.offloaded is not None:
             self.offloaded.restore()
 
-    def obey(self, command: messages.Command) -> messages.Reply | None:
+    def obey(self, command: messages.WorkCommand) -> messages.Reply | None:
         """Execute one command; return the reply to send."""
         passes = self.passes
         match command:
@@ -131,8 +131,6 @@ class RankWorker:
             case messages.ReloadCommand():
                 self.reload()
                 return messages.SumsReply([])
-            case messages.BuildCommand():
-                raise TypeError("the backend has been built already")
         return None
 
     def _take_part(self, call: messages.CollectiveCommand) -> None:

@@ -119,6 +119,10 @@ class BoardStore(Store):
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
+    def clone(self) -> BoardStore:
+        """Return this store, which several threads may use; NCCL asks for one of its own."""
+        return self
+
     def has_extended_api(self) -> bool:
         """Return that there are ``append``, ``multi_get`` and ``multi_set``."""
         return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import Any, Final, Protocol
 
@@ -44,11 +44,13 @@ class Shelf(Protocol):
 
 
 class BoardServer:
-    """The rendezvous of one learner's epoch.
+    """The rendezvous of one learner's epoch, or of the nodes of a learner.
 
     Args:
         host: address of the interface to listen on.
         port: 0 takes any free one.
+        secret: secret CURVE key in Z85; made up by default.
+        name: of what meets here, for the log.
 
     Attributes:
         port: that it listens on.
@@ -58,26 +60,47 @@ class BoardServer:
         OSError: if the address or port is not available.
     """
 
-    def __init__(self, host: str, port: int = 0) -> None:
+    def __init__(self, host: str, port: int = 0, *, secret: bytes | None = None, name: str = "weights") -> None:
+        self._host, self._name = host, name
         self._board, self.changed = Board(), threading.Condition()
         self._admitted: dict[str, str] = {}  # key in Z85: server
         self._shelves: dict[str, Shelf] = {}
         self._refused_until = 0.0  # no further line about it in the log
-        public, secret = zmq.curve_keypair()
-        self.key = public.decode()
+        self._secret = zmq.curve_keypair()[1] if secret is None else secret
+        self.key = zmq.curve_public(self._secret).decode()
         self._context = zmq.Context(io_threads=2)
         self._zap = self._context.socket(zmq.REP)
         self._zap.bind(ZAP)
-        self._router = listening(self._context, secret)
+        self._router = listening(self._context, self._secret)
         try:
-            self._router.ipv6 = ":" in host
-            self._router.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
-        except zmq.ZMQError as error:
+            self.port = self._bind(self._router, port)
+        except OSError:
             self._context.destroy(linger=0)
-            raise OSError(error.errno, error.strerror) from None
-        self.port = int(bytes(self._router.getsockopt(zmq.LAST_ENDPOINT)).rpartition(b":")[2].rstrip(b"\0"))
+            raise
         sockets = {self._zap: self._on_client, self._router: self._on_request}
-        self._thread = SocketThread("weights-rendezvous", sockets, self._turn, self._context.term)
+        self._thread = SocketThread(f"{name}-rendezvous", sockets, self._turn, self._context.term)
+
+    def _bind(self, socket: zmq.Socket[bytes], port: int = 0) -> int:
+        host = self._host
+        try:
+            socket.ipv6 = ":" in host
+            socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, error.strerror) from None
+        return int(bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rpartition(b":")[2].rstrip(b"\0"))
+
+    def open_pair(self, prepare: Callable[[zmq.Socket[bytes]], None]) -> tuple[zmq.Socket[bytes], int]:
+        """Return a socket that one admitted client can connect to, and its port; close it before this object.
+
+        Args:
+            prepare: sets options before the socket listens.
+
+        Raises:
+            OSError: if no port is free.
+        """
+        pair = listening(self._context, self._secret, zmq.PAIR)
+        prepare(pair)
+        return pair, self._bind(pair)
 
     def store(self, timeout_s: float) -> LearnerStore:
         """Return the learner's own store; its methods may be called from any thread."""
@@ -116,7 +139,7 @@ class BoardServer:
             is_known = key in self._admitted
         if not is_known and self._refused_until < time.monotonic():
             self._refused_until = time.monotonic() + REFUSALS_EVERY_S
-            log.warning("weights: %s was refused at the rendezvous: its key was not admitted", address.decode())
+            log.warning("%s: %s was refused at the rendezvous: its key was not admitted", self._name, address.decode())
         status, text = (b"200", b"OK") if is_known else (b"400", b"not admitted")
         self._zap.send_multipart([version, request_id, status, text, key.encode() if is_known else b"", b""])
 
@@ -265,9 +288,9 @@ class LearnerStore(BoardStore):
 _decoder: Final = msgspec.msgpack.Decoder(BoardRequest)
 
 
-def listening(context: zmq.Context[zmq.Socket[bytes]], secret: bytes) -> zmq.Socket[bytes]:
+def listening(context: zmq.Context[zmq.Socket[bytes]], secret: bytes, kind: int = zmq.ROUTER) -> zmq.Socket[bytes]:
     """Return a socket that takes encrypted requests, with limits; it is not bound yet."""
-    router = context.socket(zmq.ROUTER)
+    router = context.socket(kind)
     router.curve_server = True
     router.curve_secretkey = secret
     router.zap_domain = b"weights"

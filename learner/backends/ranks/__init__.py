@@ -1,7 +1,8 @@
-"""One learner on several ranks of one machine.
+"""One learner on several ranks.
 
 Rank 0 is the learner process: it alone talks to the broker, holds the ledger, cuts micro-batches, offers weights and
-writes checkpoints. The other ranks are its children; they execute its commands and exit with it.
+writes checkpoints. The other ranks execute its commands and exit with it. On one machine they are its children, as
+below; ``learner.nodes`` has those of several machines, which execute the same commands over other links.
 
 Data flow of a step::
 
@@ -21,7 +22,8 @@ resume, and any layout the same gradient up to the order of a sum. Samples are s
 torch.distributed; nothing is pickled. A closed socket means that a process has ended: children exit with rank 0, and
 when a child ends, rank 0 logs one line and exits at once, as if killed; its supervisor restarts it, and it resumes.
 
-``messages`` and ``link`` are the protocol, ``leader`` is rank 0's side, ``follower`` the children's, ``dealing`` deals
-slices, ``group`` is a process among the ranks, ``rendezvous`` and ``collectives`` wrap torch.distributed. A backend for
-several ranks subclasses ``learner.backends.torch.TorchBackend`` and builds a ``learner.backends.worker.RankWorker``.
+``messages`` and ``link`` are the protocol, ``leader`` is rank 0's side, ``children`` starts the others, ``follower`` is
+theirs, ``dealing`` deals slices, ``group`` is a process among the ranks, ``rendezvous`` and ``collectives`` wrap
+torch.distributed. A backend for several ranks subclasses ``learner.backends.torch.TorchBackend`` and builds a
+``learner.backends.worker.RankWorker``.
 """

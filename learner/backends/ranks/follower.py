@@ -5,13 +5,23 @@ from __future__ import annotations
 import logging
 import socket
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from broker.errors import UserError
 from broker.settings.registry import resolve
 from broker.system import logs
-from learner.backends.ranks.link import LinkClosedError, RankLink
-from learner.backends.ranks.messages import BuildCommand
+from learner.backends.ranks.link import LinkClosedError, RankLink, SocketFrames
+from learner.backends.ranks.messages import (
+    BuildCommand,
+    DoneReply,
+    EndCommand,
+    FileCommand,
+    FoldersCommand,
+    ReleaseCommand,
+    Reply,
+)
+from learner.backends.ranks.rendezvous import GroupFailedError, Meeting
 
 if TYPE_CHECKING:
     from learner.backends.worker import RankWorker
@@ -24,9 +34,9 @@ _FAREWELL_S: Final = 5.0  # in which rank 0 ends, too, if it fails for the same 
 def main(descriptor: int) -> int:
     """Serve until rank 0 closes the socket; rank 0 reports lost peers and wrong settings, in one line for all ranks."""
     logs.configure()
-    link = RankLink(socket.socket(fileno=descriptor))
+    link = RankLink(SocketFrames(socket.socket(fileno=descriptor)))
     try:
-        _serve(link)
+        serve(link, lambda build: Meeting.in_file(build.store, build.size))
     except LinkClosedError:
         return 0
     except UserError as error:
@@ -34,7 +44,7 @@ def main(descriptor: int) -> int:
             return 0
         log.error("%s", error)
         return 2
-    except RuntimeError:
+    except (GroupFailedError, RuntimeError):
         if not link.closes(_FAREWELL_S):
             raise
     finally:
@@ -42,18 +52,56 @@ def main(descriptor: int) -> int:
     return 0
 
 
-def _serve(link: RankLink) -> None:
-    build = link.command()
-    if not isinstance(build, BuildCommand):
-        raise TypeError(f"first command: expected BuildCommand, got {type(build).__name__}")
-    logs.identify(role="learner", process_id=f"rank-{build.rank}")
-    worker: RankWorker = resolve("backends", build.backend, {}).follow(build)
+def serve(
+    link: RankLink,
+    meet: Callable[[BuildCommand], Meeting],
+    prepare: Callable[[FoldersCommand | FileCommand], Reply] | None = None,
+    localized: Callable[[BuildCommand], BuildCommand] = lambda build: build,
+) -> EndCommand:
+    """Execute commands until the last one, and return that.
+
+    Args:
+        meet: returns where the ranks of a group meet.
+        prepare: executes commands about model folders.
+        localized: returns a command with paths of this host.
+
+    Raises:
+        LinkClosedError: if rank 0 has closed the connection.
+    """
+    worker: RankWorker | None = None
     try:
         while True:
-            if (reply := worker.obey(link.command())) is not None:
+            command = link.command()
+            reply: Reply | None = None
+            match command:
+                case EndCommand():
+                    return command
+                case BuildCommand():
+                    worker = _build(localized(command), meet(command))
+                case ReleaseCommand():
+                    if worker is not None:
+                        worker.part()
+                    worker, reply = None, DoneReply()
+                case FoldersCommand() | FileCommand():
+                    if prepare is None:
+                        raise TypeError(f"{type(command).__name__}: rank 0 is on this host")
+                    reply = prepare(command)
+                case _:
+                    if worker is None:
+                        raise TypeError(f"first command: expected BuildCommand, got {type(command).__name__}")
+                    reply = worker.obey(command)
+            if reply is not None:
                 link.send(reply)
     except LinkClosedError:
-        worker.part()
+        if worker is not None:
+            worker.part()
+        raise
+
+
+def _build(build: BuildCommand, meeting: Meeting) -> RankWorker:
+    logs.identify(role="learner", process_id=f"rank-{build.rank}")
+    worker: RankWorker = resolve("backends", build.backend, {}).follow(build, meeting)
+    return worker
 
 
 if __name__ == "__main__":

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from learner.backends.ranks.children import ChildRanks
 from learner.backends.ranks.dealing import Job, Share, deal_jobs, merge_in_order, own_jobs, pack_slices
-from learner.backends.ranks.leader import RankLeader
+from learner.backends.ranks.leader import OtherRanks, RankLeader
 from learner.backends.ranks.messages import Command, SampleMessage, results_of
-from learner.backends.ranks.rendezvous import join_group, join_single_group
+from learner.backends.ranks.rendezvous import Meeting, join_group, join_single_group
 
 T = TypeVar("T")
+_elsewhere: list[OtherRanks] = []  # ranks of several nodes, which meet before there is a backend
+
+
+@contextmanager
+def others_elsewhere(others: OtherRanks) -> Iterator[None]:
+    """Within it, backends of several ranks are built on these instead of on children of this process."""
+    _elsewhere.append(others)
+    try:
+        yield
+    finally:
+        _elsewhere.remove(others)
 
 
 @dataclass(frozen=True)
@@ -42,28 +55,36 @@ class RankGroup:
     """This process among the ranks; rank 0 of several has a leader of the others."""
 
     def __init__(
-        self, size: int = 1, rank: int = 0, *, store: str | None = None, leader: RankLeader | None = None
+        self, size: int = 1, rank: int = 0, *, meeting: Meeting | None = None, leader: RankLeader | None = None
     ) -> None:
-        self.size, self.rank, self.leader, self._store = size, rank, leader, store
+        self.size, self.rank, self.leader, self._meeting = size, rank, leader, meeting
+        self.num_here = 1 if leader is None else leader.others.num_here  # on rank 0: ranks of its host
         self.before_leaving: Callable[[], None] = lambda: None  # called before the process group is destroyed
         self._joined = False
 
     @classmethod
     def start(cls, target: str, size: int, settings: dict[str, Any]) -> RankGroup:
-        """Start the other ranks, which build the backend ``target`` ("module:attribute") from ``settings``."""
+        """Have the other ranks build the backend ``target`` ("module:attribute") from ``settings``.
+
+        They are children of this process, unless ``others_elsewhere`` names ranks of several nodes.
+        """
         if size == 1:
             return cls()
-        leader = RankLeader(target, size, settings)
-        return cls(size, store=leader.store, leader=leader)
+        others = _elsewhere[-1] if _elsewhere else ChildRanks(size)
+        try:
+            others.build(target, settings)
+        except BaseException:
+            others.close()
+            raise
+        return cls(size, meeting=others.meeting(), leader=RankLeader(others))
 
     def join(self, device: torch.device, *, alone: bool = False) -> None:
         """Join the process group; with ``alone`` a single process makes a group of one."""
-        if self.leader is not None:
-            with self.leader.working():
-                self.leader.arm()
-                join_group(self.leader.store, self.rank, self.size, device)
-        elif self._store is not None:
-            join_group(self._store, self.rank, self.size, device)
+        if self._meeting is not None:
+            with self.leader.working() if self.leader is not None else nullcontext():
+                if self.leader is not None:
+                    self.leader.others.arm()
+                join_group(self._meeting, self.rank, self.size, device)
         elif alone:
             join_single_group(device)
         else:
@@ -112,7 +133,7 @@ class RankGroup:
         self._joined = False
 
     def close(self) -> None:
-        """Stop the other ranks and leave."""
+        """Have the other ranks leave, and leave."""
         if self.leader is not None:
             self.leader.close()
             self.leader = None

@@ -1,54 +1,85 @@
-"""A socket between rank 0 and one other rank; frames are a length and that many bytes of msgpack."""
+"""What connects rank 0 and one other rank: msgpack messages over a private socket, or between nodes over CURVE."""
 
 from __future__ import annotations
 
 import socket
 import struct
 import time
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
 from learner.backends.ranks.messages import Command, Reply
 
 _HEADER: Final = struct.Struct("<Q")
+_encoder: Final = msgspec.msgpack.Encoder()
+_commands: Final = msgspec.msgpack.Decoder(Command)
+_replies: Final = msgspec.msgpack.Decoder(Reply)
 
 
 class LinkClosedError(Exception):
     """The process at the other end has ended."""
 
 
-class RankLink:
-    """One end of the socket."""
+class Frames(Protocol):
+    """Carries frames between two processes; raises ``LinkClosedError`` if the other end has closed."""
 
-    def __init__(self, end: socket.socket) -> None:
-        self._socket = end
-        self._command, self._reply = msgspec.msgpack.Decoder(Command), msgspec.msgpack.Decoder(Reply)
+    def put(self, frame: bytes) -> None:
+        """Send a frame."""
+        ...
 
-    def send(self, message: Any) -> None:
-        """Send a message.
-
-        Raises:
-            LinkClosedError: if the other end has closed.
-        """
-        body = msgspec.msgpack.encode(message)
-        try:
-            self._socket.sendall(_HEADER.pack(len(body)) + body)
-        except OSError as error:
-            raise LinkClosedError(str(error)) from None
-
-    def command(self) -> Command:
-        """Wait for the next command; raises ``LinkClosedError`` if the other end has closed."""
-        found: Command = self._command.decode(self._frame())
-        return found
-
-    def reply(self) -> Reply:
-        """Wait for the next reply; raises ``LinkClosedError`` if the other end has closed."""
-        found: Reply = self._reply.decode(self._frame())
-        return found
+    def take(self) -> bytes:
+        """Wait for the next frame."""
+        ...
 
     def closes(self, seconds: float) -> bool:
         """Return whether the other end closes in time; drop everything that it still sends."""
+        ...
+
+    def close(self) -> None:
+        """Close this end."""
+        ...
+
+
+class RankLink:
+    """One end of a connection; its methods raise ``LinkClosedError`` if the other end has closed."""
+
+    def __init__(self, frames: Frames) -> None:
+        self._frames = frames
+        self.closes, self.close = frames.closes, frames.close
+
+    def send(self, message: Any) -> None:
+        """Send a command or a reply."""
+        self._frames.put(_encoder.encode(message))
+
+    def command(self) -> Command:
+        """Wait for the next command."""
+        found: Command = _commands.decode(self._frames.take())
+        return found
+
+    def reply(self) -> Reply:
+        """Wait for the next reply."""
+        found: Reply = _replies.decode(self._frames.take())
+        return found
+
+
+class SocketFrames:
+    """Frames over a stream socket between two processes of one host: a length and that many bytes."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+
+    def put(self, frame: bytes) -> None:
+        try:
+            self._socket.sendall(_HEADER.pack(len(frame)) + frame)
+        except OSError as error:
+            raise LinkClosedError(str(error)) from None
+
+    def take(self) -> bytes:
+        (size,) = _HEADER.unpack(self._exactly(_HEADER.size))
+        return self._exactly(size)
+
+    def closes(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
         try:
             while (left := deadline - time.monotonic()) > 0:
@@ -63,10 +94,6 @@ class RankLink:
 
     def close(self) -> None:
         self._socket.close()
-
-    def _frame(self) -> bytes:
-        (size,) = _HEADER.unpack(self._exactly(_HEADER.size))
-        return self._exactly(size)
 
     def _exactly(self, size: int) -> bytes:
         parts, missing = [], size

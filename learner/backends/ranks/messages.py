@@ -1,4 +1,4 @@
-"""Commands of rank 0 and replies of the other ranks, msgpack frames over a private socket."""
+"""Commands of rank 0 and replies of the other ranks, msgpack frames over a private or encrypted connection."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ class BuildCommand(msgspec.Struct, frozen=True, tag=True):
     backend: str  # "module:attribute"
     rank: int
     size: int
-    store: str  # file of the rendezvous
+    store: str  # of the rendezvous: a file on one host, a name between nodes
     settings: dict[str, Any]  # sections and other arguments of the backend
+    local_rank: int = 0  # number of the rank on its host
+    num_here: int = 1  # ranks on that host
 
 
 class RunCommand(msgspec.Struct, frozen=True, tag=True):
@@ -93,6 +95,43 @@ class ReloadCommand(msgspec.Struct, frozen=True, tag=True):
     """Move everything back onto the device; the reply is an empty ``SumsReply``."""
 
 
+class ReleaseCommand(msgspec.Struct, frozen=True, tag=True):
+    """Drop the backend and leave the group; the reply is ``DoneReply``. Another ``BuildCommand`` may follow."""
+
+
+class EndCommand(msgspec.Struct, frozen=True, tag=True):
+    """End this process, for the reason given if there is one."""
+
+    code: int
+    reason: str = ""
+
+
+class FoldersCommand(msgspec.Struct, frozen=True, tag=True):
+    """Look for model folders; the reply is ``FoldersReply``."""
+
+    folders: dict[str, dict[str, tuple[int, str]]]  # by path, for each file its size and, if it is small, its digest
+
+
+class FileCommand(msgspec.Struct, frozen=True, tag=True):
+    """Store a part of a file of a folder that the last ``FoldersCommand`` listed and this host lacks."""
+
+    folder: str
+    name: str
+    at: int
+    data: bytes
+
+
+class DoneReply(msgspec.Struct, frozen=True, tag=True):
+    """The command was executed."""
+
+
+class FoldersReply(msgspec.Struct, frozen=True, tag=True):
+    """Folders that this host lacks, and how one differs from rank 0's, if one does."""
+
+    missing: list[str]
+    problem: str = ""
+
+
 class SumsReply(msgspec.Struct, frozen=True, tag=True):
     """The sums of each slice."""
 
@@ -106,14 +145,13 @@ class ColumnsReply(msgspec.Struct, frozen=True, tag=True):
 
 
 TurnCommand = OffloadCommand | ReloadCommand
-Command = (
-    BuildCommand | RunCommand | ScoreCommand | StepCommand | DiscardCommand | SyncCommand | CollectiveCommand
-    | TurnCommand
-)  # fmt: skip
-Reply = SumsReply | ColumnsReply
+WorkCommand = RunCommand | ScoreCommand | StepCommand | DiscardCommand | SyncCommand | CollectiveCommand | TurnCommand
+Command = WorkCommand | BuildCommand | ReleaseCommand | EndCommand | FoldersCommand | FileCommand
+ResultsReply = SumsReply | ColumnsReply
+Reply = ResultsReply | DoneReply | FoldersReply
 
 
-def results_of(reply: Reply) -> Sequence[dict[str, float]] | Sequence[list[Array | None]]:
+def results_of(reply: ResultsReply) -> Sequence[dict[str, float]] | Sequence[list[Array | None]]:
     """Return a reply's result of each slice."""
     if isinstance(reply, SumsReply):
         return reply.slices

@@ -4,20 +4,51 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
-from broker.errors import ConfigError
+from broker.errors import ConfigError, RlearnerError
+from broker.system.connections import interface_of
+from broker.weights.group import first_line, nccl_environment
 from learner.config import TrainSection
 
 _TIMEOUT: Final = timedelta(minutes=10)  # of one collective, for a rank that hangs; one that exits is noticed at once
+_SHOWN: Final = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_VISIBLE_DEVICES")  # prefixes of variables that decide
 
 
-def settings_on_rank(train: TrainSection, rank: int) -> TrainSection:
+class GroupFailedError(RlearnerError):
+    """The ranks could not connect to each other."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of one group find each other.
+
+    Attributes:
+        store: a store of torch, the same for all ranks.
+        address: of the interface on which this rank meets those of other hosts; empty if all are on this host.
+    """
+
+    store: Any
+    address: str = ""
+
+    @classmethod
+    def in_file(cls, path: str, size: int) -> Meeting:
+        """Meet in a file of this host."""
+        return cls(dist.FileStore(path, size))  # type: ignore[attr-defined]
+
+
+def settings_on_rank(train: TrainSection, local_rank: int, num_here: int) -> TrainSection:
     """Return the settings of one rank, each with its own GPU.
+
+    Args:
+        local_rank: number of the rank on its host.
+        num_here: ranks on that host.
 
     Raises:
         ConfigError: if ranks cannot share the device, or there are fewer GPUs than ranks.
@@ -27,23 +58,64 @@ def settings_on_rank(train: TrainSection, rank: int) -> TrainSection:
     if train.device not in ("auto", "cuda"):
         allowed = f"auto, cpu or cuda with train.ranks {train.ranks}: each rank takes a GPU of its own"
         raise ConfigError("train.device", train.device, allowed)
-    if train.ranks > torch.cuda.device_count():
-        raise ConfigError("train.ranks", train.ranks, f"this machine has {torch.cuda.device_count()} GPUs")
-    return train.model_copy(update={"device": f"cuda:{rank}"})
+    if num_here > (seen := torch.cuda.device_count()):
+        if seen == 1 and num_here < train.ranks:
+            return train.model_copy(update={"device": "cuda:0"})  # Slurm shows each task only its own GPU
+        here = "this machine" if num_here == train.ranks else f"{socket.gethostname()}, which has {num_here} of them,"
+        raise ConfigError("train.ranks", train.ranks, f"{here} has {seen} GPUs")
+    return train.model_copy(update={"device": f"cuda:{local_rank}"})
 
 
-def join_group(store: str, rank: int, size: int, device: torch.device) -> None:
-    """Join the other ranks on the loopback interface."""
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-    if loopback is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    meeting = dist.FileStore(store, size)  # type: ignore[attr-defined]
-    dist.init_process_group(_take(device), store=meeting, rank=rank, world_size=size, timeout=_TIMEOUT)
+def join_group(meeting: Meeting, rank: int, size: int, device: torch.device) -> None:
+    """Join the other ranks, on the loopback interface if all are on this host.
+
+    Raises:
+        GroupFailedError: if they cannot connect; says by which interface and with which versions and variables.
+    """
+    backend, address = _take(device), meeting.address
+    interface = interface_of(address) if address else _loopback()
+    for name, value in group_environment(interface, address).items():
+        os.environ.setdefault(name, value)
+    try:
+        dist.init_process_group(backend, store=meeting.store, rank=rank, world_size=size, timeout=_TIMEOUT)
+        dist.all_reduce(torch.zeros(1, device=device))  # NCCL connects only now
+    except RuntimeError as error:
+        raise GroupFailedError(failure(error, backend, rank, size, interface, address, os.environ)) from None
+
+
+def group_environment(interface: str, address: str) -> dict[str, str]:
+    """Return the variables that hold gloo and NCCL to an interface; those that a user has set take precedence."""
+    if not interface:
+        return {}
+    found = {"GLOO_SOCKET_IFNAME": interface}
+    if address:
+        found |= {name: value for name, value in nccl_environment(address).items() if name.startswith("NCCL_")}
+    return found
+
+
+def failure(
+    error: Exception, backend: str, rank: int, size: int, interface: str, address: str, environ: Mapping[str, str]
+) -> str:
+    """Return one line about a group that did not form: interface, versions and variables."""
+    versions = [f"torch {torch.__version__}"]
+    if backend == "nccl":
+        nccl: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        versions += [f"NCCL {'.'.join(map(str, nccl))}", f"CUDA {torch.version.cuda}"]
+    seen = [f"{name}={value}" for name, value in sorted(environ.items()) if name.startswith(_SHOWN)]
+    where = f"interface {interface or 'unknown'}{f' ({address})' if address else ''}"
+    return (
+        f"{backend} cannot connect rank {rank} with the other {size - 1}: {first_line(error)}; {where}, "
+        f"{', '.join(versions)}, {' '.join(seen) or 'no variables of NCCL or gloo'}"
+    )
 
 
 def join_single_group(device: torch.device) -> None:
     """Make a group of one, for libraries that need a group."""
     dist.init_process_group(_take(device), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+
+
+def _loopback() -> str:
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "")
 
 
 def _take(device: torch.device) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from broker.errors import ConfigError
 from broker.system import logs
 from learner.backends.ranks import follower
-from learner.backends.ranks.link import RankLink
+from learner.backends.ranks.link import RankLink, SocketFrames
 from learner.backends.ranks.messages import BuildCommand, DiscardCommand, SumsReply
 
 
@@ -24,7 +25,7 @@ class Failing:
     parted = False
 
     @classmethod
-    def follow(cls, build: BuildCommand) -> Failing:
+    def follow(cls, build: BuildCommand, _: Any) -> Failing:
         assert build.rank == 2
         if cls.at_build:
             raise cls.error
@@ -41,7 +42,7 @@ class Failing:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Any:
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(follower, "resolve", lambda *_: Failing)
     monkeypatch.setattr(logs, "configure", lambda: None)
     monkeypatch.setattr(logs, "identify", lambda **_: None)
@@ -50,9 +51,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(Failing, "error", error)
         monkeypatch.setattr(Failing, "at_build", at_build)
         ours, theirs = socket.socketpair()
-        link = RankLink(ours)
+        link = RankLink(SocketFrames(ours))
         found.append(theirs.detach())
-        link.send(BuildCommand("any:Any", 2, 3, "store", {}))
+        link.send(BuildCommand("any:Any", 2, 3, str(tmp_path / "store"), {}))
         if not at_build:
             link.send(DiscardCommand())
             link.send(DiscardCommand())

@@ -1,4 +1,4 @@
-"""Rank 0's side of the ranks, without any."""
+"""The ranks of one host, as rank 0 leaves them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from learner.backends.ranks import leader as module
-from learner.backends.ranks.leader import RankLeader
+from learner.backends.ranks import children as module
+from learner.backends.ranks.children import ChildRanks
 
 
 class Stubborn:
@@ -32,8 +32,8 @@ class Stubborn:
 
 def test_ranks_that_do_not_leave_are_given_one_time_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_LEAVE_S", 0.2)
-    leader, ranks = RankLeader("nothing:Nothing", 1, {}), [Stubborn() for _ in range(4)]
-    leader.processes = ranks  # type: ignore[assignment]
-    leader.close()
+    children, ranks = ChildRanks(1), [Stubborn() for _ in range(4)]
+    children.processes = ranks  # type: ignore[assignment]
+    children.close()
     assert all(rank.killed for rank in ranks)
     assert sum(rank.patience[0] or 0.0 for rank in ranks) <= 0.2

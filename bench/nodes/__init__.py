@@ -1,0 +1,1 @@
+"""A learner over several nodes; each part is a module with ``measure(folder) -> figures``."""

@@ -1,0 +1,192 @@
+"""Rank 0's side: waits until all nodes are there, and is told when one of them is gone."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from broker.errors import RlearnerError, UserError
+from broker.system.connections import addresses
+from broker.weights.rendezvous.board_server import BoardServer
+from learner.backends.ranks.link import LinkClosedError, RankLink
+from learner.backends.ranks.messages import EndCommand
+from learner.nodes.encrypted_link import OTHERS, RANK_0, EncryptedFrames, LinkWatch, prepare
+from learner.nodes.hello import Hello, Roll, greet
+from learner.nodes.key import read_key
+from learner.nodes.local_ranks import spawn_rank, start_of
+from learner.nodes.meeting_keys import ARRIVALS, Arrival, answer_key, arrivals
+from learner.nodes.node_ranks import NodeRanks, RemoteRank
+from learner.nodes.placement import Placement
+
+log = logging.getLogger(__name__)
+
+POLL_S: Final = 0.1
+FIRST_LIST_S: Final = 5.0
+LIST_EVERY_S: Final = 15.0
+STORE_S: Final = 60.0
+
+
+class NodesMissingError(RlearnerError):
+    """Not all nodes came in time; names those that did."""
+
+
+class GatheringStopped(RlearnerError):
+    """A stop was requested before all nodes were there."""
+
+
+def own_address(host: str) -> str:
+    """Return the address of this host by which the others know it: node 0 listens there.
+
+    Raises:
+        UserError: if the name is unknown or not this host's.
+    """
+    try:
+        found = list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)))
+    except OSError as error:
+        raise UserError(f"--rendezvous {host}: {error.strerror or error}") from None
+    own = [address for known in addresses().values() for address in known]
+    mine = [address for address in found if address in own or address.startswith("127.")]
+    if not mine:
+        has = ", ".join(address for address in own if address not in ("127.0.0.1", "::1"))
+        raise UserError(f"--rendezvous {host}: node 0 must be there, but this host has {has or 'no address'}")
+    return min(mine, key=lambda address: address.startswith("127.") or address == "::1")
+
+
+class Gathering:
+    """The rendezvous of one incarnation.
+
+    Args:
+        size_here: ranks of this node.
+        size: ranks of all nodes.
+        config: resolved.
+
+    Raises:
+        UserError: if the rendezvous cannot be opened, or the key cannot be read.
+    """
+
+    def __init__(self, placement: Placement, size_here: int, size: int, key_file: Path, config: dict[str, Any]) -> None:
+        self._placement, self._size_here, self._size = placement, size_here, size
+        self._config, self._key_file = config, key_file
+        key, self._address = read_key(key_file, make=True), own_address(placement.host)
+        try:
+            self._server = BoardServer(self._address, placement.port, secret=key.curve_secret(RANK_0), name="nodes")
+        except OSError as error:
+            raise UserError(f"--rendezvous {placement.where}: cannot listen there: {error.strerror}") from None
+        self._server.admit(OTHERS, key.curve_public(OTHERS))
+        self._store = self._server.store(STORE_S)
+        self._roll = Roll(placement.num_nodes, greet(0, 0, size_here, config))
+        self._num_read, self._waiting = 0, dict[EncryptedFrames, RankLink]()
+        self._ranks: dict[tuple[int, int], RemoteRank] = {}
+        self._lost: list[EncryptedFrames] = []
+        self._watch = LinkWatch(self._lost.append)
+        self._children: list[subprocess.Popen[bytes]] = []
+
+    def gather(self, deadline_s: float, stopped: Callable[[], bool] = lambda: False) -> NodeRanks:
+        """Wait for all ranks and return them.
+
+        Raises:
+            UserError: if a rank differs in versions or settings, or the nodes have not as many ranks as configured.
+            NodesMissingError: if not all are there in time.
+            GatheringStopped: if ``stopped`` says so.
+        """
+        try:
+            self._gather(deadline_s, stopped)
+        except UserError as error:
+            self._abandon(2, str(error))
+            raise
+        except BaseException:
+            self._abandon(1)
+            raise
+        log.info("all ranks are there; %s", self._roll.describe())
+        return self._hand_over([self._ranks[hello.seat] for hello in self._roll.in_order()[1:]])
+
+    def _hand_over(self, ranks: list[RemoteRank]) -> NodeRanks:
+        for link in self._waiting.values():
+            link.close()
+        made = NodeRanks(self._server, self._address, self._size_here, ranks, self._children, self._watch)
+        self._watch.on_lost = made.lose
+        for frames in self._lost:  # since the last look
+            made.lose(frames)
+        return made
+
+    def _gather(self, deadline_s: float, stopped: Callable[[], bool]) -> None:
+        if self._placement.local_rank is None:
+            file, config = str(self._key_file), self._config
+            for local_rank in range(1, self._size_here):
+                start = start_of(self._placement, local_rank, self._size_here, file, config, deadline_s)
+                self._children.append(spawn_rank(start))
+        began = time.monotonic()
+        list_at, deadline = began + FIRST_LIST_S, began + deadline_s
+        while not self._roll.complete:
+            if stopped():
+                raise GatheringStopped("stopped while waiting for the other nodes")
+            now = time.monotonic()
+            if now > deadline:
+                raise NodesMissingError(f"not all nodes came within {deadline_s:g} s; {self._roll.describe()}")
+            if now >= list_at:
+                list_at = now + LIST_EVERY_S
+                log.info("waiting for the other nodes; %s", self._roll.describe())
+            self._read_arrivals()
+            for frames in list(self._waiting):
+                self._read_hello(frames)
+            while self._lost:
+                self._forget(self._lost.pop())
+            if (ended := next((one for one in self._children if one.poll() is not None), None)) is not None:
+                raise NodesMissingError(f"a rank of this node (pid {ended.pid}) ended with code {ended.returncode}")
+            time.sleep(POLL_S)
+        if problem := self._roll.wrong_size(self._size):
+            raise UserError(problem)
+
+    def _read_arrivals(self) -> None:
+        value = self._store.peek(ARRIVALS)
+        found = [] if value is None else arrivals(value)
+        for arrival in found[self._num_read :]:
+            self._answer(arrival)
+        self._num_read = len(found)
+
+    def _answer(self, arrival: Arrival) -> None:
+        pair, port = self._server.open_pair(prepare)
+        frames = EncryptedFrames(pair)
+        self._waiting[frames] = RankLink(frames)
+        self._store.set(answer_key(arrival.token), str(port))
+
+    def _read_hello(self, frames: EncryptedFrames) -> None:
+        if (first := frames.first()) is None:
+            return
+        link, (data, descriptor) = self._waiting.pop(frames), first
+        hello = msgspec.msgpack.decode(data, type=Hello)
+        if problem := self._roll.conflict(hello):
+            log.warning("%s was sent away: %s", hello.name, problem)
+            with suppress(LinkClosedError):
+                link.send(EndCommand(2, problem))
+            link.close()
+            return
+        self._watch.add(frames, frames.monitor(), descriptor)
+        self._ranks[hello.seat] = RemoteRank(hello, link, frames)
+        if problem := self._roll.enter(hello):
+            raise UserError(problem)
+
+    def _forget(self, frames: EncryptedFrames) -> None:
+        for seat, rank in list(self._ranks.items()):
+            if rank.frames is frames:
+                log.warning("%s has left again", rank.hello.name)
+                rank.link.close()
+                del self._ranks[seat]
+                self._roll.leave(seat)
+
+    def _abandon(self, code: int, reason: str = "") -> None:
+        """End those who are there, and close."""
+        joined = {rank.hello.pid for seat, rank in self._ranks.items() if seat[0] == 0}
+        for child in self._children:
+            if child.pid not in joined:
+                child.terminate()
+        self._lost.clear()
+        self._hand_over(list(self._ranks.values())).end(code, reason)

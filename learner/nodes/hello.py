@@ -1,0 +1,140 @@
+"""What each rank says of itself when it arrives, and the list of who is there; without clock and network."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final
+
+import msgspec
+
+PACKAGES: Final = ("rlearner", "torch", "transformers")
+OWN: Final = ("run.name", "run.dir")  # settings that are rank 0's alone
+MAX_CHARS: Final = 80  # of a value that is shown
+
+Seat = tuple[int, int]  # node, number of the rank on it
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """The first message of a rank."""
+
+    node: int
+    local_rank: int
+    local_size: int
+    host: str
+    pid: int
+    versions: dict[str, str]
+    config: dict[str, Any]  # resolved
+
+    @property
+    def seat(self) -> Seat:
+        """Where it sits."""
+        return self.node, self.local_rank
+
+    @property
+    def name(self) -> str:
+        """Node, host and process, for messages."""
+        return f"node {self.node} ({self.host}, pid {self.pid})"
+
+
+def greet(node: int, local_rank: int, local_size: int, config: dict[str, Any]) -> Hello:
+    """Return this process's message."""
+    return Hello(node, local_rank, local_size, socket.gethostname(), os.getpid(), _versions(), config)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+def first_difference(first: Hello, other: Hello) -> str:
+    """Return the first difference in versions or settings as a line, empty if there is none."""
+    for what, one, two in (("", first.versions, other.versions), ("", first.config, other.config)):
+        for key, mine, theirs in _differences(one, two, what):
+            if key not in OWN:
+                return f"{key} is {_shown(theirs)} on {other.name}, but {_shown(mine)} on {first.name}"
+    return ""
+
+
+def _differences(one: Any, two: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(one, dict) and isinstance(two, dict):
+        for name in dict.fromkeys([*one, *two]):
+            yield from _differences(one.get(name), two.get(name), f"{key}.{name}" if key else str(name))
+    elif one != two:
+        yield key, one, two
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}…"
+
+
+class Roll:
+    """Who is there of ``num_nodes`` nodes; rank 0 is from the start.
+
+    Attributes:
+        here: messages of those who are there, by seat.
+    """
+
+    def __init__(self, num_nodes: int, rank_0: Hello) -> None:
+        self._num_nodes, self._rank_0 = num_nodes, rank_0
+        self.here: dict[Seat, Hello] = {rank_0.seat: rank_0}
+
+    def conflict(self, hello: Hello) -> str:
+        """Return why a rank cannot take its seat, as a line; empty if it can."""
+        if not 0 <= hello.node < self._num_nodes:
+            return f"--node-rank {hello.node}: node 0 waits for {self._num_nodes} nodes, 0 to {self._num_nodes - 1}"
+        if (taken := self.here.get(hello.seat)) is not None:
+            return f"--node-rank {hello.node} is taken by {taken.host} (pid {taken.pid}); each node has its own"
+        return ""
+
+    def enter(self, hello: Hello) -> str:
+        """Let a rank take its seat; return how it differs from rank 0, as a line that ends the start for all."""
+        self.here[hello.seat] = hello
+        beside = next(one for one in self.here.values() if one.node == hello.node)
+        if beside.local_size != hello.local_size:
+            return f"{hello.name} says that its node has {hello.local_size} ranks, {beside.name} {beside.local_size}"
+        return first_difference(self._rank_0, hello)
+
+    def leave(self, seat: Seat) -> None:
+        """Empty a seat."""
+        self.here.pop(seat, None)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all nodes are there with all their ranks."""
+        return not any(self._missing(node) for node in range(self._num_nodes))
+
+    def _missing(self, node: int) -> str:
+        there = [hello for hello in self.here.values() if hello.node == node]
+        if not there:
+            return f"node {node}"
+        lacking = sorted(set(range(there[0].local_size)) - {hello.local_rank for hello in there})
+        return f"rank {', '.join(map(str, lacking))} of node {node} ({there[0].host})" if lacking else ""
+
+    def describe(self) -> str:
+        """Return who is there and who is missing."""
+        missing = [text for node in range(self._num_nodes) if (text := self._missing(node))]
+        hosts = {hello.node: f"node {hello.node} ({hello.host})" for hello in self.here.values()}
+        return f"here: {', '.join(hosts[node] for node in sorted(hosts))}; missing: {', '.join(missing) or 'none'}"
+
+    def in_order(self) -> list[Hello]:
+        """Return those who are there as ranks 0, 1, ...: neighbours share a node."""
+        return [self.here[seat] for seat in sorted(self.here)]
+
+    def wrong_size(self, size: int) -> str:
+        """Return a line if the ranks are not as many as ``train.ranks``, else an empty text."""
+        if len(self.here) == size:
+            return ""
+        sizes = {hello.node: hello.local_size for hello in self.here.values()}
+        each = ", ".join(f"{sizes[node]} on node {node}" for node in sorted(sizes))
+        return f"train.ranks: {size} is not allowed; it counts the ranks of all nodes, which are {each}"

@@ -1,0 +1,59 @@
+"""Divides the ranks of a run over nodes: ``train.ranks`` is the number of all, ``--gpus`` says how many are here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from broker.errors import ConfigError, UserError
+from broker.system import gpus
+from learner.gpu_selection import refuse_taken
+from learner.nodes.placement import Placement
+
+
+def lay_out(config: dict[str, Any], placement: Placement, spec: str, *, share: bool) -> tuple[dict[str, Any], int]:
+    """Select this node's GPUs; return the configuration and the number of ranks here.
+
+    Args:
+        config: the user's, not validated.
+        spec: the argument of ``--gpus``.
+        share: allow GPUs that other processes use.
+
+    Raises:
+        UserError: if a GPU does not exist or is taken, or numbers contradict each other.
+    """
+    seen = gpus.select(spec)
+    numbers = gpus.parse(spec) if seen == "cuda" else []
+    if numbers and not share and placement.local_rank is None:  # else ranks beside this one use them already
+        refuse_taken(numbers, spec)
+    return divide(config, placement, spec, len(numbers))
+
+
+def divide(config: dict[str, Any], placement: Placement, spec: str, num_gpus: int) -> tuple[dict[str, Any], int]:
+    """Return the configuration with ``train.ranks`` of all nodes, and the number of ranks on this node.
+
+    Raises:
+        ConfigError: if ``train.ranks`` or ``train.device`` is another one, or does not divide.
+    """
+    train = config.get("train") or {}
+    if not isinstance(train, dict):
+        return config, 1  # refused by validation
+    device = None if spec == "auto" else "cuda" if num_gpus else "cpu"
+    if device and train.get("device", "auto") not in ("auto", device):
+        raise ConfigError("train.device", train["device"], f"{device} with --gpus {spec}, or nothing")
+    nodes, asked = placement.num_nodes, train.get("ranks")
+    if placement.size is not None and asked not in (None, placement.size):
+        raise ConfigError("train.ranks", asked, f"{placement.size} under {placement.source}, or nothing")
+    size = placement.size or asked or max(num_gpus, 1) * nodes
+    if not isinstance(size, int) or size < nodes:
+        allowed = f"at least {nodes}, the ranks of all nodes together with {placement.source}"
+        raise ConfigError("train.ranks", size, allowed)
+    if placement.local_size and num_gpus and num_gpus < placement.local_size:
+        started = f"{placement.source} starts {placement.local_size} ranks on this node"
+        raise UserError(f"--gpus {spec}: {started}, which need a GPU each")
+    here = placement.local_size or num_gpus
+    if not here:
+        if size % nodes:
+            allowed = f"a multiple of {nodes} nodes, or --gpus on each node to say how many ranks it has"
+            raise ConfigError("train.ranks", size, allowed)
+        here = size // nodes
+    return {**config, "train": {**train, "ranks": size, **({"device": device} if device else {})}}, here

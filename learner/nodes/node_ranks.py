@@ -1,0 +1,164 @@
+"""The ranks of all nodes, as rank 0 commands them once all are there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from broker.errors import UserError
+from broker.weights.rendezvous.board_server import BoardServer
+from learner.backends.ranks.leader import EXIT_RANK_DIED, exit_at_once
+from learner.backends.ranks.link import LinkClosedError, RankLink
+from learner.backends.ranks.messages import BuildCommand, EndCommand, FoldersCommand, FoldersReply, ReleaseCommand
+from learner.backends.ranks.rendezvous import Meeting
+from learner.nodes.encrypted_link import EncryptedFrames, LinkWatch
+from learner.nodes.hello import Hello
+from learner.nodes.meeting_keys import Farewell, farewell_key
+from learner.nodes.model_folders import Listing, file_commands, list_folder, refuse_large
+
+log = logging.getLogger(__name__)
+
+STORE_S: Final = 600.0
+LEAVE_S: Final = 10.0
+
+
+@dataclass(frozen=True)
+class RemoteRank:
+    """A rank that is there."""
+
+    hello: Hello
+    link: RankLink
+    frames: EncryptedFrames
+
+
+class NodeRanks:
+    """Ranks 1 … size - 1 of all nodes, see ``learner.backends.ranks.leader.OtherRanks``.
+
+    Args:
+        address: on which this host meets the others.
+        num_here: ranks of this node, rank 0 included.
+        ranks: in order.
+        children: those that this process has started.
+        watch: of their connections; it calls ``lose``.
+    """
+
+    def __init__(
+        self,
+        server: BoardServer,
+        address: str,
+        num_here: int,
+        ranks: Sequence[RemoteRank],
+        children: Sequence[subprocess.Popen[bytes]],
+        watch: LinkWatch,
+    ) -> None:
+        self.num_here, self.died = num_here, ""
+        self.links = [rank.link for rank in ranks]
+        self._server, self._address, self._ranks, self._children = server, address, ranks, children
+        self._store = server.store(STORE_S)
+        self._num_built, self._ending = 0, threading.Event()
+        self._watch = watch
+
+    def lose(self, frames: EncryptedFrames) -> None:
+        """End this process because a rank has ended, unless all are to end."""
+        if self._ending.is_set():
+            return
+        rank, hello = next((number, one.hello) for number, one in enumerate(self._ranks, 1) if one.frames is frames)
+        said = self._store.peek(farewell_key(*hello.seat))
+        if said is None:
+            told = f"rank {rank} of {hello.name} is gone; all nodes end, to resume from the last checkpoint"
+            self.died, code = told, EXIT_RANK_DIED
+        else:
+            farewell = msgspec.json.decode(said, type=Farewell)
+            self.died, code = f"rank {rank} of {hello.name}: {farewell.line}", farewell.code
+        exit_at_once(self.died, code)
+
+    def meeting(self) -> Meeting:
+        return Meeting(PrefixStore(self._name, self._store), self._address)
+
+    @property
+    def _name(self) -> str:
+        return f"group-{self._num_built}"
+
+    def build(self, backend: str, settings: dict[str, Any]) -> None:
+        self._num_built += 1
+        self._send_folders({str(settings[key]) for key in ("model_path", "ref_path") if settings.get(key)})
+        sizes = {rank.hello.node: rank.hello.local_size for rank in self._ranks}
+        for number, rank in enumerate(self._ranks, 1):
+            local = (rank.hello.local_rank, sizes[rank.hello.node])
+            rank.link.send(BuildCommand(backend, number, len(self._ranks) + 1, self._name, settings, *local))
+
+    def _send_folders(self, paths: set[str]) -> None:
+        folders = {path: list_folder(Path(path)) for path in sorted(paths) if os.path.isdir(path)}
+        if not folders:
+            return
+        missing = self._missing(folders)
+        for number, lacking in missing.items():
+            rank = self._ranks[number]
+            for path in lacking:
+                refuse_large(path, folders[path], rank.hello.name)
+                for part in file_commands(path, folders[path]):
+                    rank.link.send(part)
+                    rank.link.reply()
+        if missing and (still := self._missing(folders)):
+            rank = self._ranks[min(still)]
+            raise UserError(f"{rank.hello.name} has no {still[min(still)][0]}, although it was sent there")
+
+    def _missing(self, folders: dict[str, Listing]) -> dict[int, list[str]]:
+        """Return what the first rank of each node lacks; a node's ranks share its files."""
+        for link in self.links:
+            link.send(FoldersCommand(folders))
+        found: dict[int, tuple[int, list[str]]] = {}
+        problem = ""
+        for number, rank in enumerate(self._ranks):
+            reply = rank.link.reply()
+            if not isinstance(reply, FoldersReply):
+                raise TypeError(f"expected FoldersReply, got {type(reply).__name__}")
+            problem = problem or reply.problem
+            if reply.missing:
+                found.setdefault(rank.hello.node, (number, reply.missing))
+        if problem:
+            raise UserError(problem)
+        return dict(found.values())
+
+    def arm(self) -> None:
+        """Do nothing: from the start this process exits when a rank ends."""
+
+    def close(self) -> None:
+        """Have the ranks drop the backend; they wait for another one."""
+        for link in self.links:
+            with suppress(LinkClosedError):
+                link.send(ReleaseCommand())
+        for link in self.links:
+            with suppress(LinkClosedError):
+                link.reply()
+
+    def end(self, code: int, reason: str = "") -> None:
+        """End all ranks with this code, and close everything."""
+        self._ending.set()
+        for link in self.links:
+            with suppress(LinkClosedError):
+                link.send(EndCommand(code, reason))
+        deadline = time.monotonic() + LEAVE_S
+        for rank in self._ranks:
+            rank.frames.lost.wait(max(0.0, deadline - time.monotonic()))
+        for child in self._children:
+            try:
+                child.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+        self._watch.close()
+        for link in self.links:
+            link.close()
+        self._server.close()

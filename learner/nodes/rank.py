@@ -1,0 +1,211 @@
+"""A rank above 0 of a learner over several nodes: finds rank 0, joins and executes its commands.
+
+``python -m learner.nodes.rank FD`` reads a ``RankStart`` from a descriptor; under torchrun and srun the process of
+``rlearner start`` calls ``serve_rank`` itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+import msgspec
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from broker.errors import TransferFailed, UserError
+from broker.system import logs
+from broker.system.connections import address_towards
+from broker.system.entry import EXIT_FAULT, EXIT_STOPPED, EXIT_USER_ERROR
+from broker.weights.rendezvous.board_client import BoardClient, KeyPair, RendezvousAddress
+from learner.backends.ranks.follower import serve
+from learner.backends.ranks.leader import exit_at_once
+from learner.backends.ranks.link import LinkClosedError, RankLink
+from learner.backends.ranks.messages import BuildCommand
+from learner.backends.ranks.rendezvous import Meeting
+from learner.nodes.encrypted_link import OTHERS, RANK_0, EncryptedFrames, LinkWatch
+from learner.nodes.hello import greet
+from learner.nodes.key import NodeKey, read_key
+from learner.nodes.local_ranks import RankStart
+from learner.nodes.meeting_keys import ARRIVALS, Farewell, answer_key, arrival_line, farewell_key
+from learner.nodes.model_folders import ModelFolders, default_cache
+
+log = logging.getLogger(__name__)
+
+ANSWER_S: Final = 10.0  # longest wait for a reply of rank 0
+AGAIN_S: Final = 1.0
+REMIND_S: Final = 15.0
+FAREWELL_S: Final = 3.0  # in which this rank ends by itself after rank 0 did
+
+
+class NoRendezvousError(Exception):
+    """Rank 0 did not appear in time."""
+
+
+def main(descriptor: int) -> int:
+    """Serve as a child of its node's process."""
+    logs.configure()
+    with os.fdopen(descriptor, "rb") as file:
+        start = msgspec.msgpack.decode(file.read(), type=RankStart)
+    return serve_rank(start)
+
+
+def serve_rank(start: RankStart) -> int:
+    """Serve until rank 0 ends the run; return the exit code."""
+    logs.identify(role="learner", process_id=f"node-{start.node}-{start.local_rank}")
+    rank = JoiningRank(start)
+    with _signals(rank):
+        return rank.run()
+
+
+class JoiningRank:
+    """This process on its way to rank 0, and then one of its ranks."""
+
+    def __init__(self, start: RankStart) -> None:
+        self.start, self.joined, self._finished = start, False, threading.Event()
+        self._close: Callable[[], None] = lambda: None
+        self._where = RendezvousAddress(start.host, start.port, "").where
+
+    def run(self) -> int:
+        """Return the exit code."""
+        try:
+            key = read_key(Path(self.start.key_file), make=False)
+            client = self._reach(key)
+        except NoRendezvousError as error:
+            log.error("%s", error)
+            return EXIT_FAULT
+        except UserError as error:
+            log.error("%s", error)
+            return EXIT_USER_ERROR
+        try:
+            return self._serve(client, key)
+        except UserError as error:
+            return self._fail(client, str(error), EXIT_USER_ERROR)
+        except NoRendezvousError as error:
+            log.error("%s", error)
+            return EXIT_FAULT
+        except (LinkClosedError, TransferFailed):
+            log.error("the connection to rank 0 at %s has ended; so does this rank, to be started again", self._where)
+            return EXIT_FAULT
+        except Exception as error:
+            log.exception("%s: %s", type(error).__name__, error)
+            return self._fail(client, f"{type(error).__name__}: {' '.join(str(error).split())}", EXIT_FAULT, say=False)
+        finally:
+            self._finished.set()
+            self._close()
+            client.close()
+
+    def _reach(self, key: NodeKey) -> BoardClient:
+        """Return a connection to rank 0's rendezvous, for which this waits.
+
+        Raises:
+            NoRendezvousError: if there is none in time.
+            UserError: if something else listens there, or its key is another one.
+        """
+        start = self.start
+        address = RendezvousAddress(start.host, start.port, key.curve_public(RANK_0))
+        own = KeyPair(key.curve_public(OTHERS), key.curve_secret(OTHERS))
+        deadline, remind_at = time.monotonic() + start.deadline_s, 0.0
+        while True:
+            reason = _unreachable(start.host, start.port)
+            if not reason:
+                try:
+                    return BoardClient(address, own, ANSWER_S)
+                except TransferFailed:
+                    if not _unreachable(start.host, start.port):
+                        raise UserError(
+                            f"{self._where} does not know the key {start.key_file} of node {start.node}: copy that of "
+                            "node 0 here, or name the port of node 0's rendezvous"
+                        ) from None
+            if time.monotonic() > deadline:
+                raise NoRendezvousError(f"no rank 0 at {self._where} within {start.deadline_s:g} s: {reason}")
+            if time.monotonic() >= remind_at:
+                remind_at = time.monotonic() + REMIND_S
+                log.info("node %d waits for rank 0 at %s: %s", start.node, self._where, reason or "no answer")
+            time.sleep(AGAIN_S)
+
+    def _serve(self, client: BoardClient, key: NodeKey) -> int:
+        start, token = self.start, secrets.token_hex(8)
+        client.append(ARRIVALS, arrival_line(start.node, start.local_rank, token))
+        port = client.wait_for(answer_key(token), ANSWER_S)
+        if port is None:
+            raise NoRendezvousError(f"rank 0 at {self._where} lets nobody in any more: it has all its ranks, or ends")
+        frames = EncryptedFrames.connect(start.host, int(port), key)
+        watch, link = LinkWatch(self._on_lost), RankLink(frames)
+        watch.add(frames, frames.monitor())
+
+        def close() -> None:
+            watch.close()
+            link.close()
+
+        self._close = close  # once rank 0 knows why
+        hello = greet(start.node, start.local_rank, start.size_here, start.config)
+        link.send(hello)
+        self.joined = True
+        log.info("rank %d of node %d has reached rank 0 at %s", start.local_rank, start.node, self._where)
+        folders, here = ModelFolders(default_cache(), hello.name), address_towards(start.host)
+
+        def meet(build: BuildCommand) -> Meeting:
+            return Meeting(PrefixStore(build.store, client), here)
+
+        end = serve(link, meet, folders.execute, folders.localized)
+        if end.reason:
+            log.error("%s", end.reason)
+        return end.code
+
+    def _on_lost(self, _: EncryptedFrames) -> None:
+        if not self._finished.wait(FAREWELL_S):
+            exit_at_once(f"rank 0 at {self._where} is gone; so does this rank, to be started again", EXIT_FAULT)
+
+    def _fail(self, client: BoardClient, line: str, code: int, *, say: bool = True) -> int:
+        """Tell rank 0, so that the line stands in its log, too."""
+        if say:
+            log.error("%s", line)
+        self._finished.set()
+        with suppress(RuntimeError):
+            seat = farewell_key(self.start.node, self.start.local_rank)
+            client.set(seat, msgspec.json.encode(Farewell(line[:2000], code)))
+        return code
+
+
+def _unreachable(host: str, port: int) -> str:
+    """Return why nothing can be reached at an address, empty if something listens there."""
+    try:
+        socket.create_connection((host, port), timeout=ANSWER_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+@contextmanager
+def _signals(rank: JoiningRank) -> Iterator[None]:
+    """End at the first signal before joining; afterwards rank 0 ends the run, and a second signal this process."""
+    count = 0
+
+    def handle(number: int, _: FrameType | None) -> None:
+        nonlocal count
+        count += 1
+        if count > 1 or not rank.joined:
+            os._exit(EXIT_STOPPED)
+        os.write(2, f"{signal.Signals(number).name}: this rank ends when rank 0 does\n".encode())
+
+    before: dict[signal.Signals, Any] = {one: signal.signal(one, handle) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

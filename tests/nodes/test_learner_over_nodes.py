@@ -1,0 +1,137 @@
+"""A learner over nodes that are network namespaces: the losses of one process, and back after any death."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, Final
+
+import pytest
+
+from bench.support.hosts.network_namespaces import why_not
+from bench.support.node_cluster import (
+    LOSSES,
+    Gate,
+    NodeCluster,
+    NodeProcess,
+    hub,
+    largest_difference,
+    node_cluster,
+    reach,
+    small_run,
+    steps_of,
+)
+
+WITHIN_S: Final = 30.0  # all nodes end after one has
+AS_ONE: Final = 1e-5
+ALL: Final = bool(os.environ.get("RL_NODES"))  # make nodes
+pytestmark = [
+    pytest.mark.skipif(bool(why_not()), reason=why_not() or "there can be network namespaces"),
+    pytest.mark.timeout(900),
+]
+LAYOUTS: Final[dict[str, dict[str, Any]]] = {
+    "ddp": {"backend": "ddp"},
+    "fsdp2": {"backend": "fsdp2"},
+    "zero1": {"backend": "deepspeed", "deepspeed": {"stage": 1}},
+    "zero2": {"backend": "deepspeed", "deepspeed": {"stage": 2}},
+    "zero3": {"backend": "deepspeed", "deepspeed": {"stage": 3, "param_persistence_threshold": 0}},
+    "megatron": {"backend": "megatron", "megatron": {"tensor_parallel": 2}},
+}
+only_all = pytest.mark.skipif(not ALL, reason="takes minutes: make nodes")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeCluster]:
+    with node_cluster(tmp_path_factory.mktemp("nodes")) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(cluster: NodeCluster) -> Iterator[None]:
+    yield
+    cluster.network.set_link(1, up=True)
+    cluster.clear()
+
+
+async def one_process(cluster: NodeCluster) -> list[dict[str, Any]]:
+    """The steps of one process, which all tests compare with."""
+    if not steps_of(cluster.folder, "one"):
+        async with hub(cluster.url, "one"):
+            alone = await cluster.start(0, cluster.write(small_run(cluster.folder, "one")))
+            assert await alone.exit_code() == 0, alone.log
+    return steps_of(cluster.folder, "one")
+
+
+async def end(processes: list[NodeProcess], codes: tuple[int, ...], within_s: float = WITHIN_S) -> None:
+    found = await asyncio.gather(*(one.exit_code(within_s) for one in processes))
+    assert tuple(found) == codes, "\n\n".join(one.log for one in processes)
+
+
+async def finish(cluster: NodeCluster, processes: list[NodeProcess], run: str) -> None:
+    """The run ends on all nodes, with the losses of one process, and its books agree."""
+    await end(processes, (0,) * len(processes), 200.0)
+    steps = steps_of(cluster.folder, run)
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
+    assert all(line[name] for line in steps for name in LOSSES)
+    assert largest_difference(await one_process(cluster), steps) <= AS_ONE
+    command = [sys.executable, "-m", "rlearner.cli", "audit", str(cluster.folder / run), "--json"]
+    audit = await asyncio.create_subprocess_exec(
+        *command, "--broker", cluster.url, stdout=asyncio.subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    report = json.loads((await audit.communicate())[0])
+    assert audit.returncode == 0, report
+    assert (report["lost"], report["trained_twice"]) == (0, 0), report
+
+
+def _strike(cluster: NodeCluster, processes: list[NodeProcess], blow: str) -> list[NodeProcess]:
+    """Kill what the blow names, or cut node 1 off; return those that must end by themselves."""
+    if blow == "rank":
+        processes[1].ranks()[-1].kill()
+        return processes
+    if blow == "cut":
+        cluster.network.set_link(1, up=False)
+        return processes
+    dead = processes[{"node": 1, "rendezvous": 0}[blow]]
+    dead.kill()
+    return [one for one in processes if one is not dead]
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "blow"),
+    [
+        ("ddp", 2, "rank"),
+        *(
+            pytest.param(layout, 4, blow, marks=only_all)
+            for layout in LAYOUTS
+            for blow in ("rank", "node", "rendezvous", "cut")
+            if layout in ("ddp", "megatron") or blow == "rank"
+        ),
+    ],
+)
+async def test_losses_of_one_process_although_a_part_dies(
+    cluster: NodeCluster, layout: str, ranks: int, blow: str
+) -> None:
+    backend = LAYOUTS[layout]["backend"]
+    package = {"deepspeed": "deepspeed", "megatron": "megatron"}.get(backend)
+    if package and importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: make test-{backend}")
+    run = f"{layout}-{ranks}-{blow}"
+    config = cluster.write(small_run(cluster.folder, run, ranks=ranks, **LAYOUTS[layout]))
+    gate = Gate(2)
+    async with hub(cluster.url, run, gate):
+        nodes = await cluster.start_all(config, hidden=cluster.folder / run)
+        await reach(cluster.folder, run, 2)
+        left = _strike(cluster, nodes, blow)
+        struck_at = time.monotonic()
+        assert "copying it from node 0" in nodes[1].log  # which has another file system
+        await end(left, (1,) * len(left))
+        assert time.monotonic() - struck_at < WITHIN_S
+        cluster.clear()
+        cluster.network.set_link(1, up=True)
+        gate.opened.set()
+        await finish(cluster, await cluster.start_all(config, hidden=cluster.folder / run), run)
