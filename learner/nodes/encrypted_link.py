@@ -23,12 +23,16 @@ HEARTBEAT_MS: Final = 2000
 SILENT_MS: Final = 15_000  # without an answer to a heartbeat, after which the other end counts as gone
 LINGER_MS: Final = 3000  # for the last command
 POLL_MS: Final = 200
+TURN_MS: Final = 20
+HAND_OVER_S: Final = 0.0002
 MAX_UNREAD: Final = 64  # frames, which may have some MiB
 MAX_FRAME_BYTES: Final = 1 << 30
 
 
 class EncryptedFrames:
-    """Frames over a PAIR socket, see ``learner.backends.ranks.link.Frames``; used by one thread at a time.
+    """Frames over a PAIR socket, see ``learner.backends.ranks.link.Frames``; one thread takes, any may put.
+
+    ZeroMQ's sockets are for one thread at a time, so both hold a lock, the one that takes only for ``TURN_MS``.
 
     Attributes:
         lost: whether the other end is gone.
@@ -36,6 +40,7 @@ class EncryptedFrames:
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket, self.lost = socket, threading.Event()
+        self._turn = threading.Lock()
 
     @classmethod
     def connect(cls, host: str, port: int, key: NodeKey) -> EncryptedFrames:
@@ -64,18 +69,22 @@ class EncryptedFrames:
 
     def put(self, frame: bytes) -> None:
         while not self.lost.is_set():
-            try:
-                self._socket.send(frame, zmq.NOBLOCK)
-                return
-            except zmq.Again:
-                self._socket.poll(POLL_MS, zmq.POLLOUT)
+            with self._turn:
+                if self._socket.poll(TURN_MS, zmq.POLLOUT):
+                    self._socket.send(frame, zmq.NOBLOCK)
+                    return
+            time.sleep(HAND_OVER_S)
         raise LinkClosedError("the other end has closed")
 
     def take(self) -> bytes:
-        while not self._socket.poll(POLL_MS):
-            if self.lost.is_set() and not self._socket.poll(0):
+        while True:
+            was_lost = self.lost.is_set()
+            with self._turn:
+                if self._socket.poll(0 if was_lost else TURN_MS):
+                    return self._socket.recv()
+            if was_lost:
                 raise LinkClosedError("the other end has closed")
-        return self._socket.recv()
+            time.sleep(HAND_OVER_S)  # a lock is not fair
 
     def closes(self, seconds: float) -> bool:
         return self.lost.wait(seconds)

@@ -89,7 +89,7 @@ def serve(
                 case _:
                     if worker is None:
                         raise TypeError(f"first command: expected BuildCommand, got {type(command).__name__}")
-                    reply = worker.obey(command)
+                    reply = worker.obey(command, link.send)
             if reply is not None:
                 link.send(reply)
     except LinkClosedError:

@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from learner.backends.parts.part_file import PartFile
 from learner.backends.ranks.children import ChildRanks
 from learner.backends.ranks.dealing import Job, Share, deal_jobs, merge_in_order, own_jobs, pack_slices
 from learner.backends.ranks.leader import OtherRanks, RankLeader
-from learner.backends.ranks.messages import Command, SampleMessage, results_of
+from learner.backends.ranks.messages import Command, SampleMessage, VerifiedReply, VerifyCommand, results_of
 from learner.backends.ranks.rendezvous import Meeting, join_group, join_single_group
 
 T = TypeVar("T")
@@ -105,6 +106,16 @@ class RankGroup:
         if self.leader is not None:
             with self.leader.working():
                 self.leader.replies()
+
+    def verify(self, parts: list[PartFile], work: Callable[[Sequence[PartFile]], str]) -> str:
+        """Return the first problem that a rank finds in its share of a checkpoint's files, empty if there is none."""
+        if self.leader is None:
+            return work(parts)
+        with self.leader.working():
+            self.leader.tell(VerifyCommand(parts))
+            found = [work(parts)]
+            found += [reply.problem for reply in self.leader.replies() if isinstance(reply, VerifiedReply)]
+        return next(filter(None, found), "")
 
     def share_out(
         self,

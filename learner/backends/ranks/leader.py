@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 
 from broker.errors import RlearnerError
 from learner.backends.ranks.link import LinkClosedError, RankLink
-from learner.backends.ranks.messages import ColumnsReply, ResultsReply, SumsReply
+from learner.backends.ranks.messages import Reply, WrittenReply
 from learner.backends.ranks.rendezvous import GroupFailedError, Meeting
 
 log = logging.getLogger(__name__)
@@ -104,16 +104,13 @@ class RankLeader:
         """Send a message to one rank."""
         self.others.links[rank - 1].send(message)
 
-    def replies(self) -> list[ResultsReply]:
-        """Receive the results of each rank, in order.
+    def replies(self) -> list[Reply]:
+        """Receive a reply from each rank, in order."""
+        return [link.reply() for link in self.others.links]
 
-        Raises:
-            TypeError: if a rank replies with anything else.
-        """
-        found = [link.reply() for link in self.others.links]
-        if odd := next((one for one in found if not isinstance(one, SumsReply | ColumnsReply)), None):
-            raise TypeError(f"expected results, got {type(odd).__name__}")
-        return [one for one in found if isinstance(one, SumsReply | ColumnsReply)]
+    def written(self) -> list[WrittenReply]:
+        """Receive what each rank wrote, in order."""
+        return [link.written() for link in self.others.links]
 
     def close(self) -> None:
         """Have the other ranks leave."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import socket
 import struct
+import threading
 import time
+from collections import deque
 from typing import Any, Final, Protocol
 
 import msgspec
 
-from learner.backends.ranks.messages import Command, Reply
+from learner.backends.ranks.messages import Command, Reply, WrittenReply
 
 _HEADER: Final = struct.Struct("<Q")
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -42,15 +44,21 @@ class Frames(Protocol):
 
 
 class RankLink:
-    """One end of a connection; its methods raise ``LinkClosedError`` if the other end has closed."""
+    """One end of a connection; a thread that writes a checkpoint may use it next to the one that trains.
+
+    Its methods raise ``LinkClosedError`` if the other end has closed.
+    """
 
     def __init__(self, frames: Frames) -> None:
-        self._frames = frames
+        self._frames, self._sending = frames, threading.Lock()
         self.closes, self.close = frames.closes, frames.close
+        self._arrived, self._reading = threading.Condition(), False
+        self._written, self._others = deque[Reply](), deque[Reply]()
 
     def send(self, message: Any) -> None:
         """Send a command or a reply."""
-        self._frames.put(_encoder.encode(message))
+        with self._sending:
+            self._frames.put(_encoder.encode(message))
 
     def command(self) -> Command:
         """Wait for the next command."""
@@ -58,9 +66,30 @@ class RankLink:
         return found
 
     def reply(self) -> Reply:
-        """Wait for the next reply."""
-        found: Reply = _replies.decode(self._frames.take())
+        """Wait for the next reply, except ``WrittenReply``."""
+        return self._next(self._others)
+
+    def written(self) -> WrittenReply:
+        """Wait for the next ``WrittenReply``."""
+        found = self._next(self._written)
+        assert isinstance(found, WrittenReply)
         return found
+
+    def _next(self, wanted: deque[Reply]) -> Reply:
+        """Return the first of the wanted replies; one thread reads for both kinds."""
+        while True:
+            with self._arrived:
+                self._arrived.wait_for(lambda: wanted or not self._reading)
+                if wanted:
+                    return wanted.popleft()
+                self._reading = True
+            try:
+                found: Reply = _replies.decode(self._frames.take())
+                (self._written if isinstance(found, WrittenReply) else self._others).append(found)
+            finally:
+                with self._arrived:
+                    self._reading = False
+                    self._arrived.notify_all()
 
 
 class SocketFrames:
