@@ -109,7 +109,7 @@ def _check_model(config: dict[str, Any]) -> None:
 
 def _check_training(config: dict[str, Any]) -> None:
     from learner.backends import BACKENDS, SINGLE_PROCESS_BACKENDS, SUPPORTED_OPTIONS
-    from learner.backends.section_checks import check_deepspeed, check_megatron
+    from learner.backends.section_checks import check_deepspeed, check_megatron, check_stripes
 
     train, backend, with_critic = config["train"], config["train"]["backend"], SUPPORTED_OPTIONS["critic"]
     if train["ranks"] > 1 and backend in SINGLE_PROCESS_BACKENDS:
@@ -122,6 +122,7 @@ def _check_training(config: dict[str, Any]) -> None:
     check_layers(train["lora"], config["model"])
     check_deepspeed(train)
     check_megatron(train)
+    check_stripes(train)
     if backend == "megatron":
         _check_divided(config["model"], train["megatron"])
     if train["weights_backend"] == "nccl" and train["device"] == "cpu":

@@ -84,6 +84,8 @@ class TrainSection(OptimizationSection):
     # learner's memory, others by gloo; gloo: all by gloo; nccl: only between GPUs; ipc: servers read the learner's GPU,
     # others by gloo, not run on a GPU yet; curve: all encrypted, for untrusted networks
     weights_backend: Literal["auto", "shared", "gloo", "nccl", "ipc", "curve"] | None = "auto"
+    # all ranks send the weights that they hold, at the same time; auto: with several nodes, where each has its own link
+    weights_stripes: Literal["auto", "always", "never"] = "auto"
     # interface on which servers of other hosts find the weights, such as eth0; null: that which reaches the broker
     weights_interface: Annotated[str, Field(min_length=1)] | None = None
     weights_port: Annotated[int, Field(ge=0, le=65535)] = 0  # of the rendezvous, and of all of curve; 0: any free one

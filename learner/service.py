@@ -351,6 +351,7 @@ class LearnerService:
         sender = await self.training.call(lambda: self.offering.sender(self.bus, self.roster, self.watch.epoch))
         await sender.start()
         stack.push_async_callback(sender.close)
+        await self.training.call(lambda: self.offering.serve(sender))
         self.member.spawn(sender.join())  # a learner that can no longer send weights must be restarted
         if self.train.weights_snapshot_every:
             from learner.weights.addresses import weights_address

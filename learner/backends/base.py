@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from broker.contract import wire
+from broker.weights.plan import LayoutPlan
 from learner.algorithm.packing import MicroBatchCutter
 from learner.algorithm.samples import SampleScores, TrainSample
 from learner.backends.parts.hugging_face import StoredModel
 from learner.backends.parts.part_file import PartFile
+from learner.backends.stripes import RankStripes
 from learner.config import AlgorithmSection, TrainSection
 from rlearner_text.config import ModelSection
 
@@ -102,6 +104,10 @@ class Backend(Protocol):
         """Forget what was added since the last step, as if the current step had not begun."""
 
     @property
+    def spans_hosts(self) -> bool:
+        """Whether its ranks are on several hosts."""
+
+    @property
     def device(self) -> torch.device:
         """Device of ``weights``."""
 
@@ -155,6 +161,9 @@ class Backend(Protocol):
 
     def reload(self) -> None:
         """Move everything back onto the device; the next step is the same as without ``offload``, bit for bit."""
+
+    def stripes(self, plan: LayoutPlan) -> RankStripes | None:
+        """Have every rank send what it holds, instead of this process everything; None if the ranks cannot."""
 
     def close(self) -> None:
         """Stop the processes and communicators that it started; no other call may follow."""

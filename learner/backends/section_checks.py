@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from broker.errors import ConfigError
 from learner.config import DeepspeedSection
+
+STRIPED_BACKENDS: Final = ("ddp", "fsdp2", "deepspeed")
 
 
 def check_deepspeed(train: Mapping[str, Any]) -> None:
@@ -45,3 +47,33 @@ def check_megatron(train: Mapping[str, Any]) -> None:
     if ranks % (tensor * pipeline):
         sizes = f"train.megatron.tensor_parallel {tensor} times train.megatron.pipeline_parallel {pipeline}"
         raise ConfigError("train.ranks", ranks, f"a multiple of {sizes}")
+
+
+def stripes_problem(train: Mapping[str, Any]) -> str:
+    """Return why the ranks of a section ``train`` cannot each send what they hold; empty if they can."""
+    carriers = ("auto", "nccl", "gloo")
+    if train["backend"] not in STRIPED_BACKENDS:
+        return f"train.backend {' or '.join(STRIPED_BACKENDS)}, whose ranks know what they hold"
+    if train["ranks"] == 1:
+        return "train.ranks above 1"
+    if train["lora"]:
+        return "no train.lora: adapters are merged or sent by one rank"
+    if train["weights_dtype"] == "fp8":
+        return "train.weights_dtype other than fp8: its blocks span what ranks hold"
+    if train["weights_delta"]:
+        return "train.weights_delta false: changes are found in whole versions"
+    if train["weights_snapshot_every"]:
+        return "train.weights_snapshot_every 0: snapshots are whole versions"
+    if (train["weights_backend"] or "auto") not in carriers:
+        return f"train.weights_backend {', '.join(carriers[:-1])} or {carriers[-1]}"
+    return ""
+
+
+def check_stripes(train: Mapping[str, Any]) -> None:
+    """Check that the ranks can send weights in stripes if they must.
+
+    Raises:
+        ConfigError: if they cannot.
+    """
+    if train["weights_stripes"] == "always" and (problem := stripes_problem(train)):
+        raise ConfigError("train.weights_stripes", "always", f"auto or never, or {problem}")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from broker.contract import wire
 from broker.errors import ConfigError, WireError
+from broker.weights.plan import LayoutPlan
 from learner.algorithm.aggregation import BatchCounts, denominator
 from learner.algorithm.packing import MicroBatchCutter, cut, minibatches
 from learner.algorithm.samples import SampleScores, TrainSample
@@ -49,6 +50,7 @@ from learner.backends.ranks.messages import (
 from learner.backends.ranks.rendezvous import Meeting
 from learner.backends.staged_part import RankSnapshot
 from learner.backends.step_metrics import average_metrics, step_metrics
+from learner.backends.stripes import RankStripes
 from learner.backends.weights import GatheredWeights
 from learner.backends.worker import RankWorker, build_worker
 from rlearner_text.hub import copy_tokenizer
@@ -69,11 +71,13 @@ class TorchBackend:
     Attributes:
         takes_ranks: whether ``train.ranks`` may exceed 1.
         offloads: whether ``offload`` and ``reload`` move all that is on the device.
+        sends_stripes: whether ranks know which elements of the whole weights they hold.
         worker: this rank's.
     """
 
     takes_ranks: ClassVar[bool] = False
     offloads: ClassVar[bool] = True
+    sends_stripes: ClassVar[bool] = False
     reads_parts = True
 
     def __init__(self, model_path: str, **settings: Any) -> None:
@@ -237,6 +241,10 @@ class TorchBackend:
         return self._models.policy
 
     @property
+    def spans_hosts(self) -> bool:
+        return self._ranks.num_here < self._ranks.size
+
+    @property
     def device(self) -> torch.device:
         return self.worker.device
 
@@ -327,7 +335,14 @@ class TorchBackend:
     def reload(self) -> None:
         self._ranks.all_done(ReloadCommand(), self.worker.reload)
 
+    def stripes(self, plan: LayoutPlan) -> RankStripes | None:
+        if not self.sends_stripes or self._ranks.size == 1 or self.policy.adapters is not None:
+            return None
+        return RankStripes(plan, self.worker.open_stripe(plan), self._ranks)
+
     def close(self) -> None:
+        if hasattr(self, "worker") and self.worker.stripe is not None:
+            self.worker.stripe.stripe.close()
         self._ranks.close()
 
 

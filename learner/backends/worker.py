@@ -13,7 +13,9 @@ from torch import Tensor
 
 from broker.errors import UserError
 from broker.weights import fp8
+from broker.weights import plan as plans
 from broker.weights.memory.offload import OffloadedMemory
+from broker.weights.plan import LayoutPlan
 from learner.backends.context import RunContext
 from learner.backends.models.fake_quantization import quantized_as_sent
 from learner.backends.models.model_set import ModelSet
@@ -30,6 +32,7 @@ from learner.backends.ranks.collectives import sum_over_ranks
 from learner.backends.ranks.dealing import unpack_slices
 from learner.backends.ranks.group import RankGroup, RankLayout
 from learner.backends.staged_part import StagedPart
+from learner.backends.stripes import OwnStripe
 from learner.backends.weights import PolicyWeights
 
 
@@ -57,6 +60,7 @@ class RankWorker:
     sharded: bool = False  # no rank holds all of the model or its optimizer, so reading either takes all ranks
     offloaded: OffloadedMemory | None = None
     staged: StagedPart | None = None  # of the newest checkpoint
+    stripe: OwnStripe | None = None  # of the weights, if all ranks send
 
     def step(self, denominator: float, at: int) -> dict[str, float]:
         """Update the policy."""
@@ -206,6 +210,11 @@ class RankWorker:
                 return messages.VerifiedReply(self.verify(command.parts))
             case messages.LoadCommand():
                 self.load(command.parts)
+            case messages.OpenStripesCommand():
+                return messages.StripeReply(self.open_stripe(plans.from_text(command.plan)).stripe.plan.text)
+            case messages.ServeStripesCommand():
+                assert self.stripe is not None, "it was opened"
+                self.stripe.serve(command)
             case messages.CollectiveCommand():
                 self._take_part(command)
             case messages.OffloadCommand():
@@ -224,10 +233,20 @@ class RankWorker:
                 self.weights.gather(call.numbers[0])
             case "factors":
                 self.weights.factors()
+            case "stage":
+                assert self.stripe is not None, "it was opened"
+                self.stripe.stage(call.numbers[0])
             case _:
                 raise TypeError(f"no operation {call.name}")
 
+    def open_stripe(self, plan: LayoutPlan) -> OwnStripe:
+        """Divide the weights' plan by what this rank holds."""
+        self.stripe = OwnStripe(plan, self.weights, self.ranks, self.device)
+        return self.stripe
+
     def part(self) -> None:
+        if self.stripe is not None:
+            self.stripe.stripe.close()
         self.ranks.leave()
 
 

@@ -22,6 +22,8 @@ from broker.weights.probe import make_probe
 from broker.weights.sender.send import WeightSender
 from broker.weights.sender.transfer import TransferSettings
 from learner.backends.base import Backend
+from learner.backends.section_checks import stripes_problem
+from learner.backends.stripes import RankStripes
 from learner.config import TrainSection
 from learner.weights.addresses import weights_address
 
@@ -41,6 +43,7 @@ class WeightOffering:
 
     def __init__(self, backend: Backend, train: TrainSection, dtype: str) -> None:
         self._backend, self._train, self._dtype = backend, train, dtype
+        self._stripes: RankStripes | None = None
         if train.weights_backend == "ipc" and backend.device.type != "cuda":
             allowed = f"shared with weights on {backend.device.type}: ipc is read in a GPU's memory"
             raise ConfigError("train.weights_backend", "ipc", allowed)
@@ -65,6 +68,7 @@ class WeightOffering:
         else:
             factors = factor_shapes(self._backend.shapes(), self.adapter.targets, self.adapter.rank)
             plan = plan_of(factors, train.weights_bucket_mib)
+        self._stripes = self._backend.stripes(plan) if self._wants_stripes() else None
         return WeightSender(
             bus,
             plan,
@@ -80,7 +84,21 @@ class WeightOffering:
             delta_full_every=train.weights_full_every if train.weights_delta else None,
             adapter=self.adapter,
             memory=CudaDevice(device) if "ipc" in carriers else None,
+            stripes=self._stripes,
         )
+
+    def _wants_stripes(self) -> bool:
+        """Return whether all ranks should send: between nodes, where each has a link of its own."""
+        train = self._train
+        if train.weights_stripes != "auto":
+            return train.weights_stripes == "always"
+        return self._backend.spans_hosts and not stripes_problem(train.model_dump())
+
+    def serve(self, sender: WeightSender) -> None:
+        """Have the other ranks send their stripes for a sender that has started; called in the training thread."""
+        if self._stripes is not None:
+            admitted = [sender.admit_rank(rank) for rank in range(1, len(self._stripes.plans))]
+            self._stripes.serve(admitted, sender.settings)
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the live tensors of the plan, by name."""

@@ -160,7 +160,7 @@ async def test_stopped_in_the_middle_costs_its_timeout_at_most(sender: WeightSen
     tensors = make_tensors(101)
     assert sender.offer(1, tensors, probe_of(tensors)) < 1.0  # training does not wait for it
     load = await survivor.hears(event="loaded")
-    if "curve" in sender._settings.carriers:  # the others do not even wait for it
+    if "curve" in sender.settings.carriers:  # the others do not even wait for it
         assert time.monotonic() - started < SETTINGS.timeout_s
         assert (load["version"], load["content"]) == (0, expected)
         load = await survivor.hears(event="loaded")

@@ -95,9 +95,9 @@ class WeightSender:
         self.publisher: SnapshotPublisher | None = None  # writes snapshots of offers; its owner closes it
         self._bus, self._roster, self._policy = bus, roster, policy
         self._offers = OfferStore(bus, epoch)
-        self._settings = settings or TransferSettings()
+        self.settings = settings or TransferSettings()
         self._gpu = torch.device(device) if torch.device(device).type == "cuda" else None
-        carriers = self._settings.carriers
+        carriers = self.settings.carriers
         self._stripes, self._num_orders = stripes, 0
         if stripes is not None:  # no process has whole versions in its memory
             carriers = tuple(carrier for carrier in carriers if carrier in ("nccl", "gloo"))
@@ -118,7 +118,7 @@ class WeightSender:
         self._membership = TransferMembership(
             epoch, plan.digest, gather_s=gather_s, join_ttl_s=JOIN_TIMEOUT_S, carriers=self._carriers
         )
-        self._replies = WeightResponses(self._settings, read_by)
+        self._replies = WeightResponses(self.settings, read_by)
         self._communicators: dict[wire.Carrier, Group] = {}
         self._server: BoardServer | None = None
         self._watch = WaitMonitor()
@@ -142,11 +142,11 @@ class WeightSender:
         self._loop = asyncio.get_running_loop()
         await self._offers.begin()
         try:
-            server = self._server = BoardServer(self._settings.host, self._settings.port)
+            server = self._server = BoardServer(self.settings.host, self.settings.port)
         except OSError as error:
-            allowed = f"unavailable at {self._settings.host} ({error.strerror}); give another, or 0"
-            raise ConfigError("train.weights_port", self._settings.port, allowed) from None
-        self._store = server.store(self._settings.connect_timeout_s)
+            allowed = f"unavailable at {self.settings.host} ({error.strerror}); give another, or 0"
+            raise ConfigError("train.weights_port", self.settings.port, allowed) from None
+        self._store = server.store(self.settings.connect_timeout_s)
         self._admission = Admission(server, self._roster)
         self._replies.port, self._replies.key = server.port, server.key
         server.keep(PLAN_KEY, self.plan.text.encode())
@@ -182,7 +182,7 @@ class WeightSender:
         assert self._server is not None, "start the sender first"
         keys = KeyPair.make()
         self._admission.admit_rank(f"learner-rank-{rank}", keys.public)
-        return RendezvousAddress(self._settings.host, self._server.port, self._server.key), keys
+        return RendezvousAddress(self.settings.host, self._server.port, self._server.key), keys
 
     def _announce(self, version: int, probe: wire.Probe, digest: str = "") -> None:
         assert self._loop is not None, "start the sender first"
@@ -355,12 +355,12 @@ class WeightSender:
             if self._stripes is not None:
                 self._num_orders += 1
                 digest, order = self._digests.get(start.version, ""), self._num_orders - 1
-                return lead_stripes(self._store, start, self._stripes, order, digest, self._settings, watch)
+                return lead_stripes(self._store, start, self._stripes, order, digest, self.settings, watch)
             assert self._staging is not None, "a sender stages whole versions or stripes"
             with self._staging.sending(start.version) as staged:
                 # which tracks what the others hold
                 base = None if start.alone and start.carrier in self._communicators else self._bases.get(start.carrier)
-                return lead(self._store, start, staged, communicator, self._settings, watch, base)
+                return lead(self._store, start, staged, communicator, self.settings, watch, base)
         except SessionFailed:
             raise
         except TransferFailed as error:  # overwritten before it started, while the members wait

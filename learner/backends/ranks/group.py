@@ -14,7 +14,7 @@ from learner.backends.parts.part_file import PartFile
 from learner.backends.ranks.children import ChildRanks
 from learner.backends.ranks.dealing import Job, Share, deal_jobs, merge_in_order, own_jobs, pack_slices
 from learner.backends.ranks.leader import OtherRanks, RankLeader
-from learner.backends.ranks.messages import Command, SampleMessage, VerifiedReply, VerifyCommand, results_of
+from learner.backends.ranks.messages import Command, Reply, SampleMessage, VerifiedReply, VerifyCommand, results_of
 from learner.backends.ranks.rendezvous import Meeting, join_group, join_single_group
 
 T = TypeVar("T")
@@ -106,6 +106,20 @@ class RankGroup:
         if self.leader is not None:
             with self.leader.working():
                 self.leader.replies()
+
+    def ask(self, command: Command) -> list[Reply]:
+        """Return the other ranks' replies to a command, in their order."""
+        if self.leader is None:
+            return []
+        with self.leader.working():
+            self.leader.tell(command)
+            return self.leader.replies()
+
+    def tell_one(self, rank: int, command: Command) -> None:
+        """Send a command to another rank."""
+        assert self.leader is not None, "rank 0 of several commands the others"
+        with self.leader.working():
+            self.leader.tell_one(rank, command)
 
     def verify(self, parts: list[PartFile], work: Callable[[Sequence[PartFile]], str]) -> str:
         """Return the first problem that a rank finds in its share of a checkpoint's files, empty if there is none."""

@@ -152,6 +152,27 @@ class LoadCommand(msgspec.Struct, frozen=True, tag=True):
     parts: list[PartFile]
 
 
+class OpenStripesCommand(msgspec.Struct, frozen=True, tag=True):
+    """Divide the weights' plan by what this rank holds; the reply is ``StripeReply``."""
+
+    plan: str
+
+
+class ServeStripesCommand(msgspec.Struct, frozen=True, tag=True):
+    """Wait at the weights' rendezvous for orders to send."""
+
+    host: str
+    port: int
+    key: str  # public CURVE key of the rendezvous, Z85
+    public: str  # this rank's key pair there
+    secret: str
+    timeout_s: float
+    connect_timeout_s: float
+
+    def __repr__(self) -> str:
+        return f"ServeStripesCommand({self.host}:{self.port})"  # not the key
+
+
 class SumsReply(msgspec.Struct, frozen=True, tag=True):
     """The sums of each slice."""
 
@@ -170,6 +191,12 @@ class VerifiedReply(msgspec.Struct, frozen=True, tag=True):
     problem: str
 
 
+class StripeReply(msgspec.Struct, frozen=True, tag=True):
+    """The plan of what this rank sends."""
+
+    plan: str
+
+
 class WrittenReply(msgspec.Struct, frozen=True, tag=True):
     """The file that was written, or why none was."""
 
@@ -182,10 +209,11 @@ TurnCommand = OffloadCommand | ReloadCommand
 PartCommand = CopyCommand | WriteCommand | DropCommand | VerifyCommand | LoadCommand
 WorkCommand = (
     RunCommand | ScoreCommand | StepCommand | DiscardCommand | CollectiveCommand | PartCommand | TurnCommand
+    | OpenStripesCommand | ServeStripesCommand
 )  # fmt: skip
 Command = WorkCommand | BuildCommand | ReleaseCommand | EndCommand | FoldersCommand | FileCommand
 ResultsReply = SumsReply | ColumnsReply
-Reply = ResultsReply | DoneReply | FoldersReply | VerifiedReply | WrittenReply
+Reply = ResultsReply | DoneReply | FoldersReply | VerifiedReply | WrittenReply | StripeReply
 
 
 def results_of(reply: Reply) -> Sequence[dict[str, float]] | Sequence[list[Array | None]]:

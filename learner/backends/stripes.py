@@ -1,0 +1,108 @@
+"""Sends weights from all ranks: each stages the elements that it holds, and broadcasts them; nobody gathers the model.
+
+    rank 0                                               rank 1 … N-1
+    open: OpenStripesCommand(plan)   --- link -->        divides the plan by what it holds
+                                     <-----------        StripeReply: the plan of its stripe
+    serve: ServeStripesCommand(rendezvous, key)  ->      connects, and waits there for orders in a thread
+    stage(version)                   ----------->        copies its stripe, adds up its part of the digest's sums
+    broker.weights.stripes.lead      - rendezvous ->     broadcasts its stripe
+
+See ``broker.weights.stripes`` for the transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from broker.system.connections import address_towards
+from broker.weights import plan as plans
+from broker.weights.plan import LayoutPlan
+from broker.weights.rendezvous.board_client import BoardClient, KeyPair, RendezvousAddress
+from broker.weights.sender.transfer import TransferSettings
+from broker.weights.stripes.layout import ElementRun, check_cover, stripe_plan
+from broker.weights.stripes.partial_digest import digest_of_parts
+from broker.weights.stripes.stripe import StripeRank
+from learner.backends.parts.names import MODEL
+from learner.backends.ranks.group import RankGroup
+from learner.backends.ranks.messages import CollectiveCommand, OpenStripesCommand, ServeStripesCommand, StripeReply
+from learner.backends.weights import PolicyWeights
+
+
+class OwnStripe:
+    """What this rank sends.
+
+    Args:
+        model: plan of the whole model.
+    """
+
+    def __init__(self, model: LayoutPlan, weights: PolicyWeights, ranks: RankGroup, device: torch.device) -> None:
+        self._weights, self._ranks, self._device = weights, ranks, device
+        plan = stripe_plan(model, self._held())
+        self.stripe = StripeRank(ranks.rank, model, plan, device if device.type == "cuda" else None)
+
+    def _held(self) -> dict[ElementRun, Tensor]:
+        """Return the live elements that this rank sends: what it alone holds, and an equal range of what all hold."""
+        found, rank, size = dict[ElementRun, Tensor](), self._ranks.rank, self._ranks.size
+        for one in self._weights.slices():
+            count = one.tensor.numel()
+            first, last = (count * place // size for place in (rank, rank + 1)) if one.shared else (0, count)
+            if first < last:
+                run = ElementRun(one.name.removeprefix(MODEL), one.start + first, last - first)
+                found[run] = one.tensor.detach().reshape(-1)[first:last]
+        return found
+
+    @torch.no_grad()
+    def stage(self, version: int) -> Tensor:
+        """Copy a version; return on rank 0 the sums of all ranks for the model's digest; all ranks call it together."""
+        held = {run.key: tensor for run, tensor in self._held().items()}
+        sums = self.stripe.stage(version, held).to(self._device)
+        if self._ranks.size > 1:
+            dist.reduce(sums, 0)
+        return sums.cpu()
+
+    def serve(self, command: ServeStripesCommand) -> None:
+        """Wait in a thread for rank 0's orders."""
+        address = RendezvousAddress(command.host, command.port, command.key)
+        keys = KeyPair(command.public, command.secret.encode())
+        own = address_towards(command.host, command.port)
+        settings = TransferSettings(host=own, timeout_s=command.timeout_s, connect_timeout_s=command.connect_timeout_s)
+        self.stripe.serve(BoardClient(address, keys, command.connect_timeout_s), settings)
+
+
+class RankStripes:
+    """All ranks' stripes at rank 0, see ``broker.weights.stripes.lead.StripedWeights``."""
+
+    def __init__(self, model: LayoutPlan, own: OwnStripe, ranks: RankGroup) -> None:
+        self._model, self._own, self._ranks = model, own, ranks
+        others = ranks.ask(OpenStripesCommand(model.text))
+        found = [plans.from_text(reply.plan) for reply in others if isinstance(reply, StripeReply)]
+        self.own, self.plans = own.stripe, [own.stripe.plan, *found]
+        check_cover(model, self.plans)
+
+    def stage(self, version: int) -> str:
+        """Copy a version on all ranks and return the model's digest."""
+        sums = self._ranks.together(CollectiveCommand("stage", [version]), partial(self._own.stage, version))
+        return digest_of_parts(self._model, sums)
+
+    def serve(self, admitted: Sequence[tuple[RendezvousAddress, KeyPair]], settings: TransferSettings) -> None:
+        """Have the other ranks wait for orders at the rendezvous.
+
+        Args:
+            admitted: for each of them, where it is and the keys that admit it.
+        """
+        for rank, (address, keys) in enumerate(admitted, 1):
+            command = ServeStripesCommand(
+                host=address.host,
+                port=address.port,
+                key=address.key,
+                public=keys.public,
+                secret=keys.secret.decode(),
+                timeout_s=settings.timeout_s,
+                connect_timeout_s=settings.connect_timeout_s,
+            )
+            self._ranks.tell_one(rank, command)
