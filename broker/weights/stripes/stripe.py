@@ -169,5 +169,7 @@ class StripeRank:
         self._watch.cancel("the learner is leaving")
         if self._serving is not None:
             self._serving.join(1.0)
-        for carrier in list(self._groups):
-            self.drop(carrier)
+        closing = [group.close() for group in self._groups.values()]
+        self._groups.clear()
+        for thread in closing:
+            thread.join(1.0)
