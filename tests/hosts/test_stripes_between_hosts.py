@@ -1,4 +1,4 @@
-"""Four ranks on two hosts send stripes to a server on a third, and one sender the same; the server checks each digest."""
+"""Four ranks on two hosts send stripes to a server on a third, and one sender the same; every digest is checked."""
 
 from __future__ import annotations
 
