@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from broker.errors import UserError
+from broker.system.private_files import private_write
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,14 @@ def read_state(path: Path) -> State:
 
 
 def write_state(path: Path, state: State) -> None:
-    """Replace the file as a whole."""
-    new = path.with_name(f"{path.name}.new")
+    """Replace the file as a whole.
+
+    Raises:
+        UserError: if it cannot be written.
+    """
     steps = {name: asdict(outcome) for name, outcome in state.steps.items()}
     text = json.dumps({"bench": "bench.gpu", "device": state.device, "steps": steps}, indent=1)
-    with new.open("w", encoding="utf-8") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
+    try:
+        private_write(path, f"{text}\n".encode())
+    except OSError as error:
+        raise UserError(f"--out {path}: {error.strerror}") from None
