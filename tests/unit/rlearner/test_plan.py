@@ -94,6 +94,20 @@ def test_options_move_or_remove_parts() -> None:
     assert (staged.size, staged.where) == (154, "host")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "on_gpu"),
+    [
+        ([], False),
+        (["rollout.engine=hf"], True),
+        (["train.weights_backend=nccl"], True),
+        (["rollout.engine=hf", "train.weights_backend=shared"], False),
+    ],
+)
+def test_where_weights_are_staged(overrides: list[str], on_gpu: bool) -> None:
+    facts = demands(*overrides).train
+    assert (facts.staging, facts.staging_on_gpu) == (2 * MODEL.parameters, on_gpu)
+
+
 def test_slots_of_a_server() -> None:
     serve = demands("rollout.max_running=1000", "rollout.max_context_tokens=4096").serve
     assert serve is not None
