@@ -94,6 +94,20 @@ def test_options_move_or_remove_parts() -> None:
     assert (staged.size, staged.where) == (154, "host")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "on_gpu"),
+    [
+        ([], False),
+        (["rollout.engine=hf"], True),
+        (["train.weights_backend=nccl"], True),
+        (["rollout.engine=hf", "train.weights_backend=shared"], False),
+    ],
+)
+def test_where_weights_are_staged(overrides: list[str], on_gpu: bool) -> None:
+    facts = demands(*overrides).train
+    assert (facts.staging, facts.staging_on_gpu) == (2 * MODEL.parameters, on_gpu)
+
+
 def test_slots_of_a_server() -> None:
     serve = demands("rollout.max_running=1000", "rollout.max_context_tokens=4096").serve
     assert serve is not None
@@ -139,9 +153,9 @@ def test_reward_models_get_the_last_gpu() -> None:
 @pytest.mark.parametrize(
     ("machine", "overrides", "says"),
     [
-        (Machine(2, 24 * GIB), [], r"2 GPUs of 24 GiB: even torch on 1 GPU .* GiB too much .* it fits with train\.micro"),
+        (Machine(2, 24 * GIB), [], r"2 GPUs of 24 GiB: even torch on 1 GPU .* GiB too much .* it fits with train.mic"),
         (Machine(2, 8 * GIB), [], r"a server of vllm on 2 GPUs needs .* 1\.7 GiB too much, for one slot"),
-        (Machine(4, 80 * GIB), ["train.backend=torch", "train.ranks=3"], r"no layout has train.backend=torch, train.ranks="),
+        (Machine(4, 80 * GIB), ["train.backend=torch", "train.ranks=3"], r"no layout has train.backend=torch, train.r"),
         (Machine(4, 80 * GIB), ["rollout.engine_args.tensor_parallel=8"], r"tensor_parallel: 8 .*; a host has 4 GPUs"),
         (Machine(4, 80 * GIB), ["rollout.engine_args.tensor_parallel=64"], r"tensor_parallel: 64 .*; at most 32: big"),
         (Machine(4, 80 * GIB), ["train.megatron.tensor_parallel=16"], r"tensor_parallel: 16 .*; at most 8: big has"),

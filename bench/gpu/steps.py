@@ -1,0 +1,118 @@
+"""The steps of ``python -m bench.gpu`` in their order, and why one is left out. Pure but for looking at packages."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+TINY: Final = ("--device", "cpu", "--tiny")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices, by the step ``driver``; ``kind`` cpu runs everything small, to show that it runs."""
+
+    kind: Literal["cuda", "cpu"]
+    devices: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.devices[0] if len(set(self.devices)) == 1 else ", ".join(self.devices)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One measurement, in a process of its own.
+
+    Attributes:
+        shows: what it shows, in a few words.
+        module: run with ``python -m``; left out if it does not exist.
+        options: on a GPU; on a CPU ``cpu``.
+        limit_s: after which it is ended.
+        figures: names of its results that the table shows.
+        gpus: that it needs.
+        packages: that it needs.
+    """
+
+    name: str
+    shows: str
+    module: str
+    options: tuple[str, ...]
+    limit_s: float
+    figures: tuple[str, ...]
+    cpu: tuple[str, ...] = TINY
+    gpus: int = 1
+    packages: tuple[str, ...] = ()
+
+    def command(self, machine: Machine) -> list[str]:
+        """Return the words that start it."""
+        return [sys.executable, "-m", self.module, *(self.cpu if machine.kind == "cpu" else self.options)]
+
+
+ENGINE: Final = ("ratio", "tokens_per_s", "identical_tokens")
+VLLM: Final = ("--engine", "vllm", "--engine-args", '{"gpu_memory_utilization": 0.4}')
+
+# The first decide whether the others can work at all; the most valuable follow, the longest are last.
+STEPS: Final = (
+    Step("driver", "driver, torch and NCCL; a collective over all GPUs", "bench.gpu.driver", (), 120,
+         ("driver", "torch", "nccl", "all_reduce_gbytes_per_s"), cpu=("--device", "cpu")),
+    Step("engine-hf", "engine hf behind a server against it bare", "bench.gpu.engine", ("--pairs", "2"), 200, ENGINE,
+         cpu=(*TINY, "--pairs", "1")),
+    Step("engine-vllm", "engine vllm behind a server against it bare", "bench.gpu.engine",
+         (*VLLM, "--pairs", "2"), 300, ENGINE, cpu=(*TINY, *VLLM, "--pairs", "1"), packages=("vllm",)),
+    Step("weights", "weights by NCCL, against a copy and a broadcast", "bench.gpu.weights", ("--repeats", "5"), 120,
+         ("device_copy_gbytes_per_s", "pack_gbytes_per_s", "broadcast_gbytes_per_s", "ratio_transfer"),
+         cpu=(*TINY, "--repeats", "2")),
+    Step("ipc", "weights by CUDA IPC, and a learner killed meanwhile", "bench.gpu.ipc", ("--repeats", "5"), 120,
+         ("ipc_gbytes_per_s", "ratio_to_copy"), cpu=(*TINY, "--repeats", "2")),
+    Step("update", "new weights while engine hf generates", "bench.gpu.update",
+         ("--pairs", "2", "--window-s", "6"), 150, ("tokens_lost_share", "pause_ms", "update_ms"),
+         cpu=(*TINY, "--pairs", "1")),
+    Step("learner", "a training step of the backend torch", "bench.gpu.learner", ("--repeats", "3"), 150,
+         ("tokens_per_s", "mfu", "memory_gib"), cpu=(*TINY, "--repeats", "1")),
+    Step("quickstart", "a whole run; success before and after", "bench.gpu.quickstart", (), 240,
+         ("success_before", "success_after", "seconds", "audit"), cpu=("--device", "cpu", "--tiny")),
+    Step("launch", "learner on GPU 0, server on GPU 1, by today's launch lines", "bench.gpu.quickstart",
+         ("--by-hand",), 200, ("success_after", "seconds", "audit"), gpus=2,
+         cpu=("--device", "cpu", "--tiny", "--by-hand")),
+    Step("shared", "learner and server taking turns on one GPU", "bench.shared", (), 240,
+         ("turn_s", "resident_share"), cpu=()),
+    Step("run", "a whole run with half a billion parameters", "bench.gpu.run", ("--steps", "8"), 300,
+         ("perf/tokens_per_s", "time/train", "time/broadcast_weights"), cpu=(*TINY, "--steps", "1")),
+)  # fmt: skip
+
+
+def exists(name: str) -> bool:
+    """Return whether a module or package is installed here."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def why_left_out(step: Step, machine: Machine, left_s: float, installed: Callable[[str], bool] = exists) -> str:
+    """Return why a step does not run now; empty if it does.
+
+    Args:
+        left_s: seconds of the whole that are left.
+    """
+    if not installed(step.module):
+        return f"{step.module} is not in this version"
+    if lacking := [name for name in step.packages if not installed(name)]:
+        return f"{', '.join(lacking)} is not installed"
+    if len(machine.devices) < step.gpus:
+        return f"it needs {step.gpus} GPUs, and there is {len(machine.devices)}"
+    if step.limit_s > left_s:
+        return f"it may take {step.limit_s:g} s, and {max(0.0, left_s):.0f} s are left; --minutes allows more"
+    return ""
+
+
+def chosen(names: Sequence[str], steps: Sequence[Step] = STEPS) -> list[Step]:
+    """Return the steps of these names in their order; all without names. A name is a step's or its beginning."""
+    wanted = [step for step in steps if not names or any(step.name.startswith(name) for name in names)]
+    if unknown := [name for name in names if not any(step.name.startswith(name) for step in steps)]:
+        raise ValueError(f"--only {unknown[0]}: no such step; there are {', '.join(step.name for step in steps)}")
+    return wanted
