@@ -160,22 +160,34 @@ class NodeCluster:
         file.write_text(to_yaml(config))
         return file
 
+    @property
+    def key_options(self) -> list[str]:
+        """Options of every node."""
+        return ["--nodes-key", str(self.folder / "nodes.key"), "--nodes-deadline", "120"]
+
     def node_options(self, node: int, num_nodes: int) -> list[str]:
         """Return the options of a node."""
-        known = ["--nodes-key", str(self.folder / "nodes.key"), "--nodes-deadline", "120"]
-        return ["--nnodes", str(num_nodes), "--node-rank", str(node), "--rendezvous", self.rendezvous, *known]
+        known = ["--nnodes", str(num_nodes), "--node-rank", str(node), "--rendezvous", self.rendezvous]
+        return [*known, *self.key_options]
 
     async def start(
-        self, node: int, config: Path, *options: str, env: dict[str, str] | None = None, hidden: Path | None = None
+        self,
+        node: int,
+        config: Path,
+        *options: str,
+        env: dict[str, str] | None = None,
+        hidden: Path | None = None,
+        launcher: Sequence[str] = (sys.executable, "-m"),
     ) -> NodeProcess:
         """Start ``rlearner start`` on a node.
 
         Args:
             env: further variables.
             hidden: a folder that is empty on this node.
+            launcher: what runs the module.
         """
         log = self.folder / f"{config.stem}-{node}-{len(self.processes)}.log"
-        command = [sys.executable, "-m", "rlearner.cli", "start", str(config), "--broker", self.url, *options]
+        command = [*launcher, "rlearner.cli", "start", str(config), "--broker", self.url, *options]
         # what a home has is each node's own, but for the broker's keys
         own = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(self.folder / f"cache-{config.stem}-{node}")}
         with log.open("wb") as output:

@@ -135,3 +135,63 @@ async def test_losses_of_one_process_although_a_part_dies(
         cluster.network.set_link(1, up=True)
         gate.opened.set()
         await finish(cluster, await cluster.start_all(config, hidden=cluster.folder / run), run)
+
+
+@only_all
+async def test_under_torchrun(cluster: NodeCluster) -> None:
+    config = cluster.write(small_run(cluster.folder, "torchrun", backend="ddp", ranks=4))
+    options = ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", cluster.network.addresses[0]]
+    async with hub(cluster.url, "torchrun"):
+        nodes = []
+        for node in range(2):
+            own = [*options, "--master-port", "7200", "--node-rank", str(node), "-m"]
+            launcher = (sys.executable, "-m", "torch.distributed.run", *own)
+            nodes.append(await cluster.start(node, config, *cluster.key_options, launcher=launcher))
+        await finish(cluster, nodes, "torchrun")
+
+
+@only_all
+@pytest.mark.parametrize("tasks", [1, 2])
+async def test_under_srun(cluster: NodeCluster, tasks: int) -> None:
+    """With one task per node a task starts the ranks of its node, with two each is one."""
+    run = f"srun-{tasks}"
+    config = cluster.write(small_run(cluster.folder, run, backend="ddp", ranks=4))
+    common = {
+        "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": str(2 * tasks), "SLURM_JOB_ID": str(tasks),
+        "SLURM_STEP_TASKS_PER_NODE": f"{tasks}(x2)", "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": ",".join(cluster.network.addresses),
+    }  # fmt: skip
+    async with hub(cluster.url, run):
+        started = []
+        for number in range(2 * tasks):
+            node, local = divmod(number, tasks)
+            place = {"SLURM_PROCID": str(number), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local)}
+            started.append(await cluster.start(node, config, *cluster.key_options, env={**common, **place}))
+        await finish(cluster, started, run)
+
+
+@only_all
+async def test_stopped_nodes_come_back_as_one(cluster: NodeCluster) -> None:
+    """A signal to all processes, as Slurm and systemd send it, ends them with 130; then one node goes on."""
+    config, gate = cluster.write(small_run(cluster.folder, "fewer", backend="fsdp2", ranks=4)), Gate(2)
+    async with hub(cluster.url, "fewer", gate):
+        nodes = await cluster.start_all(config)
+        await reach(cluster.folder, "fewer", 2)
+        for one in reversed(nodes):
+            one.process.terminate()
+        gate.opened.set()
+        await end(nodes, (130, 130))
+        options = ("train.ranks=2", "--nnodes", "1")
+        await finish(cluster, [await cluster.start(0, cluster.folder / "fewer", *options)], "fewer")
+
+
+async def test_a_node_with_another_configuration_ends_both_in_one_line(cluster: NodeCluster) -> None:
+    config = cluster.write(small_run(cluster.folder, "differs", backend="ddp", ranks=2))
+    nodes = [
+        await cluster.start(node, config, *changed, *cluster.node_options(node, 2))
+        for node, changed in enumerate([(), ("train.lr=0.002",)])
+    ]
+    await end(nodes, (2, 2), 60.0)
+    for one in nodes:
+        assert one.log.count("train.lr is 0.002 on node 1 (") == 1
+        assert "Traceback" not in one.log

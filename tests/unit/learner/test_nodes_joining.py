@@ -272,9 +272,10 @@ class TestEncryptedLink:
         data, descriptor = found[0]
         assert data == b"hello"
         self.watch.add(frames, frames.monitor(), descriptor)
-        with socket.create_connection(("127.0.0.1", port)) as stranger:
-            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            time.sleep(0.3)
+        for said in (b"", b"GET / HTTP/1.1\r\n\r\n"):
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(said)
+                time.sleep(0.3)
         thief = EncryptedFrames.connect("127.0.0.1", port, NodeKey(bytes(32)))
         thief.put(msgspec.msgpack.encode({"evil": 1}))
         time.sleep(0.3)
