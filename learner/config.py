@@ -222,6 +222,8 @@ class CheckpointSection(Section):
     every_steps: NonNegativeInt = 0  # at multiples of this step; 0: never
     every_minutes: NonNegativeFloat = 10  # at the first step that ends this long after the last checkpoint; 0: never
     keep: Annotated[int, Field(ge=2)] = 2
+    # write the weights also in Hugging Face format, up to this size; `rlearner export` writes those of larger models
+    hf_max_gib: NonNegativeFloat = 8
 
 
 class SamplesSection(Section):

@@ -22,6 +22,7 @@ from broker.settings.config import BrokerSection
 from broker.settings.runspec import domains, section
 from broker.system import logs
 from broker.system.process_identity import this_process
+from learner.backends.parts.part_file import DamagedFileError
 from learner.checkpoints import checkpoint
 from learner.config import AlgorithmSection, FailuresSection, TrainSection
 from learner.credit.ledger import Ledger, RulesUpdate
@@ -178,6 +179,7 @@ class LearnerService:
         self.shown = LearnerStatus(self.stop, self.train.groups_per_step, lambda: self.watch.epoch)
         self.watch = EpochWatch(self.bus, self.stop, self.shown.say_waiting)
         self.checkpoints = folder / "checkpoints"
+        self._damaged: list[Path] = []  # checkpoints that cannot be read
 
     # ------------------------------------------------------------------------------------------------------ prepare
 
@@ -198,6 +200,8 @@ class LearnerService:
         else:
             await appending  # the log's first record
         await asyncio.to_thread(checkpoint.remove_partial, self.checkpoints)
+        for path in self._damaged:
+            await asyncio.to_thread(checkpoint.set_aside, path)
         self.sender = await self._open_sender(stack)
         written = self.ledger.state.version if self._newest() else -1
         process = (self.config, self.folder, self.member, self.roster)
@@ -217,9 +221,11 @@ class LearnerService:
             async with AsyncExitStack() as loaded:
                 try:
                     recovery = await self._load(loaded, path, model_path, rebase=rebase)
-                except (UserError, LostState, OSError):
-                    if path == self._newest():
+                except (UserError, LostState, OSError) as error:
+                    if path == self._newest() and not self._pass_over(path, error):
                         raise  # otherwise deleted, or the log was trimmed past it
+                    if path in self._damaged:
+                        continue
                 if not self.watch.epoch:
                     await self._take_epoch(model_path)
                 if recovery is not None and path == self._newest():
@@ -228,8 +234,18 @@ class LearnerService:
             log.warning("another learner continued while this one was loading, to %s", self._newest())
 
     def _newest(self) -> Path | None:
-        found = checkpoint.list_checkpoints(self.checkpoints)
+        found = [path for path in checkpoint.list_checkpoints(self.checkpoints) if path not in self._damaged]
         return found[-1] if found else None
+
+    def _pass_over(self, path: Path | None, error: Exception) -> bool:
+        """Resume from the checkpoint before a damaged one, if there is one."""
+        if path is None or not isinstance(error, DamagedFileError):
+            return False
+        self._damaged.append(path)
+        if (previous := self._newest()) is None:
+            return False
+        log.warning("%s; the run resumes from %s, and trains again from there", error, previous)
+        return True
 
     async def _load(self, stack: AsyncExitStack, path: Path | None, model_path: str, *, rebase: bool) -> Recovery:
         """Load model and ledger from a checkpoint or from scratch, and inspect the broker; change nothing."""
@@ -248,7 +264,7 @@ class LearnerService:
             if resumed is None or error.value != str(resumed.path):
                 raise
             problem = f"{resumed.path} is damaged: {error.allowed.partition(';')[0]}"
-            raise UserError(f"{problem}; restore its files, or move it away to resume from the previous one") from None
+            raise DamagedFileError(f"{problem}; restore its files, or begin a new run") from None
         stack.push_async_callback(asyncio.to_thread, self.training.close)
         self.ledger = self.shown.ledger = Ledger.load(resumed.ledger) if resumed else Ledger(await self._first_rules())
         if resumed is not None:

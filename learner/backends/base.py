@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -15,16 +14,25 @@ from torch import Tensor
 from broker.contract import wire
 from learner.algorithm.packing import MicroBatchCutter
 from learner.algorithm.samples import SampleScores, TrainSample
+from learner.backends.parts.hugging_face import StoredModel
+from learner.backends.parts.part_file import PartFile
 from learner.config import AlgorithmSection, TrainSection
 from rlearner_text.config import ModelSection
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """A backend's part of a checkpoint: contiguous copies in host memory, which training does not change."""
+class Snapshot(Protocol):
+    """The state between two steps: each rank's part, copied to its host memory, which training does not change."""
 
-    weights: dict[str, Tensor]  # the policy's, by state-dict name, tied ones once
-    state: dict[str, Tensor]  # everything else that the next step depends on: optimizer, schedule, RNG, critic
+    def write(self, folder: Path) -> list[PartFile]:
+        """Write each rank's part into a folder that exists and sync it; from any thread, again after an error.
+
+        Raises:
+            OSError: if a rank cannot write.
+            UserError: if a rank does not see the folder.
+        """
+
+    def drop(self) -> None:
+        """Give the memory of the copies back; ``write`` may not follow."""
 
 
 class Backend(Protocol):
@@ -57,6 +65,8 @@ class Backend(Protocol):
         ref_path: str | None = None,
         max_length: int | None = None,
     ) -> None: ...
+
+    reads_parts: bool  # whether it can be built from a checkpoint without weights in Hugging Face format
 
     @property
     def vocab_size(self) -> int:
@@ -117,15 +127,19 @@ class Backend(Protocol):
         """
 
     def snapshot(self) -> Snapshot:
-        """Copy what a checkpoint holds; training waits only for this."""
+        """Copy what a checkpoint holds; training waits only for this. The copy before it is dropped."""
 
-    def save(self, path: str | Path, weights: Mapping[str, Tensor]) -> None:
-        """Write a snapshot's weights, configuration and tokenizer for transformers to load; from any thread."""
+    def describe(self, path: str | Path) -> StoredModel:
+        """Write configuration and tokenizer of the policy into a folder; return what its weights are; any thread."""
 
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the ``state`` of a snapshot.
+    def save(self, path: str | Path) -> None:
+        """Write the live policy into a folder that transformers loads."""
+
+    def load_state(self, parts: Sequence[PartFile]) -> None:
+        """Restore all but the weights from the files of a snapshot, or of a checkpoint in the first format.
 
         Raises:
+            DamagedFileError: if a file is missing or damaged.
             UserError: if it belongs to another model.
         """
 

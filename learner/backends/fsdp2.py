@@ -6,20 +6,25 @@ Offers and checkpoints gather the weights bucket by bucket, so only rank 0's hos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
 from types import MethodType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from learner.backends.context import RunContext
+from learner.backends.models.empty_model import EmptyModel
 from learner.backends.models.model_set import ModelSet
+from learner.backends.models.policy import PolicyModel
 from learner.backends.optimizer import MasterOptimizer
+from learner.backends.parts.slices import Slice
 from learner.backends.passes import ModelPasses
 from learner.backends.ranks.group import RankGroup, RankLayout
 from learner.backends.torch import BuildWorker, TorchBackend
@@ -58,30 +63,17 @@ class ShardedOptimizer(MasterOptimizer):
         dist.all_reduce(squares)
         return squares.sqrt().float()
 
-    def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """Gather a tensor; collective."""
+    def slice_of(self, kind: str, name: str, tensor: Tensor) -> Slice:
         if tensor.ndim == 0:
-            return tensor
-        like, own = self._sharded[name], tensor.detach().to(self._mesh.device_type)
-        parts = DTensor.from_local(own, self._mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride())
-        return parts.full_tensor()
+            return super().slice_of(kind, name, tensor)
+        return _rows(f"{kind}.{name}", self._sharded[name], tensor)
 
-    def own(self, name: str, tensor: Tensor) -> Tensor:
-        """Scatter a tensor of rank 0; collective."""
-        if tensor.ndim == 0:
-            tensor = tensor.to(self._mesh.device_type, copy=True)
-            dist.broadcast(tensor, 0)
-            return tensor
-        return distribute_tensor(tensor.to(self._mesh.device_type), self._mesh, [Shard(0)]).to_local()
 
-    def empty_state(self) -> dict[str, Tensor]:
-        """Return tensors of the names and shapes of ``state``, to receive what rank 0 scatters."""
-        found = {"updates": torch.tensor(self.updates)}
-        for name, master in self._masters.items():
-            shape = self._sharded[name].shape
-            for kind, tensor in self._adamw.state[master].items():
-                found[f"{kind}.{name}"] = torch.empty(shape if tensor.ndim else (), dtype=tensor.dtype)
-        return found | {f"master.{name}": torch.empty(self._sharded[name].shape) for name in self._rounded}
+def _rows(name: str, like: DTensor, rows: Tensor) -> Slice:
+    """Return the slice that is a rank's rows of a tensor that is divided like another."""
+    shape = tuple(like.shape)
+    _, (first, *_) = compute_local_shape_and_global_offset(shape, like.device_mesh, like.placements)
+    return Slice(name, shape, first * prod(shape[1:]) if rows.numel() else 0, rows)
 
 
 class Fsdp2Weights(ShardedWeights):
@@ -95,6 +87,11 @@ class Fsdp2Weights(ShardedWeights):
     @torch.no_grad()
     def gather(self, bucket: int) -> dict[str, Tensor]:
         return {name: self._policy.whole(name, self._find) for name in self.buckets[bucket]}
+
+    def slices(self) -> Iterator[Slice]:
+        for name, tensor in self._named(self._tensors.__getitem__).items():
+            found = tensor.detach()
+            yield _rows(name, found, found.to_local()) if isinstance(found, DTensor) else Slice.whole(name, found)
 
     def factors(self) -> dict[str, Tensor]:
         return {} if self._policy.adapters is None else self._policy.adapters.factors(self._find)
@@ -117,7 +114,12 @@ class Fsdp2Backend(TorchBackend):
 
 def _build_sharded(context: RunContext, ranks: RankGroup) -> RankWorker:
     device = prepare_process(context)
-    models = ModelSet(context, device, ranks.rank)
+
+    def load(path: str, trained: bool) -> PolicyModel:
+        divided = trained and context.train.lora is None
+        return PolicyModel(path, context.model, device, trainable=trained, packing=context.packing, divided=divided)
+
+    models = ModelSet(context, device, ranks.rank, load)
     ranks.join(device)
     policy, module = models.policy, models.policy.module
     mesh = init_device_mesh(device.type, (ranks.size,))
@@ -131,6 +133,10 @@ def _build_sharded(context: RunContext, ranks: RankGroup) -> RankWorker:
     module.within = MethodType(_within, module)
     register_fsdp_forward_method(module, "within")
     policy.within = module.within
+    if policy.empty is not None:
+        _fill(module, policy.empty, device)
+        policy.probe()
+        models.decide_packing()
     weights.divide()
     trained = {n: p for n, p in models.trained().items() if isinstance(p, DTensor)}
     optimizer = ShardedOptimizer(trained, context.train, mesh)
@@ -138,6 +144,25 @@ def _build_sharded(context: RunContext, ranks: RankGroup) -> RankWorker:
     layout = RankLayout.plain(ranks.size, same_number=True)  # each pass gathers and scatters
     # FSDP has summed the gradients, so nothing is left to reduce.
     return RankWorker(context, ranks, layout, device, models, optimizer, weights, passes, lambda: None, sharded=True)
+
+
+@torch.no_grad()
+def _fill(module: nn.Module, empty: EmptyModel, device: torch.device) -> None:
+    """Read this rank's rows of each parameter, and tell FSDP."""
+
+    def rows(name: str, like: Any) -> Tensor:
+        local = torch.empty(like.to_local().shape, dtype=like.dtype, device=device)
+        empty.read(name, _rows(name, like, local).start, local)
+        mesh, placements = like.device_mesh, like.placements
+        whole = DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+        return nn.Parameter(whole, like.requires_grad)
+
+    empty.replace(rows, device)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            for group in part._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    parameter.reset_sharded_param()  # type: ignore[no-untyped-call]
 
 
 def _within(

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from broker.errors import UserError
+from learner.backends.parts.slices import Slice
 from learner.config import TrainSection
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+UPDATES: Final = "updates"  # in a stored state: how many were made
 
 
 def lr_factor(update: int, train: TrainSection) -> float:
@@ -74,14 +76,6 @@ class MasterOptimizer:
         found: Tensor = nn.utils.get_total_norm(gradients)
         return found
 
-    def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the whole of a tensor of a parameter's shape, or of a scalar; this process may hold a part."""
-        return tensor
-
-    def own(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the part of a whole tensor that this process holds."""
-        return tensor
-
     def tensors(self) -> list[Tensor]:
         """Return everything that ranks must agree on: live weights, master weights and moments."""
         found = [parameter.detach() for parameter in self._live.values()]
@@ -130,59 +124,44 @@ class MasterOptimizer:
         for parameter in self._live.values():
             parameter.grad = None
 
-    def state(self) -> dict[str, Tensor]:
-        """Return CPU copies of moments, masters and counts by ``<kind>.<parameter name>``; collective if sharded."""
-        return {"updates": torch.tensor(self.updates)} | {name: _copy(tensor) for name, tensor in self._entries()}
-
-    def gather_state(self) -> None:
-        """Take part in rank 0's ``state`` and keep nothing."""
-        for _ in self._entries():
-            pass
-
-    def _entries(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole tensors, each gathered when it is read."""
+    def slices(self) -> Iterator[Slice]:
+        """Yield this rank's slices of moments, masters and counts by ``<kind>.<parameter name>``."""
         for name, master in self._masters.items():
             for kind, tensor in self._adamw.state[master].items():
-                yield f"{kind}.{name}", self.whole(name, tensor)
+                yield self.slice_of(kind, name, tensor)
         for name in self._rounded:
-            yield f"master.{name}", self.whole(name, self._masters[name])
+            yield self.slice_of("master", name, self._masters[name])
 
-    @torch.no_grad()
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what ``state`` returned, completely or not at all.
+    def slice_of(self, kind: str, name: str, tensor: Tensor) -> Slice:
+        """Return the slice that is a tensor of a parameter's shape, or a scalar; this rank may hold a part."""
+        return Slice.whole(f"{kind}.{name}", tensor)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the whole state, of all ranks, by name."""
+        return {one.name: one.shape for one in self.slices()} | {UPDATES: ()}
+
+    def refuse(self, state: Mapping[str, tuple[int, ...]]) -> None:
+        """Check the shapes of a stored state.
 
         Raises:
             UserError: if names or shapes are those of another model.
         """
-        self.refuse(state, self.empty_state())
-        self.take(state)
-
-    def empty_state(self) -> dict[str, Tensor]:
-        """Return tensors of the names and shapes of ``state``."""
-        return self.state()
-
-    def refuse(self, state: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
-        """Raise UserError if ``state`` has other names or shapes than ``held``."""
-        problem = "the optimizer state belongs to another model"
+        problem, held = "the optimizer state belongs to another model", self.shapes()
         if odd := sorted(held.keys() ^ state.keys()):
             raise UserError(f"{problem}: {len(odd)} entries differ, the first is {odd[0]}")
-        for name, tensor in held.items():
-            if tensor.shape != state[name].shape:
-                raise UserError(f"{problem}: {name} has shape {tuple(state[name].shape)}, not {tuple(tensor.shape)}")
+        for name, shape in held.items():
+            if shape != state[name]:
+                raise UserError(f"{problem}: {name} has shape {state[name]}, not {shape}")
 
     @torch.no_grad()
-    def take(self, state: Mapping[str, Tensor]) -> None:
-        """Restore a state whose names and shapes were checked."""
-        self.updates = int(state["updates"])
-        for name, master in self._masters.items():
-            for kind, tensor in self._adamw.state[master].items():
-                tensor.copy_(self.own(name, state[f"{kind}.{name}"]))
+    def restored(self, updates: int) -> None:
+        """Make weights and masters agree after the slices were loaded."""
+        self.updates = updates
         for name in self._copied:
-            if name not in self._rounded:
+            if name in self._rounded:
+                self._live[name].copy_(self._masters[name])
+            else:
                 self._masters[name].copy_(self._live[name])  # the weights may have been loaded later
-                continue
-            self._masters[name].copy_(self.own(name, state[f"master.{name}"]))
-            self._live[name].copy_(self._masters[name])
 
 
 def _master(parameter: nn.Parameter, offload: bool) -> nn.Parameter:
@@ -206,10 +185,6 @@ def fresh_state(master: Tensor) -> dict[str, Tensor]:
     return {"step": torch.zeros((), dtype=torch.float32, device=master.device)} | moments
 
 
-def entries_below(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def shapes_below(prefix: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Return the entries whose names begin with a prefix, without it."""
-    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
+    return {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Final, TypeVar
 
 import numpy as np
@@ -15,29 +16,37 @@ from torch import Tensor
 
 from broker.contract import wire
 from broker.errors import ConfigError, WireError
-from broker.weights.adapter import PREFIX
 from learner.algorithm.aggregation import BatchCounts, denominator
 from learner.algorithm.packing import MicroBatchCutter, cut, minibatches
 from learner.algorithm.samples import SampleScores, TrainSample
 from learner.backends.base import Snapshot
 from learner.backends.context import RunContext
-from learner.backends.models.lora import FOLDER
 from learner.backends.models.policy import PolicyModel
-from learner.backends.optimizer import entries_below
-from learner.backends.ranks.collectives import broadcast_from_rank_0
+from learner.backends.parts.hugging_face import (
+    ADAPTER_FOLDER,
+    StoredBase,
+    StoredModel,
+    write_adapters,
+    write_description,
+    write_model,
+)
+from learner.backends.parts.part_file import DamagedFileError, PartFile
+from learner.backends.parts.stored import StoredTensors
 from learner.backends.ranks.dealing import Job
 from learner.backends.ranks.group import RankGroup, RankLayout
 from learner.backends.ranks.messages import (
     BuildCommand,
     CollectiveCommand,
+    CopyCommand,
     DiscardCommand,
+    LoadCommand,
     OffloadCommand,
     ReloadCommand,
     RunCommand,
     ScoreCommand,
     StepCommand,
-    SyncCommand,
 )
+from learner.backends.staged_part import RankSnapshot
 from learner.backends.step_metrics import average_metrics, step_metrics
 from learner.backends.weights import GatheredWeights
 from learner.backends.worker import RankWorker, build_worker
@@ -63,6 +72,7 @@ class TorchBackend:
     """
 
     takes_ranks: ClassVar[bool] = False
+    reads_parts = True
     offloads: ClassVar[bool] = True
 
     def __init__(self, model_path: str, **settings: Any) -> None:
@@ -270,66 +280,43 @@ class TorchBackend:
         return self._ranks.together(CollectiveCommand(name, list(numbers)), work) if self.worker.sharded else work()
 
     def snapshot(self) -> Snapshot:
-        return Snapshot(self._all_weights(), self.state())
-
-    def _all_weights(self) -> dict[str, Tensor]:
-        """Return copies of the weights, and of the adapters by peft's names."""
-        parts = (self.weights(), self.factors())
-        return {name: tensor.to("cpu", copy=True).contiguous() for part in parts for name, tensor in part.items()}
-
-    def save(self, path: str | Path, weights: Mapping[str, Tensor] | None = None) -> None:
-        """Write a snapshot's weights, configuration and tokenizer to a folder that transformers loads; from any thread.
-
-        Without ``weights`` the live ones are written. Adapters are merged in, and also saved for peft.
-        """
-        weights = self._all_weights() if weights is None else weights
-        merged = {name: tensor for name, tensor in weights.items() if not name.startswith(PREFIX)}
-        self.policy.module.save_pretrained(path, state_dict=merged)
-        copy_tokenizer(self._context.first_path, Path(path))
-        if self.policy.adapters is not None:
-            factors = {name: weights[name] for name in weights.keys() - merged.keys()}
-            self.policy.adapters.save(Path(path) / FOLDER, factors)
-
-    def state(self) -> dict[str, Tensor]:
-        """Return copies of all but the weights that the next step depends on: optimizer, schedule, RNG, critic.
+        """Copy every rank's part of the state to its host memory; training waits only for this.
 
         Raises:
             RuntimeError: if a step is under way.
         """
         if self._counts.rows:
             raise RuntimeError("a step is under way; its state is taken before or after")
-        return self._on_all("state", self.worker.state)
+        return RankSnapshot(self._ranks.together(CopyCommand(), self.worker.stage), self._ranks)
 
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what ``state`` returned; a GPU's RNG only where there is a GPU.
+    def describe(self, path: str | Path) -> StoredModel:
+        folder, adapters, base = Path(path), self.policy.adapters, None
+        if adapters is not None:
+            shown = adapters.shown("")
+            base = StoredBase(self._context.first_path, list(shown.targets), shown.scale)
+            adapters.save_config(folder / ADAPTER_FOLDER)
+        copy_tokenizer(self._context.first_path, folder)
+        return write_description(folder, self.policy.module, self.shapes(), base)
 
-        Raises:
-            UserError: if it belongs to another model.
-        """
-        self._load_optimizer(entries_below("optimizer.", state))
-        if (critic := self._models.critic) is not None:
-            critic.load_state(entries_below("critic.", state))
-            self._sync(SyncCommand(critic.optimizer.updates, critic=True), critic.optimizer.tensors)
-        self._passes.version = int(state["version"])
-        if self._passes.kl.target is not None:
-            self._passes.kl.value = float(state["kl_coef"])
-        torch.set_rng_state(state["rng.cpu"])
-        if self.device.type == "cuda" and "rng.cuda" in state:
-            torch.cuda.set_rng_state(state["rng.cuda"], self.device)
+    def save(self, path: str | Path) -> None:
+        """Write the live policy, configuration and tokenizer for transformers to load; adapters also for peft."""
+        Path(path).mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=".parts.", dir=path) as parts:
+            snapshot = self.snapshot()
+            files = [part.path for part in snapshot.write(Path(parts))]
+            snapshot.drop()
+            model = self.describe(path)
+            write_adapters(model, files, Path(path))
+            write_model(model, files, Path(path))
 
-    def _load_optimizer(self, state: Mapping[str, Tensor]) -> None:
-        optimizer = self.worker.optimizer
-        if self.worker.sharded:
-            optimizer.refuse(state, optimizer.empty_state())
-            self._ranks.together(CollectiveCommand("load", [int(state["updates"])]), partial(optimizer.take, state))
-            return
-        optimizer.load_state(state)
-        self._sync(SyncCommand(optimizer.updates), optimizer.tensors)
-
-    def _sync(self, command: SyncCommand, tensors: Callable[[], Sequence[Tensor]]) -> None:
-        """Send rank 0's tensors to the other ranks."""
-        if self._ranks.leader is not None:
-            self._ranks.together(command, lambda: broadcast_from_rank_0(tensors(), self.device))
+    def load_state(self, parts: Sequence[PartFile]) -> None:
+        for part in parts:
+            part.check_size()
+        stored = StoredTensors(part.path for part in parts)
+        self.worker.refuse({name: entry.shape for name, entry in stored.entries.items()})
+        if problem := self._ranks.verify(list(parts), self.worker.verify):
+            raise DamagedFileError(problem)
+        self._ranks.together(LoadCommand(list(parts)), partial(self.worker.load, parts))
 
     def offload(self, folder: str | Path) -> None:
         if self._counts.rows:

@@ -7,7 +7,10 @@ from typing import Final
 
 from torch import Tensor
 
+from learner.backends.models.lora import Find
 from learner.backends.models.policy import PolicyModel
+from learner.backends.parts.names import ADAPTER, MODEL
+from learner.backends.parts.slices import Slice
 
 BUCKET_BYTES: Final = 32 << 20  # of weights gathered at once
 
@@ -35,6 +38,17 @@ class PolicyWeights:
             TypeError: if every rank holds all weights.
         """
         raise TypeError(f"{type(self).__name__} gathers no bucket {bucket}")
+
+    def slices(self) -> Iterator[Slice]:
+        """Yield this rank's slices of what is trained: ``model.<name>``, or with adapters ``adapter.<peft's name>``."""
+        for name, tensor in self._named(self._policy.tensors().__getitem__).items():
+            yield Slice.whole(name, tensor)
+
+    def _named(self, find: Find) -> dict[str, Tensor]:
+        """Return the tensors that checkpoints hold by their names there, tied ones once."""
+        if self._policy.adapters is not None:
+            return {ADAPTER + name: tensor for name, tensor in self._policy.adapters.factors(find).items()}
+        return {MODEL + name: find(name) for name in self.shapes()}
 
     def factors(self) -> dict[str, Tensor]:
         """Return the whole adapters by peft's names; collective if sharded."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from broker.errors import UserError
 from broker.weights import fp8
 from broker.weights.memory.offload import OffloadedMemory
 from learner.backends.context import RunContext
@@ -18,12 +19,17 @@ from learner.backends.models.fake_quantization import quantized_as_sent
 from learner.backends.models.model_set import ModelSet
 from learner.backends.models.policy import pick_device
 from learner.backends.offload import held_tensors
-from learner.backends.optimizer import MasterOptimizer
+from learner.backends.optimizer import UPDATES, MasterOptimizer, shapes_below
+from learner.backends.parts.names import CRITIC, KL_COEF, OPTIMIZER, RNG, VERSION
+from learner.backends.parts.part_file import PartFile
+from learner.backends.parts.slices import Slice, stage
+from learner.backends.parts.stored import StoredTensors
 from learner.backends.passes import ModelPasses
 from learner.backends.ranks import messages
-from learner.backends.ranks.collectives import broadcast_from_rank_0, sum_over_ranks
+from learner.backends.ranks.collectives import sum_over_ranks
 from learner.backends.ranks.dealing import unpack_slices
 from learner.backends.ranks.group import RankGroup, RankLayout
+from learner.backends.staged_part import StagedPart
 from learner.backends.weights import PolicyWeights
 
 
@@ -49,6 +55,7 @@ class RankWorker:
     passes: ModelPasses
     reduce: Callable[[], None]  # called by all ranks before an update: sums the policy's gradients
     sharded: bool = False  # no rank holds all of the model or its optimizer, so reading either takes all ranks
+    staged: StagedPart | None = None  # of the newest checkpoint
     offloaded: OffloadedMemory | None = None
 
     def step(self, denominator: float, at: int) -> dict[str, float]:
@@ -69,17 +76,86 @@ class RankWorker:
         with quantized_as_sent(self.models.policy) if rounded else nullcontext():
             return self.models.policy.logprobs(torch.tensor(np.asarray(token_ids, np.int64), device=self.device)).cpu()
 
-    def state(self) -> dict[str, Tensor]:
-        """Return copies of all but the weights that the next step depends on; CPU tensors, fit for safetensors."""
-        state = {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
-        state["version"] = torch.tensor(self.passes.version)
-        state["kl_coef"] = torch.tensor(self.passes.kl.value, dtype=torch.float64)
+    def stage(self) -> StagedPart:
+        """Copy this rank's part of a checkpoint to host memory; all ranks do."""
+        rank, size, staged = self.ranks.rank, self.ranks.size, list[Slice]()
+        for slices in (self.policy_slices(), self.critic_slices(), self.numbers()):
+            staged += stage(slices, rank, size)
+        return StagedPart(staged, rank, size)
+
+    def policy_slices(self) -> Iterator[Slice]:
+        """Yield this rank's slices of the policy and its optimizer; read once and in order by all ranks."""
+        yield from self.weights.slices()
+        yield from self.optimizer_slices()
+
+    def optimizer_slices(self) -> Iterator[Slice]:
+        """Yield this rank's slices of the policy's optimizer."""
+        for one in self.optimizer.slices():
+            yield one.below(OPTIMIZER)
+
+    def critic_slices(self) -> Iterator[Slice]:
+        """Yield the critic, which every rank holds whole, and its optimizer."""
+        for one in self.models.critic.slices() if self.models.critic is not None else ():
+            yield one.below(CRITIC)
+
+    def numbers(self) -> list[Slice]:
+        """Return what one rank writes whole: counts, and its random numbers."""
+        rank, device, found = self.ranks.rank, self.device, dict[str, Tensor]()
+        found[_rng("cpu", rank)] = torch.get_rng_state()
+        if device.type == "cuda":
+            found[_rng("cuda", rank)] = torch.cuda.get_rng_state(device)
+        if rank == 0:
+            found[VERSION] = torch.tensor(self.passes.version)
+            found[KL_COEF] = torch.tensor(self.passes.kl.value, dtype=torch.float64)
+            found[OPTIMIZER + UPDATES] = torch.tensor(self.optimizer.updates)
+            if self.models.critic is not None:
+                found[CRITIC + OPTIMIZER + UPDATES] = torch.tensor(self.models.critic.optimizer.updates)
+        return [Slice.whole(name, tensor, shared=False) for name, tensor in found.items()]
+
+    def refuse(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Check the shapes of a checkpoint's tensors.
+
+        Raises:
+            UserError: if it belongs to another model.
+        """
+        if missing := [name for name in (VERSION, KL_COEF, _rng("cpu", 0)) if name not in shapes]:
+            raise UserError(f"the checkpoint has no {missing[0]}")
+        self.optimizer.refuse(shapes_below(OPTIMIZER, shapes))
         if self.models.critic is not None:
-            state |= {f"critic.{name}": tensor for name, tensor in self.models.critic.state().items()}
-        state["rng.cpu"] = torch.get_rng_state()
-        if self.device.type == "cuda":
-            state["rng.cuda"] = torch.cuda.get_rng_state(self.device)
-        return state
+            self.models.critic.refuse(shapes_below(CRITIC, shapes))
+
+    def verify(self, parts: Sequence[PartFile]) -> str:
+        """Read this rank's share of a checkpoint's files; return what is wrong with them, empty if nothing is."""
+        try:
+            for part in parts[self.ranks.rank :: self.ranks.size]:
+                part.verify()
+        except UserError as error:
+            return str(error)
+        return ""
+
+    def load(self, parts: Sequence[PartFile]) -> None:
+        """Restore all but the weights from a checkpoint's files, whose shapes were checked; all ranks do.
+
+        A GPU's random numbers are restored only where there is a GPU, a rank's only where there is that rank.
+        """
+        stored = StoredTensors(part.path for part in parts)
+        self.load_slices(stored)
+        self.optimizer.restored(int(stored[OPTIMIZER + UPDATES]))
+        if self.models.critic is not None:
+            self.models.critic.optimizer.restored(int(stored[CRITIC + OPTIMIZER + UPDATES]))
+        self.passes.version = int(stored[VERSION])
+        if self.passes.kl.target is not None:
+            self.passes.kl.value = float(stored[KL_COEF])
+        rank = self.ranks.rank
+        if _rng("cpu", rank) in stored:
+            torch.set_rng_state(stored[_rng("cpu", rank)])
+        if self.device.type == "cuda" and _rng("cuda", rank) in stored:
+            torch.cuda.set_rng_state(stored[_rng("cuda", rank)], self.device)
+
+    def load_slices(self, stored: StoredTensors) -> None:
+        """Read this rank's slices."""
+        stored.load(self.optimizer_slices())
+        stored.load(self.critic_slices())
 
     def offload(self, folder: str) -> None:
         """Move models, gradients and optimizer off the device, between two steps; do nothing else until ``reload``.
@@ -97,8 +173,8 @@ class RankWorker:
         if self.offloaded is not None:
             self.offloaded.restore()
 
-    def obey(self, command: messages.Command) -> messages.Reply | None:
-        """Execute one command; return the reply to send."""
+    def obey(self, command: messages.Command, send: Callable[[messages.Reply], None]) -> messages.Reply | None:
+        """Execute one command; return the reply to send now, and ``send`` what follows later."""
         passes = self.passes
         match command:
             case messages.RunCommand(critic=True):
@@ -118,11 +194,18 @@ class RankWorker:
                 self.step(command.denominator, command.at)
             case messages.DiscardCommand():
                 passes.discard()
-            case messages.SyncCommand():
-                critic = self.models.critic
-                optimizer = critic.optimizer if command.critic and critic is not None else self.optimizer
-                optimizer.updates = command.updates
-                broadcast_from_rank_0(optimizer.tensors(), self.device)
+            case messages.CopyCommand():
+                self.staged = None  # the memory of the previous one
+                self.staged = self.stage()
+            case messages.WriteCommand():
+                assert self.staged is not None
+                self.staged.write_in_thread(command.folder, send)
+            case messages.DropCommand():
+                self.staged = None
+            case messages.VerifyCommand():
+                return messages.VerifiedReply(self.verify(command.parts))
+            case messages.LoadCommand():
+                self.load(command.parts)
             case messages.CollectiveCommand():
                 self._take_part(command)
             case messages.OffloadCommand():
@@ -139,10 +222,6 @@ class RankWorker:
         match call.name:
             case "logprobs":
                 self.logprobs(call.numbers)
-            case "state":
-                self.optimizer.gather_state()
-            case "load":
-                self.optimizer.take(self.optimizer.empty_state() | {"updates": torch.tensor(call.numbers[0])})
             case "gather":
                 self.weights.gather(call.numbers[0])
             case "factors":
@@ -152,6 +231,11 @@ class RankWorker:
 
     def part(self) -> None:
         self.ranks.leave()
+
+
+def _rng(device: str, rank: int) -> str:
+    """Return the name of a rank's random numbers."""
+    return f"{RNG}{device}" + (f".{rank}" if rank else "")
 
 
 def build_worker(context: RunContext, ranks: RankGroup) -> RankWorker:

@@ -1,8 +1,12 @@
-"""Reads and writes checkpoints: folders that transformers loads, with the learner's state.
+"""Reads and writes checkpoints: folders with a part for each rank, the learner's ledger, and small models whole.
 
-``checkpoints/step-000020/`` holds the model in Hugging Face format and ``learner/``: ``state.safetensors`` (optimizer,
-schedule, RNG) and ``learner.json`` (ledger, log position, epoch). It is written into a temporary folder, synced and
-renamed, so a folder of that name is always complete.
+``checkpoints/step-000020/`` holds configuration and tokenizer, of small models also the weights in Hugging Face format,
+and ``learner/``: a part for each rank (``learner.backends.parts``: weights, optimizer, schedule, RNG), ``model.json``
+(what the weights are) and, written last, ``learner.json`` (ledger, log position, epoch, size and digest of each part).
+It is written into a temporary folder, synced and renamed, so a folder of that name is always complete. All ranks write
+into it, so those of several nodes need a file system that they share.
+
+In format 1 the weights were always in Hugging Face format, and the rest in ``learner/state.safetensors``.
 """
 
 from __future__ import annotations
@@ -11,19 +15,26 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from broker.errors import UserError
-from broker.system.private_files import private_folder
+from broker.system.private_files import private_folder, replace
+from learner.backends.parts.names import MODEL_FILE, STATE_FOLDER
+from learner.backends.parts.part_file import DamagedFileError, PartFile
 from rlearner_text.atomic_folders import begin_folder, finish_folder, remove_folder, sync_tree
 
 if TYPE_CHECKING:
     from learner.backends.base import Backend, Snapshot
 
-FORMAT: Final = 1
+FORMAT: Final = 2
+HF_MAX_GIB: Final = 8.0  # up to which a model is also written whole
 _NAME = re.compile(r"step-(\d{6,})")
+_SET_ASIDE: Final = "damaged-"  # of a checkpoint that could not be read, before its name
 
 
 @dataclass(frozen=True)
@@ -34,42 +45,64 @@ class Checkpoint:
     step: int
     epoch: int
     ledger: dict[str, Any]
+    parts: Sequence[PartFile] = ()
 
 
-def write(folder: Path, backend: Backend, ledger: dict[str, Any], epoch: int) -> Path:
+def write(
+    folder: Path, backend: Backend, ledger: dict[str, Any], epoch: int, *, hf_max_gib: float = HF_MAX_GIB
+) -> Path:
     """Take and write a checkpoint now; the backend must be between two steps.
 
     Args:
         folder: ``runs/<name>/checkpoints``.
         ledger: dumped between the same two steps.
         epoch: incarnation of the learner that writes.
+        hf_max_gib: largest model whose weights are also written in Hugging Face format.
 
     Raises:
         OSError: if the folder cannot be written.
     """
-    work = stage(folder, backend, backend.snapshot(), ledger, epoch)
+    snapshot = backend.snapshot()
+    try:
+        work = stage(folder, backend, snapshot, ledger, epoch, hf_max_gib=hf_max_gib)
+    finally:
+        snapshot.drop()
     try:
         return commit(work, folder, ledger["version"])
     finally:
         discard(work)
 
 
-def stage(folder: Path, backend: Backend, snapshot: Snapshot, ledger: dict[str, Any], epoch: int) -> Path:
+def stage(
+    folder: Path,
+    backend: Backend,
+    snapshot: Snapshot,
+    ledger: dict[str, Any],
+    epoch: int,
+    *,
+    hf_max_gib: float = HF_MAX_GIB,
+) -> Path:
     """Write a snapshot into a temporary folder and sync it; from any thread, while the backend trains.
 
     Raises:
         OSError: if the folder cannot be written; nothing is left behind.
+        UserError: if a rank on another node does not see the folder.
     """
     from safetensors import SafetensorError
-    from safetensors.torch import save_file
+
+    from learner.backends.parts.hugging_face import write_adapters, write_model
 
     work = begin_folder(private_folder(folder) / name_of(ledger["version"]))
     try:
-        backend.save(work, snapshot.weights)
-        own = work / "learner"
+        own = work / STATE_FOLDER
         own.mkdir(mode=0o700)
-        save_file(snapshot.state, str(own / "state.safetensors"))
-        body = {"format": FORMAT, "step": ledger["version"], "epoch": epoch, "ledger": ledger}
+        model, parts = backend.describe(work), snapshot.write(own)
+        write_adapters(model, [part.path for part in parts], work)
+        if model.nbytes <= hf_max_gib * 2**30 or not backend.reads_parts:
+            write_model(model, [part.path for part in parts], work)
+        (own / MODEL_FILE).write_bytes(msgspec.json.encode(model))
+        files = [{"file": Path(part.path).name, "size": part.size, "digest": part.digest} for part in parts]
+        body = {"format": FORMAT, "step": ledger["version"], "epoch": epoch, "parts": files, "ledger": ledger}
         (own / "learner.json").write_text(json.dumps(body) + "\n", encoding="utf-8")
         sync_tree(work)
     except SafetensorError as error:
@@ -108,17 +141,10 @@ def load_state(checkpoint: Checkpoint, backend: Backend) -> None:
     """Restore optimizer, schedule and RNG of a backend that was built from ``checkpoint.path``.
 
     Raises:
-        UserError: if the file is damaged.
+        DamagedFileError: if a file is missing or damaged.
+        UserError: if the state belongs to another model.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    file = checkpoint.path / "learner" / "state.safetensors"
-    try:
-        state = load_file(str(file))
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{file}: cannot be read: {' '.join(str(error).split())}") from None
-    backend.load_state(state)
+    backend.load_state(checkpoint.parts)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -129,33 +155,70 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_checkpoint(folder: Path) -> Checkpoint | None:
-    """Return the checkpoint to resume from, None if there is none.
+    """Return the newest checkpoint whose files are there, None if there is no checkpoint at all.
 
     Raises:
-        UserError: if it cannot be read, or another version of rlearner wrote it.
+        DamagedFileError: if no checkpoint can be read.
+        UserError: if another version of rlearner wrote it.
     """
-    paths = list_checkpoints(folder)
-    return read_checkpoint(paths[-1]) if paths else None
+    first: DamagedFileError | None = None
+    for path in reversed(list_checkpoints(folder)):
+        try:
+            return read_checkpoint(path)
+        except DamagedFileError as error:
+            first = first or error
+    if first is not None:
+        raise first
+    return None
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """Return a checkpoint without its weights.
 
     Raises:
-        UserError: if it cannot be read, or another version of rlearner wrote it.
+        DamagedFileError: if it cannot be read, or a part is missing or has another size.
+        UserError: if another version of rlearner wrote it.
     """
-    file = path / "learner" / "learner.json"
+    file = path / STATE_FOLDER / "learner.json"
     try:
         body = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file}: cannot be read: {error}") from None
-    if (found := body.get("format") if isinstance(body, dict) else None) != FORMAT:
-        raise UserError(f"{file}: format {found!r}, this program reads {FORMAT}")
+        raise DamagedFileError(f"{file}: cannot be read: {error}") from None
+    if (found := body.get("format") if isinstance(body, dict) else None) not in (1, FORMAT):
+        raise UserError(f"{file}: format {found!r}, this program reads 1 and {FORMAT}")
     step, epoch, ledger = body.get("step"), body.get("epoch"), body.get("ledger")
     has_types = isinstance(step, int) and isinstance(epoch, int) and isinstance(ledger, dict)
     if not has_types or ledger.get("version") != step:
-        raise UserError(f"{file}: damaged: step {step!r}, epoch {epoch!r}, and no ledger of that step")
-    return Checkpoint(path, step, epoch, ledger)
+        raise DamagedFileError(f"{file}: damaged: step {step!r}, epoch {epoch!r}, and no ledger of that step")
+    parts = [{"file": "state.safetensors", "size": -1, "digest": ""}] if found == 1 else body.get("parts")
+    made = Checkpoint(path, step, epoch, ledger, _parts(file, parts))
+    for part in made.parts:
+        part.check_size()
+    return made
+
+
+def _parts(file: Path, listed: Any) -> tuple[PartFile, ...]:
+    try:
+        found = tuple(PartFile(str(file.parent / _plain(one["file"])), one["size"], one["digest"]) for one in listed)
+    except (TypeError, KeyError, ValueError) as error:
+        raise DamagedFileError(f"{file}: damaged: no list of parts: {error}") from None
+    if not found:
+        raise DamagedFileError(f"{file}: damaged: no parts")
+    return found
+
+
+def _plain(name: str) -> str:
+    if name != os.path.basename(name):
+        raise ValueError(f"{name!r} is not a file's name")
+    return name
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint, so that the run continues before it; return the new path."""
+    target = path.with_name(_SET_ASIDE + path.name)
+    shutil.rmtree(target, ignore_errors=True)
+    replace(path, target)
+    return target
 
 
 def prune(folder: Path, keep: int) -> list[Path]:

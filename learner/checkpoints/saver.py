@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -55,7 +56,8 @@ class CheckpointSaver:
         written: int = -1,
         pressed: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._folder, self._keep, self._bus, self._ledger = folder, section.keep, bus, ledger
+        self._folder, self._keep, self._hf_max_gib = folder, section.keep, section.hf_max_gib
+        self._bus, self._ledger = bus, ledger
         self._training, self._records, self._watch, self._stop = training, records, watch, stop
         self._due = CheckpointSchedule(section.every_steps, section.every_minutes * 60, time.monotonic(), section.keep)
         self._patience = DiskRetry(folder, stop, "no checkpoint is written and the log is not trimmed", say)
@@ -181,6 +183,7 @@ class CheckpointSaver:
         await self._records.sync()
         began = time.monotonic()
         path = await self._patience(lambda: self._try(snapshot, ledger))
+        snapshot.drop()
         self._written = ledger["version"]
         self._times["time/checkpoint_write"] = time.monotonic() - began
         log.info("checkpoint %s", path)
@@ -203,7 +206,7 @@ class CheckpointSaver:
         """
         await self._watch.refuse_if_fenced()
         arguments = (self._folder, self._training.backend, snapshot, ledger, self._watch.epoch)
-        work = await asyncio.to_thread(checkpoint.stage, *arguments)
+        work = await asyncio.to_thread(partial(checkpoint.stage, *arguments, hf_max_gib=self._hf_max_gib))
         try:
             await self._watch.refuse_if_fenced()
             return await asyncio.to_thread(checkpoint.commit, work, self._folder, ledger["version"])

@@ -166,7 +166,8 @@ class _Loop:
     def _save(self, step: int, keep: int) -> None:
         try:
             about = {"version": step, "pipeline": self._name}
-            checkpoint.write(self._checkpoints, self._pipeline.backend, about, EPOCH)
+            backend, most = self._pipeline.backend, self._job.checkpoint.hf_max_gib
+            checkpoint.write(self._checkpoints, backend, about, EPOCH, hf_max_gib=most)
             checkpoint.prune(self._checkpoints, keep)
         except OSError as error:
             raise UserError(f"{self._checkpoints}: step {step} cannot be written: {error.strerror or error}") from None

@@ -123,8 +123,10 @@ def _disk(machine: MachineResources, needs: MachineRequirements, weights: tuple[
         said = f"{machine.disk_of}: the free space is unknown"
         return _finding("disk", "warning", said, f"df -h {machine.disk_of}")
     size, width = weights
-    trained = 0 if "lora" in needs.plugins.values() else size // width  # adapters are tiny compared with the model
-    needed = SPARE_BYTES + needs.checkpoints * (size + trained * ADAM_BYTES)
+    whole = size if size <= needs.whole_gib * GIB else 0
+    # Adapters are tiny compared with the model.
+    parts = 0 if "lora" in needs.plugins.values() else size + size // width * ADAM_BYTES
+    needed = SPARE_BYTES + needs.checkpoints * (whole + parts)
     said = f"{machine.disk_free / GIB:.1f} GiB free in {machine.disk_of}"
     if machine.disk_free >= needed:
         return _finding("disk", "ok", said)

@@ -33,6 +33,7 @@ class MachineRequirements:
         ports: configuration key to the port that must be free on ``bind``.
         run_dir: folder of the runs.
         checkpoints: checkpoints on disk at the same time.
+        whole_gib: weights up to which a checkpoint also holds the model in Hugging Face format.
         model_path: folder or hub name, None for a model that the run makes.
     """
 
@@ -51,6 +52,7 @@ class MachineRequirements:
     ports: Mapping[str, int] = field(default_factory=dict)
     run_dir: str = "runs"
     checkpoints: int = 0
+    whole_gib: float = 0.0
     model_path: str | None = None
 
 
@@ -95,6 +97,7 @@ def requirements_of(config: Mapping[str, Any]) -> MachineRequirements:
         ports={key: port for key, port in ports.items() if port},
         run_dir=(config.get("run") or {}).get("dir") or "runs",
         checkpoints=int(checkpoint.get("keep") or 0) + 1 if checkpoint else 0,
+        whole_gib=float(checkpoint.get("hf_max_gib") or 0),
         model_path=(config.get("model") or {}).get("path"),
     )
 

@@ -12,7 +12,9 @@ from typing import Any
 from broker.contract import wire
 from broker.errors import UserError
 from broker.jetstream.bus import LogRecord
+from broker.settings.runspec import section
 from learner.checkpoints import checkpoint
+from learner.config import CheckpointSection
 from learner.consumer import RecordConsumer
 from learner.credit import archive
 from learner.credit.ledger import Ledger
@@ -79,7 +81,8 @@ class ReplayTraining:
     async def save(self, folder: Path) -> Path:
         """Write a checkpoint of the newest step into ``folder``, and return its path."""
         backend, ledger = self.training.backend, self.ledger.dump()
-        return await self.training.call(partial(checkpoint.write, folder, backend, ledger, 0))
+        most = section(self._config, "checkpoint", CheckpointSection).hf_max_gib
+        return await self.training.call(partial(checkpoint.write, folder, backend, ledger, 0, hf_max_gib=most))
 
     def _arrived(self) -> dict[int, wire.Group]:
         """Return the groups that had arrived but were not trained at the start."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from backend_kit import VARIANTS, kit, make, run
+from checkpoint_kit import keep, state_of
 
 from learner.backends.ranks import leader as leader_module
 from learner.backends.ranks.leader import RankExitedError
@@ -63,8 +64,7 @@ def test_backend(path, expected, tmp_path, monkeypatch, name):
         total = 3 * sum(tensor.numel() for tensor in first.shapes().values())  # weights and two moments
         assert held == pytest.approx(HELD.get(name, 1) * total, rel=0.01)
         metrics = run(first, range(2))
-        snapshot = first.snapshot()
-        first.save(tmp_path, snapshot.weights)
+        parts = keep(first, tmp_path)
         probe = first.logprobs(np.arange(9))
         scores = first.score(kit.samples(9))
         metrics += run(first, range(2, 4))
@@ -77,7 +77,7 @@ def test_backend(path, expected, tmp_path, monkeypatch, name):
     close(metrics, expected)
 
     alone = make("torch", str(tmp_path))  # a checkpoint belongs to no layout
-    alone.load_state(snapshot.state)
+    alone.load_state(parts)
     assert list(alone.weights()) == list(weights)
     torch.testing.assert_close(alone.logprobs(np.arange(9)), probe, rtol=0, atol=1e-6)
     for one, other in zip(scores, alone.score(kit.samples(9)), strict=True):
@@ -88,7 +88,7 @@ def test_backend(path, expected, tmp_path, monkeypatch, name):
     monkeypatch.setattr(leader_module, "exit_at_once", lambda line: (lines.append(line), seen.set()))
     second = make(name, str(tmp_path))
     try:
-        second.load_state(snapshot.state)
+        second.load_state(parts)
         assert run(second, range(2, 5)) == metrics[2:]
         assert all(torch.equal(tensor, weights[name]) for name, tensor in second.weights().items())
         close([scanty(second)], [scanty(alone)])
@@ -127,7 +127,7 @@ def test_two_ranks_give_the_gradient_of_one_in_every_aggregation(path):
 def moments(backend):
     """The first moments after one step."""
     run(backend, [3])
-    state = backend.snapshot().state
+    state = state_of(backend)
     return torch.cat([tensor.flatten() for name, tensor in state.items() if name.startswith("optimizer.exp_avg.")])
 
 

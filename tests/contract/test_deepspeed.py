@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from backend_kit import kit, make, run
+from checkpoint_kit import keep, state_of, tensors_of
 
 from learner.backends.models import policy
 from rlearner_text.config import ModelSection
@@ -45,15 +46,14 @@ def test_bfloat16_over_float32_weights_resumes_bit_for_bit(tmp_path, variant, ra
     first = make(variant, path, model=model, lr=1e-4, ranks=ranks)
     try:
         run(first, range(2))
-        snapshot = first.snapshot()
-        first.save(tmp_path / "saved", snapshot.weights)
+        parts = keep(first, tmp_path / "saved")
         metrics = run(first, [2])
         weights = {name: tensor.clone() for name, tensor in first.weights().items()}
-        masters = {name: tensor for name, tensor in first.state().items() if name.startswith("optimizer.master.")}
+        masters = {name: tensor for name, tensor in state_of(first).items() if name.startswith("optimizer.master.")}
     finally:
         first.close()
-    expected = reference.state()
-    assert snapshot.state.keys() == expected.keys()
+    expected = state_of(reference)
+    assert tensors_of(parts).keys() == expected.keys()
     assert masters.keys() == {name for name in expected if name.startswith("optimizer.master.")}
     for name, tensor in masters.items():
         assert tensor.dtype == torch.float32
@@ -63,7 +63,7 @@ def test_bfloat16_over_float32_weights_resumes_bit_for_bit(tmp_path, variant, ra
             assert (tensor - expected[name]).abs().mean() < 1e-5, name
     second = make(variant, str(tmp_path / "saved"), model=model, lr=1e-4, ranks=ranks)
     try:
-        second.load_state(snapshot.state)
+        second.load_state(parts)
         assert run(second, [2]) == metrics
         assert all(torch.equal(tensor, weights[name]) for name, tensor in second.weights().items())
     finally:

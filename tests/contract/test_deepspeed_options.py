@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from backend_kit import kit, make, run
+from checkpoint_kit import keep
 from critic_kit import PPO, agree, steps, whole
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -31,8 +32,7 @@ def test_a_critic_on_two_ranks_learns_and_resumes_as_in_one_process(path, with_c
     first = make(variant, path, algorithm=PPO)
     try:
         found = steps(first, range(2))
-        snapshot = first.snapshot()
-        first.save(tmp_path, snapshot.weights)
+        parts = keep(first, tmp_path)
         found += steps(first, range(2, 5))
         last, offloaded = whole(first), first.worker.models.critic.optimizer._copied
         assert bool(offloaded) == variant.endswith("offload")  # the critic's optimizer waits where the policy's does
@@ -44,14 +44,14 @@ def test_a_critic_on_two_ranks_learns_and_resumes_as_in_one_process(path, with_c
     assert with_critic[4]["critic/vf_explained_var"] != 0.0
 
     alone = make("torch", str(tmp_path), algorithm=PPO, ref_path=path)
-    alone.load_state(snapshot.state)
+    alone.load_state(parts)
     agree(steps(alone, range(2, 5)), with_critic[2:])
     for one, other in zip(values, alone.score(rows), strict=True):
         np.testing.assert_allclose(one, other.values, rtol=0, atol=1e-5)
 
     second = make(variant, str(tmp_path), algorithm=PPO, ref_path=path)
     try:
-        second.load_state(snapshot.state)
+        second.load_state(parts)
         assert steps(second, range(2, 5)) == found[2:]
         again = whole(second)
         assert again.keys() == last.keys()

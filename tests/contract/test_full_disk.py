@@ -168,15 +168,11 @@ def test_what_safetensors_says_of_a_full_disk_is_the_operating_systems_word(
     tmp_path: Path, small: Callable[[Path], Path]
 ) -> None:
     import torch
-
-    from learner.backends.base import Snapshot
-
-    class Backend:
-        def save(self, path: Path, weights: object) -> None: ...
+    from checkpoint_kit import FakeBackend
 
     folder = small(tmp_path / "small")
-    snapshot = Snapshot({}, {"moments": torch.zeros(SIZE_MIB << 20)})
+    backend = FakeBackend({"moments": torch.zeros(SIZE_MIB << 20)})
     with pytest.raises(OSError, match="No space left on device") as raised:
-        checkpoint.stage(folder, Backend(), snapshot, {"version": 3}, 1)  # type: ignore[arg-type]
+        checkpoint.stage(folder, backend, backend.snapshot(), {"version": 3}, 1)  # type: ignore[arg-type]
     assert raised.value.errno == errno.ENOSPC
     assert list(folder.iterdir()) == []

@@ -197,14 +197,30 @@ async def test_a_paused_run_stays_paused_when_its_learner_is_started_again(
     await training  # the made-up hub follows no word
 
 
-async def test_a_checkpoint_without_weights_is_said_to_be_damaged(
-    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+async def test_a_damaged_checkpoint_is_named_and_the_one_before_continues(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its path is none that the user has set."""
+    """The digests are those of the bytes written; the samples after the checkpoint before are still in the log."""
+    settings = {"checkpoint": {"every_steps": 1}}
+    await train(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 3}, **settings))
+    folder = tmp_path / run_name / "checkpoints"
+    before, newest = checkpoint.list_checkpoints(folder)
+    part = newest / "learner" / "part-00001-of-00001.safetensors"
+    data = bytearray(part.read_bytes())
+    data[-100] ^= 1
+    part.write_bytes(data)
+    await train(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 4}, **settings))
+    line = f"{part} is damaged: its digest is not that of the bytes written; the run resumes from {before}"
+    assert [one.levelname for one in caplog.records if line in one.getMessage()] == ["WARNING"]
+    assert checkpoint.list_checkpoints(folder)[-1].name == "step-000004"
+    assert (folder / "damaged-step-000003").is_dir()  # what was there is kept, for the user to look at
+
+
+async def test_the_only_checkpoint_is_damaged(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
     await train(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 1}))
     (newest,) = checkpoint.list_checkpoints(tmp_path / run_name / "checkpoints")
-    (newest / "model.safetensors").unlink()
-    said = rf"^{newest} is damaged: the folder holds no weights .*; restore its files, or move it away"
-    with pytest.raises(UserError, match=said):
+    part = newest / "learner" / "part-00001-of-00001.safetensors"
+    part.unlink()
+    with pytest.raises(UserError, match=rf"^{part} cannot be read: No such file"):
         await train(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 2}))
     assert await epoch(bus) == 1

@@ -67,7 +67,7 @@ def test_it_learns_and_resumes(place: Path, pipeline: str, name: str, least: flo
     assert cli.main(words(place, pipeline, f"{pipeline}-parts")) == 0
     assert metrics(place, f"{pipeline}-parts") == whole
     folders = [place / "runs" / f"{pipeline}-{kind}" / "checkpoints" / "step-000020" for kind in ("whole", "parts")]
-    for file in ("model.safetensors", "adapter/adapter_model.safetensors", "learner/state.safetensors"):
+    for file in ("model.safetensors", "adapter/adapter_model.safetensors", "learner/part-00001-of-00001.safetensors"):
         assert (folders[0] / file).read_bytes() == (folders[1] / file).read_bytes()
     merged = AutoModelForCausalLM.from_pretrained(folders[0])
     adapted = peft.PeftModel.from_pretrained(

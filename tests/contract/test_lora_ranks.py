@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from backend_kit import kit, make, run
+from checkpoint_kit import keep, state_of, tensors_of
 
 from broker.weights.adapter import MergedModel, factor_shapes
 from learner.config import AlgorithmSection
@@ -51,14 +52,13 @@ def test_two_ranks_train_adapters_as_one_does(tmp_path, variant, options, anothe
     written = tmp_path / "checkpoint"
     try:
         found = run(whole, range(2))
-        snapshot = whole.snapshot()
-        whole.save(written, snapshot.weights)
+        parts = keep(whole, written)
         probe = whole.logprobs(IDS)
         found += run(whole, range(2, STEPS))
         weights = dict(whole.weights())
         shapes = whole.shapes()
         adapter, factors = whole.adapter(), dict(whole.factors())
-        state = whole.state()
+        state = state_of(whole)
     finally:
         whole.close()
     agree(found, expected)
@@ -66,7 +66,7 @@ def test_two_ranks_train_adapters_as_one_does(tmp_path, variant, options, anothe
     assert list(weights) == list(alone.weights()) == list(shapes)
     for name, tensor in alone.weights().items():
         torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-5)
-    assert any(name.startswith("base_model.model.") for name in snapshot.weights)
+    assert any(name.startswith("adapter.base_model.model.") for name in tensors_of(parts))
     assert adapter is not None
     assert adapter == alone.adapter()  # the digest of the weights below, too
     assert {name: tensor.shape for name, tensor in factors.items()} == {
@@ -77,19 +77,19 @@ def test_two_ranks_train_adapters_as_one_does(tmp_path, variant, options, anothe
     for name, tensor in MergedModel(base, factors, adapter.targets, adapter.scale).made().items():
         assert torch.equal(tensor, weights[name])
     assert {name: tensor.shape for name, tensor in state.items()} == {
-        name: tensor.shape for name, tensor in alone.state().items()
+        name: tensor.shape for name, tensor in state_of(alone).items()
     }
 
     again = start(variant, str(written), path, **options)
     try:
-        again.load_state(snapshot.state)
+        again.load_state(parts)
         assert run(again, range(2, STEPS)) == found[2:]
         assert all(torch.equal(tensor, weights[name]) for name, tensor in again.weights().items())
     finally:
         again.close()
     other = start(another, str(written), path)  # another layout, and nothing that is offloaded
     try:
-        other.load_state(snapshot.state)
+        other.load_state(parts)
         torch.testing.assert_close(other.logprobs(IDS), probe, rtol=0, atol=1e-6)
         agree(run(other, range(2, STEPS)), expected[2:])
     finally:
@@ -111,15 +111,14 @@ def test_float32_adapters_of_a_bfloat16_model(tmp_path, variant, ranks):
         assert all(tensor.dtype == torch.float32 for tensor in factors.values())
         kinds = {name: tensor.dtype for name, tensor in whole.weights().items()}
         assert set(kinds.values()) == {torch.bfloat16}
-        snapshot = whole.snapshot()
-        assert snapshot.state.keys() == alone.state().keys()  # no master weights
-        whole.save(tmp_path / "saved", snapshot.weights)
+        parts = keep(whole, tmp_path / "saved")
+        assert tensors_of(parts).keys() == state_of(alone).keys()  # no master weights
         done = run(whole, [2])
     finally:
         whole.close()
     again = start(variant, str(tmp_path / "saved"), path, model=model, ranks=ranks)
     try:
-        again.load_state(snapshot.state)
+        again.load_state(parts)
         assert run(again, [2]) == done
     finally:
         again.close()

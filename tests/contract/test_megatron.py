@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from backend_kit import kit, make, run
+from checkpoint_kit import keep, state_of, tensors_of
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from broker.errors import ConfigError
@@ -93,7 +94,7 @@ def test_families(tmp_path, name, tied, variant, ranks):
         assert all(torch.equal(tensor, backend.weights()[key]) for key, tensor in reference.weights().items())
         torch.testing.assert_close(backend.logprobs(IDS), reference.logprobs(IDS), rtol=0, atol=1e-5)
         close(run(backend, range(3)), run(reference, range(3)))
-        agree(backend.state(), reference.state())
+        agree(state_of(backend), state_of(reference))
         backend.save(tmp_path / "saved")
     finally:
         backend.close()
@@ -110,12 +111,12 @@ def test_four_ranks_that_divide_both_ways(path):
     backend = make("megatron", path, ranks=4, megatron={"tensor_parallel": 2, "pipeline_parallel": 2})
     try:
         close(run(backend, range(3)), expected)
-        state = backend.state()
+        state = state_of(backend)
     finally:
         backend.close()
     reference = make("torch", path)
     run(reference, range(3))
-    agree(state, reference.state())
+    agree(state, state_of(reference))
 
 
 @pytest.mark.parametrize(("variant", "ranks"), [("megatron", 1), ("megatron-pp2", 2), ("megatron-tp2", 2)])
@@ -174,18 +175,17 @@ def test_bfloat16_over_float32_weights_resumes_bit_for_bit(tmp_path, variant, ra
     first = make(variant, path, model=model, lr=1e-4, ranks=ranks)
     try:
         metrics = run(first, range(2))
-        snapshot = first.snapshot()
-        first.save(tmp_path / "saved", snapshot.weights)
+        parts = keep(first, tmp_path / "saved")
         metrics += run(first, [2])
         weights = {name: tensor.clone() for name, tensor in first.weights().items()}
-        masters = {name: tensor for name, tensor in first.state().items() if name.startswith("optimizer.master.")}
+        masters = {name: tensor for name, tensor in state_of(first).items() if name.startswith("optimizer.master.")}
     finally:
         first.close()
     assert [one["actor/pg_loss"] for one in metrics] == pytest.approx(
         [one["actor/pg_loss"] for one in expected], abs=0.02
     )
-    assert snapshot.state.keys() == reference.state().keys()
-    masters_of_reference = reference.state()
+    assert tensors_of(parts).keys() == state_of(reference).keys()
+    masters_of_reference = state_of(reference)
     # Torch's norm rounds otherwise than transformers', and AdamW's updates are of like size whatever the gradient's,
     # 3e-4 in all.
     for name, tensor in masters.items():
@@ -193,7 +193,7 @@ def test_bfloat16_over_float32_weights_resumes_bit_for_bit(tmp_path, variant, ra
         assert (tensor - masters_of_reference[name]).abs().mean() < 6e-5, name
     second = make(variant, str(tmp_path / "saved"), model=model, lr=1e-4, ranks=ranks)
     try:
-        second.load_state(snapshot.state)
+        second.load_state(parts)
         assert run(second, [2]) == metrics[2:]
         assert all(torch.equal(tensor, weights[name]) for name, tensor in second.weights().items())
     finally:

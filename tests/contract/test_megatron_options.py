@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from backend_kit import kit, make, run
+from checkpoint_kit import keep
 from critic_kit import PPO, agree, steps, whole
 
 from learner.backends import activation_offload
@@ -63,22 +64,21 @@ def test_a_critic_and_an_offloaded_optimizer_learn_and_resume_as_in_one_process(
         for optimizer in (offloaded.worker.optimizer, offloaded.worker.models.critic.optimizer):
             assert optimizer._copied == list(optimizer._masters)
         assert steps(offloaded, range(2)) == found[:2]
-        snapshot = offloaded.snapshot()
-        offloaded.save(tmp_path, snapshot.weights)
+        parts = keep(offloaded, tmp_path)
         assert steps(offloaded, range(2, 5)) == found[2:]
         same(whole(offloaded), last)
     finally:
         offloaded.close()
 
     alone = make("torch", str(tmp_path), algorithm=PPO, ref_path=path)
-    alone.load_state(snapshot.state)
+    alone.load_state(parts)
     agree(steps(alone, range(2, 5)), with_critic[2:])
     for one, other in zip(values, alone.score(kit.samples(9)), strict=True):
         np.testing.assert_allclose(one, other.values, rtol=0, atol=1e-5)
 
     again = make(variant, str(tmp_path), algorithm=PPO, ref_path=path, optimizer_offload=True)
     try:
-        again.load_state(snapshot.state)
+        again.load_state(parts)
         assert steps(again, range(2, 5)) == found[2:]
         same(whole(again), last)
     finally:

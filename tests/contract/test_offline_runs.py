@@ -99,7 +99,9 @@ def lines(place: Path, name: str) -> list[dict[str, Any]]:
 
 def state(place: Path, name: str, step: int) -> dict[str, bytes]:
     folder = place / "runs" / name / "checkpoints" / f"step-{step:06d}"
-    return {file: (folder / file).read_bytes() for file in ("model.safetensors", "learner/state.safetensors")}
+    return {
+        file: (folder / file).read_bytes() for file in ("model.safetensors", "learner/part-00001-of-00001.safetensors")
+    }
 
 
 @pytest.mark.timeout(300)  # a second process imports torch, on a busy machine

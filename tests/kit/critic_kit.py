@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from backend_kit import kit
+from checkpoint_kit import state_of
 
 from learner.config import AlgorithmSection
 
@@ -39,8 +40,7 @@ def steps(backend, seeds):
 
 def whole(backend):
     """Copies of weights, moments, and the critic's."""
-    found = backend.snapshot()
-    return found.weights | {name: tensor for name, tensor in found.state.items() if not name.startswith("rng.")}
+    return {name: tensor for name, tensor in state_of(backend).items() if not name.startswith("rng.")}
 
 
 def agree(found, expected):

@@ -76,15 +76,24 @@ def _gpt_oss() -> Any:
     return transformers.GptOssForCausalLM._from_config(config, attn_implementation="eager")
 
 
+def _mixtral() -> Any:
+    """Experts that transformers holds in one tensor and stores one by one."""
+    config = transformers.MixtralConfig(
+        **_COMMON, **_SIZES, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
 ARCHITECTURES: dict[str, Callable[[], Any]] = {
     "qwen3": _qwen3, "llama": _llama, "gpt2": _gpt2, "mistral": _mistral, "gemma2": _gemma2, "gpt_oss": _gpt_oss,
 }  # fmt: skip
+CONVERTED: dict[str, Callable[[], Any]] = {"mixtral": _mixtral}
 
 
 def make(name: str, folder: Path, seed: int = 0) -> Path:
     """Write a model with weights large enough that its distribution is far from uniform."""
     torch.manual_seed(seed)
-    model = ARCHITECTURES[name]()
+    model = (ARCHITECTURES | CONVERTED)[name]()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3) if parameter.dim() > 1 else None

@@ -9,18 +9,24 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from broker.errors import ConfigError
 from learner.backends.context import RunContext
 from learner.backends.deepspeed.saved_views import save_views_as_places
-from learner.backends.deepspeed.zero_optimizer import DividedPolicy, ZeroOptimizer, deepspeed_library
+from learner.backends.deepspeed.zero_optimizer import (
+    DividedPolicy,
+    ZeroOptimizer,
+    deepspeed_library,
+    partition_slice,
+)
 from learner.backends.models.lora import Find
 from learner.backends.models.model_set import ModelSet
 from learner.backends.models.policy import PolicyModel
+from learner.backends.parts.slices import Slice
 from learner.backends.passes import ModelPasses
 from learner.backends.ranks.group import RankGroup, RankLayout
 from learner.backends.ranks.messages import filler_sample
@@ -52,6 +58,14 @@ class ZeroWeights(ShardedWeights):
         names = self.buckets[bucket]
         with self._whole([part for name in names for part in self._policy.parts(name)]) as find:
             return {name: self._policy.whole(name, find).clone() for name in names}
+
+    def slices(self) -> Iterator[Slice]:
+        held: dict[str, Any] = self._named(self._tensors.__getitem__)
+        for name, tensor in held.items():
+            if (partition := getattr(tensor, "ds_tensor", None)) is None:
+                yield Slice.whole(name, tensor.detach())
+            else:
+                yield partition_slice(name, tuple(tensor.ds_shape), partition)
 
     def factors(self) -> dict[str, Tensor]:
         adapters = self._policy.adapters
@@ -89,19 +103,26 @@ def _build_worker(context: RunContext, ranks: RankGroup) -> RankWorker:
 
     def load(path: str, trained: bool) -> PolicyModel:
         kind = DividedPolicy if trained and sharded else PolicyModel
-        return kind(path, context.model, device, trainable=trained, packing=context.packing)
+        divided = trained and sharded and train.lora is None
+        return kind(path, context.model, device, trainable=trained, packing=context.packing, divided=divided)
 
     models = ModelSet(context, device, ranks.rank, load)
     policy, module = models.policy, models.policy.module
     ranks.before_leaving = _destroy_group
     ranks.join(device, alone=True)
     weights = ZeroWeights(policy, sharded)
+    if (empty := policy.empty) is not None:
+        empty.replace(_untouched, device)
     trained = models.trained()
     if len(kinds := {str(parameter.dtype).removeprefix("torch.") for parameter in trained.values()}) > 1:
         allowed = f"fsdp2: {policy.path} has weights of {' and '.join(sorted(kinds))}"
         raise ConfigError("train.backend", "deepspeed", allowed)
-    optimizer = ZeroOptimizer(module, trained, train, device)
+    read = None if empty is None else lambda name, parameter: empty.read(name, 0, parameter)
+    optimizer = ZeroOptimizer(module, trained, train, device, read)
     policy.within = optimizer.engine
+    if empty is not None:
+        policy.probe()
+        models.decide_packing()
     weights.divide()
     saving = partial(save_views_as_places, train.activation_offload) if sharded else None
     passes = ModelPasses(context, models, optimizer, device, rank=ranks.rank, saving=saving)
@@ -112,6 +133,11 @@ def _build_worker(context: RunContext, ranks: RankGroup) -> RankWorker:
 
     layout = RankLayout.plain(ranks.size, same_number=True)  # stages 2 and 3 reduce in each backward pass
     return RankWorker(context, ranks, layout, device, models, optimizer, weights, passes, reduce, sharded=True)
+
+
+def _untouched(_: str, like: nn.Parameter) -> nn.Parameter:
+    """Return a parameter whose memory is not touched before it is read, and given back as soon as it is divided."""
+    return nn.Parameter(torch.empty(like.shape, dtype=like.dtype), like.requires_grad)
 
 
 def _destroy_group() -> None:

@@ -13,6 +13,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -22,8 +23,11 @@ from torch.optim import AdamW, Optimizer
 
 from learner.backends.models.block_compilation import blocks_of, check_compiler
 from learner.backends.models.policy import PolicyModel
-from learner.backends.optimizer import MOMENTS, MasterOptimizer, decay_groups, fresh_state, lr_factor
+from learner.backends.optimizer import MOMENTS, UPDATES, MasterOptimizer, decay_groups, fresh_state, lr_factor
+from learner.backends.parts.slices import Slice
 from learner.config import DeepspeedSection, TrainSection
+
+Read = Callable[[str, Tensor], None]  # fills a parameter
 
 
 class FunctionModule(nn.Module):
@@ -102,6 +106,7 @@ class ZeroOptimizer(MasterOptimizer):
     Args:
         module: the model; its parameters become DeepSpeed's.
         parameters: those that are trained, by name.
+        read: reads a parameter of a module that has no weights yet, in stage 3; called on rank 0.
 
     Attributes:
         engine: wraps the model; call it to run a function of the model.
@@ -109,7 +114,12 @@ class ZeroOptimizer(MasterOptimizer):
     """
 
     def __init__(
-        self, module: nn.Module, parameters: Mapping[str, nn.Parameter], train: TrainSection, device: torch.device
+        self,
+        module: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        train: TrainSection,
+        device: torch.device,
+        read: Read | None = None,
     ) -> None:
         self._train, self._live, self._size = train, dict(parameters), train.ranks
         self.updates, self.dirty = 0, False
@@ -122,6 +132,9 @@ class ZeroOptimizer(MasterOptimizer):
         self._denominator: float | None = None
         self._sharded = train.deepspeed.stage == 3
         settings = settings_of(train.deepspeed, dtype)
+        if read is not None:
+            prepare_library(device)
+            divide_while_reading(module, settings, dtype, read)
         self.engine = initialize_engine(FunctionModule(module), self._adamw, settings, device)
         self._zero = self.engine.optimizer
         held = [parameter for group in self._adamw.param_groups for parameter in group["params"]]
@@ -180,56 +193,41 @@ class ZeroOptimizer(MasterOptimizer):
             clip = min(1.0, limit / (norm / abs(self._denominator) + 1e-6))
         return clip / self._denominator
 
-    def _entries(self) -> Iterator[tuple[str, Tensor]]:
+    def slices(self) -> Iterator[Slice]:
+        """Yield this rank's ranges of DeepSpeed's flat partitions."""
         step = self._adamw.state[self._flat[0]]["step"]
+        kinds = {kind: kind for kind in MOMENTS} | ({"master": None} if self._low else {})
         for name, parameter in self._live.items():
-            yield f"step.{name}", step
-            for kind in MOMENTS:
-                yield f"{kind}.{name}", self._whole(parameter, kind)
-        for name, parameter in self._live.items() if self._low else ():
-            yield f"master.{name}", self._whole(parameter, None)
+            yield Slice.whole(f"step.{name}", step)
+            for kind, key in kinds.items():
+                yield from self._range(f"{kind}.{name}", parameter, tuple(self._shapes[name]), key)
 
-    def empty_state(self) -> dict[str, Tensor]:
-        """Return tensors of the names and shapes of ``state``, to receive what rank 0 sends."""
-        found = {"updates": torch.tensor(self.updates)}
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        found: dict[str, tuple[int, ...]] = {UPDATES: ()}
         for name, shape in self._shapes.items():
-            found[f"step.{name}"] = torch.zeros(())
-            found |= {f"{kind}.{name}": torch.empty(shape) for kind in MOMENTS}
-        masters = self._shapes if self._low else {}
-        return found | {f"master.{name}": torch.empty(shape) for name, shape in masters.items()}
+            found[f"step.{name}"] = ()
+            found |= {f"{kind}.{name}": tuple(shape) for kind in (*MOMENTS, *(("master",) if self._low else ()))}
+        return found
 
-    @torch.no_grad()
-    def take(self, state: Mapping[str, Tensor]) -> None:
-        """Restore rank 0's state; live weights stay as the model was loaded."""
-        self.updates = int(state["updates"])
-        for name, parameter in self._live.items():
-            step = self._from_first(state[f"step.{name}"])
-            for kind in MOMENTS:
-                self._set(parameter, self._from_first(state[f"{kind}.{name}"]), kind)
-            if self._low:
-                self._set(parameter, self._from_first(state[f"master.{name}"]), None)
-        for flat in self._flat:
+    def restored(self, updates: int) -> None:
+        self.updates = updates  # live weights stay as the model was loaded
+        step = self._adamw.state[self._flat[0]]["step"]
+        for flat in self._flat[1:]:
             self._adamw.state[flat]["step"].copy_(step)
 
-    def _from_first(self, tensor: Tensor) -> Tensor:
-        found = tensor.to(self.engine.device, torch.float32, copy=True).contiguous()
-        dist.broadcast(found, 0)
-        return found
+    def _range(self, entry: str, parameter: Any, shape: tuple[int, ...], key: str | None) -> Iterator[Slice]:
+        """Yield what this rank has of a parameter's moments, or of its float32 weights if ``key`` is None."""
+        if self._sharded:
+            held = self._zero._get_fp32_opt_state_partition(parameter, release_swap_buffers=False, optim_state_key=key)
+            yield partition_slice(entry, shape, held[0])
+        elif (mapping := parameter._hp_mapping) is not None:
+            yield Slice(entry, shape, mapping.lp_fragment_address.start, mapping.get_hp_fragment(key))
 
-    def _whole(self, live: Any, kind: str | None) -> Tensor:
-        """Return whole moments of a parameter, or its float32 weights if ``kind`` is None."""
-        found: Tensor = self._zero.get_full_hp_param(live, kind) if self._sharded else live.get_full_hp_param(kind)
-        return found
 
-    def _set(self, parameter: Any, value: Tensor, kind: str | None) -> None:
-        if not self._sharded:
-            parameter.set_full_hp_param(value, kind)
-            return
-        size = parameter.ds_tensor.numel()  # of each rank's part; the last one is padded
-        padded = torch.zeros(size * self._size, device=value.device)
-        padded[: value.numel()] = value.flatten()
-        rank = dist.get_rank()
-        self._zero.set_local_hp_param(padded[rank * size : (rank + 1) * size], parameter, kind)
+def partition_slice(name: str, shape: tuple[int, ...], partition: Tensor) -> Slice:
+    """Return the slice that is a rank's part of a tensor in stage 3: ranks' parts are equal, the last is padded."""
+    start, size = dist.get_rank() * partition.numel(), prod(shape)
+    return Slice(name, shape, min(start, size), partition.detach().view(-1)[: max(0, size - start)])
 
 
 def deepspeed_library() -> Any:
@@ -239,6 +237,31 @@ def deepspeed_library() -> Any:
 
 def initialize_engine(model: nn.Module, optimizer: Optimizer, settings: dict[str, Any], device: torch.device) -> Any:
     """Return DeepSpeed's engine; the process group must exist."""
+    prepare_library(device)
+    engine, *_ = deepspeed_library().initialize(model=model, optimizer=optimizer, config=settings)
+    return engine  # the model's modes stay: evaluation, but for blocks that are checkpointed
+
+
+def divide_while_reading(module: nn.Module, settings: dict[str, Any], dtype: torch.dtype, read: Read) -> None:
+    """Divide parameters among ranks one by one, as DeepSpeed does; rank 0 reads each, and its ranks have it whole."""
+
+    def filled() -> Iterator[nn.Parameter]:
+        for name, parameter in module.named_parameters():
+            if dist.get_rank() == 0:
+                read(name, parameter)  # DeepSpeed sends it to the others
+            yield parameter
+
+    class Parameters(nn.Module):
+        def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+            return filled()
+
+    deepspeed = deepspeed_library()
+    deepspeed.init_distributed()
+    deepspeed.zero.Init(module=Parameters(), config_dict_or_path=settings, dtype=dtype)
+
+
+def prepare_library(device: torch.device) -> None:
+    """Set what DeepSpeed reads once, and keep it from talking."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ["LOCAL_RANK"] = str(device.index or 0)  # the GPU that DeepSpeed takes
     for category in (DeprecationWarning, FutureWarning):  # of torch functions that DeepSpeed calls
@@ -248,5 +271,3 @@ def initialize_engine(model: nn.Module, optimizer: Optimizer, settings: dict[str
     deepspeed.ops.__compatible_ops__ = {}  # otherwise it spends a minute compiling one for inference
     low: Any = importlib.import_module("deepspeed.runtime.bf16_optimizer")
     low.see_memory_usage = lambda *_, **__: None  # it prints at any log level
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
-    return engine  # the model's modes stay: evaluation, but for blocks that are checkpointed

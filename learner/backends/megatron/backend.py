@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Final
 
@@ -19,6 +19,9 @@ from learner.backends.megatron.optimizer import MegatronOptimizer
 from learner.backends.megatron.policy import Measured, MegatronPolicy
 from learner.backends.models.batch import TokenBatch
 from learner.backends.models.model_set import ModelSet
+from learner.backends.parts.names import ADAPTER, MODEL, OPTIMIZER
+from learner.backends.parts.slices import Slice
+from learner.backends.parts.stored import StoredTensors
 from learner.backends.passes import ModelPasses
 from learner.backends.ranks.collectives import sum_over_ranks
 from learner.backends.ranks.dealing import Job
@@ -43,6 +46,16 @@ class MegatronWeights(ShardedWeights):
     def gather(self, bucket: int) -> dict[str, Tensor]:
         found = {name: self._model.gather(name) for name in self.buckets[bucket]}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def gathered(self) -> Iterator[Slice]:
+        """Yield what is trained, whole tensors on rank 0; collective."""
+        if self._model.adapters is not None:
+            found = {ADAPTER + name: factor for name, factor in self.factors().items()}
+            yield from (Slice.whole(name, tensor, shared=False) for name, tensor in found.items())
+            return
+        for bucket in range(len(self.buckets)):
+            for name, tensor in self.gather(bucket).items():
+                yield Slice.whole(MODEL + name, tensor, shared=False)
 
     def factors(self) -> dict[str, Tensor]:
         adapters = self._model.adapters
@@ -120,10 +133,28 @@ class MegatronPasses(ModelPasses):
         return list(found)
 
 
+class MegatronWorker(RankWorker):
+    """A rank's part of a checkpoint is gathered on rank 0 and dealt out from there: its shares are no ranges."""
+
+    weights: MegatronWeights
+    optimizer: MegatronOptimizer
+
+    def policy_slices(self) -> Iterator[Slice]:
+        for one in self.weights.gathered():
+            yield one
+        for one in self.optimizer.gather():
+            yield one.below(OPTIMIZER)
+
+    def load_slices(self, stored: StoredTensors) -> None:
+        stored.load(self.critic_slices())
+        self.optimizer.deal(stored if self.ranks.rank == 0 else None)
+
+
 class MegatronBackend(TorchBackend):
     """See ``learner.backends.base.Backend``."""
 
     takes_ranks: ClassVar[bool] = True
+    reads_parts = False
     offloads: ClassVar[bool] = False
 
     @classmethod
@@ -156,4 +187,4 @@ def _build_worker(shells: Mapping[str, ModelShell], context: RunContext, ranks: 
     # A pipeline fills and empties once for each micro-batch that is cut, so a cut holds several slices for each stage.
     copies, reduce = [grid.copy_of(each) for each in range(ranks.size)], optimizer.reduce
     layout = RankLayout(copies, grid.speakers, at_once, at_once * (SLICES_PER_STAGE if grid.pp > 1 else 1))
-    return RankWorker(context, ranks, layout, device, models, optimizer, weights, passes, reduce, sharded=True)
+    return MegatronWorker(context, ranks, layout, device, models, optimizer, weights, passes, reduce, sharded=True)

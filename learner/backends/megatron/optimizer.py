@@ -10,7 +10,9 @@ from torch import Tensor
 
 from learner.backends.megatron.grid import ProcessGroups, RankGrid
 from learner.backends.megatron.policy import MegatronPolicy
-from learner.backends.optimizer import MOMENTS, MasterOptimizer
+from learner.backends.optimizer import MOMENTS, UPDATES, MasterOptimizer
+from learner.backends.parts.names import OPTIMIZER
+from learner.backends.parts.slices import Slice
 from learner.backends.ranks.collectives import sum_over_ranks
 from learner.config import TrainSection
 
@@ -50,15 +52,15 @@ class MegatronOptimizer(MasterOptimizer):
         dist.all_reduce(squares, group=self._groups.model)
         return squares.sqrt().float()
 
-    def _entries(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the entries of a model that is not divided; whole ones on rank 0 alone."""
+    def gather(self) -> Iterator[Slice]:
+        """Yield the state of a model that is not divided: whole tensors on rank 0, only counts elsewhere."""
         count = next(iter(self._adamw.state.values()))["step"]
         for name in self._exchange.shapes:
-            yield f"step.{name}", count
+            yield Slice.whole(f"step.{name}", count)
         for kind, holders in self._holders().items():
             for name in self._exchange.shapes:
                 if (found := self._exchange.gather(name, holders, torch.float32)) is not None:
-                    yield f"{kind}.{name}", found
+                    yield Slice.whole(f"{kind}.{name}", found, shared=False)
 
     def _holders(self) -> dict[str, dict[str, Tensor]]:
         """Return this rank's moments, and masters of rounded weights, by kind and Megatron's name."""
@@ -66,27 +68,24 @@ class MegatronOptimizer(MasterOptimizer):
         moments = {kind: {name: state[master][kind] for name, master in masters.items()} for kind in MOMENTS}
         return moments | ({"master": dict(masters)} if self._rounded else {})
 
-    def empty_state(self) -> dict[str, Tensor]:
-        """Return tensors of the names and shapes of ``state``, on the meta device."""
-        found = {"updates": torch.tensor(self.updates)}
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        found: dict[str, tuple[int, ...]] = {UPDATES: ()}
         for name, like in self._exchange.shapes.items():
-            found[f"step.{name}"] = torch.zeros(())
-            found |= {f"{kind}.{name}": like for kind in MOMENTS}
-        masters = self._exchange.shapes if self._rounded else {}
-        return found | {f"master.{name}": like for name, like in masters.items()}
+            found[f"step.{name}"] = ()
+            found |= {f"{kind}.{name}": tuple(like.shape) for kind in self._holders()}
+        return found
 
     @torch.no_grad()
-    def take(self, state: Mapping[str, Tensor]) -> None:
-        """Restore rank 0's state; other ranks pass an empty one."""
-        self.updates = int(state["updates"])
+    def deal(self, stored: Mapping[str, Tensor] | None) -> None:
+        """Restore the state that rank 0 reads, a tensor at a time; other ranks pass None."""
         name = next(iter(self._exchange.shapes))
-        count = state[f"step.{name}"].to(self._device, copy=True)
+        count = torch.zeros((), device=self._device) if stored is None else stored[f"{OPTIMIZER}step.{name}"]
+        count = count.to(self._device)
         if self._grid.size > 1:
             dist.broadcast(count, 0)
         for moments in self._adamw.state.values():
             moments["step"].copy_(count)
         for kind, holders in self._holders().items():
-            for name in self._exchange.shapes:
-                self._exchange.deal(state[f"{kind}.{name}"], name, holders, torch.float32)
-        for name in self._rounded:
-            self._live[name].copy_(self._masters[name])
+            for name, like in self._exchange.shapes.items():
+                whole = like if stored is None else stored[f"{OPTIMIZER}{kind}.{name}"]
+                self._exchange.deal(whole, name, holders, torch.float32)

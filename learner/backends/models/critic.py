@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 import torch
@@ -12,11 +12,13 @@ from broker.errors import UserError
 from learner.backends.models.attention import enable_packing
 from learner.backends.models.batch import TokenBatch
 from learner.backends.models.policy import load_model
-from learner.backends.optimizer import MasterOptimizer, entries_below
+from learner.backends.optimizer import MasterOptimizer, shapes_below
+from learner.backends.parts.names import OPTIMIZER
+from learner.backends.parts.slices import Slice
 from learner.config import CriticSection, TrainSection
 from rlearner_text.config import ModelSection
 
-_PREFIX: Final = "weight."
+_WEIGHT: Final = "weight."
 _SUMS: Final = ("loss", "clipped", "values", "error", "returns", "returns_squared")
 
 
@@ -103,22 +105,20 @@ class ValueModel:
             "critic/lr": done["lr"],
         }
 
-    def state(self) -> dict[str, Tensor]:
-        """Return CPU copies of weights, moments and counts."""
-        weights = {_PREFIX + name: p.detach().to("cpu", copy=True) for name, p in self.module.named_parameters()}
-        return weights | {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
+    def slices(self) -> Iterator[Slice]:
+        """Yield weights, moments and masters; every rank holds all of them."""
+        for name, parameter in self.module.named_parameters():
+            yield Slice.whole(_WEIGHT + name, parameter)
+        for one in self.optimizer.slices():
+            yield one.below(OPTIMIZER)
 
-    @torch.no_grad()
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what ``state`` returned.
+    def refuse(self, state: Mapping[str, tuple[int, ...]]) -> None:
+        """Check the shapes of a stored state.
 
         Raises:
             UserError: if it belongs to another model, or has no critic.
         """
-        weights = entries_below(_PREFIX, state)
-        own = dict(self.module.named_parameters())
-        if weights.keys() != own.keys() or any(own[name].shape != value.shape for name, value in weights.items()):
+        own = {_WEIGHT + name: tuple(p.shape) for name, p in self.module.named_parameters()}
+        if own != {name: shape for name, shape in state.items() if name.startswith(_WEIGHT)}:
             raise UserError("the checkpoint's critic belongs to another model, or there is none; begin a new run")
-        for name, value in weights.items():
-            own[name].copy_(value)
-        self.optimizer.load_state(entries_below("optimizer.", state))
+        self.optimizer.refuse(shapes_below(OPTIMIZER, state))

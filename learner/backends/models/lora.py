@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from broker.contract import wire
 from broker.errors import ConfigError
 from broker.weights.adapter import PREFIX, merge
+from learner.backends.parts.hugging_face import ADAPTER_WEIGHTS
 from learner.config import LoraSection
 
-FOLDER: Final = "adapter"  # in a checkpoint: the adapters in peft's format
 _NAME: Final = "default"  # peft's name of a single adapter
-_WEIGHTS: Final = "adapter_model.safetensors"
 _CONFIG: Final = "adapter_config.json"
 
 Find = Callable[[str], Tensor]  # returns a tensor of the module by the module's name
@@ -120,13 +119,10 @@ class LoraAdapters:
             for dropout in self._dropouts:
                 dropout.eval()
 
-    def save(self, folder: Path, factors: Mapping[str, Tensor]) -> None:
-        """Write the factors in peft's format; callable from any thread."""
-        from safetensors.torch import save_file
-
-        folder.mkdir()
+    def save_config(self, folder: Path) -> None:
+        """Write peft's configuration; callable from any thread."""
+        folder.mkdir(exist_ok=True)
         self._config.save_pretrained(str(folder))
-        save_file(dict(factors), str(folder / _WEIGHTS), metadata={"format": "pt"})
 
     @torch.no_grad()
     def load(self, folder: Path, find: Find) -> None:
@@ -147,7 +143,7 @@ class LoraAdapters:
             if before != now:
                 allowed = f"{before}, as in {folder.parent}: adapters cannot change their shape"
                 raise ConfigError(f"train.lora.{key}", now, allowed)
-        held = load_file(str(folder / _WEIGHTS))
+        held = load_file(str(folder / ADAPTER_WEIGHTS))
         for name, factor in self.factors(find).items():
             factor.copy_(held[name])
 

@@ -16,8 +16,8 @@ from broker.weights.memory.staging import plan_of
 from learner.backends.context import RunContext
 from learner.backends.models.batch import TokenBatch
 from learner.backends.models.critic import ValueModel
-from learner.backends.models.lora import FOLDER
 from learner.backends.models.policy import PolicyModel
+from learner.backends.parts.hugging_face import ADAPTER_FOLDER
 from learner.config import kl_in_reward
 
 log = logging.getLogger(__name__)
@@ -67,18 +67,24 @@ class ModelSet:
                 self.base_digest = digest_of(plan, self.policy.weights())  # of whole weights without adapters
             adapters = self.policy.adapt(train.lora, context.seed)
             if context.model_path != first:
-                adapters.load(Path(context.model_path) / FOLDER, self.policy.tensors().__getitem__)
+                adapters.load(Path(context.model_path) / ADAPTER_FOLDER, self.policy.tensors().__getitem__)
         self.ref: PolicyModel | FrozenBase | None = None
         if algorithm.kl_coef:
             self.ref = FrozenBase(self.policy) if train.lora else load(first, False)
         self.critic = ValueModel(first, critic, train, context.model, device) if critic.enabled else None
-        self.packs = context.packing and self.can_pack(self.policy, self.ref, self.critic)
+        self.packs = False
+        if getattr(self.policy, "empty", None) is None:
+            self.decide_packing()
         if train.compile:
             for model in (self.policy, self.ref):
                 if model is not None and not isinstance(model, FrozenBase):
                     model.compile_blocks()
         if train.gradient_checkpointing:
             self.policy.checkpoint_blocks()
+
+    def decide_packing(self) -> None:
+        """Decide whether rows are packed, once all models have their weights."""
+        self.packs = self._context.packing and self.can_pack(self.policy, self.ref, self.critic)
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Return the policy's parameters that are trained, by name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
@@ -14,11 +15,14 @@ from broker.errors import ConfigError
 from learner.backends.models.attention import enable_packing
 from learner.backends.models.batch import TokenBatch
 from learner.backends.models.block_compilation import compile_blocks
+from learner.backends.models.empty_model import EmptyModel, open_empty, open_parts
 from learner.backends.models.lora import Find, LoraAdapters, MergedWeights
 from learner.config import LoraSection
 from rlearner_text.config import ModelSection, check_model_path
 from rlearner_text.hub import model_folder
 from rlearner_text.transformers_import import import_transformers
+
+log = logging.getLogger(__name__)
 
 _LOGIT_BUDGET: Final = 1 << 26  # logits held at once, 256 MiB in float32
 _PROBE_TOKENS: Final = 8
@@ -33,31 +37,61 @@ class PolicyModel:
 
     Args:
         packing: let it take packed rows if it can.
+        divided: leave its weights to a backend that reads a part of them on each rank, if their files allow that.
 
     Attributes:
+        empty: its weights, which must be read before ``probe``; None if it has them.
         unpackable: why it takes no packed rows; empty if it does.
         adapters: the trained part, None if all weights are trained.
     """
 
     def __init__(
-        self, path: str, model: ModelSection, device: torch.device, *, trainable: bool = True, packing: bool = False
+        self,
+        path: str,
+        model: ModelSection,
+        device: torch.device,
+        *,
+        trainable: bool = True,
+        packing: bool = False,
+        divided: bool = False,
     ) -> None:
-        self.device, self.path = device, path
-        self.module = load_model(path, model, device).requires_grad_(trainable)
+        self.device, self.path, self._packing = device, path, packing
+        self.empty: EmptyModel | None = None
+        if divided:
+            found = open_empty(path, model)
+            if isinstance(found, EmptyModel):
+                self.empty = found
+            else:
+                log.info("%s: every rank loads the whole model: %s", path, found)
+        self.module = self.empty.module if self.empty is not None else load_model(path, model, device)
+        self.module.requires_grad_(trainable)
         self.head = self.module.get_output_embeddings()
         if self.head is None:
             allowed = f"{type(self.module).__name__} has no output embeddings: not a language model"
             raise ConfigError("model.path", path, allowed)
-        self.unpackable = enable_packing(self.module, device) if packing else "it was not asked to"
         self._head_rows = int(self.head.weight.shape[0])  # a sharded weight has no rows later
-        self._plain_head = self._head_is_plain()
         self.adapters: LoraAdapters | None = None
         self.within: Callable[..., Any] = _call  # calls a function that reads weights; sharded models gather them
+        self.unpackable, self._plain_head = "", False
+        if self.empty is None:
+            self.probe()
 
     @property
     def vocab_size(self) -> int:
         """Number of rows of the input embeddings."""
         return int(self.module.get_input_embeddings().num_embeddings)
+
+    @torch.no_grad()
+    def probe(self) -> None:
+        """Find out by trial runs what the model can do; all ranks do, once they have its weights."""
+
+        def run() -> Tensor:
+            self.unpackable = enable_packing(self.module, self.device) if self._packing else "it was not asked to"
+            self._plain_head = self._head_is_plain()
+            return torch.zeros(())
+
+        self.within(run)
+        self.empty = None
 
     def adapt(self, section: LoraSection, seed: int) -> LoraAdapters:
         """Freeze the model and train adapters; see ``learner.backends.models.lora``."""
@@ -145,11 +179,12 @@ class PolicyModel:
         """
         tensors = self.tensors()
         plain = {name: name for name in tensors} if self.adapters is None else self.adapters.names
-        seen: set[int] = set()
+        seen: set[tuple[int, int]] = set()  # by storage, since memory may be on the meta device or moved away
         distinct: list[str] = []
         for name, tensor in tensors.items():
-            if name in plain and (tensor.numel() == 0 or tensor.data_ptr() not in seen):
-                seen.add(tensor.data_ptr())
+            place = (tensor.untyped_storage()._cdata, int(tensor.storage_offset()))
+            if name in plain and (tensor.numel() == 0 or place not in seen):
+                seen.add(place)
                 distinct.append(plain[name])
         if self.adapters is None:
             return {name: tensors[name] for name in distinct}
@@ -249,10 +284,13 @@ def load_model(path: str, section: ModelSection, device: torch.device) -> Any:
 
     import_transformers()
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
+    if (empty := open_parts(path, section)) is not None:
+        empty.fill(device)
+        return empty.module
     check_model_path(path)
-    logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
     folder = model_folder(path, trust_remote_code=section.trust_remote_code)
     named: dict[str, Any] = {"dtype": getattr(torch, section.dtype), "trust_remote_code": section.trust_remote_code}
     named |= {"use_safetensors": True, "output_loading_info": True}

@@ -50,7 +50,7 @@ def _serve(link: RankLink) -> None:
     worker: RankWorker = resolve("backends", build.backend, {}).follow(build)
     try:
         while True:
-            if (reply := worker.obey(link.command())) is not None:
+            if (reply := worker.obey(link.command(), link.send)) is not None:
                 link.send(reply)
     except LinkClosedError:
         worker.part()

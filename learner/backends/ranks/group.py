@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from learner.backends.parts.part_file import PartFile
 from learner.backends.ranks.dealing import Job, Share, deal_jobs, merge_in_order, own_jobs, pack_slices
 from learner.backends.ranks.leader import RankLeader
-from learner.backends.ranks.messages import Command, SampleMessage, results_of
+from learner.backends.ranks.messages import Command, SampleMessage, VerifiedReply, VerifyCommand, results_of
 from learner.backends.ranks.rendezvous import join_group, join_single_group
 
 T = TypeVar("T")
@@ -77,6 +78,16 @@ class RankGroup:
         with self.leader.working():
             self.leader.tell(command)
             return work()
+
+    def verify(self, parts: list[PartFile], work: Callable[[Sequence[PartFile]], str]) -> str:
+        """Return the first problem that a rank finds in its share of a checkpoint's files, empty if there is none."""
+        if self.leader is None:
+            return work(parts)
+        with self.leader.working():
+            self.leader.tell(VerifyCommand(parts))
+            found = [work(parts)]
+            found += [reply.problem for reply in self.leader.replies() if isinstance(reply, VerifiedReply)]
+        return next(filter(None, found), "")
 
     def all_done(self, command: Command, work: Callable[[], None]) -> None:
         """Do ``work()`` here and execute ``command`` elsewhere; return once every rank is done."""

@@ -20,7 +20,7 @@ from typing import Any, Final
 from broker.errors import RlearnerError
 from broker.system.children import spawn
 from learner.backends.ranks.link import LinkClosedError, RankLink
-from learner.backends.ranks.messages import BuildCommand, Reply
+from learner.backends.ranks.messages import BuildCommand, Reply, WrittenReply
 
 log = logging.getLogger(__name__)
 
@@ -130,6 +130,10 @@ class RankLeader:
     def replies(self) -> list[Reply]:
         """Receive a reply from each rank, in order."""
         return [link.reply() for link in self._links]
+
+    def written(self) -> list[WrittenReply]:
+        """Receive what each rank wrote, in order."""
+        return [link.written() for link in self._links]
 
     def close(self) -> None:
         """Close the links and wait for the ranks to exit; kill them after ten seconds."""

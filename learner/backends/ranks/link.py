@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import socket
 import struct
+import threading
 import time
+from collections import deque
 from typing import Any, Final
 
 import msgspec
 
-from learner.backends.ranks.messages import Command, Reply
+from learner.backends.ranks.messages import Command, Reply, WrittenReply
 
 _HEADER: Final = struct.Struct("<Q")
 
@@ -19,10 +21,12 @@ class LinkClosedError(Exception):
 
 
 class RankLink:
-    """One end of the socket."""
+    """One end of the socket; a thread that writes a checkpoint may use it next to the one that trains."""
 
     def __init__(self, end: socket.socket) -> None:
-        self._socket = end
+        self._socket, self._sending = end, threading.Lock()
+        self._arrived, self._reading = threading.Condition(), False
+        self._written, self._others = deque[Reply](), deque[Reply]()
         self._command, self._reply = msgspec.msgpack.Decoder(Command), msgspec.msgpack.Decoder(Reply)
 
     def send(self, message: Any) -> None:
@@ -33,7 +37,8 @@ class RankLink:
         """
         body = msgspec.msgpack.encode(message)
         try:
-            self._socket.sendall(_HEADER.pack(len(body)) + body)
+            with self._sending:
+                self._socket.sendall(_HEADER.pack(len(body)) + body)
         except OSError as error:
             raise LinkClosedError(str(error)) from None
 
@@ -43,9 +48,30 @@ class RankLink:
         return found
 
     def reply(self) -> Reply:
-        """Wait for the next reply; raises ``LinkClosedError`` if the other end has closed."""
-        found: Reply = self._reply.decode(self._frame())
+        """Wait for the next reply, except ``WrittenReply``; raises ``LinkClosedError`` if the other end has closed."""
+        return self._next(self._others)
+
+    def written(self) -> WrittenReply:
+        """Wait for the next ``WrittenReply``; raises ``LinkClosedError`` if the other end has closed."""
+        found = self._next(self._written)
+        assert isinstance(found, WrittenReply)
         return found
+
+    def _next(self, wanted: deque[Reply]) -> Reply:
+        """Return the first of the wanted replies; one thread reads for both kinds."""
+        while True:
+            with self._arrived:
+                self._arrived.wait_for(lambda: wanted or not self._reading)
+                if wanted:
+                    return wanted.popleft()
+                self._reading = True
+            try:
+                found: Reply = self._reply.decode(self._frame())
+                (self._written if isinstance(found, WrittenReply) else self._others).append(found)
+            finally:
+                with self._arrived:
+                    self._reading = False
+                    self._arrived.notify_all()
 
     def closes(self, seconds: float) -> bool:
         """Return whether the other end closes in time; drop everything that it still sends."""

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from learner.algorithm.samples import Array, TrainSample
+from learner.backends.parts.part_file import PartFile
 
 _DTYPES: Final = {
     "token_ids": "<i4",
@@ -69,18 +70,37 @@ class DiscardCommand(msgspec.Struct, frozen=True, tag=True):
     """Drop the gradient."""
 
 
-class SyncCommand(msgspec.Struct, frozen=True, tag=True):
-    """Receive weights and optimizer from rank 0."""
-
-    updates: int
-    critic: bool = False
-
-
 class CollectiveCommand(msgspec.Struct, frozen=True, tag=True):
     """Take part in an operation that needs all ranks."""
 
     name: str
     numbers: list[int] = []
+
+
+class CopyCommand(msgspec.Struct, frozen=True, tag=True):
+    """Copy this rank's part of a checkpoint to host memory."""
+
+
+class WriteCommand(msgspec.Struct, frozen=True, tag=True):
+    """Write the copied part into a folder, in a thread; ``WrittenReply`` follows at any time."""
+
+    folder: str
+
+
+class DropCommand(msgspec.Struct, frozen=True, tag=True):
+    """Give the memory of the copied part back."""
+
+
+class VerifyCommand(msgspec.Struct, frozen=True, tag=True):
+    """Verify this rank's share of a checkpoint's files; the reply is ``VerifiedReply``."""
+
+    parts: list[PartFile]
+
+
+class LoadCommand(msgspec.Struct, frozen=True, tag=True):
+    """Restore the state from a checkpoint's files."""
+
+    parts: list[PartFile]
 
 
 class OffloadCommand(msgspec.Struct, frozen=True, tag=True):
@@ -105,18 +125,44 @@ class ColumnsReply(msgspec.Struct, frozen=True, tag=True):
     slices: list[list[bytes | None]]
 
 
+class VerifiedReply(msgspec.Struct, frozen=True, tag=True):
+    """What is wrong with the files, empty if nothing is."""
+
+    problem: str
+
+
+class WrittenReply(msgspec.Struct, frozen=True, tag=True):
+    """The file that was written, or why none was."""
+
+    part: PartFile | None
+    errno: int = 0
+    problem: str = ""
+
+
 TurnCommand = OffloadCommand | ReloadCommand
 Command = (
-    BuildCommand | RunCommand | ScoreCommand | StepCommand | DiscardCommand | SyncCommand | CollectiveCommand
+    BuildCommand
+    | RunCommand
+    | ScoreCommand
+    | StepCommand
+    | DiscardCommand
+    | CollectiveCommand
+    | CopyCommand
+    | WriteCommand
+    | DropCommand
+    | VerifyCommand
+    | LoadCommand
     | TurnCommand
-)  # fmt: skip
-Reply = SumsReply | ColumnsReply
+)
+Reply = SumsReply | ColumnsReply | VerifiedReply | WrittenReply
 
 
 def results_of(reply: Reply) -> Sequence[dict[str, float]] | Sequence[list[Array | None]]:
     """Return a reply's result of each slice."""
     if isinstance(reply, SumsReply):
         return reply.slices
+    if not isinstance(reply, ColumnsReply):
+        raise TypeError(f"expected results, got {type(reply).__name__}")
     return [[None if c is None else np.frombuffer(c, "<f4") for c in columns] for columns in reply.slices]
 
 

@@ -13,7 +13,7 @@ import random
 import struct
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -44,6 +44,8 @@ from broker.weights import plan as plans
 from broker.weights.group import WaitMonitor
 from broker.weights.sender.membership import parse_session
 from broker.weights.store_messages import StoreMessages
+from learner.backends.parts.part_file import PartFile
+from learner.backends.parts.stored import StoredTensors
 from learner.checkpoints import checkpoint
 from learner.credit import archive, ledger_file, ledger_segments, record_intake
 from learner.credit.ledger import Ledger
@@ -196,14 +198,14 @@ def checkpoint_of(folder: Path) -> Callable[[bytes], None]:
 class Backend:
     """Takes any state."""
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        assert all(tensor.nbytes >= 0 for tensor in state.values())
+    def load_state(self, parts: Sequence[PartFile]) -> None:
+        assert all(tensor.nbytes >= 0 for tensor in StoredTensors(part.path for part in parts).values())
 
 
 def state_of(folder: Path) -> Callable[[bytes], None]:
     own = folder / "step-000002" / "learner"
     own.mkdir(parents=True)
-    made = checkpoint.Checkpoint(folder / "step-000002", 2, 1, {})
+    made = checkpoint.Checkpoint(folder / "step-000002", 2, 1, {}, [PartFile(str(own / "state.safetensors"))])
 
     def call(data: bytes) -> None:
         (own / "state.safetensors").write_bytes(data)

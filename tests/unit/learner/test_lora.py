@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from checkpoint_kit import state_of
 from torch_backend_kit import VOCAB, backend, plain_logprobs, samples, save_model
 from transformers import AutoModelForCausalLM
 
@@ -98,7 +99,7 @@ def test_only_adapters_are_trained_and_in_the_optimizer(tmp_path):
     assert changed
     assert changed <= own.keys()
     assert {p.dtype for p in own.values()} == {torch.float32}
-    state = trainer.state()
+    state = state_of(trainer)
     assert sorted(name for name in state if "exp_avg." in name) == sorted(f"optimizer.exp_avg.{name}" for name in own)
 
 

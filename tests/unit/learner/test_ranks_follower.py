@@ -33,7 +33,7 @@ class Failing:
     def __init__(self) -> None:
         self.done = 0
 
-    def obey(self, _: Any) -> SumsReply:
+    def obey(self, *_: object) -> SumsReply:
         self.done += 1
         if self.done == 2:
             raise self.error

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_kit import FakeSnapshot, tensors_of
 from test_checkpoint import ledger_at
 from waits import until
 
 from broker.errors import Fenced, UserError
 from broker.runtime.process import Stop
 from learner import disk_retry
-from learner.backends.base import Snapshot
+from learner.backends.parts.hugging_face import StoredModel
 from learner.checkpoints import checkpoint
 from learner.checkpoints.saver import CheckpointSaver
 from learner.config import CheckpointSection
@@ -57,14 +58,16 @@ class World:
         )
 
     # as a backend
-    def snapshot(self) -> Snapshot:
-        return Snapshot({"weight": torch.tensor([self.step])}, {"moment": torch.tensor([self.step])})
+    reads_parts = True
 
-    def save(self, path: Path, weights: dict[str, torch.Tensor]) -> None:
+    def snapshot(self) -> FakeSnapshot:
+        return FakeSnapshot({"model.weight": torch.tensor([self.step])})
+
+    def describe(self, path: Path) -> StoredModel:
         self.gate.wait()
-        (path / "weight").write_text(str(int(weights["weight"])))
         if self.full:
             raise OSError(errno.ENOSPC, "No space left on device")
+        return StoredModel({"weight": ("I64", [1])}, same_names=True)
 
     # as the training thread, the records, the watch, the broker
     async def call(self, job: Callable[[], Any]) -> Any:
@@ -99,7 +102,8 @@ async def test_training_goes_on_while_one_is_written_and_the_log_is_trimmed_afte
     assert (world.steps(), world.trims) == ([], [])
     world.gate.set()
     await until(lambda: world.steps() == [2])
-    assert (tmp_path / "step-000002" / "weight").read_text() == "2"  # as it was, not as it is
+    parts = checkpoint.read_checkpoint(tmp_path / "step-000002").parts
+    assert tensors_of(parts)["model.weight"].tolist() == [2]  # as it was, not as it is
     await until(lambda: not world.saver._busy)
     await world.train_to(7)  # 4's turn comes at 6, which is due as well: one is taken, of that step
     await until(lambda: world.steps() == [2, 6])

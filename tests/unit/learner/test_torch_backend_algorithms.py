@@ -6,6 +6,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from checkpoint_kit import load_state, state_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch_backend_kit import backend, gradient, plain_logprobs, sample, samples, save_model
@@ -249,7 +250,7 @@ def test_kl_in_the_reward_leaves_the_loss_alone(path, tmp_path):
     for name, tensor in trainer.weights().items():
         assert torch.equal(tensor, plain.weights()[name])
     resumed = backend(path, algorithm=algorithm, ref_path=other)
-    resumed.load_state(trainer.state())
+    load_state(resumed, state_of(trainer))
     assert resumed.kl_coef == trainer.kl_coef
 
 
@@ -344,7 +345,7 @@ def test_a_resumed_critic_goes_on_bit_for_bit(path):
     trainer.update(targeted(rows, trainer, lambda one, position: 1.0))
     resumed = backend(path, algorithm=algorithm)
     resumed.policy.module.load_state_dict(trainer.policy.module.state_dict())
-    resumed.load_state(trainer.state())
+    load_state(resumed, state_of(trainer))
     lines = [one.update(targeted(rows, one, lambda row, position: 1.0)) for one in (trainer, resumed)]
     assert lines[0] == lines[1]
     for a, b in zip(trainer.score(rows), resumed.score(rows), strict=True):
@@ -353,12 +354,12 @@ def test_a_resumed_critic_goes_on_bit_for_bit(path):
 
 def test_a_state_without_a_critic_is_refused(path):
     with pytest.raises(UserError, match="critic belongs to another model, or there is none"):
-        backend(path, algorithm=CRITIC).load_state(backend(path).state())
+        load_state(backend(path, algorithm=CRITIC), state_of(backend(path)))
 
 
 def test_the_critics_state_fits_another_process(path):
     trainer = backend(path, algorithm=CRITIC)
     assert isinstance(trainer.worker.models.critic, ValueModel)
-    state = trainer.state()
+    state = state_of(trainer)
     assert all(isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" for tensor in state.values())
     assert any(name.startswith("critic.weight.trunk.") for name in state)

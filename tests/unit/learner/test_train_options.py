@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from checkpoint_kit import load_state, state_of
 from torch_backend_kit import backend, gradient, samples, save_model
 
 from broker.errors import ConfigError
@@ -50,8 +51,8 @@ def test_an_offloaded_optimizer_makes_the_same_steps(tmp_path, kind):
     live = {tensor.data_ptr() for tensor in offloaded.policy.tensors().values()}
     assert not any(master.data_ptr() in live for master in optimizer._masters.values())
     assert {master.dtype for master in optimizer._masters.values()} == {torch.float32}
-    plain.load_state(offloaded.state())  # a checkpoint of one resumes as the other
-    offloaded.load_state(plain.state())
+    load_state(plain, state_of(offloaded))  # a checkpoint of one resumes as the other
+    load_state(offloaded, state_of(plain))
     assert offloaded.update(samples(9)) == plain.update(samples(9))
 
 
@@ -205,9 +206,9 @@ def test_a_critic_goes_on_from_its_checkpoint_with_an_offloaded_optimizer(tmp_pa
         backend(path, train=settings(optimizer_offload=wanted), algorithm=algorithm) for wanted in (True, False)
     )
     assert first.update(rows) == plain.update(rows)
-    state, weights = first.state(), tmp_path / "saved"
+    state, weights = state_of(first), tmp_path / "saved"
     first.save(weights)
     second = backend(str(weights), train=settings(optimizer_offload=True), algorithm=algorithm, ref_path=path)
-    second.load_state(state)
+    load_state(second, state)
     assert second.update(rows) == first.update(rows) == plain.update(rows)
-    assert all(torch.equal(second.state()[name], tensor) for name, tensor in first.state().items())
+    assert all(torch.equal(state_of(second)[name], tensor) for name, tensor in state_of(first).items())

@@ -1,0 +1,162 @@
+"""Builds a model without its weights, and fills it from files: whole, or each rank the part that it holds."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from broker.errors import ConfigError
+from learner.backends.parts.hugging_face import keeps_names
+from learner.backends.parts.names import MODEL, STATE_FOLDER
+from learner.backends.parts.part_file import DamagedFileError
+from learner.backends.parts.stored import StoredTensors
+from rlearner_text.config import ModelSection
+from rlearner_text.hub import model_folder
+from rlearner_text.transformers_import import import_transformers
+
+log = logging.getLogger(__name__)
+
+Replace = Callable[[str, Any], Tensor]  # of a parameter's name and itself; returns its successor
+
+
+@dataclass(frozen=True)
+class EmptyModel:
+    """A model whose parameters are on the meta device and whose buffers are ready, and the files with its weights."""
+
+    module: Any
+    stored: StoredTensors
+    prefix: str  # of the weights' names in the files
+
+    def read(self, name: str, start: int, into: Tensor) -> None:
+        """Fill a tensor with a weight's elements from ``start`` on."""
+        self.stored.read(self.prefix + name, start, into)
+
+    def fill(self, device: torch.device) -> None:
+        """Read all weights."""
+
+        def whole(name: str, tensor: Any) -> Tensor:
+            found = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            self.read(name, 0, found)
+            return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
+
+        self.replace(whole, device)
+
+    def replace(self, parameter: Replace, device: torch.device) -> None:
+        """Replace the parameters, tied ones by the same, read the stored buffers and move all to a device."""
+        saved = {name for name, _ in self.module.named_buffers()} & set(self.module.state_dict())
+        done: dict[int, Any] = {}
+        for path, owner in self.module.named_modules():
+            for key, tensor in [*owner._parameters.items()]:
+                if tensor is not None:
+                    if id(tensor) not in done:
+                        done[id(tensor)] = parameter(f"{path}.{key}".removeprefix("."), tensor), tensor  # keeps its id
+                    owner._parameters[key] = done[id(tensor)][0]
+            for key, tensor in [*owner._buffers.items()]:
+                if tensor is not None:
+                    owner._buffers[key] = tensor.to(device)
+                    if (name := f"{path}.{key}".removeprefix(".")) in saved:
+                        self.read(name, 0, owner._buffers[key])
+
+
+def open_parts(path: str, section: ModelSection) -> EmptyModel | None:
+    """Return the model of a checkpoint without weights in Hugging Face format, None for any other folder.
+
+    Raises:
+        ConfigError: if its configuration or parts are missing or damaged.
+    """
+    folder = Path(path).expanduser()
+    if not (folder / STATE_FOLDER / "learner.json").is_file() or any(folder.glob("*.safetensors")):
+        return None
+    try:
+        stored = StoredTensors(sorted((folder / STATE_FOLDER).glob("part-*.safetensors")))
+    except DamagedFileError as error:
+        raise ConfigError("model.path", path, str(error)) from None
+    module = build_empty(path, section)
+    if problem := _difference(module, stored, MODEL):
+        raise ConfigError("model.path", path, f"its parts do not fit its config.json: {problem}")
+    return EmptyModel(module, stored, MODEL)
+
+
+def open_empty(path: str, section: ModelSection) -> EmptyModel | str:
+    """Return a model whose weights can be read in slices, or why they cannot: transformers converts them."""
+    if (found := open_parts(path, section)) is not None:
+        return found
+    folder = Path(model_folder(path, trust_remote_code=section.trust_remote_code))
+    module = build_empty(path, section)
+    if getattr(module.config, "quantization_config", None) is not None:
+        return "its weights are quantized"
+    if module._keep_in_fp32_modules_strict and section.dtype != "float32":
+        return "some of its weights stay in float32"
+    if not keeps_names(module, {name: tensor.detach() for name, tensor in module.named_parameters()}):
+        return "transformers stores its weights under other names"
+    index = folder / "model.safetensors.index.json"
+    try:
+        names = set(json.loads(index.read_text("utf-8"))["weight_map"].values()) if index.is_file() else ()
+        files = [folder / str(name) for name in sorted(names)] or sorted(folder.glob("*.safetensors"))
+        stored = StoredTensors(files)
+    except (DamagedFileError, OSError, ValueError, KeyError, AttributeError) as error:
+        return " ".join(str(error).split())
+    return _difference(module, stored, "") or EmptyModel(module, stored, "")
+
+
+def build_empty(path: str, section: ModelSection) -> Any:
+    """Build a model in evaluation mode whose parameters are on the meta device; buffers are computed.
+
+    Raises:
+        ConfigError: if transformers cannot read the configuration.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+
+    import_transformers()
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    folder = model_folder(path, trust_remote_code=section.trust_remote_code)
+    trust = {"trust_remote_code": section.trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(folder, **trust)
+        with _parameters_on_meta():
+            module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, section.dtype), **trust)
+        if (Path(folder) / "generation_config.json").is_file():
+            module.generation_config = GenerationConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, RuntimeError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError("model.path", path, f"transformers cannot build a model from it: {reason}") from error
+    return module.eval()
+
+
+def _difference(module: Any, stored: StoredTensors, prefix: str) -> str:
+    """Return how the stored weights differ from the model's: names, shapes, or tied weights stored twice."""
+    wanted: Mapping[str, Any] = dict(module.named_parameters())
+    buffers = {name: tensor for name, tensor in module.state_dict().items() if not tensor.is_meta}
+    for name, tensor in {**wanted, **buffers}.items():
+        if (entry := stored.entries.get(prefix + name)) is None:
+            return f"{name} is missing"
+        if entry.shape != tuple(tensor.shape):
+            return f"{name} has shape {entry.shape}, not {tuple(tensor.shape)}"
+    twice = [name for name in module.state_dict() if name not in wanted and name not in buffers]
+    return next((f"{name} is tied, and stored" for name in twice if prefix + name in stored), "")
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Within it every parameter that a module registers goes to the meta device before its memory is touched."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None and not parameter.is_meta:
+            module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]

@@ -1,0 +1,22 @@
+"""The training state in files: each rank writes and reads its own part.
+
+Data flow of a checkpoint::
+
+    rank 0                                              rank 1 … N-1
+    snapshot()
+      CopyCommand                  --- socket -->       copies its slices to host memory
+      copies its slices                                 goes on training
+    snapshot.write(folder), in a thread
+      WriteCommand(folder)         ------------>        writes its part in a thread, syncs it
+      writes its part              <------------        WrittenReply: file, size, digest
+    learner.json: the ledger, and every part's size and digest; then the folder gets its name
+
+Every tensor has the name and shape of a model that is not divided. A slice is a range of its elements in the order of
+the whole, flattened tensor, so any layout can read what any other wrote: FSDP's rows, ZeRO's flat partitions, an equal
+range of what all ranks hold alike. A part is a safetensors file in the layout of ``HuggingFaceStorageWriter`` of
+torch.distributed.checkpoint: flat slices, with their offsets in its header. That writer itself is not used, because it
+builds each file in memory, and its plans are pickled between ranks. Nothing here is a pickle.
+
+``slices`` copies, ``writing`` writes, ``part_file`` verifies, ``stored`` reads, ``hugging_face`` turns parts into a
+model that transformers loads.
+"""
