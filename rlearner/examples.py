@@ -35,6 +35,7 @@ EXAMPLES: Final = {
         "rlearner replay quick --from 20 --to 40",
         "rlearner replay quick --from 0 --to 40 algorithm=gspo --out runs/quick-gspo",
     ],
+    "rlearner export": ["rlearner export quick", "rlearner export quick --step 40 --out quick-40 --max-shard-gib 2"],
     "rlearner status": ["rlearner status quick", "rlearner status runs/quick --json"],
     "rlearner draw": ["rlearner draw quick"],
     "rlearner runs": ["rlearner runs", "rlearner runs /data/runs --json", "rlearner runs --prune"],

@@ -92,6 +92,9 @@ def check_model(path: str, key: str) -> None:
     if pickled:
         remedy = "convert it in a sandbox: load it with transformers, and save_pretrained writes safetensors"
         raise ConfigError(key, path, f"{pickled} is a pickle, which could run code, and is never loaded; {remedy}")
+    if (folder / "learner" / "model.json").is_file():
+        remedy = "`rlearner export` writes them in that format"
+        raise ConfigError(key, path, f"the checkpoint of a large model holds its weights in parts: {remedy}")
     raise ConfigError(key, path, f"the folder holds no weights (*.safetensors); {_EXPECTED}")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from broker.identity.tokens import JOINING, duration
 from broker.runtime.process import Stop, main, unless_stopped
-from broker.settings.arguments import add_broker, count, natural
+from broker.settings.arguments import add_broker, count, natural, positive
 from broker.system.entry import EXIT_STOPPED
 from learner.run_folder import add_broker_options, add_run_options, add_runs_options
 
@@ -44,6 +44,12 @@ def add_parsers(subparsers: Any) -> None:
     text = "train on the same data with other settings, for example train.lr=1e-5"
     replay.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
     replay.add_argument("--json", action="store_true", help="one JSON object")
+    text = "write the model of a checkpoint as Hugging Face safetensors, without loading it whole"
+    export = _add(subparsers, "export", text, "exporting:export_run", broker=False)
+    export.add_argument("--step", metavar="STEP", type=natural, help="the checkpoint's (the newest)")
+    export.add_argument("--out", metavar="FOLDER", help="a new folder (exported/step-STEP in the run's folder)")
+    text = "largest file, unless one weight is larger (%(default)s)"
+    export.add_argument("--max-shard-gib", metavar="GIB", type=positive, default=5.0, help=text)
     status = _add(subparsers, "status", "show the state of a run on one screen", "status:show_status")
     status.add_argument("--json", action="store_true", help="one JSON object")
     text = "draw reward.png, before.gif and after.gif of a run, as `rlearner up` does"

@@ -1,0 +1,32 @@
+"""``rlearner export``: writes the model of a checkpoint as sharded safetensors in Hugging Face format."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+
+from broker.errors import UserError
+from learner.checkpoints.checkpoint import Checkpoint, list_checkpoints, name_of, newest_checkpoint, read_checkpoint
+from learner.checkpoints.export import export
+from learner.run_folder import find_run
+
+
+async def export_run(options: argparse.Namespace) -> int:
+    """Export and return the exit code."""
+    place = find_run(options.run_name, options.dir)
+    folder = place.folder / "checkpoints"
+    made = newest_checkpoint(folder) if options.step is None else _of_step(folder, options.step)
+    if made is None:
+        raise UserError(f"{folder}: there is no checkpoint yet")
+    out = Path(options.out) if options.out else place.folder / "exported" / name_of(made.step)
+    await asyncio.to_thread(export, made, out, int(options.max_shard_gib * 2**30))
+    print(f"{out}: step {made.step}, {', '.join(sorted(file.name for file in out.glob('*.safetensors')))}")
+    return 0
+
+
+def _of_step(folder: Path, step: int) -> Checkpoint:
+    paths = {path.name: path for path in list_checkpoints(folder)}
+    if name_of(step) not in paths:
+        raise UserError(f"--step {step}: no such checkpoint is kept; there is {', '.join(paths) or 'none'}")
+    return read_checkpoint(paths[name_of(step)])
