@@ -9,7 +9,7 @@ LOCKED ?= 1
 TORCH ?=
 TORCH_INDEX ?= https://pypi.org/simple
 
-.PHONY: setup lock audit sbom check test test-fast test-options test-frameworks test-vllm vllm-env test-peers test-deepspeed test-megatron chaos hosts quickstart bench bubblewrap docs clean
+.PHONY: setup lock audit sbom check test test-fast test-options test-frameworks test-vllm vllm-env test-peers test-deepspeed test-megatron test-checkpoints chaos hosts quickstart bench bubblewrap docs clean
 
 setup: .venv/ready
 
@@ -77,6 +77,10 @@ test-peers: setup
 test-deepspeed: setup
 	$(PIP) --no-deps --upgrade --target .venv/deepspeed deepspeed einops hjson ninja py-cpuinfo
 	PYTHONPATH=.venv/deepspeed OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/contract -k deepspeed
+
+# Checkpoints of 4 ranks of each backend on 1, 2 and 3 ranks of every other (20 minutes); DeepSpeed as `make test-deepspeed` keeps it.
+test-checkpoints: setup
+	RLEARNER_CHECKPOINTS=1 PYTHONPATH=.venv/deepspeed OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 tests/contract/test_checkpoint_layouts.py
 
 # The training backend megatron, in every layout of two ranks of this CPU, for as long, and kept beside the environment likewise.
 test-megatron: setup
