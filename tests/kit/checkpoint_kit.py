@@ -19,10 +19,10 @@ from learner.backends.parts.stored import StoredTensors
 from learner.backends.parts.writing import write_part
 
 
-def keep(backend: Any, folder: Path) -> list[PartFile]:
-    """Write the live state and model as a checkpoint does; return the parts."""
+def keep(backend: Any, folder: Path, snapshot: Any = None) -> list[PartFile]:
+    """Write the live state, or a snapshot, and the model as a checkpoint does; return the parts."""
     (folder / "learner").mkdir(parents=True)
-    parts: list[PartFile] = backend.snapshot().write(folder / "learner")
+    parts: list[PartFile] = (snapshot or backend.snapshot()).write(folder / "learner")
     model, files = backend.describe(folder), [part.path for part in parts]
     write_adapters(model, files, folder)
     write_model(model, files, folder)

@@ -154,6 +154,7 @@ class MegatronBackend(TorchBackend):
     """See ``learner.backends.base.Backend``."""
 
     takes_ranks: ClassVar[bool] = True
+    reads_parts = False
     offloads: ClassVar[bool] = False
     reads_parts = False
 

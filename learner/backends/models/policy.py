@@ -179,10 +179,10 @@ class PolicyModel:
         """
         tensors = self.tensors()
         plain = {name: name for name in tensors} if self.adapters is None else self.adapters.names
-        seen: set[int] = set()
+        seen: set[tuple[int, int]] = set()  # by storage, since memory may be on the meta device or moved away
         distinct: list[str] = []
         for name, tensor in tensors.items():
-            place = tensor.untyped_storage()._cdata if tensor.is_meta else tensor.data_ptr()
+            place = (tensor.untyped_storage()._cdata, int(tensor.storage_offset()))
             if name in plain and (tensor.numel() == 0 or place not in seen):
                 seen.add(place)
                 distinct.append(plain[name])

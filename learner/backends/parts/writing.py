@@ -5,12 +5,13 @@ The header of a part is that of ``torch.distributed.checkpoint.hf_storage``, and
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Final
 
 import torch
 from torch import Tensor
@@ -63,15 +64,20 @@ def header(entries: Sequence[tuple[str, torch.dtype, list[int]]], about: dict[st
 
 def pieces(tensor: Tensor) -> Iterator[memoryview]:
     """Yield the bytes of a contiguous tensor in host memory."""
-    data = bytes_of(tensor.reshape(-1))
+    flat = tensor.reshape(-1)
+    data = bytes_of(flat)
     for start in range(0, len(data), CHUNK):
         yield data[start : start + CHUNK]
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a tensor, (n,), in host memory."""
-    data: Any = tensor.view(torch.uint8).numpy()
-    return memoryview(data)
+    """Return the memory of a contiguous tensor on the CPU, which must outlive it.
+
+    An array of numpy would keep torch from ever resizing that memory, as moving it off the device does.
+    """
+    if not tensor.nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _sync(file: IO[bytes]) -> None:
