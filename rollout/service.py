@@ -272,6 +272,7 @@ class RolloutService:
             waiting=stats.waiting,
             speed=self._meter.speed,
             idle_ratio=self._meter.idle_ratio,
+            asleep=self._turns is not None and self._turns.asleep,
         )
 
     def metrics(self) -> dict[str, float]:
@@ -321,7 +322,7 @@ class RolloutService:
         """From now on sleep while others use the devices."""
         assert isinstance(self._engine, SleepingEngine)
         rest = self._receiver.rest if self._receiver is not None else lambda: None
-        self._turns = ServerTurns(self._engine, devices, self._answering, self._updates, rest)
+        self._turns = ServerTurns(self._engine, devices, self._answering, self._updates, rest, self._member.poke)
         self._member.spawn(self._turns.serve())
 
     def _open_snapshots(self) -> SnapshotSource | None:
