@@ -42,12 +42,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     async def body(stop: Stop) -> int:
         from broker.settings.runspec import load, validate
+        from learner.gpu_selection import with_weights_on_host
         from learner.prepare import exit_code, name_run
         from rlearner.doctor.preflight import require_fleet, weights_overrides
         from rlearner.up.run import is_completed, up
 
         def read(overrides: list[str]) -> dict[str, Any]:
-            return validate(name_run(load(arguments.config, overrides), arguments.config))
+            asked = name_run(load(arguments.config, overrides), arguments.config)
+            return validate(with_weights_on_host(asked) if arguments.share_gpus else asked)
 
         config = read(arguments.overrides)
         if await is_completed(config):

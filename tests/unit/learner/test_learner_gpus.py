@@ -8,6 +8,7 @@ import pytest
 
 from broker.errors import ConfigError, UserError
 from broker.system import gpus as broker_gpus
+from broker.system.devices import host_name
 from learner import gpu_selection
 
 SMI = """#!/bin/sh
@@ -108,13 +109,13 @@ def test_shared_gpus_hold_no_weights_that_wait_for_servers(machine):
         "train": {"weights_backend": "curve"}
     }
     for carrier in ("nccl", "ipc"):
-        with pytest.raises(
-            ConfigError, match=rf"^train.weights_backend: '{carrier}' is not allowed; shared, gloo or curve"
-        ):
+        with pytest.raises(ConfigError, match=rf"^train.weights_backend: '{carrier}' is not allowed; shared, gloo or"):
             gpu_selection.assign_gpus({"train": {"weights_backend": carrier}}, "0", share=True)
 
 
 def test_devices_are_those_of_the_ranks(machine):
     assert gpu_selection.shared_devices({"train": {"device": "cuda"}}, "1-2") == ["GPU-bb", "GPU-cc"]
-    assert gpu_selection.shared_devices({"train": {"device": "auto"}}, "auto") == []
-    assert gpu_selection.shared_devices({"train": {"device": "cpu"}}, "auto")[0].endswith("-cpu")
+    assert gpu_selection.shared_devices({"train": {"device": "auto"}}, "auto") == [host_name()]  # none is visible
+    os.environ["CUDA_VISIBLE_DEVICES"] = "3"
+    assert gpu_selection.shared_devices({"train": {"device": "auto"}}, "auto") == ["GPU-dd"]
+    assert gpu_selection.shared_devices({"train": {"device": "cpu"}}, "auto") == [host_name()]
