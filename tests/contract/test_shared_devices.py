@@ -185,7 +185,9 @@ async def test_a_run_takes_turns_and_loses_nothing_when_a_holder_is_killed(tmp_p
     assert [line["step"] for line in lines] == list(range(1, 9))
     assert sum(line["turns/count"] for line in lines) > 2  # a turn may train several steps
     assert all(line["time/turn_wait"] > 0 for line in lines if line["turns/count"])
-    assert "asleep after" in (folder / "logs" / "rollout-server.log").read_text()
+    logs = {file.name: file.read_text() for file in (folder / "logs").iterdir()}
+    assert "asleep after" in logs["rollout-server.log"]
+    assert [name for name, text in logs.items() if "Traceback" in text] == []
     audit = await asyncio.create_subprocess_exec(*COMMAND, "audit", str(folder), stdout=asyncio.subprocess.PIPE)
     said = (await audit.communicate())[0].decode().split()
     assert audit.returncode == 0
