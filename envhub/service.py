@@ -91,12 +91,14 @@ class EnvironmentHub:
         tokenizer = Tokenizer.load(model_path, trust_remote_code=trusted)
         self.client = carriers.connect(section(config, "broker", BrokerSection).channel, member.bus)
         self.servers = ServerRoster(member.bus, lambda: self.generator.in_use(), random.Random())
-        self.generator = TurnGenerator(self.client, self.servers, name=member.id, max_retries=self.settings.max_retries)
+        clock, retries = self.servers.clock, self.settings.max_retries
+        self.generator = TurnGenerator(self.client, self.servers, name=member.id, max_retries=retries, clock=clock.now)
         limits = EpisodeLimits(seconds(self.settings.episode_timeout_s), seconds(self.settings.generate_timeout_s))
         self.slots = slots.EpisodeSlots(n or self.settings.n, self.settings.max_retries)
         nurseries = WorkerPools(self.settings.worker_memory_mib, self.settings.pass_env)
         calls = EnvironmentCalls(self.settings.step_timeout_s)
         self.players = EpisodeRunners(tokenizer, self.generator, calls, limits, nurseries, max_workers=self.slots.n)
+        self.players.clock = clock
         self.health = WorkHealth("domain", self.domains, self._broken_after, trial=self._trial, changed=member.poke)
         self.tally = HubMetrics()
         self.turnstile = QueueTurns(self.slots)
@@ -180,7 +182,7 @@ class EnvironmentHub:
         there = (*self.servers.all(), *self.servers.learners())
         versions = [one.policy_version for one in there if one.policy == wire.ACTOR and one.epoch == epoch]
         self._perform(self.slots.advanced(max(versions, default=-1)))
-        self._perform(self.slots.tick(time.monotonic(), idle=self.outbox.is_empty))
+        self._perform(self.slots.tick(self.servers.clock.now(), idle=self.outbox.is_empty))
         if self._serves_someone(TICKETS) and not self.slots.draining:
             self.health.start_trials()
 
@@ -268,7 +270,7 @@ class EnvironmentHub:
         self._in_hand[asked.key] = held
         job = asked.job(delivery.num_delivered, drop_late=drop_late)
         if delivery.num_delivered == 1:
-            self._perform(self.slots.offer(job, time.monotonic()))
+            self._perform(self.slots.offer(job, self.servers.clock.now()))
             return asked.group_size
         self._perform(self.slots.hold(job))
         if self._in_hand.get(asked.key) is held:
@@ -291,7 +293,7 @@ class EnvironmentHub:
             return
         if judgement.alone:
             log.warning("%s may have killed %d hubs; playing it alone", key, judgement.deaths)
-        self._perform(self.slots.admit(key, time.monotonic(), alone=judgement.alone))
+        self._perform(self.slots.admit(key, self.servers.clock.now(), alone=judgement.alone))
 
     async def _begin(self, held: InHand) -> None:
         """Note that this hub plays a redelivered ticket, before its first episode."""

@@ -187,6 +187,7 @@ class RolloutService:
         self.handle = self._answering.handle
         self._devices, self._updates = devices, asyncio.Lock()
         self._turns: ServerTurns | None = None
+        self._turning: asyncio.Task[None] | None = None
         self._loaded = False  # whether loading new weights into the engine has at least begun
         self._paused_s = 0.0  # how long the last weight update paused generation
         self._address = ""
@@ -245,6 +246,9 @@ class RolloutService:
         await asyncio.sleep(CLOSE_DELAY_S)
 
     async def close(self) -> None:
+        if self._turning is not None:
+            self._turning.cancel()
+            await asyncio.gather(self._turning, return_exceptions=True)
         if self._receiver is not None:
             await self._receiver.close()
         await self._channel.close()  # answers the remaining requests
@@ -273,6 +277,7 @@ class RolloutService:
             speed=self._meter.speed,
             idle_ratio=self._meter.idle_ratio,
             carriers=self._receiver.carriers() if self._receiver is not None else [],
+            asleep=self._turns is not None and self._turns.asleep,
         )
 
     def metrics(self) -> dict[str, float]:
@@ -328,8 +333,8 @@ class RolloutService:
         """From now on sleep while others use the devices."""
         assert isinstance(self._engine, SleepingEngine)
         rest = self._receiver.rest if self._receiver is not None else lambda: None
-        self._turns = ServerTurns(self._engine, devices, self._answering, self._updates, rest)
-        self._member.spawn(self._turns.serve())
+        self._turns = ServerTurns(self._engine, devices, self._answering, self._updates, rest, self._member.poke)
+        self._turning = self._member.spawn(self._turns.serve())
 
     def _open_snapshots(self) -> SnapshotSource | None:
         """Open the source of weights to use while the learner is unavailable.

@@ -20,6 +20,7 @@ class ServerTurns:
     Args:
         updates: held while weights are loaded, and by this class while the engine sleeps.
         rest: frees what belongs to the weights but is not the engine's.
+        changed: called when the engine has fallen asleep or woken.
 
     Attributes:
         asleep: whether the engine sleeps.
@@ -32,9 +33,10 @@ class ServerTurns:
         requests: RequestHandler,
         updates: asyncio.Lock,
         rest: Callable[[], None],
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine, self._devices, self._requests = engine, devices, requests
-        self._updates, self._rest = updates, rest
+        self._updates, self._rest, self._changed = updates, rest, changed
         self._began = time.monotonic()
         self._asleep_s = self._since = self._sleep_s = self._wake_s = 0.0
         self.asleep = False
@@ -52,6 +54,7 @@ class ServerTurns:
         self._rest()
         await self._engine.sleep()
         self.asleep, self._since = True, time.monotonic()
+        self._changed()
         self._sleep_s = self._since - began
         log.info("asleep after %.2f s", self._sleep_s)
         await self._devices.release()
@@ -61,6 +64,7 @@ class ServerTurns:
         self._requests.release_scores()
         self._wake_s, slept_s = time.monotonic() - acquired, time.monotonic() - self._since
         self.asleep, self._asleep_s = False, self._asleep_s + slept_s
+        self._changed()
         log.info("awake again after %.2f s, of which loading %.2f s", slept_s, self._wake_s)
 
     def metrics(self) -> dict[str, float]:

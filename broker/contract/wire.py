@@ -413,6 +413,7 @@ class Presence(Message, frozen=True, tag="Presence"):
     process: str = ""  # learner, envhub: boot id, PID namespace, pid, start time; see broker/system/process_identity.py
     said: str = ""  # latest WARNING or ERROR logged, with its time, at most 300 characters; empty after 10 minutes
     key: str = ""  # envhub, learner: public CURVE key of its requests to rollout servers, in Z85
+    asleep: bool = False  # rollout: others use its device, so its requests wait
     voucher: str = ""  # proves that a process of this role announces role, id, address, channel, policy, serves and key
 
 

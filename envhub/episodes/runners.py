@@ -11,6 +11,7 @@ from envhub.domain import Domain
 from envhub.envs.agent import AgentEnvironment
 from envhub.envs.base import WORKER, Environment
 from envhub.episodes.episode import Episode, EpisodeContext, TurnSampler
+from envhub.servers.awake_clock import AwakeClock
 from envhub.servers.generate import ExpectedTokens, TurnFailed
 from envhub.task import EpisodeFailed, EpisodeResult, EpisodeTask
 from envhub.workers.calls import CallFailed, EnvironmentCalls
@@ -48,6 +49,7 @@ class EpisodeRunners:
     max_workers: int = 64
     idle: dict[str, list[Environment]] = field(default_factory=dict)
     expected: dict[str, ExpectedTokens] = field(default_factory=dict)
+    clock: AwakeClock = field(default_factory=AwakeClock)  # of the timeouts of episodes
     agents: AgentRunner | None = None  # made for the first episode of an agent
 
     async def play(self, task: EpisodeTask, on_tokens: Callable[[int], None]) -> EpisodeResult:
@@ -58,7 +60,7 @@ class EpisodeRunners:
         """
         environment: Environment | None = None
         try:
-            async with asyncio.timeout(self.limits.episode_timeout_s) as limit:
+            async with self.clock.timeout(self.limits.episode_timeout_s) as limit:
                 expected = self.expected.setdefault(task.domain.name, ExpectedTokens())
                 if issubclass(task.domain.environment, AgentEnvironment):
                     return await self._play_agent(task, expected, on_tokens)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import time
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -83,12 +84,24 @@ class SampledTurn:
 class TurnGenerator:
     """Samples any number of turns at once; the request of a cancelled turn is aborted at its server.
 
+    Args:
+        clock: seconds that count for ``TurnRequest.timeout_s``.
+
     Attributes:
         retries: turns requested again after a failure, so far.
         tokens: tokens sampled so far.
     """
 
-    def __init__(self, client: ChannelClient, followed: ServerDirectory, *, name: str, max_retries: int) -> None:
+    def __init__(
+        self,
+        client: ChannelClient,
+        followed: ServerDirectory,
+        *,
+        name: str,
+        max_retries: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self._client, self._followed, self._name, self._max_retries = client, followed, name, max_retries
         self._rng = random.Random()
         self._numbers = itertools.count(1)
@@ -122,12 +135,11 @@ class TurnGenerator:
         Raises:
             TurnFailed: if no server completes it within ``ask.timeout_s`` and ``max_retries``.
         """
-        loop = asyncio.get_running_loop()
-        until = loop.time() + ask.timeout_s
+        until = self._clock() + ask.timeout_s
         attempt_s = ask.timeout_s / (self._max_retries + 1)
         avoid: frozenset[str] = frozenset()
         done, problem, failures, sticky, oldest = None, "there is no rollout server", 0, ask.sticky, ask.min_version
-        while (left_s := until - loop.time()) > 0:
+        while (left_s := until - self._clock()) > 0:
             server = choose(self.servers(ask.policy), self._rng, min_version=oldest, sticky=sticky, avoid=avoid)
             if server is None:
                 await self._followed.changed(min(left_s, 1.0))

@@ -11,6 +11,7 @@ from typing import Final
 from broker.contract import wire
 from broker.jetstream.bus import Bus
 from broker.runtime.presence import SILENT_AFTER_S, Roster
+from envhub.servers.awake_clock import AwakeClock
 from envhub.servers.sample import ServerSample
 
 TICK_S: Final = 1.0
@@ -22,12 +23,16 @@ class ServerRoster:
     Args:
         in_use: returns the ids of servers that should stay followed.
         rng: makes the draws.
+
+    Attributes:
+        clock: stops while all followed servers of the policy that is trained sleep.
     """
 
     def __init__(self, bus: Bus, in_use: Callable[[], Collection[str]], rng: random.Random) -> None:
         self._in_use, self._rng = in_use, rng
         self._joined = Roster(bus, beats=("learner",), members=("rollout",), told=self._hear_member)
-        self._heard = Roster(bus, beats=())
+        self._heard = Roster(bus, beats=(), told=self._hear_beat)
+        self.clock = AwakeClock()
         self._samples: dict[str, ServerSample] = {}  # by policy
         self._policies: dict[str, str] = {}  # of every server that exists
         self._news = asyncio.Event()  # a server has joined or left
@@ -79,6 +84,12 @@ class ServerRoster:
         followed = {server for sample in self._samples.values() for server in sample.followed}
         await self._heard.follow("rollout", followed)
         self._since = {server: self._since.get(server, self._heard.clock) for server in followed}
+
+    def _hear_beat(self, presence: wire.Presence, _: bool) -> None:
+        """Stop or start the clock."""
+        if presence.role == "rollout" and presence.policy == wire.ACTOR:
+            serving = [one for one in self.alive(wire.ACTOR) if one.state == "serving"]
+            self.clock.note(bool(serving) and all(one.asleep for one in serving))
 
     def _hear_member(self, presence: wire.Presence, is_there: bool) -> None:
         """Update the samples when a server has put its entry or is gone."""

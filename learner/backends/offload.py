@@ -14,16 +14,26 @@ from learner.backends.optimizer import MasterOptimizer
 def held_tensors(
     modules: Sequence[nn.Module], optimizers: Sequence[MasterOptimizer], device: torch.device
 ) -> Iterator[Tensor]:
-    """Yield the tensors on the device: weights, buffers, gradients, masters and moments; some share memory."""
+    """Yield the tensors on the device: weights, buffers, gradients, masters and moments; some share memory.
+
+    Raises:
+        RuntimeError: if FSDP's memory would have to be replaced, which its own tensors share, too.
+    """
+    for tensor in _every(modules, optimizers):
+        if tensor is None or tensor.device.type != device.type:
+            continue
+        if not isinstance(tensor, DTensor):
+            yield tensor
+        elif (own := tensor._local_tensor).untyped_storage().resizable():
+            yield own
+        else:
+            raise RuntimeError("the memory of a divided tensor is not torch's own and cannot be emptied in place")
+
+
+def _every(modules: Sequence[nn.Module], optimizers: Sequence[MasterOptimizer]) -> Iterator[Tensor | None]:
     for module in modules:
-        for tensor in (*module.parameters(), *module.buffers()):
-            yield from (
-                local(one) for one in (tensor, tensor.grad) if one is not None and one.device.type == device.type
-            )
+        for parameter in module.parameters():
+            yield from (parameter, parameter.grad)
+        yield from module.buffers()
     for optimizer in optimizers:
-        yield from (tensor for tensor in optimizer.held() if tensor.device.type == device.type)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this process holds."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        yield from optimizer.held()

@@ -95,8 +95,7 @@ class RankWorker:
         """
         self.offloaded = self.offloaded or OffloadedMemory(folder)
         optimizers = [self.optimizer, *([] if self.models.critic is None else [self.models.critic.optimizer])]
-        held = held_tensors(self.models.modules(), optimizers, self.device)
-        self.offloaded.release(held, in_place=self.sharded)
+        self.offloaded.release(held_tensors(self.models.modules(), optimizers, self.device))
 
     def reload(self) -> None:
         """Move everything back."""

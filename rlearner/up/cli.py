@@ -42,11 +42,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     async def body(stop: Stop) -> int:
         from broker.settings.runspec import load, validate
+        from learner.gpu_selection import with_weights_on_host
         from learner.prepare import exit_code, name_run
         from rlearner.doctor.preflight import require_fleet
         from rlearner.up.run import is_completed, up
 
-        config = validate(name_run(load(arguments.config, arguments.overrides), arguments.config))
+        asked = name_run(load(arguments.config, arguments.overrides), arguments.config)
+        config = validate(with_weights_on_host(asked) if arguments.share_gpus else asked)
         if await is_completed(config):
             return 0
         await asyncio.to_thread(require_fleet, config)

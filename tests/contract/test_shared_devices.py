@@ -92,16 +92,13 @@ async def test_a_learner_and_servers_take_turns(parties: list[Party]) -> None:
 
 
 async def test_a_dead_holder_frees_the_device(parties: list[Party]) -> None:
-    learner, server, other = parties
+    learner, server, _ = parties
     await server.begin()
     assert await server.has()
     await server.die()
     await learner.begin()
     assert await learner.has()
     assert not server.shared.held
-    await learner.die()
-    await other.begin()
-    assert await other.has()
 
 
 async def test_processes_on_several_devices_do_not_wait_for_each_other(bus: Bus) -> None:
@@ -140,14 +137,20 @@ async def holder(bus: Bus) -> str:
 
 
 def steps_of(folder: Path) -> list[dict[str, float]]:
-    """The metrics of each step so far."""
+    """The metrics of each step so far; the last line may be half written."""
     file = folder / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def pid_of(parent: int, module: str) -> int:
-    children = psutil.Process(parent).children()
-    return next(child.pid for child in children if module in child.cmdline())
+def pid_of(parent: int, module: str, first: str) -> int:
+    """The child that runs a module with this first argument; others come and go."""
+    for child in psutil.Process(parent).children():
+        with suppress(psutil.Error):
+            line = child.cmdline()
+            if line[2:4] == [module, first]:
+                return child.pid
+    raise AssertionError(f"{module} does not run")
 
 
 @pytest.mark.timeout(240)
@@ -161,14 +164,14 @@ async def test_a_run_takes_turns_and_loses_nothing_when_a_holder_is_killed(tmp_p
     try:
         await until(lambda: len(steps_of(folder)) > 1)
         bus = await Bus.connect(noted_address(folder), "shared", name="test", deadline_s=LONG_S)
-        for role, module in (("learner", "rlearner.cli"), ("rollout", "rollout.cli")):
+        for role, module, first in (("learner", "rlearner.cli", "start"), ("rollout", "rollout.cli", "--id")):
 
             async def has_it(role: str = role) -> bool:
                 return (await holder(bus)).startswith(role)
 
             await until(has_it)
             killed = await holder(bus)
-            os.kill(pid_of(up.pid, module), signal.SIGKILL)
+            os.kill(pid_of(up.pid, module, first), signal.SIGKILL)
 
             async def is_over(killed: str = killed) -> bool:
                 return await holder(bus) not in (killed, "")
@@ -179,13 +182,15 @@ async def test_a_run_takes_turns_and_loses_nothing_when_a_holder_is_killed(tmp_p
     finally:
         if up.returncode is None:
             up.terminate()
-            await up.communicate()
+            print((await up.communicate())[0].decode())  # what happened, if the test fails
     assert up.returncode == 0, out.decode()
     lines = steps_of(folder)
     assert [line["step"] for line in lines] == list(range(1, 9))
     assert sum(line["turns/count"] for line in lines) > 2  # a turn may train several steps
     assert all(line["time/turn_wait"] > 0 for line in lines if line["turns/count"])
-    assert "asleep after" in (folder / "logs" / "rollout-server.log").read_text()
+    logs = {file.name: file.read_text() for file in (folder / "logs").iterdir()}
+    assert "asleep after" in logs["rollout-server.log"]
+    assert [name for name, text in logs.items() if "Traceback" in text] == []
     audit = await asyncio.create_subprocess_exec(*COMMAND, "audit", str(folder), stdout=asyncio.subprocess.PIPE)
     said = (await audit.communicate())[0].decode().split()
     assert audit.returncode == 0

@@ -35,20 +35,16 @@ class OffloadedMemory:
         self._file: IO[bytes] | None = None
         self._spare: dict[int, list[Tensor]] = {}  # pinned memory of the last time, by size: allocating it takes long
 
-    def release(self, tensors: Iterable[Tensor], *, in_place: bool = False) -> int:
+    def release(self, tensors: Iterable[Tensor]) -> int:
         """Empty the tensors and return the bytes that this freed; until ``restore`` none of them may be read.
 
         Args:
             tensors: all that share their memory, as some memory has to be replaced, see ``_emptied``.
-            in_place: refuse to replace memory, because other tensors share it.
 
         Raises:
             OSError: if the file cannot be written; the tensors are as before then.
-            RuntimeError: if memory had to be replaced.
         """
         found, freed = _by_memory(tensors), 0
-        if in_place and not all(shared[0].untyped_storage().resizable() for shared in found):
-            raise RuntimeError("the memory of some tensors is not torch's own and cannot be emptied in place")
         try:
             for shared in found:
                 self._save(shared[0].untyped_storage())

@@ -9,6 +9,7 @@ import pytest
 
 from broker.contract import wire
 from broker.errors import RequestFailed, WireError
+from envhub.servers.awake_clock import AwakeClock
 from envhub.servers.generate import ExpectedTokens, TurnFailed, TurnGenerator, TurnRequest, mix, stirred
 
 Answer = Callable[[wire.GenerateRequest], wire.GenerateReply | Awaitable[wire.GenerateReply]]
@@ -207,3 +208,26 @@ def test_the_expected_length_follows_the_mean() -> None:
     for _ in range(200):
         expected.add(40)
     assert expected.tokens() == 40
+
+
+async def test_time_in_which_the_servers_sleep_is_no_time_of_a_turn() -> None:
+    """Requests that wait in a server that sleeps come back empty at their deadlines, and are sent again."""
+    clock = AwakeClock()
+
+    async def waits(request: wire.GenerateRequest) -> wire.GenerateReply:
+        if len(client.asked) < 5:
+            await asyncio.sleep(request.deadline_s)
+            return reply(request, [], "deadline")
+        clock.note(False)
+        return reply(request, [7])
+
+    client = Client(a=waits)
+    followed = Servers(presence("a", asleep=True))
+    asking = TurnGenerator(client, followed, name="hub", max_retries=2, clock=clock.now)
+    clock.note(True)
+    assert list((await asking.turn(ask(timeout_s=0.3))).token_ids) == [7]
+    assert len(client.asked) == 5  # each took a tenth of a second, 0.4 s in all
+    assert asking.retries == 0
+    client.asked.clear()
+    with pytest.raises(TurnFailed, match="deadline before the turn was complete"):
+        await asking.turn(ask(timeout_s=0.3))  # awake

@@ -8,6 +8,7 @@ import pytest
 
 from broker.errors import ConfigError, UserError
 from broker.system import gpus as broker_gpus
+from broker.system.devices import host_name
 from learner import gpu_selection
 
 SMI = """#!/bin/sh
@@ -97,3 +98,24 @@ def test_the_command_refuses_in_one_line(tmp_path, machine):
     ):
         done = subprocess.run([*command, spec, *rest], capture_output=True, text=True, check=False, timeout=100)
         assert (done.returncode, done.stderr) == (2, line)
+
+
+def test_shared_gpus_hold_no_weights_that_wait_for_servers(machine):
+    machine.write_text("GPU-bb, 4711, /usr/bin/python\n")  # a rollout server
+    shared = {"train": {"weights_backend": "shared", "device": "cuda", "ranks": 2}}
+    assert gpu_selection.assign_gpus({}, "0-1", share=True) == shared
+    assert gpu_selection.assign_gpus({}, "auto", share=True) == {"train": {"weights_backend": "shared"}}
+    assert gpu_selection.assign_gpus({"train": {"weights_backend": "curve"}}, "auto", share=True) == {
+        "train": {"weights_backend": "curve"}
+    }
+    for carrier in ("nccl", "ipc"):
+        with pytest.raises(ConfigError, match=rf"^train.weights_backend: '{carrier}' is not allowed; shared, gloo or"):
+            gpu_selection.assign_gpus({"train": {"weights_backend": carrier}}, "0", share=True)
+
+
+def test_devices_are_those_of_the_ranks(machine):
+    assert gpu_selection.shared_devices({"train": {"device": "cuda"}}, "1-2") == ["GPU-bb", "GPU-cc"]
+    assert gpu_selection.shared_devices({"train": {"device": "auto"}}, "auto") == [host_name()]  # none is visible
+    os.environ["CUDA_VISIBLE_DEVICES"] = "3"
+    assert gpu_selection.shared_devices({"train": {"device": "auto"}}, "auto") == ["GPU-dd"]
+    assert gpu_selection.shared_devices({"train": {"device": "cpu"}}, "auto") == [host_name()]
