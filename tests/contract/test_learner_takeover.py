@@ -35,8 +35,8 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Callable[[Meanwhile], list[str]]:
     def begin(meanwhile: Meanwhile) -> list[str]:
         paths: list[str] = []
 
-        async def loading(config: dict[str, Any], model_path: str, first_path: str) -> Any:
-            made = await open_training(config, model_path, first_path)
+        async def loading(config: dict[str, Any], model_path: str, first_path: str, **more: Any) -> Any:
+            made = await open_training(config, model_path, first_path, **more)
             if not paths and (work := meanwhile()) is not None:
                 await work
             paths.append(Path(model_path).name)

@@ -4,13 +4,13 @@ records.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import yaml
+from bare_checkpoints import write_bare_checkpoint
 
 from broker.contract import codec, wire
 from broker.contract.streams import SAMPLES
@@ -222,7 +222,4 @@ class World:
         metrics.write({"step": step, "time": 1e9 + step, "staleness/max": step - 1 - min(oldest), **counts})
 
     def _checkpoint(self, ledger: Ledger) -> None:
-        path = self.folder / "checkpoints" / f"step-{ledger.state.version:06d}" / "learner"
-        path.mkdir(parents=True, exist_ok=True)
-        body = {"format": checkpoint.FORMAT, "step": ledger.state.version, "epoch": 1, "ledger": ledger.dump()}
-        (path / "learner.json").write_text(json.dumps(body))
+        write_bare_checkpoint(self.folder / "checkpoints", ledger.dump())

@@ -184,9 +184,9 @@ def test_a_reader_is_waited_for_as_long_as_it_comes_on(monkeypatch: pytest.Monke
         lines = Slow(buckets)
         monkeypatch.setattr(transfer, "time", SimpleNamespace(monotonic=lambda lines=lines: lines.now))
         if buckets == 10:
-            transfer._collect(lines, "done", start, 3.0)
+            transfer.collect(lines, "done", start, 3.0)
             assert 10 <= lines.now <= 11
         else:
             with pytest.raises(transfer.SessionFailed, match=r"^r1: not done within 3 s$"):
-                transfer._collect(lines, "done", start, 3.0)
+                transfer.collect(lines, "done", start, 3.0)
             assert 8 <= lines.now <= 9

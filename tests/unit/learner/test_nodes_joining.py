@@ -99,7 +99,7 @@ class Computing:
         meeting.store.set("hello", f"from rank {build.rank}")
         return cls()
 
-    def obey(self, _: Any) -> SumsReply:
+    def obey(self, *_: object) -> SumsReply:
         if self.error is not None:
             raise self.error
         return SumsReply([{"n": 2.0}])

@@ -18,7 +18,7 @@ from learner.backends.parts.part_file import DamagedFileError, PartFile
 from learner.backends.parts.slices import Slice, stage
 from learner.backends.parts.stored import StoredTensors
 from learner.backends.parts.writing import write_part
-from learner.backends.ranks.link import RankLink
+from learner.backends.ranks.link import RankLink, SocketFrames
 from learner.backends.ranks.messages import SumsReply, VerifiedReply, WrittenReply
 from learner.backends.staged_part import StagedPart
 
@@ -105,7 +105,7 @@ def test_a_rank_that_does_not_see_the_folder_says_so(tmp_path: Path) -> None:
 
 
 def test_reports_of_checkpoints_and_replies_of_training_come_to_who_waits_for_them() -> None:
-    ours, theirs = (RankLink(end) for end in socket.socketpair())
+    ours, theirs = (RankLink(SocketFrames(end)) for end in socket.socketpair())
     written: list[WrittenReply] = []
     waiting = threading.Thread(target=lambda: written.append(ours.written()))
     waiting.start()

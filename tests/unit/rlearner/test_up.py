@@ -1,14 +1,13 @@
 """What `rlearner up` says before it starts anything and after all has ended; the fleet itself is tested elsewhere."""
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import run_folder_kit as kit
+from bare_checkpoints import write_bare_checkpoint
 
-from learner.checkpoints import checkpoint
 from learner.credit.ledger import Ledger
 from learner.run_folder import note_epoch
 from rlearner.cli import main
@@ -21,11 +20,7 @@ RESUME = "go on with this run: rlearner up runs/a"
 def written(folder: Path, step: int) -> None:
     """A checkpoint of that step, without weights."""
     ledger: dict[str, Any] = {**Ledger(kit.rules()).dump(), "version": step}
-    own = folder / "checkpoints" / checkpoint.name_of(step) / "learner"
-    own.mkdir(parents=True)
-    (own / "learner.json").write_text(
-        json.dumps({"format": checkpoint.FORMAT, "step": step, "epoch": 1, "ledger": ledger})
-    )
+    write_bare_checkpoint(folder / "checkpoints", ledger)
 
 
 def test_a_completed_run_is_told_so_and_nothing_is_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from bare_checkpoints import write_bare_checkpoint
 
 from learner.run_folder import broker_address, note_broker, note_epoch, private_addresses
 from rlearner.cli import main
@@ -62,9 +63,7 @@ def test_a_run_of_another_broker_that_does_not_answer(
 def test_a_run_that_has_made_more_steps_than_it_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = tmp_path / "a" / "checkpoints" / "step-000099" / "learner"
-    own.mkdir(parents=True)
-    (own / "learner.json").write_text('{"format": 1, "step": 99, "epoch": 1, "ledger": {"version": 99}}')
+    write_bare_checkpoint(tmp_path / "a" / "checkpoints", {"version": 99})
     said = refused(tmp_path / "a", capsys)
     assert said.startswith(
         "error: train.steps: 40 is not allowed; run a has made 99 steps already: give the settings of its start"
