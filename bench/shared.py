@@ -5,8 +5,8 @@
 `rlearner up --share-gpus` trains a model of random weights, while the resident memory of learner and server is read
 from the kernel every 20 ms (RssAnon: without files and shared memory), together with who has the device.
 
-``turn_s``: what one turn of the learner costs beside training: until the server sleeps, until the learner has loaded
-and later offloaded its model, and until the server is awake again, medians over the steps (``sleep_s``, ``load_s``,
+``turn_s``: what one turn of the learner costs in addition to training: until the server sleeps, until the learner has
+loaded and later offloaded its model, and until the server is awake again, medians over the steps (``sleep_s``, ``load_s``,
 ``offload_s``, ``wake_s``; ``wait_s`` is from asking for the device to having it, ``sleep_s`` included).
 ``resident_share``: (asleep - before loading) / (awake - before loading) in resident memory, medians over the samples of
 the last half of the run, of the worse of ``learner_share`` and ``server_share``. On a CPU what sleeps is in a file.
@@ -50,7 +50,7 @@ SMALL: Final = (
 
 
 def model_of(params_m: float) -> TinyModel:
-    """Return the shape of a model of about so many million parameters."""
+    """Return the shape of a model of about this many million parameters."""
     width = 768
     layer = 4 * width * width + 3 * width * 2560
     layers = max(1, round(params_m * 1e6 / layer))

@@ -66,7 +66,7 @@ STEPS: Final = (
     Step("weights", "weights by NCCL, against a copy and a broadcast", "bench.gpu.weights", ("--repeats", "5"), 120,
          ("device_copy_gbytes_per_s", "pack_gbytes_per_s", "broadcast_gbytes_per_s", "ratio_transfer"),
          cpu=(*TINY, "--repeats", "2")),
-    Step("ipc", "weights by CUDA IPC, and a learner killed meanwhile", "bench.gpu.ipc", ("--repeats", "5"), 120,
+    Step("ipc", "weights by CUDA IPC, and a learner killed while it is read", "bench.gpu.ipc", ("--repeats", "5"), 120,
          ("ipc_gbytes_per_s", "ratio_to_copy"), cpu=(*TINY, "--repeats", "2")),
     Step("update", "new weights while engine hf generates", "bench.gpu.update",
          ("--pairs", "2", "--window-s", "6"), 150, ("tokens_lost_share", "pause_ms", "update_ms"),

@@ -6,6 +6,9 @@
 largest difference of five steps' losses and gradient norms from those of one process; ``recover_s``, the seconds from
 the death of a node (SIGKILL of all its processes) to the next step, with supervisors that start what has ended, median
 of the runs.
+
+``stripes``: ``stripes_ratio`` (bench.stripes, needs root). ``memory``: ``peak_load_ratio`` and
+``peak_checkpoint_ratio`` (bench.nodes_memory). ``plan``: ``plan_error`` (bench.plan).
 """
 
 from __future__ import annotations
@@ -18,7 +21,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-PARTS: Final = {"losses": "bench.nodes.losses"}
+PARTS: Final = {
+    "losses": "bench.nodes.losses",
+    "stripes": "bench.nodes.stripes",
+    "memory": "bench.nodes.memory",
+    "plan": "bench.nodes.plan",
+}
 
 
 def main() -> int:

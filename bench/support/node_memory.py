@@ -1,4 +1,4 @@
-"""One rank that loads a model and writes its part of a checkpoint, and measures its memory meanwhile.
+"""One rank that loads a model and writes its part of a checkpoint, and measures its memory.
 
 Memory is RssAnon of /proc/self/status, sampled every few milliseconds: files that are read count only as far as this
 process copies them.

@@ -54,7 +54,7 @@ class DeviceParty:
         return self.wanted and self._granted and now < self._valid_until
 
     def next(self, lease: wire.DeviceLease | None, now: float) -> wire.DeviceLease | None:
-        """Return what to store in place of the lease just read; None: nothing.
+        """Return what to store instead of the lease just read; None: nothing.
 
         Args:
             lease: None if there is none.

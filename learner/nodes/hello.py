@@ -100,9 +100,9 @@ class Roll:
     def enter(self, hello: Hello) -> str:
         """Let a rank take its seat; return how it differs from rank 0, as a line that ends the start for all."""
         self.here[hello.seat] = hello
-        beside = next(one for one in self.here.values() if one.node == hello.node)
-        if beside.local_size != hello.local_size:
-            return f"{hello.name} says that its node has {hello.local_size} ranks, {beside.name} {beside.local_size}"
+        known = next(one for one in self.here.values() if one.node == hello.node)
+        if known.local_size != hello.local_size:
+            return f"{hello.name} says that its node has {hello.local_size} ranks, {known.name} {known.local_size}"
         return first_difference(self._rank_0, hello)
 
     def leave(self, seat: Seat) -> None:

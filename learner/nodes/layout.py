@@ -23,7 +23,7 @@ def lay_out(config: dict[str, Any], placement: Placement, spec: str, *, share: b
     """
     seen = gpus.select(spec)
     numbers = gpus.parse(spec) if seen == "cuda" else []
-    if numbers and not share and placement.local_rank is None:  # else ranks beside this one use them already
+    if numbers and not share and placement.local_rank is None:  # else this node's other ranks use them already
         refuse_taken(numbers, spec)
     return divide(config, placement, spec, len(numbers))
 

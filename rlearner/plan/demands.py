@@ -76,7 +76,7 @@ def read_demands(given: Mapping[str, Any], config: dict[str, Any], model: ModelF
         critic=algorithm.critic.enabled,
         activation_offload=train.activation_offload,
         staging=_staging(train, model, lora),
-        staging_on_gpu=_stages_on_gpu(train, str(config["rollout"]["engine"])),
+        staging_on_gpu=train.weights_backend in ("nccl", "ipc"),  # other carriers are sent from host memory
     )
     sequences = max(d.group_size + num_greedy(algorithm.adv_estimator) for d in domains(config).values())
     step = StepFacts(train.groups_per_step * sequences, longest / 2, longest / 4, algorithm.num_epochs)
@@ -132,12 +132,6 @@ def _staging(train: TrainSection, model: ModelFacts, lora: int) -> int:
         return 4 * lora
     items = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
     return model.parameters * (items[train.weights_dtype] if train.weights_dtype else model.itemsize)
-
-
-def _stages_on_gpu(train: TrainSection, engine: str) -> bool:
-    """Return whether the sender's buffers are on the learner's GPU: where NCCL or CUDA IPC reads them."""
-    carrier = train.weights_backend or "auto"
-    return carrier in ("nccl", "ipc") or (carrier == "auto" and engine == "hf")
 
 
 def lora_parameters(lora: LoraSection, model: ModelFacts) -> int:

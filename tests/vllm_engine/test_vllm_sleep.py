@@ -1,4 +1,4 @@
-"""vLLM that sleeps: requests wait and go on, new weights go in afterwards. Its CPU build frees no memory meanwhile."""
+"""vLLM that sleeps: requests wait and go on, new weights go in afterwards. Its CPU build frees no memory."""
 
 from __future__ import annotations
 

@@ -98,9 +98,9 @@ def test_options_move_or_remove_parts() -> None:
     ("overrides", "on_gpu"),
     [
         ([], False),
-        (["rollout.engine=hf"], True),
+        (["rollout.engine=hf"], False),
         (["train.weights_backend=nccl"], True),
-        (["rollout.engine=hf", "train.weights_backend=shared"], False),
+        (["train.weights_backend=ipc", "rollout.engine=hf"], True),
     ],
 )
 def test_where_weights_are_staged(overrides: list[str], on_gpu: bool) -> None:
