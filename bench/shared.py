@@ -6,8 +6,8 @@
 from the kernel every 20 ms (RssAnon: without files and shared memory), together with who has the device.
 
 ``turn_s``: what one turn of the learner costs in addition to training: until the server sleeps, until the learner has
-loaded and later offloaded its model, and until the server is awake again, medians over the steps (``sleep_s``, ``load_s``,
-``offload_s``, ``wake_s``; ``wait_s`` is from asking for the device to having it, ``sleep_s`` included).
+loaded and later offloaded its model, and until the server is awake again, medians over the steps (``sleep_s``,
+``load_s``, ``offload_s``, ``wake_s``; ``wait_s`` is from asking for the device to having it, ``sleep_s`` included).
 ``resident_share``: (asleep - before loading) / (awake - before loading) in resident memory, medians over the samples of
 the last half of the run, of the worse of ``learner_share`` and ``server_share``. On a CPU what sleeps is in a file.
 ``lost`` and ``trained_twice`` are the audit's. The last line is one JSON object.
