@@ -117,7 +117,10 @@ class WeightReceiver:
             quantised=quantised,
         )
         self._neighbour = LocalLearner(memory or device_of(self._landing.device))
-        self._lost: Counter[wire.Carrier] = Counter()  # consecutive failed transfers
+        self._lost: Counter[wire.Carrier] = (
+            Counter()
+        )  # consecutive failed transfers from the learner of ``_lost_epoch``
+        self._lost_epoch = 0
         self._communicator: Group | None = None
         self._watch, self._receiving_epoch = WaitMonitor(), 0
         self._changed, self._served = asyncio.Event(), asyncio.Condition()
@@ -301,6 +304,9 @@ class WeightReceiver:
     def _takes(self, offer: wire.WeightsOffer, window: SegmentReader | None) -> dict[wire.Carrier, int]:
         """Return how this server can take the offered version, best first."""
         device = self._landing.device
+        if offer.epoch != self._lost_epoch:  # another learner, perhaps on another host
+            self._lost_epoch = offer.epoch
+            self._lost.clear()
         return takes(
             reads=None if window is None else "ipc" if window.on_device else "shared",
             workers=self._workers.takes(offer) if self._workers is not None else None,

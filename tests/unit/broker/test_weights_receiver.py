@@ -76,4 +76,6 @@ async def test_memory_that_was_no_use_three_times_is_not_read_again() -> None:
     assert made._takes(offer, window) == {"shared": 1, "gloo": 1, "curve": 1}
     made._lost["shared"] = MAX_LOST
     assert made._takes(offer, window) == {"gloo": 1, "curve": 1}
+    later = msgspec.structs.replace(offer, epoch=2)  # another learner
+    assert list(made._takes(later, window)) == ["shared", "gloo", "curve"]
     await made.close()
