@@ -122,7 +122,7 @@ async def _offered(bus: Bus) -> dict[str, Any] | None:
     async with aclosing(bus.watch_last(WEIGHTS)) as offers:
         async for offer in offers:
             if isinstance(offer, wire.WeightsOffer):
-                return {name: getattr(offer, name) for name in ("epoch", "version", "digest", "size_bytes", "backend")}
+                return {name: getattr(offer, name) for name in ("epoch", "version", "digest", "size_bytes", "carriers")}
     return None
 
 

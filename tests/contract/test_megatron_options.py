@@ -92,7 +92,7 @@ def test_a_critic_beside_adapters_on_two_copies_of_two_ranks(path, monkeypatch):
     backend = make("megatron-tp2", path, ranks=4, algorithm=PPO, lora={"rank": 4}, optimizer_offload=True)
     try:
         agree(steps(backend, range(3)), expected)
-        os.kill(backend._ranks.leader.processes[1].pid, signal.SIGKILL)
+        os.kill(backend._ranks.leader.others.processes[1].pid, signal.SIGKILL)
         assert seen.wait(10)
         with pytest.raises(RankExitedError, match="rank 2"):
             steps(backend, [3])
