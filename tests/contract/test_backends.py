@@ -12,7 +12,7 @@ import torch
 from backend_kit import VARIANTS, kit, make, run
 from checkpoint_kit import keep, state_of
 
-from learner.backends.ranks import leader as leader_module
+from learner.backends.ranks import children as children_module
 from learner.backends.ranks.leader import RankExitedError
 from learner.backends.ranks.messages import deal_slices, pack_sample, unpack_sample
 from learner.config import AlgorithmSection
@@ -85,7 +85,7 @@ def test_backend(path, expected, tmp_path, monkeypatch, name):
     close(run(alone, range(2, 5)), expected[2:])
 
     lines, seen = [], threading.Event()
-    monkeypatch.setattr(leader_module, "exit_at_once", lambda line: (lines.append(line), seen.set()))
+    monkeypatch.setattr(children_module, "exit_at_once", lambda line: (lines.append(line), seen.set()))
     second = make(name, str(tmp_path))
     try:
         second.load_state(parts)

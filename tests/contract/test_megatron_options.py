@@ -14,7 +14,7 @@ from checkpoint_kit import keep
 from critic_kit import PPO, agree, steps, whole
 
 from learner.backends import activation_offload
-from learner.backends.ranks import leader as leader_module
+from learner.backends.ranks import children as children_module
 from learner.backends.ranks.leader import RankExitedError
 from learner.config import AlgorithmSection
 from rlearner_text.config import ModelSection
@@ -88,7 +88,7 @@ def test_a_critic_and_an_offloaded_optimizer_learn_and_resume_as_in_one_process(
 def test_a_critic_beside_adapters_on_two_copies_of_two_ranks(path, monkeypatch):
     expected = steps(make("torch", path, algorithm=PPO, lora={"rank": 4}), range(3))
     lines, seen = [], threading.Event()
-    monkeypatch.setattr(leader_module, "exit_at_once", lambda line: (lines.append(line), seen.set()))
+    monkeypatch.setattr(children_module, "exit_at_once", lambda line: (lines.append(line), seen.set()))
     backend = make("megatron-tp2", path, ranks=4, algorithm=PPO, lora={"rank": 4}, optimizer_offload=True)
     try:
         agree(steps(backend, range(3)), expected)
