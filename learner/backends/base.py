@@ -104,8 +104,8 @@ class Backend(Protocol):
         """Forget what was added since the last step, as if the current step had not begun."""
 
     @property
-    def spans_hosts(self) -> bool:
-        """Whether its ranks are on several hosts."""
+    def hosts_address(self) -> str:
+        """Address of this host that the ranks on other hosts have reached; empty if all ranks are on this host."""
 
     @property
     def device(self) -> torch.device:

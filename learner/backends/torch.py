@@ -241,8 +241,8 @@ class TorchBackend:
         return self._models.policy
 
     @property
-    def spans_hosts(self) -> bool:
-        return self._ranks.num_here < self._ranks.size
+    def hosts_address(self) -> str:
+        return self._ranks.hosts_address
 
     @property
     def device(self) -> torch.device:

@@ -94,7 +94,9 @@ class JoiningRank:
         except NoRendezvousError as error:
             log.error("%s", error)
             return EXIT_FAULT
-        except (LinkClosedError, TransferFailed):
+        except TransferFailed as error:
+            return self._fail(client, f"this rank cannot send weights: {error}", EXIT_FAULT)
+        except LinkClosedError:
             log.error("the connection to rank 0 at %s has ended; so does this rank, to be started again", self._where)
             return EXIT_FAULT
         except Exception as error:

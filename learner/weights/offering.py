@@ -75,7 +75,7 @@ class WeightOffering:
             epoch=epoch,
             settings=TransferSettings(
                 carriers,
-                host=weights_address(train.weights_interface, bus.link.url),
+                host=weights_address(train.weights_interface, bus.link.url, self._backend.hosts_address),
                 port=train.weights_port,
                 timeout_s=train.weights_timeout_s,
             ),
@@ -92,7 +92,7 @@ class WeightOffering:
         train = self._train
         if train.weights_stripes != "auto":
             return train.weights_stripes == "always"
-        return self._backend.spans_hosts and not stripes_problem(train.model_dump())
+        return bool(self._backend.hosts_address) and not stripes_problem(train.model_dump())
 
     def serve(self, sender: WeightSender) -> None:
         """Have the other ranks send their stripes for a sender that has started; called in the training thread."""

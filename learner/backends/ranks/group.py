@@ -63,6 +63,11 @@ class RankGroup:
         self.before_leaving: Callable[[], None] = lambda: None  # called before the process group is destroyed
         self._joined = False
 
+    @property
+    def hosts_address(self) -> str:
+        """Address of this host that the ranks on other hosts have reached; empty if all ranks are on this host."""
+        return self._meeting.address if self._meeting is not None and self.num_here < self.size else ""
+
     @classmethod
     def start(cls, target: str, size: int, settings: dict[str, Any]) -> RankGroup:
         """Have the other ranks build the backend ``target`` ("module:attribute") from ``settings``.
