@@ -14,6 +14,7 @@ ADMIT_BELOW: Final = 0.8  # of what the run may fill; the rest is for errors of 
 OPEN_BELOW: Final = 0.7  # below, tickets no longer count as held back
 PRESSED_ABOVE: Final = 0.6
 FIRST_GUESS_BYTES: Final = 1 << 20  # of a group, before the first one
+MEASURED_FROM: Final = 8  # groups that tell how large groups are; one may be no more than its closing
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class StoreBudget:
         self._configured, self._press_from = limit, press_from
         self._learned: int | None = None  # what the store held at the first refusal
         self._usage = StoreUsage(0, 0, 0, None)
-        self._group_bytes = float(FIRST_GUESS_BYTES)
+        self._group_bytes, self._measured = float(FIRST_GUESS_BYTES), False
         self._under_way = 0  # tickets published and without a record
 
     def look(self, usage: StoreUsage, under_way: int) -> None:
@@ -51,6 +52,7 @@ class StoreBudget:
         self._usage, self._under_way = usage, under_way
         if usage.groups:
             self._group_bytes = usage.run / usage.groups
+        self._measured = self._measured or usage.groups >= MEASURED_FROM
         if not usage.stores:
             self._learned = min(usage.used, self._learned or usage.used)
         elif self._learned is not None and usage.used > self._learned:
@@ -61,6 +63,11 @@ class StoreBudget:
         """Bytes that the store may hold, None if unknown."""
         known = [limit for limit in (self._usage.limit, self._configured, self._learned) if limit is not None]
         return min(known, default=None)
+
+    @property
+    def measured(self) -> bool:
+        """Whether the size of groups is known from some; before, it is a guess."""
+        return self._measured
 
     @property
     def usage(self) -> StoreUsage:

@@ -18,6 +18,7 @@ from learner.credit.store_budget import StoreBudget, StoreUsage
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S: Final = 3.0
+UNMEASURED: Final = 0.1  # share of that until the first groups are there: by a guess, tickets might fill the store
 GIB: Final = 1 << 30
 GROUPS: Final = (EPISODES, SAMPLES)  # one message for each group, or for its closing
 GROWING: Final = (TICKETS, PARTS, *GROUPS)  # what a run fills the store with
@@ -69,7 +70,7 @@ class StoreGate:
     async def serve(self) -> None:
         """Check every few seconds until cancelled."""
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(LOOK_EVERY_S * (1.0 if self._room.measured else UNMEASURED))
             await self.look()
 
     async def look(self) -> None:

@@ -124,6 +124,14 @@ def test_what_is_admitted_fits(limit: int, run: int, others: int, groups: int, u
     assert count >= 1 or under_way
 
 
+def test_the_size_of_groups_is_known_from_eight_of_them_and_stays_so_when_they_are_trimmed() -> None:
+    one, known = StoreBudget(10**9, 10**9), list[bool]()
+    for groups in (0, 1, 7, 8, 1):  # one may be no more than its closing
+        one.look(StoreUsage(391 * groups, 391 * groups, groups, None), 0)
+        known.append(one.measured)
+    assert known == [False, False, False, True, True]
+
+
 def test_an_account_counts_every_replica_and_a_tier_limits_one() -> None:
     flat = {"storage": 900, "limits": {"max_storage": 3000}}
     assert replica_usage(flat, 1) == (900, 3000)
