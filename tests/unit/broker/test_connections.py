@@ -51,7 +51,7 @@ def test_nccl_is_told_the_interface() -> None:
 def test_weights_are_where_the_setting_or_the_broker_says(caplog: pytest.LogCaptureFixture) -> None:
     assert weights_address("lo", "nats://192.0.2.1:4222") == "127.0.0.1"
     assert weights_address(None, "nats://user:secret@localhost:4222,nats://192.0.2.1:4222") == "127.0.0.1"
-    assert weights_address(None, "nats://localhost:4222", "10.9.8.7") == "10.9.8.7"  # where the ranks of other hosts come
+    assert weights_address(None, "nats://localhost:4222", "10.9.8.7") == "10.9.8.7"  # of other hosts
     assert weights_address("lo", "nats://localhost:4222", "10.9.8.7") == "127.0.0.1"
     with pytest.raises(ConfigError, match=r"train\.weights_interface: 'eth77' is not allowed; expected .*lo"):
         weights_address("eth77", "nats://localhost:4222")
