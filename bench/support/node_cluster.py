@@ -176,14 +176,12 @@ class NodeCluster:
         config: Path,
         *options: str,
         env: dict[str, str] | None = None,
-        hidden: Path | None = None,
         launcher: Sequence[str] = (sys.executable, "-m"),
     ) -> NodeProcess:
         """Start ``rlearner start`` on a node.
 
         Args:
             env: further variables.
-            hidden: a folder that is empty on this node.
             launcher: what runs the module.
         """
         log = self.folder / f"{config.stem}-{node}-{len(self.processes)}.log"
@@ -193,7 +191,6 @@ class NodeCluster:
         with log.open("wb") as output:
             process = await asyncio.create_subprocess_exec(
                 *self.network.inside(node),
-                *(_without(hidden) if hidden else []),
                 *command,
                 stdout=output,
                 stderr=output,
@@ -203,16 +200,9 @@ class NodeCluster:
         self.processes.append(made)
         return made
 
-    async def start_all(self, config: Path, num_nodes: int = 2, *, hidden: Path | None = None) -> list[NodeProcess]:
-        """Start a learner over nodes, as their supervisors do.
-
-        Args:
-            hidden: a folder that is empty on all nodes but node 0.
-        """
-        return [
-            await self.start(node, config, *self.node_options(node, num_nodes), hidden=hidden if node else None)
-            for node in range(num_nodes)
-        ]
+    async def start_all(self, config: Path, num_nodes: int = 2) -> list[NodeProcess]:
+        """Start a learner over nodes, as their supervisors do."""
+        return [await self.start(node, config, *self.node_options(node, num_nodes)) for node in range(num_nodes)]
 
     def clear(self) -> None:
         """Kill what is left of all processes."""
@@ -235,12 +225,6 @@ def node_cluster(folder: Path, num_nodes: int = 2) -> Iterator[NodeCluster]:
             yield made
         finally:
             made.clear()
-
-
-def _without(folder: Path) -> list[str]:
-    """Return what to put before a command for which a folder is empty."""
-    hide = 'mkdir -p "$0" && mount -t tmpfs none "$0" && exec "$@"'
-    return ["unshare", "--mount", "--propagation", "private", "sh", "-c", hide, str(folder)]
 
 
 def steps_of(folder: Path, run: str) -> list[dict[str, Any]]:
