@@ -63,8 +63,14 @@ class StoreMessages:
                 time.sleep(STORE_POLL_S)
         return self.heard(word)
 
-    def forget(self, num_receivers: int, num_sizes: int) -> None:
-        """Delete the keys after the transfer."""
+    def forget(self, num_receivers: int, num_sizes: int, before: str | None) -> None:
+        """Delete the keys after the transfer, except ``go``: a server whose workers receive may look for it only then.
+
+        Args:
+            before: the communicator's previous session, whose ``go`` is deleted now.
+        """
         words = [f"{word}/{rank}" for word in ("held", "ready", "done", "at") for rank in range(1, num_receivers + 1)]
-        for word in [*words, *(f"size/{index}" for index in range(num_sizes)), "go", "digest"]:
+        for word in [*words, *(f"size/{index}" for index in range(num_sizes)), "digest"]:
             self._store.delete_key(f"{self._session}/{word}")
+        if before is not None:
+            self._store.delete_key(f"{before}/go")

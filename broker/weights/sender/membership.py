@@ -271,6 +271,12 @@ def session_name(epoch: int, serial: int, uses: int) -> str:
     return f"{epoch}-{serial}.{uses}"
 
 
+def session_before(session: str) -> str | None:
+    """Return the session of a communicator's previous transfer, None for its first."""
+    name, uses = parse_session(session)
+    return f"{name}.{uses - 1}" if uses else None
+
+
 def parse_session(session: str) -> tuple[str, int]:
     """Return a communicator's name and the number of its earlier transfers.
 

@@ -36,7 +36,7 @@ from broker.weights.group import Group, PeerLost, WaitMonitor, WeightGroup
 from broker.weights.memory.staging import StagedVersion
 from broker.weights.rendezvous.board_request import BoardStore
 from broker.weights.rendezvous.board_server import LearnerStore
-from broker.weights.sender.membership import StartTransfer, parse_session
+from broker.weights.sender.membership import StartTransfer, parse_session, session_before
 from broker.weights.store_messages import STORE_POLL_S, StoreMessages
 
 CHANGES: Final = "changes"
@@ -154,7 +154,7 @@ def lead(
             raise
         servers = to_blame(lines, start) if isinstance(error, PeerLost) else {}
         raise SessionFailed(str(error), servers, ours=not isinstance(error, PeerLost)) from None
-    lines.forget(len(start.members), 0 if whole else len(staged))
+    lines.forget(len(start.members), 0 if whole else len(staged), session_before(start.session))
     return SentVersion(group, seconds, size_bytes, whole)
 
 

@@ -12,7 +12,7 @@ from broker.errors import TransferFailed
 from broker.weights.group import PEEK_EVERY_S, PeerLost, WaitMonitor
 from broker.weights.plan import LayoutPlan
 from broker.weights.rendezvous.board_request import BoardStore
-from broker.weights.sender.membership import StartTransfer
+from broker.weights.sender.membership import StartTransfer, session_before
 from broker.weights.sender.transfer import (
     STRIPES,
     SentVersion,
@@ -98,5 +98,5 @@ def lead_stripes(
         for word in ("sent", "stripe"):
             store.delete_key(f"{start.session}/{word}/{rank}")
     store.delete_key(f"stripes/{order_key(number)}")
-    lines.forget(len(start.members), 0)
+    lines.forget(len(start.members), 0, session_before(start.session))
     return SentVersion(None, seconds, size_bytes, True)

@@ -20,6 +20,7 @@ from broker.weights.memory.staging import FlatBuffer, plan_of
 from broker.weights.probe import make_probe
 from broker.weights.receiver.bucket_stream import MOST_BUCKETS, BucketStream
 from broker.weights.receiver.workers import EngineWorkers
+from broker.weights.sender.membership import session_before
 from broker.weights.store_messages import StoreMessages
 
 CPU = torch.device("cpu")
@@ -107,3 +108,14 @@ def test_workers_on_the_learners_gpu_do_not_use_nccl() -> None:
     assert workers.takes(msgspec.structs.replace(offer, devices=["GPU-2"])) == {"gloo": 2}
     adapter = wire.Adapter(base="b", targets=["w"], rank=1, scale=1.0)
     assert workers.takes(msgspec.structs.replace(offer, adapter=adapter)) == {}
+
+
+def test_the_word_to_begin_stays_until_the_next_transfer_for_a_server_that_looks_late() -> None:
+    store, watch = torch.distributed.HashStore(), WaitMonitor()  # type: ignore[attr-defined]
+    first, second = (StoreMessages(store, f"1-1.{uses}", watch) for uses in range(2))
+    for lines in (first, second):
+        for word in ("ready/1", "go", "digest", "done/1"):
+            lines.say(word)
+        lines.forget(1, 0, session_before("1-1.0" if lines is first else "1-1.1"))
+        assert [lines.heard(word) for word in ("ready/1", "go", "digest", "done/1")] == [None, "", None, None]
+    assert first.heard("go") is None
