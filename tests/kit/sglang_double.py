@@ -17,13 +17,15 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 from aiohttp import web
-from sglang_wire import FIELDS, SAMPLING, SHIFT, join, late, load_folder
+from sglang_updater import WeightUpdater
+from sglang_wire import FIELDS, SAMPLING, SHIFT, late, load_folder
 
 from broker.contract import wire
 from rollout.config import RolloutSection
@@ -64,7 +66,7 @@ class Double:
         self._changed = asyncio.Event()
         self._resumed = asyncio.Event()
         self._resumed.set()
-        self._groups: dict[str, Any] = {}
+        self._updater = WeightUpdater(lambda: self._core.model.weights())
         self._session = False
         self._loop: asyncio.Task[None] | None = None
 
@@ -309,31 +311,31 @@ class Double:
         tensors = load_folder(Path(body["model_path"]))
         if self.hold is not None:
             await self.hold.wait()
-        return self._take(tensors, body)
+        return await self._take(list(tensors.items()), body)
 
-    def _take(self, tensors: dict[str, torch.Tensor], body: dict[str, Any]) -> dict[str, Any]:
+    async def _take(self, weights: Any, body: dict[str, Any]) -> dict[str, Any]:
         flush = body.get("flush_cache", True)
         if self._answers and (flush or not self._paused):
             return {
                 "success": False,
                 "message": "Cache flush failed: requests are running" if flush else "requests are running",
             }
-        held = self._core.model.weights()
-        for name, tensor in tensors.items():
-            held[name].copy_(tensor)
+        done, message = await asyncio.to_thread(self._updater.load_weights_from_distributed, weights)
+        if not done:
+            return {"success": False, "message": message}
         self._version = int(body["weight_version"])
         self._core._set_version(self._version + SHIFT, weights_changed=flush)
-        return {"success": True, "message": "Succeeded to update model weights."}
+        return {"success": True, "message": message}
 
     async def _init_group(self, body: dict[str, Any]) -> dict[str, Any]:
-        assert (body["rank_offset"], body["world_size"], body["backend"]) == (1, 2, "gloo")
-        self._groups[body["group_name"]] = await asyncio.to_thread(
-            join, body["group_name"], body["master_address"], body["master_port"]
-        )
-        return {"success": True, "message": "Succeeded to initialize custom process group."}
+        fields = ("master_address", "master_port", "rank_offset", "world_size", "group_name", "backend")
+        arguments = [body[name] for name in fields]
+        done, message = await asyncio.to_thread(self._updater.init_weights_update_group, *arguments)
+        return {"success": done, "message": message}
 
     async def _destroy_group(self, body: dict[str, Any]) -> dict[str, Any]:
-        return {"success": self._groups.pop(body["group_name"], None) is not None, "message": ""}
+        done, message = self._updater.destroy_weights_update_group(body["group_name"])
+        return {"success": done, "message": message}
 
     async def _release(self, _: dict[str, Any]) -> dict[str, Any]:
         if "enable-memory-saver" not in self.options or "enable-weights-cpu-backup" not in self.options:
@@ -358,18 +360,10 @@ class Double:
     async def _from_distributed(self, body: dict[str, Any]) -> dict[str, Any]:
         if not self._session:
             return {"success": False, "message": "must run between begin_weight_update() and end_weight_update()"}
-        group = self._groups[body["group_name"]]
-        rows = zip(body["names"], body["dtypes"], body["shapes"], strict=True)
-        tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in rows}
-
-        def receive() -> None:
-            for work in [
-                torch.distributed.broadcast(tensor, src=0, group=group, async_op=True) for tensor in tensors.values()
-            ]:
-                work.wait()
-
-        await asyncio.to_thread(receive)
-        return self._take(tensors, body)
+        fields = ("names", "dtypes", "shapes", "group_name")
+        arguments = {name: body[name] for name in fields}
+        weights = await asyncio.to_thread(partial(self._updater.receive_weights_from_distributed, **arguments))
+        return await self._take(weights, body)
 
 
 @asynccontextmanager

@@ -11,8 +11,9 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -47,8 +48,15 @@ if TYPE_CHECKING:
     import torch
 
     from rollout.engines.sglang.weight_senders import SGLangWeightSender
+    from rollout.engines.sglang.worker_transfer import WorkerTransferSender
 
 log = logging.getLogger(__name__)
+
+
+class Send(Protocol):
+    """Has the server load a version: ``SGLangWeightSender.send`` with everything but ``flush``."""
+
+    async def __call__(self, *, flush: bool) -> None: ...
 
 
 class SGLangEngine:
@@ -76,6 +84,8 @@ class SGLangEngine:
         self._child: SGLangProcess | None = None
         self._api: SGLangClient | None = None
         self._sender: SGLangWeightSender | None = None
+        self._workers: WorkerTransferSender | None = None
+        self._num_workers = 0  # that can receive weights themselves
         self._held: dict[str, torch.Tensor] = {}
         self._vocab_size = 0
 
@@ -119,6 +129,7 @@ class SGLangEngine:
         try:
             await self._child.ready(self._api.healthy, self._args.start_timeout_s)
             self._spans = (await self._first()).spans
+            await self._find_workers(num_copies)
         except BaseException:
             self._child.keep_log = True
             await self.close()
@@ -127,6 +138,28 @@ class SGLangEngine:
             why = "this SGLang does not return the weight version of each token"
             log.warning("%s: new weights recompute the KV of running requests", why)
         self._requests.open.set()
+
+    async def _find_workers(self, num_copies: int) -> None:
+        """Find out whether SGLang's workers can receive weights themselves.
+
+        Raises:
+            UserError: if they cannot, and are told to.
+        """
+        from rollout.engines.sglang.worker_transfer import WorkerTransferSender, num_workers
+
+        into = self._config.section.weights_into
+        if into == "server" or (into == "auto" and self._config.device == "cpu"):
+            return
+        count = num_workers(self._args, num_copies, into)
+        assert self._api is not None
+        self._workers = WorkerTransferSender(self._api, self._args)
+        if count and not await self._workers.has_plugin():
+            lacks = "SGLang has not loaded this package's plugin: install rlearner in its environment, too"
+            if into == "workers":
+                raise UserError(f"rollout.weights_into: workers is not possible; {lacks}")
+            log.warning("%s, for its workers to receive weights; until then they come through this process", lacks)
+            return
+        self._num_workers = count
 
     async def join(self) -> None:
         assert self._ended is not None
@@ -221,41 +254,68 @@ class SGLangEngine:
         assert self._sender is not None
         async with self._requests.updating:
             await self._sender.prepare(tensors)
-            began = time.monotonic()
-            self._requests.open.clear()
-            try:
-                if mode == "keep" and self._spans:
-                    await self._load_in_place(tensors, version, probe)
-                else:
-                    await self._load_quiet(tensors, version, mode, probe)
-            except BaseException as error:
-                self._requests.stall()
-                if isinstance(error, (SGLangRequestError, ConnectionError)):
-                    raise TransferFailed(str(error)) from None
-                raise
-            self._requests.serve(version, changed=True)
-            self._requests.pause_s += time.monotonic() - began
-            return time.monotonic() - began
+            return await self._load(partial(self._sender.send, tensors, version), version, mode, probe)
 
-    async def _load_quiet(
-        self, tensors: Mapping[str, torch.Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None
-    ) -> None:
+    def worker_carriers(self) -> dict[wire.Carrier, int]:
+        if not self._num_workers:
+            return {}
+        carriers: list[wire.Carrier] = ["nccl"] if self._config.device != "cpu" else []
+        carriers += ["gloo"] if self._config.section.weights_into == "workers" else []
+        return dict.fromkeys(carriers, self._num_workers)
+
+    async def receive_weights(
+        self,
+        transfer: str,
+        version: int,
+        mode: UpdateMode,
+        probe: wire.Probe | None,
+        go: Callable[[], Awaitable[None]],
+    ) -> tuple[float, str]:
+        self._check_alive()
+        assert self._workers is not None
+        async with self._requests.updating:
+            await self._workers.begin(transfer)
+            try:
+                await go()
+            except BaseException:
+                await self._workers.cancel()
+                raise
+            paused_s = await self._load(partial(self._workers.send, {}, version), version, mode, probe)
+            return paused_s, self._workers.digest
+
+    async def _load(self, send: Send, version: int, mode: UpdateMode, probe: wire.Probe | None) -> float:
+        """Load a version that is ready to be sent, and serve it; return the seconds of pause."""
+        began = time.monotonic()
+        self._requests.open.clear()
+        try:
+            if mode == "keep" and self._spans:
+                await self._load_in_place(send, version, probe)
+            else:
+                await self._load_quiet(send, mode, probe)
+        except BaseException as error:
+            self._requests.stall()
+            if isinstance(error, (SGLangRequestError, ConnectionError)):
+                raise TransferFailed(str(error)) from None
+            raise
+        self._requests.serve(version, changed=True)
+        self._requests.pause_s += time.monotonic() - began
+        return time.monotonic() - began
+
+    async def _load_quiet(self, send: Send, mode: UpdateMode, probe: wire.Probe | None) -> None:
         """Load with no request in the server: running ones have returned their partial output."""
         if mode == "abort":
             self._requests.abort_running()
         await self._quiet()
-        assert self._sender is not None
-        await self._sender.send(tensors, version, flush=True)
+        await send(flush=True)
         self._requests.loads += 1
         await self._probe(probe)
 
-    async def _load_in_place(self, tensors: Mapping[str, torch.Tensor], version: int, probe: wire.Probe | None) -> None:
+    async def _load_in_place(self, send: Send, version: int, probe: wire.Probe | None) -> None:
         """Load with requests paused. They resume before the probe; if it fails, tokens of this version are dropped."""
         assert self._api is not None
-        assert self._sender is not None
         try:
             await self._api.post("/pause_generation", {"mode": "in_place"}, SCORE_TIMEOUT_S)
-            await self._sender.send(tensors, version, flush=False)
+            await send(flush=False)
         except BaseException:
             await self._take_back(version)
             raise
