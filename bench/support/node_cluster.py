@@ -244,14 +244,23 @@ def largest_difference(one: Sequence[dict[str, Any]], other: Sequence[dict[str, 
     return max(abs(float(a[name]) - float(b[name])) for a, b in pairs for name in LOSSES)
 
 
-async def reach(folder: Path, run: str, step: int, within_s: float = LONG_S) -> None:
+async def reach(
+    folder: Path, run: str, step: int, processes: Sequence[NodeProcess] = (), within_s: float = LONG_S
+) -> None:
     """Wait until a run has made a step.
+
+    Args:
+        processes: that must not end before.
 
     Raises:
         TimeoutError: if it has not.
+        RuntimeError: if a process has ended; with what it has written.
     """
     deadline = time.monotonic() + within_s
     while len(steps_of(folder, run)) < step:
         if time.monotonic() > deadline:
             raise TimeoutError(f"run {run} did not reach step {step} within {within_s:g} s")
+        for one in processes:
+            if one.process.returncode is not None:
+                raise RuntimeError(f"a process ended with code {one.process.returncode}:\n{one.log}")
         await asyncio.sleep(0.02)

@@ -11,7 +11,7 @@ Rank 0 is the learner process of node 0, which alone talks to the broker. A proc
       key file                                             key file
       arrivals: node, number, token  --- rendezvous -->    opens a link for it, answers with its port
       Hello: versions, configuration --- link --------->   Roll: who is there; the first difference ends all
-                                     <-- link ----------   FoldersCommand, FileCommand: model folders it lacks
+                                     <-- link ----------   FoldersCommand: model folders must not differ
                                      <-- link ----------   BuildCommand, RunCommand, StepCommand, … as on one host
       torch.distributed (gloo, NCCL) <----------------->   meet in the rendezvous, on the interface that reaches it
                                      <-- link ----------   EndCommand: exit code

@@ -25,7 +25,7 @@ from learner.backends.ranks.rendezvous import Meeting
 from learner.nodes.encrypted_link import EncryptedFrames, LinkWatch
 from learner.nodes.hello import Hello
 from learner.nodes.meeting_keys import Farewell, farewell_key
-from learner.nodes.model_folders import Listing, file_commands, list_folder, refuse_large
+from learner.nodes.model_folders import list_folder
 
 log = logging.getLogger(__name__)
 
@@ -92,44 +92,26 @@ class NodeRanks:
 
     def build(self, backend: str, settings: dict[str, Any]) -> None:
         self._num_built += 1
-        self._send_folders({str(settings[key]) for key in ("model_path", "ref_path") if settings.get(key)})
+        self._compare_folders({str(settings[key]) for key in ("model_path", "ref_path") if settings.get(key)})
         sizes = {rank.hello.node: rank.hello.local_size for rank in self._ranks}
         for number, rank in enumerate(self._ranks, 1):
             local = (rank.hello.local_rank, sizes[rank.hello.node])
             rank.link.send(BuildCommand(backend, number, len(self._ranks) + 1, self._name, settings, *local))
 
-    def _send_folders(self, paths: set[str]) -> None:
+    def _compare_folders(self, paths: set[str]) -> None:
         folders = {path: list_folder(Path(path)) for path in sorted(paths) if os.path.isdir(path)}
         if not folders:
             return
-        missing = self._missing(folders)
-        for number, lacking in missing.items():
-            rank = self._ranks[number]
-            for path in lacking:
-                refuse_large(path, folders[path], rank.hello.name)
-                for part in file_commands(path, folders[path]):
-                    rank.link.send(part)
-                    rank.link.reply()
-        if missing and (still := self._missing(folders)):
-            rank = self._ranks[min(still)]
-            raise UserError(f"{rank.hello.name} has no {still[min(still)][0]}, although it was sent there")
-
-    def _missing(self, folders: dict[str, Listing]) -> dict[int, list[str]]:
-        """Return what the first rank of each node lacks; a node's ranks share its files."""
         for link in self.links:
             link.send(FoldersCommand(folders))
-        found: dict[int, tuple[int, list[str]]] = {}
         problem = ""
-        for number, rank in enumerate(self._ranks):
-            reply = rank.link.reply()
+        for link in self.links:
+            reply = link.reply()
             if not isinstance(reply, FoldersReply):
                 raise TypeError(f"expected FoldersReply, got {type(reply).__name__}")
             problem = problem or reply.problem
-            if reply.missing:
-                found.setdefault(rank.hello.node, (number, reply.missing))
         if problem:
             raise UserError(problem)
-        return dict(found.values())
 
     def arm(self) -> None:
         """Do nothing: from the start this process exits when a rank ends."""

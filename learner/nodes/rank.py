@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -38,7 +39,7 @@ from learner.nodes.hello import greet
 from learner.nodes.key import NodeKey, read_key
 from learner.nodes.local_ranks import RankStart
 from learner.nodes.meeting_keys import ARRIVALS, Farewell, answer_key, arrival_line, farewell_key
-from learner.nodes.model_folders import ModelFolders, default_cache
+from learner.nodes.model_folders import compare
 
 log = logging.getLogger(__name__)
 
@@ -155,12 +156,12 @@ class JoiningRank:
         link.send(hello)
         self.joined = True
         log.info("rank %d of node %d has reached rank 0 at %s", start.local_rank, start.node, self._where)
-        folders, here = ModelFolders(default_cache(), hello.name), address_towards(start.host)
+        here = address_towards(start.host)
 
         def meet(build: BuildCommand) -> Meeting:
             return Meeting(PrefixStore(build.store, client), here)
 
-        end = serve(link, meet, folders.execute, folders.localized)
+        end = serve(link, meet, partial(compare, node=hello.name))
         if end.reason:
             log.error("%s", end.reason)
         return end.code

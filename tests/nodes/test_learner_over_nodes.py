@@ -125,7 +125,7 @@ async def test_losses_of_one_process_although_a_part_dies(
     gate = Gate(2)
     async with hub(cluster.url, run, gate):
         nodes = await cluster.start_all(config)
-        await reach(cluster.folder, run, 2)
+        await reach(cluster.folder, run, 2, nodes)
         left = _strike(cluster, nodes, blow)
         struck_at = time.monotonic()
         await end(left, (1,) * len(left))

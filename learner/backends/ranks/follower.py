@@ -16,7 +16,6 @@ from learner.backends.ranks.messages import (
     BuildCommand,
     DoneReply,
     EndCommand,
-    FileCommand,
     FoldersCommand,
     ReleaseCommand,
     Reply,
@@ -55,15 +54,13 @@ def main(descriptor: int) -> int:
 def serve(
     link: RankLink,
     meet: Callable[[BuildCommand], Meeting],
-    prepare: Callable[[FoldersCommand | FileCommand], Reply] | None = None,
-    localized: Callable[[BuildCommand], BuildCommand] = lambda build: build,
+    compare: Callable[[FoldersCommand], Reply] | None = None,
 ) -> EndCommand:
     """Execute commands until the last one, and return that.
 
     Args:
         meet: returns where the ranks of a group meet.
-        prepare: executes commands about model folders.
-        localized: returns a command with paths of this host.
+        compare: compares model folders with rank 0's.
 
     Raises:
         LinkClosedError: if rank 0 has closed the connection.
@@ -77,15 +74,15 @@ def serve(
                 case EndCommand():
                     return command
                 case BuildCommand():
-                    worker = _build(localized(command), meet(command))
+                    worker = _build(command, meet(command))
                 case ReleaseCommand():
                     if worker is not None:
                         worker.part()
                     worker, reply = None, DoneReply()
-                case FoldersCommand() | FileCommand():
-                    if prepare is None:
-                        raise TypeError(f"{type(command).__name__}: rank 0 is on this host")
-                    reply = prepare(command)
+                case FoldersCommand():
+                    if compare is None:
+                        raise TypeError("FoldersCommand: rank 0 is on this host")
+                    reply = compare(command)
                 case _:
                     if worker is None:
                         raise TypeError(f"first command: expected BuildCommand, got {type(command).__name__}")

@@ -101,18 +101,9 @@ class EndCommand(msgspec.Struct, frozen=True, tag=True):
 
 
 class FoldersCommand(msgspec.Struct, frozen=True, tag=True):
-    """Look for model folders; the reply is ``FoldersReply``."""
+    """Compare model folders with rank 0's; the reply is ``FoldersReply``."""
 
     folders: dict[str, dict[str, tuple[int, str]]]  # by path, for each file its size and, if it is small, its digest
-
-
-class FileCommand(msgspec.Struct, frozen=True, tag=True):
-    """Store a part of a file of a folder that the last ``FoldersCommand`` listed and this host lacks."""
-
-    folder: str
-    name: str
-    at: int
-    data: bytes
 
 
 class DoneReply(msgspec.Struct, frozen=True, tag=True):
@@ -120,10 +111,9 @@ class DoneReply(msgspec.Struct, frozen=True, tag=True):
 
 
 class FoldersReply(msgspec.Struct, frozen=True, tag=True):
-    """Folders that this host lacks, and how one differs from rank 0's, if one does."""
+    """How this host's folders differ from rank 0's."""
 
-    missing: list[str]
-    problem: str = ""
+    problem: str  # one line, empty if they do not
 
 
 class CopyCommand(msgspec.Struct, frozen=True, tag=True):
@@ -211,7 +201,7 @@ WorkCommand = (
     RunCommand | ScoreCommand | StepCommand | DiscardCommand | CollectiveCommand | PartCommand | TurnCommand
     | OpenStripesCommand | ServeStripesCommand
 )  # fmt: skip
-Command = WorkCommand | BuildCommand | ReleaseCommand | EndCommand | FoldersCommand | FileCommand
+Command = WorkCommand | BuildCommand | ReleaseCommand | EndCommand | FoldersCommand
 ResultsReply = SumsReply | ColumnsReply
 Reply = ResultsReply | DoneReply | FoldersReply | VerifiedReply | WrittenReply | StripeReply
 

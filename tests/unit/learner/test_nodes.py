@@ -1,8 +1,7 @@
-"""Who is there, what they differ in, their key, and copies of model folders."""
+"""Who is there, what they differ in, their key, and their model folders."""
 
 from __future__ import annotations
 
-import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,14 @@ import msgspec
 import pytest
 
 from broker.errors import UserError
-from learner.backends.ranks.messages import BuildCommand, DoneReply, FoldersCommand, FoldersReply
+from learner.backends.ranks.messages import FoldersCommand
 from learner.nodes.encrypted_link import OTHERS, RANK_0
 from learner.nodes.gathering import own_address
 from learner.nodes.hello import Hello, Roll, first_difference
 from learner.nodes.key import NodeKey, read_key
 from learner.nodes.local_ranks import worst
 from learner.nodes.meeting_keys import Arrival, arrival_line, arrivals
-from learner.nodes.model_folders import PART_BYTES, ModelFolders, file_commands, list_folder, refuse_large
+from learner.nodes.model_folders import compare, list_folder
 
 VERSIONS = {"python": "3.11.7", "torch": "2.13.0"}
 
@@ -136,58 +135,26 @@ def _folder(path: Path, **files: bytes) -> Path:
     return path
 
 
-def test_a_missing_folder_is_copied_and_another_one_refused(tmp_path: Path) -> None:
-    weights = os.urandom(PART_BYTES + 5)
-    source = _folder(tmp_path / "model", config_json=b"{}", model_safetensors=weights, empty_txt=b"", notes_log=b"x")
+def test_a_folder_that_is_missing_or_differs_is_named(tmp_path: Path) -> None:
+    source = _folder(tmp_path / "model", config_json=b"{}", model_safetensors=b"weights", empty_txt=b"", notes_log=b"x")
     (source / "learner").mkdir()
     (source / "learner" / "state.safetensors").write_bytes(b"only rank 0's")
     (source / "adapter").mkdir()
     (source / "adapter" / "adapter.json").write_bytes(b"[]")
     listing = list_folder(source)
     assert {name: size for name, (size, _) in listing.items()} == {
-        "adapter/adapter.json": 2, "config.json": 2, "empty.txt": 0, "model.safetensors": PART_BYTES + 5,
+        "adapter/adapter.json": 2, "config.json": 2, "empty.txt": 0, "model.safetensors": 7,
     }  # fmt: skip
-
-    folders = ModelFolders(tmp_path / "cache", "node 1")
-    command = FoldersCommand({"/only/on/node/0": listing})
-    assert folders.execute(command) == FoldersReply(["/only/on/node/0"])
-    for part in file_commands(str(source), listing):
-        assert folders.execute(msgspec.structs.replace(part, folder="/only/on/node/0")) == DoneReply()
-    assert folders.execute(command) == FoldersReply([])
-    build = BuildCommand("b", 1, 2, "s", {"model_path": "/only/on/node/0", "ref_path": "a/hub-name", "seed": 3})
-    settings = folders.localized(build).settings
-    assert list_folder(Path(settings["model_path"])) == listing
-    assert (Path(settings["model_path"]) / "model.safetensors").read_bytes() == weights
-    assert (settings["ref_path"], settings["seed"]) == ("a/hub-name", 3)
-
     same = FoldersCommand({str(source): listing})
-    assert folders.execute(same) == FoldersReply([])
+    assert compare(same, "node 1").problem == ""
+    missing = compare(FoldersCommand({"/only/on/node/0": listing}), "node 1").problem
+    assert missing == "node 1 has no /only/on/node/0: run.dir and model folders must be there on all nodes"
     (source / "config.json").write_bytes(b"[]")
-    reply = folders.execute(same)
-    assert isinstance(reply, FoldersReply)
-    assert reply.problem == f"{source} on node 1 is not the folder of node 0: the content of config.json differs"
+    differs = f"{source} on node 1 is not the folder of node 0: the content of config.json differs"
+    assert compare(same, "node 1").problem == differs
     (source / "model.safetensors").write_bytes(b"")
     (source / "config.json").unlink()
-    reply = folders.execute(same)
-    assert isinstance(reply, FoldersReply)
-    assert reply.problem.endswith("config.json is only there")
-
-
-def test_a_file_outside_the_folder_is_refused(tmp_path: Path) -> None:
-    source = _folder(tmp_path / "model", config_json=b"{}")
-    folders = ModelFolders(tmp_path / "cache", "node 1")
-    folders.execute(FoldersCommand({"/m": {"../../evil.json": (2, "")}}))
-    (part,) = file_commands(str(source), list_folder(source))
-    with pytest.raises(UserError, match="outside the folder"):
-        folders.execute(msgspec.structs.replace(part, folder="/m", name="../../evil.json"))
-    with pytest.raises(UserError, match="did not list"):
-        folders.execute(msgspec.structs.replace(part, folder="/m"))
-    assert not (tmp_path / "evil.json").exists()
-
-
-def test_a_large_folder_is_not_sent() -> None:
-    with pytest.raises(UserError, match=r"node 1 has no /m, and 5.0 GiB are too many to send; put it on a shared"):
-        refuse_large("/m", {"model.safetensors": (5 << 30, "")}, "node 1")
+    assert compare(same, "node 1").problem.endswith("config.json is only there")
 
 
 def test_node_0_listens_at_an_address_of_its_own() -> None:
