@@ -54,7 +54,7 @@ def figures(ranks: int = 4, layers: int = 40) -> dict[str, Any]:
         found = _measured(ranks, str(Path(place) / "store"), model, parts)
     whole = found[0]["model"]
     return {
-        "parameters": int(made.stdout),
+        "parameters": int(made.stdout.split()[-1]),  # libraries may have said something before
         "ranks": ranks,
         "peak_load_ratio": round(max(one["load"] for one in found) / whole, 4),
         "trial_ratio": round(max(one["trial"] for one in found) / whole, 4),

@@ -38,7 +38,9 @@ def main() -> int:
     figures: dict[str, Any] = {}
     for name in [options.only] if options.only else PARTS:
         with tempfile.TemporaryDirectory(prefix=f"rlearner-nodes-{name}-") as folder:
-            figures |= import_module(PARTS[name]).measure(Path(folder), options.runs)
+            found = import_module(PARTS[name]).measure(Path(folder), options.runs)
+        print(f"{name}: {json.dumps(found)}", file=sys.stderr, flush=True)
+        figures |= found
     print(json.dumps(figures))
     return 0
 
