@@ -111,7 +111,9 @@ class _Server:
     def read(self, version: int, done: Callable[[int], None] = lambda index: None) -> str:
         """Read the version into ``flat`` and return its digest."""
         assert self.window is not None, "open it first"
-        return combine(self.window.take(version, self.flat, WaitMonitor(), timeout_s=5.0, done=done, peek=lambda: None))
+        return combine(
+            self.window.take(version, self.flat.bucket, WaitMonitor(), timeout_s=5.0, done=done, peek=lambda: None)
+        )
 
     def speeds(self, learner: _Learner) -> tuple[dict[str, Any], dict[str, bool]]:
         """Measure reads of a complete version and of one being packed, alternating with local copies."""

@@ -70,6 +70,18 @@ def takes(
     return {carrier: ranks for carrier, ranks in found.items() if carrier not in failed} or found
 
 
+def of_workers(into: str, num_workers: int, *, on_gpu: bool) -> dict[Carrier, int]:
+    """Return the carriers by which an engine's workers receive, best first, with their number.
+
+    Args:
+        into: ``rollout.weights_into``.
+        on_gpu: whether each worker has a GPU of its own.
+    """
+    carriers: list[Carrier] = ["ipc", "nccl"] if on_gpu and into != "server" else []
+    carriers += ["shared", "gloo"] if into == "workers" else []
+    return dict.fromkeys(carriers, num_workers)
+
+
 def refusal(offers: Sequence[Carrier], takes: Mapping[Carrier, int]) -> str:
     """Return why a server gets no weights, in one line."""
     ways = f"the learner sends by {', '.join(offers)}, this server takes {', '.join(takes)}"

@@ -127,6 +127,7 @@ def _weights_settings(rollout: Mapping[str, Any], train: Mapping[str, Any], para
         engine=engine,
         to_device=declared is None or declared.weights_memory == "device",
         workers=parallel if declared is not None and declared.workers_receive else 0,
+        workers_need=declared.workers_need if declared is not None else "",
         into=rollout.get("weights_into") or "auto",
         plain=train.get("weights_dtype") != "fp8" and not sends_adapters,
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from broker.contract.wire import Carrier
-from broker.weights.carriers import choose, offered, takes
+from broker.weights.carriers import READ, choose, of_workers, offered, takes
 
 REASONS: Final[dict[Carrier, str]] = {
     "ipc": "the server reads the learner's GPU memory",
@@ -32,6 +32,7 @@ class WeightsSettings:
         engine: name of the servers' engine; empty: no servers follow the weights.
         to_device: whether the engine's server process takes new weights on its GPU.
         workers: number of the engine's workers, if they receive weights themselves; else 0.
+        workers_need: what they need for that, in words.
         into: ``rollout.weights_into``.
         plain: whether whole models are sent unquantized, which workers require.
     """
@@ -41,6 +42,7 @@ class WeightsSettings:
     engine: str = ""
     to_device: bool = False
     workers: int = 0
+    workers_need: str = ""
     into: str = "auto"
     plain: bool = True
 
@@ -72,9 +74,10 @@ def weight_pairs(settings: WeightsSettings, num_gpus: int) -> list[WeightPair]:
 
 def _pair(settings: WeightsSettings, where: str, same_host: bool, own_gpu: bool, *, on_gpu: bool) -> WeightPair:
     workers: dict[Carrier, int] = {}
-    if settings.workers and settings.plain and settings.into != "server":
-        workers |= {"nccl": settings.workers} if own_gpu else {}
-        workers |= {"gloo": settings.workers} if settings.into == "workers" else {}
+    if settings.workers and settings.plain:
+        impossible = (set() if same_host else READ) | (set() if own_gpu else {"nccl"})
+        found = of_workers(settings.into, settings.workers, on_gpu=on_gpu)
+        workers = {carrier: count for carrier, count in found.items() if carrier not in impossible}
     reads: Carrier | None = None
     if same_host:
         reads = "ipc" if settings.setting == "ipc" and settings.to_device and on_gpu else "shared"
@@ -84,4 +87,8 @@ def _pair(settings: WeightsSettings, where: str, same_host: bool, own_gpu: bool,
         what = "NCCL takes no two members on one GPU" if where == "on the learner's GPU" else "it takes host memory"
         return WeightPair(where, None, what)
     count = workers.get(carrier, 0)
-    return WeightPair(where, carrier, REASONS[carrier] + (f", into {count} worker{'s' * (count > 1)}" if count else ""))
+    why = REASONS[carrier]
+    if count:
+        why += f", into {count} worker{'s' * (count > 1)}"
+        why += f" with {settings.workers_need}" if settings.workers_need else ""
+    return WeightPair(where, carrier, why)

@@ -18,6 +18,7 @@ class EngineArgs(Section):
         processed_logprobs: returns logprobs of the distribution that is left after top-p, top-k and min-p.
         weights_memory: where the server's process takes new weights.
         workers_receive: the engine's own workers can receive them, see ``rollout.engines.base.ReceivingEngine``.
+        workers_need: what they need for that, in words.
         needs_gpu: does not run without one.
         one_server_per_share: of the GPUs that ``--gpus`` names, see ``rollout.replicas``.
         packages: distributions that bring it, any of which will do.
@@ -27,6 +28,7 @@ class EngineArgs(Section):
     processed_logprobs: ClassVar[bool] = False
     weights_memory: ClassVar[Literal["device", "host"]] = "device"
     workers_receive: ClassVar[bool] = False
+    workers_need: ClassVar[str] = ""
     needs_gpu: ClassVar[bool] = False
     one_server_per_share: ClassVar[bool] = False
     packages: ClassVar[tuple[str, ...]] = ()

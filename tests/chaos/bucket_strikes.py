@@ -16,9 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from torch import Tensor
+
 from broker.weights.group import BucketSequence, WaitMonitor, WeightGroup
 from broker.weights.memory.shared import SegmentReader
-from broker.weights.memory.staging import FlatBuffer, StagedVersion
+from broker.weights.memory.staging import StagedVersion
 from learner.backends.torch import TorchBackend
 from rollout.engines.hf.engine import HFEngine
 
@@ -85,15 +87,15 @@ def broadcast(
 def take(
     self: SegmentReader,
     version: int,
-    flat: FlatBuffer,
+    bucket: Callable[[int], Tensor],
     watch: WaitMonitor,
     *,
     timeout_s: float,
     done: Callable[[int], None],
     peek: Callable[[], None],
 ) -> list[bytes]:
-    plan(len(flat.plan.buckets))
-    return read(self, version, flat, watch, timeout_s=timeout_s, done=struck(done), peek=peek)
+    plan(len(self._plan.buckets))
+    return read(self, version, bucket, watch, timeout_s=timeout_s, done=struck(done), peek=peek)
 
 
 def begin(self: StagedVersion, version: int) -> None:

@@ -60,12 +60,14 @@ async def no_load(tensors: Mapping[str, torch.Tensor], offer: wire.WeightsOffer)
 
 
 @asynccontextmanager
-async def channel(bus: Bus, engine: SGLangEngine, mode: Any) -> AsyncIterator[tuple[WeightSender, WeightReceiver]]:
+async def channel(
+    bus: Bus, engine: SGLangEngine, mode: Any, carriers: tuple[wire.Carrier, ...] = ("gloo",)
+) -> AsyncIterator[tuple[WeightSender, WeightReceiver]]:
     held = engine.weights()
-    sender = WeightSender(bus, plan_of(held, 1), epoch=1, settings=TransferSettings(("shared", "gloo")), gather_s=0.0)
+    sender = WeightSender(bus, plan_of(held, 1), epoch=1, settings=TransferSettings(carriers), gather_s=0.0)
     workers = await engine_workers(engine, mode, lambda _: None)
     assert workers is not None
-    assert workers.carriers == {"gloo": 1}
+    assert list(workers.carriers.items()) == [("shared", 1), ("gloo", 1)]
     receiver = WeightReceiver(bus, "r1", held, no_load, bucket_mib=1, workers=workers)
     await sender.start()
     await receiver.start()
@@ -77,16 +79,19 @@ async def channel(bus: Bus, engine: SGLangEngine, mode: Any) -> AsyncIterator[tu
 
 
 @pytest.mark.usefixtures("with_plugin")
-@pytest.mark.parametrize("mode", ["keep", "recompute", "abort"])
+@pytest.mark.parametrize(
+    ("mode", "carriers"),
+    [("keep", ("gloo",)), ("recompute", ("gloo",)), ("abort", ("gloo",)), ("recompute", ("shared", "gloo"))],
+)
 async def test_each_token_has_the_weights_of_its_version_and_no_byte_goes_through_the_server(
-    mode: Any, bus: Bus, model_path: str, trained: SlotModel, server: Double
+    mode: Any, carriers: Any, bus: Bus, model_path: str, trained: SlotModel, server: Double
 ) -> None:
     engine = SGLangEngine(settings(model_path, server, mode))
     await engine.start()
     new = scaled(trained, 1.5)
     probe = make_probe(PROMPT, logprobs_under(trained, new, PROMPT), tolerance=1e-4)
     try:
-        async with channel(bus, engine, mode) as (sender, receiver):
+        async with channel(bus, engine, mode, carriers) as (sender, receiver):
             running = asyncio.create_task(engine.generate(ask("long", max_tokens=120)))
             await server.stand(40)
             sender.offer(1, new, probe)
@@ -94,6 +99,7 @@ async def test_each_token_has_the_weights_of_its_version_and_no_byte_goes_throug
             server.go()
             output = await running
             assert sender.metrics()["weights/receivers"] == 1
+            assert sender.metrics()["weights/shared"] == ("shared" in carriers)
         assert list(output.version_runs) == ([(0, 40)] if mode == "abort" else [(0, 40), (1, 80)])
         tokens, start = [*PROMPT, *output.token_ids], len(PROMPT) - 1
         old = logprobs_under(trained, scaled(trained, 1.0), tokens)[start:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import ExitStack
 
@@ -30,13 +31,14 @@ CPU = torch.device("cpu")
 class Workers:
     """An engine with two workers, which load what they receive into models of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, *carriers: wire.Carrier) -> None:
+        self.carriers = carriers or ("gloo",)
         self.workers = [WorkerReceiver(number, CPU) for number in range(2)]
         self.models = [make_tensors(0) for _ in self.workers]
         self.broken = False
 
     def named(self) -> EngineWorkers:
-        return EngineWorkers({"gloo": len(self.workers)}, self.receive)
+        return EngineWorkers(dict.fromkeys(self.carriers, len(self.workers)), self.receive)
 
     async def receive(
         self, transfer: WorkerTransfer, offer: wire.WeightsOffer, go: Callable[[], Awaitable[None]]
@@ -119,11 +121,42 @@ async def test_workers_are_ranks_next_to_other_servers(
             worker.close()
 
 
+async def test_workers_read_the_memory_of_a_learner_on_their_host(bus: Bus, spawn: Spawn) -> None:  # noqa: F811
+    made = WeightSender(bus, PLAN, epoch=1, settings=dataclasses.replace(SETTINGS, carriers=("shared", "gloo")))
+    await made.start()
+    engine, other = Workers("shared", "gloo"), await spawn("r2")
+    await ready(other)
+    receiver = WeightReceiver(
+        bus, "r1", make_tensors(0), unused, bucket_mib=1, settings=SETTINGS, workers=engine.named()
+    )
+    await receiver.start()
+    try:
+        for version in range(3):
+            expected = offer((made, None), version, 50 + version)
+            await receiver.wait_for(version)
+            assert [content(model) for model in engine.models] == [expected] * 2
+            assert (await other.hears(event="loaded", version=version))["content"] == expected
+        assert (made.metrics()["weights/receivers"], made.metrics()["weights/shared"]) == (2, 2)
+        engine.broken = True
+        offer((made, None), 3, 60)
+        await until(lambda: "out of memory" in receiver.last_error)
+        engine.broken = False
+        expected = offer((made, None), 4, 61)
+        await receiver.wait_for(4)
+        assert [content(model) for model in engine.models] == [expected] * 2
+    finally:
+        await receiver.close()
+        for worker in engine.workers:
+            worker.cancel("the test ends")
+            worker.close()
+        await made.close()
+
+
 def test_a_worker_without_a_transfer_says_so_and_keys_are_not_shown() -> None:
     with pytest.raises(TransferFailed, match="no transfer was begun"):
         WorkerReceiver(0, CPU).load(lambda tensors: None)
     session = wire.WeightsSession(
         session="1-1.0", rank=1, world_size=3, host="h", port=1, key="k" * 40, version=0, timeout_s=1.0
     )
-    transfer = WorkerTransfer(session, "", PLAN.text, "p" * 40, "s3cret", 1.0)
+    transfer = WorkerTransfer(session, "", PLAN.text, "", "p" * 40, "s3cret", 1.0)
     assert "s3cret" not in f"{transfer} {transfer!r} {[transfer]}"

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -62,23 +63,24 @@ async def spanning(engine: VLLMEngine, context: list[int]) -> GenerationOutput:
         assert engine.policy_version < 1, "the update fell between two requests"
 
 
-async def test_each_worker_receives_over_gloo_and_loads_its_shard(channel: Bus, tmp_path: Path) -> None:
+@pytest.mark.parametrize("carriers", [("gloo",), ("shared", "gloo")], ids=["gloo", "the learner's memory"])
+async def test_each_worker_receives_and_loads_its_shard(channel: Bus, tmp_path: Path, carriers: Any) -> None:
     folder = build_tiny(tmp_path / "model", TINY)
     args = {"tensor_parallel": 2, "kv_cache_gib": 0.1}
     engine = VLLMEngine(config_of(str(folder), weights_into="workers", update_mode="recompute", engine_args=args))
     await engine.start()
     held = engine.weights()
-    settings = TransferSettings(("shared", "gloo"))
+    settings = TransferSettings(carriers)
     sender = WeightSender(channel, plan_of(held, 1), epoch=1, settings=settings, gather_s=0.0)
     pauses: list[float] = []
     workers = await engine_workers(engine, "recompute", pauses.append)
     assert workers is not None
-    assert workers.carriers == {"gloo": 2}
+    assert list(workers.carriers.items()) == [("shared", 2), ("gloo", 2)]
     receiver = WeightReceiver(channel, "r1", held, no_load, bucket_mib=1, workers=workers)
     try:
         await sender.start()
         await receiver.start()
-        assert receiver.carriers()[:2] == ["gloo", "shared"]
+        assert receiver.carriers()[:2] == ["shared", "gloo"]
         ids, context = prompt(30), prompt(11)
         old, (new, tensors) = models.load(folder), renewed(folder)
         task = asyncio.create_task(spanning(engine, context))
@@ -87,13 +89,13 @@ async def test_each_worker_receives_over_gloo_and_loads_its_shard(channel: Bus, 
         assert_reread(old, new, context, await task)
         expected = models.logprobs(new, ids[:1], ids[1:])
         torch.testing.assert_close(torch.tensor(await engine.logprobs(ids)), expected, atol=CLOSE, rtol=0)
-        assert (sender.metrics()["weights/receivers"], sender.metrics()["weights/shared"]) == (1, 0)
+        assert (sender.metrics()["weights/receivers"], sender.metrics()["weights/shared"]) == (1, "shared" in carriers)
         assert len(pauses) == 1
 
         newest, others = renewed(folder, seed=2)
         sender.offer(2, others, probe_of(newest))  # in the same communicator
         await receiver.wait_for(2)
-        assert sender.metrics()["weights/communicators"] == 1
+        assert sender.metrics()["weights/communicators"] == ("shared" not in carriers)
         expected = models.logprobs(newest, ids[:1], ids[1:])
         torch.testing.assert_close(torch.tensor(await engine.logprobs(ids)), expected, atol=CLOSE, rtol=0)
 

@@ -48,7 +48,7 @@ from torch import Tensor
 from broker.errors import TransferFailed
 from broker.weights.group import WaitMonitor, first_line
 from broker.weights.memory.devices import MemoryCard, SharedDevice
-from broker.weights.memory.staging import PIECE_BYTES, FlatBuffer, Words
+from broker.weights.memory.staging import PIECE_BYTES, Words
 from broker.weights.plan import LayoutPlan
 from broker.weights.receiver.reading import MemoryRead
 
@@ -147,26 +147,27 @@ class SegmentReader:
     def take(
         self,
         version: int,
-        flat: FlatBuffer,
+        bucket: Callable[[int], Tensor],
         watch: WaitMonitor,
         *,
         timeout_s: float,
         done: Callable[[int], None],
         peek: Callable[[], None],
     ) -> list[bytes]:
-        """Copy a version into a buffer of its plan as it is packed; return the digests of the copied buckets.
+        """Copy a version bucket by bucket as it is packed; return the digests of the copied buckets.
 
         Args:
+            bucket: returns the memory for a bucket, by its index.
             timeout_s: how long to wait for more bytes.
             done: called with a bucket's index when it is complete.
             peek: called now and then; raises TransferFailed to end the copy.
 
         Raises:
-            TransferFailed: if the version is gone, no more bytes came, or the wait was cancelled; ``flat`` is invalid
-                then.
+            TransferFailed: if the version is gone, no more bytes came, or the wait was cancelled; what was copied is
+                invalid then.
         """
         try:
-            return self._take(version, flat, watch, timeout_s, done, peek)
+            return self._take(version, bucket, watch, timeout_s, done, peek)
         except TransferFailed as error:
             reason = str(error)
         # a copy, because the frames of the original would keep the memory alive with the error
@@ -175,7 +176,7 @@ class SegmentReader:
     def _take(
         self,
         version: int,
-        flat: FlatBuffer,
+        bucket: Callable[[int], Tensor],
         watch: WaitMonitor,
         timeout_s: float,
         done: Callable[[int], None],
@@ -190,19 +191,21 @@ class SegmentReader:
             reading = MemoryRead(words, version, watch, timeout_s, peek, self._fetch, DEVICE_PIECE_BYTES)
             try:
                 with device.reading():
-                    return self._buckets(reading, _part(lent, self._plan, sides[0]), flat.buffer, flat, done)
+                    return self._buckets(reading, _part(lent, self._plan, sides[0]), bucket, done)
             except RuntimeError as error:  # torch's, about the device
                 raise TransferFailed(f"the learner's memory cannot be read: {first_line(error)}") from None
         reading = MemoryRead(_words(memory, sides[0]), version, watch, timeout_s, peek, np.copyto, PIECE_BYTES)
         source = np.frombuffer(memory, np.uint8, self._plan.size_bytes, _offset(self._plan, sides[0]))
-        return self._buckets(reading, source, flat.buffer.numpy(), flat, done)
+        return self._buckets(reading, source, bucket, done)
 
     def _buckets(
-        self, reading: MemoryRead, source: Any, target: Any, flat: FlatBuffer, done: Callable[[int], None]
+        self, reading: MemoryRead, source: Any, bucket: Callable[[int], Tensor], done: Callable[[int], None]
     ) -> list[bytes]:
         digests = []
         for index, (start, stop) in enumerate(self._plan.buckets):
-            digests.append(reading.bucket(source[start:stop], target[start:stop], start, flat.bucket(index)))
+            into = bucket(index)
+            target = into if isinstance(source, Tensor) else into.numpy()
+            digests.append(reading.bucket(source[start:stop], target, start, into))
             done(index)
         return digests
 
@@ -218,6 +221,15 @@ class SegmentReader:
     def close(self) -> None:
         """Release the memory; processes that still read it keep it until they are done."""
         self._memory = self._lent = None
+
+
+def is_here(address: str) -> bool:
+    """Return whether a segment's memory is on this host and of this user."""
+    found = ADDRESS.fullmatch(address)
+    try:
+        return found is not None and os.readlink(f"/proc/{found[1]}/fd/{found[2]}") == f"/memfd:{found[3]} (deleted)"
+    except OSError:
+        return False
 
 
 class LocalLearner:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 
+from torch import Tensor
+
 from broker.contract import wire
 from broker.errors import TransferFailed, WireError
 from broker.weights.carriers import READ
 from broker.weights.curve_group import CurveReceiver
 from broker.weights.digest import combine, digest_bucket
-from broker.weights.group import PEEK_EVERY_S, Group, PeerLost, WaitMonitor
+from broker.weights.group import PEEK_EVERY_S, POLL_S, Group, PeerLost, WaitMonitor
 from broker.weights.memory.shared import SegmentReader
 from broker.weights.receiver.bucket_stream import BucketStream
 from broker.weights.receiver.buffers import IncomingVersion
@@ -82,7 +84,7 @@ def follow(
             if problem:
                 raise TransferFailed(f"{problem}; nothing was loaded")
             digests = None
-        elif reads and window is not None and isinstance(arrival, IncomingVersion):
+        elif reads and window is not None:
             digests = _read(lines, session, window, arrival, watch)
         else:
             try:
@@ -134,20 +136,32 @@ def _read(
     lines: StoreMessages,
     session: wire.WeightsSession,
     window: SegmentReader,
-    arrival: IncomingVersion,
+    arrival: IncomingVersion | BucketStream,
     watch: WaitMonitor,
 ) -> list[bytes]:
     """Read the sender's memory; return the digest of each bucket."""
     said_at = time.monotonic()
 
+    def bucket(index: int) -> Tensor:
+        if isinstance(arrival, IncomingVersion):
+            return arrival.flat.bucket(index)
+        while (found := arrival[index]) is None:  # until the engine has loaded earlier ones
+            watch.beat()
+            if watch.due():
+                _stopped(lines)
+            time.sleep(POLL_S)
+        return found
+
     def done(index: int) -> None:
         nonlocal said_at
+        if isinstance(arrival, BucketStream):
+            arrival.arrived(index)
         if time.monotonic() - said_at >= SAY_EVERY_S:
             said_at = time.monotonic()
             lines.say(f"at/{session.rank}", str(index + 1))
 
     return window.take(
-        session.version, arrival.flat, watch, timeout_s=session.timeout_s, done=done, peek=lambda: _stopped(lines)
+        session.version, bucket, watch, timeout_s=session.timeout_s, done=done, peek=lambda: _stopped(lines)
     )
 
 

@@ -287,6 +287,7 @@ class WeightReceiver:
             session=answer,
             digest=offer.digest,
             plan=self.plan.text,
+            segment=offer.segment,
             public=keys.public,
             secret=keys.secret.decode(),
             connect_timeout_s=self._settings.connect_timeout_s,
@@ -297,7 +298,7 @@ class WeightReceiver:
             raise TransferFailed(f"loading failed: {first_line(error)}") from error
         seconds = time.monotonic() - started
         self._lost[answer.carrier] = 0
-        self._values["weights/shared"] = 0.0
+        self._values["weights/shared"] = float(answer.carrier in READ)
         self._landing.note_transfer(self.plan.size_bytes, seconds)
         return digest
 

@@ -26,7 +26,11 @@ from broker.contract import wire
 from broker.errors import TransferFailed
 from broker.system.connections import address_towards
 from broker.weights import plan as plans
+from broker.weights.carriers import READ
 from broker.weights.group import Group, WaitMonitor, first_line
+from broker.weights.memory.cuda import CudaDevice
+from broker.weights.memory.shared import SegmentReader, is_here
+from broker.weights.plan import LayoutPlan
 from broker.weights.receiver.bucket_stream import BucketStream, NamedTensors
 from broker.weights.receiver.follow import follow
 from broker.weights.rendezvous.board_client import BoardClient, KeyPair, RendezvousAddress
@@ -39,6 +43,7 @@ class WorkerTransfer(msgspec.Struct, frozen=True):
     session: wire.WeightsSession  # rank is that of the first worker
     digest: str  # of the offer; empty: the learner sends it at the end
     plan: str  # text of the layout plan
+    segment: str  # of the offer: where the learner's memory is, for those that read it
     public: str  # the server's CURVE key pair, Z85
     secret: str
     connect_timeout_s: float
@@ -73,8 +78,10 @@ class EngineWorkers:
         """Return how they can receive an offered version; adapters are merged by the server's process."""
         if offer.adapter is not None:
             return {}
-        shared = bool(self.devices & set(offer.devices))
-        return {carrier: ranks for carrier, ranks in self.carriers.items() if carrier != "nccl" or not shared}
+        impossible = set[wire.Carrier]() if is_here(offer.segment) else set(READ)
+        if self.devices & set(offer.devices):
+            impossible.add("nccl")
+        return {carrier: ranks for carrier, ranks in self.carriers.items() if carrier not in impossible}
 
 
 class WorkerReceiver:
@@ -96,7 +103,7 @@ class WorkerReceiver:
         self.cancel("another transfer begins")
         transfer = msgspec.json.decode(text, type=WorkerTransfer)
         session = msgspec.structs.replace(transfer.session, rank=transfer.session.rank + self._worker)
-        device = self._device if session.carrier == "nccl" else torch.device("cpu")
+        device = self._device if session.carrier in ("nccl", "ipc") else torch.device("cpu")
         running = self._running = _Running(BucketStream(plans.from_text(transfer.plan), device), session.timeout_s)
 
         def run() -> None:
@@ -131,11 +138,17 @@ class WorkerReceiver:
             host=host, timeout_s=session.timeout_s, connect_timeout_s=transfer.connect_timeout_s
         )
         group, self._group = self._group, None
+        window = _window(transfer.segment, running.stream.plan, device) if session.carrier in READ else None
         try:
-            received = follow(self._store, session, transfer.digest, running.stream, group, settings, running.watch)
+            received = follow(
+                self._store, session, transfer.digest, running.stream, group, settings, running.watch, window
+            )
         except TransferFailed:
             self._store.close()
             raise
+        finally:
+            if window is not None:
+                window.close()
         self._group = received.communicator
         return received.digest
 
@@ -176,6 +189,13 @@ class WorkerReceiver:
         if self._store is not None:
             self._store.close()
             self._store = None
+
+
+def _window(address: str, plan: LayoutPlan, device: torch.device) -> SegmentReader:
+    try:
+        return SegmentReader(address, plan, CudaDevice(device) if device.type == "cuda" else None)
+    except (OSError, ValueError) as error:
+        raise TransferFailed(f"the learner's memory cannot be read: {first_line(error)}") from None
 
 
 @dataclass

@@ -203,7 +203,10 @@ class TransferMembership:
             server for server in sorted(servers) for way, ranks in [self._ways[server]] if way == carrier
             for _ in range(ranks)
         )  # fmt: skip
-        shared = tuple(sorted(server for server in servers if self._ways[server][0] in READ))
+        shared = tuple(
+            server for server in sorted(servers) for way, ranks in [self._ways[server]] if way in READ
+            for _ in range(ranks)
+        )  # fmt: skip
         start = self._place(sent, shared, carrier, alone=alone)
         for server in start.servers:
             del self._joins[server]

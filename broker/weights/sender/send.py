@@ -339,7 +339,8 @@ class WeightSender:
             self._values["weights/gbytes_per_s"] = self.plan.size_bytes / sent.seconds / 1e9
             self._values["weights/sent_bytes"] = float(sent.size_bytes)
             self._values["weights/deltas"] += not sent.whole
-            self._values |= {"weights/receivers": float(len(start.servers)), "weights/shared": float(start.num_shared)}
+            readers = float(len(set(start.members[start.num_sent :])))
+            self._values |= {"weights/receivers": float(len(start.servers)), "weights/shared": readers}
             self._values["weights/communicators"] += start.fresh
         except TransferFailed as error:
             failed, ours = (set(error.servers), error.ours) if isinstance(error, SessionFailed) else (set(), True)

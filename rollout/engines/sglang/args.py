@@ -25,6 +25,8 @@ class SGLangArgs(EngineArgs):
 
     processed_logprobs: ClassVar[bool] = True
     weights_memory: ClassVar[Literal["device", "host"]] = "host"
+    workers_receive: ClassVar[bool] = True
+    workers_need: ClassVar[str] = "rlearner in SGLang's environment"
     needs_gpu: ClassVar[bool] = True
     packages: ClassVar[tuple[str, ...]] = ("sglang",)
 

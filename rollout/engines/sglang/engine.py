@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from broker.contract import wire
 from broker.errors import TransferFailed, UserError
+from broker.weights.carriers import of_workers
 from broker.weights.probe import check_probe
 from rlearner_text.config import check_model_path
 from rlearner_text.hub import model_folder
@@ -257,11 +258,8 @@ class SGLangEngine:
             return await self._load(partial(self._sender.send, tensors, version), version, mode, probe)
 
     def worker_carriers(self) -> dict[wire.Carrier, int]:
-        if not self._num_workers:
-            return {}
-        carriers: list[wire.Carrier] = ["nccl"] if self._config.device != "cpu" else []
-        carriers += ["gloo"] if self._config.section.weights_into == "workers" else []
-        return dict.fromkeys(carriers, self._num_workers)
+        into, on_gpu = self._config.section.weights_into, self._config.device != "cpu"
+        return of_workers(into, self._num_workers, on_gpu=on_gpu) if self._num_workers else {}
 
     async def receive_weights(
         self,

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from broker.contract import wire
 from broker.errors import TransferFailed
+from broker.weights.carriers import of_workers
 from broker.weights.probe import check_probe
 from rlearner_text.openai.token_events import TokenListener
 from rollout.engines.base import NO_VERSION, EngineConfig, EngineStats, GenerationOutput, UpdateMode, request_problem
@@ -108,9 +109,7 @@ class VLLMEngine:
         from vllm.platforms import current_platform
 
         on_gpu = not current_platform.is_cpu()
-        carriers: list[wire.Carrier] = ["nccl"] if on_gpu and into != "server" else []
-        carriers += ["gloo"] if into == "workers" else []
-        return dict.fromkeys(carriers, num_workers)
+        return of_workers(into, num_workers, on_gpu=on_gpu)
 
     async def receive_weights(
         self,

@@ -27,7 +27,9 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
 
 def read(window: SegmentReader, version: int) -> tuple[FlatBuffer, str]:
     flat = FlatBuffer(PLAN)
-    digests = window.take(version, flat, WaitMonitor(), timeout_s=60.0, done=lambda index: None, peek=lambda: None)
+    digests = window.take(
+        version, flat.bucket, WaitMonitor(), timeout_s=60.0, done=lambda index: None, peek=lambda: None
+    )
     return flat, combine(digests)
 
 

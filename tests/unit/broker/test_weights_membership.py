@@ -26,7 +26,7 @@ GATHER_S, TTL_S = 0.5, 5.0
 def join(
     server: str, version: int, *, epoch: int = 1, plan: str = "p", shared: bool = False, **ways: int
 ) -> wire.WeightsJoin:
-    carriers: Any = ways or ({"shared": 1, "gloo": 1} if shared else {"gloo": 1})
+    carriers: Any = ways or ({"shared": int(shared), "gloo": 1} if shared else {"gloo": 1})
     return wire.WeightsJoin(server=server, epoch=epoch, version=version, plan=plan, key="k" * 40, carriers=carriers)
 
 
@@ -91,7 +91,7 @@ def test_each_carrier_has_its_own_transfer_and_communicator_and_follows_at_once(
         state.offered(version)
         state.joined(join("a", version, gloo=1), 0.0)
         state.joined(join("b", version, nccl=2, gloo=1), 0.0)  # two workers
-        state.joined(join("c", version, shared=True), 0.0)
+        state.joined(join("c", version, shared=2), 0.0)  # two workers, which read
         state.joined(join("d", version, curve=1, gloo=1), 0.0)  # its best is not offered
         for expected in ({"a", "b", "c", "d"}, {"a", "d", "nobody"}):  # nobody is not waited for a second time
             (start,) = state.tick(0.0, expected, None)
@@ -100,9 +100,9 @@ def test_each_carrier_has_its_own_transfer_and_communicator_and_follows_at_once(
             state.ended(0.0, None)
         assert state.tick(0.0, set(), None) == []
     assert starts == [
-        ("1-1.0", "nccl", ("b", "b", "c"), 2, True),
+        ("1-1.0", "nccl", ("b", "b", "c", "c"), 2, True),
         ("1-2.0", "gloo", ("a", "d"), 2, True),
-        ("1-1.1", "nccl", ("b", "b", "c"), 2, False),
+        ("1-1.1", "nccl", ("b", "b", "c", "c"), 2, False),
         ("1-2.1", "gloo", ("a", "d"), 2, False),
     ]
 

@@ -34,7 +34,9 @@ def read(
     window: SegmentReader, version: int, done: Callable[[int], None] = lambda index: None, timeout_s: float = 60.0
 ) -> tuple[FlatBuffer, str]:
     flat = FlatBuffer(PLAN)
-    return flat, combine(window.take(version, flat, WaitMonitor(), timeout_s=timeout_s, done=done, peek=lambda: None))
+    return flat, combine(
+        window.take(version, flat.bucket, WaitMonitor(), timeout_s=timeout_s, done=done, peek=lambda: None)
+    )
 
 
 def test_versions_are_read_as_they_are_packed_and_whole() -> None:

@@ -15,7 +15,9 @@ from weights_model import make_tensors
 
 from broker.contract import wire
 from broker.errors import TransferFailed
+from broker.weights.carriers import of_workers
 from broker.weights.group import WaitMonitor
+from broker.weights.memory.shared import SharedSegment
 from broker.weights.memory.staging import FlatBuffer, plan_of
 from broker.weights.probe import make_probe
 from broker.weights.receiver.bucket_stream import MOST_BUCKETS, BucketStream
@@ -95,19 +97,29 @@ def test_changes_cannot_be_taken_and_silence_ends_the_wait() -> None:
         next(stream.tensors(WaitMonitor(), 0.1))
 
 
-def test_workers_on_the_learners_gpu_do_not_use_nccl() -> None:
+def test_workers_take_what_their_host_and_their_gpus_allow() -> None:
     async def receive(*_: object) -> str:
         raise AssertionError("nothing is received here")
 
-    workers = EngineWorkers({"nccl": 2, "gloo": 2}, receive, frozenset({"GPU-1", "GPU-2"}))
-    probe = make_probe([1, 2], [-1.0], tolerance=0.1)
-    offer = wire.WeightsOffer(
-        epoch=1, version=5, digest="", plan="p", size_bytes=1, carriers=["nccl", "gloo"], probe=probe, devices=["GPU-3"]
-    )
-    assert workers.takes(offer) == {"nccl": 2, "gloo": 2}
-    assert workers.takes(msgspec.structs.replace(offer, devices=["GPU-2"])) == {"gloo": 2}
+    every = of_workers("workers", 2, on_gpu=True)
+    assert list(every) == ["ipc", "nccl", "shared", "gloo"]
+    workers = EngineWorkers(every, receive, frozenset({"GPU-1", "GPU-2"}))
+    probe, segment = make_probe([1, 2], [-1.0], tolerance=0.1), SharedSegment(plan_of({"w": torch.zeros(10)}, 1))
+    near = wire.WeightsOffer(
+        epoch=1, version=5, digest="", plan="p", size_bytes=1, carriers=["nccl", "gloo"], probe=probe,
+        devices=["GPU-3"], segment=segment.address,
+    )  # fmt: skip
+    assert workers.takes(near) == every
+    far = msgspec.structs.replace(near, segment=segment.address.replace("rlearner-weights-", "rlearner-weights-f")[:-1])
+    assert workers.takes(far) == {"nccl": 2, "gloo": 2}
+    assert workers.takes(msgspec.structs.replace(far, devices=["GPU-2"])) == {"gloo": 2}
     adapter = wire.Adapter(base="b", targets=["w"], rank=1, scale=1.0)
-    assert workers.takes(msgspec.structs.replace(offer, adapter=adapter)) == {}
+    assert workers.takes(msgspec.structs.replace(near, adapter=adapter)) == {}
+    assert (of_workers("auto", 2, on_gpu=True), of_workers("auto", 2, on_gpu=False)) == ({"ipc": 2, "nccl": 2}, {})
+    assert (of_workers("server", 2, on_gpu=True), of_workers("workers", 1, on_gpu=False)) == (
+        {},
+        {"shared": 1, "gloo": 1},
+    )
 
 
 def test_the_word_to_begin_stays_until_the_next_transfer_for_a_server_that_looks_late() -> None:

@@ -255,8 +255,11 @@ def test_how_weights_travel_by_default() -> None:
     ]
     assert weights_said("sglang", 1) == [
         "ok: on the learner's GPU: shared, the server reads the learner's host memory",
-        "ok: on another host: gloo, broadcast between host memories",
+        "ok: on another host: nccl, broadcast between GPUs, into 1 worker with rlearner in SGLang's environment",
     ]
+    assert weights_said("sglang", 1, {"weights_into": "server"})[1] == (
+        "ok: on another host: gloo, broadcast between host memories"
+    )
     assert weights_said("vllm", 2, weights_dtype="fp8")[2] == (
         "ok: on another host: gloo, broadcast between host memories"  # workers load what arrives as it is
     )
@@ -265,7 +268,10 @@ def test_how_weights_travel_by_default() -> None:
         "ok: on another host: gloo, broadcast between host memories",
     ]
     into = {"weights_into": "workers"}
-    assert weights_said("vllm", 0, into)[0] == "ok: on this host: gloo, broadcast between host memories, into 1 worker"
+    assert weights_said("vllm", 0, into) == [
+        "ok: on this host: shared, the server reads the learner's host memory, into 1 worker",
+        "ok: on another host: gloo, broadcast between host memories, into 1 worker",
+    ]
 
 
 def test_how_weights_travel_by_other_settings() -> None:
@@ -274,13 +280,18 @@ def test_how_weights_travel_by_other_settings() -> None:
         "missing: on the learner's GPU gets none by train.weights_backend=nccl: NCCL takes no two members on one GPU"
     )
     assert [line.partition(":")[0] for line in weights_said("hf", 2, weights_backend="nccl")] == ["absent", "ok", "ok"]
-    host = weights_said("sglang", 2, weights_backend="nccl")
+    host = weights_said("sglang", 2, {"weights_into": "server"}, weights_backend="nccl")
     assert host[1] == (
         "missing: on another GPU of this host gets none by train.weights_backend=nccl: it takes host memory"
     )
     ipc = weights_said("hf", 1, weights_backend="ipc")
     assert ipc[0].startswith("warning: on the learner's GPU: ipc, the server reads the learner's GPU memory; CUDA IPC")
-    assert weights_said("sglang", 1, weights_backend="ipc")[0].startswith("ok: on the learner's GPU: gloo")
+    ipc = weights_said("sglang", 1, weights_backend="ipc")
+    assert ipc[0].startswith(
+        "warning: on the learner's GPU: ipc, the server reads the learner's GPU memory, into 1 worker with rlearner in"
+    )
+    server = weights_said("sglang", 1, {"weights_into": "server"}, weights_backend="ipc")
+    assert server[0].startswith("ok: on the learner's GPU: gloo")
     needed = requirements_of({"rollout": {"engine": "hf"}, "train": {"backend": "torch", "weights_backend": "ipc"}})
     assert gpu_findings([], "", TORCH_CUDA, needed)[0].status == "missing"  # a GPU is asked for
 
