@@ -120,9 +120,13 @@ def _start(options: argparse.Namespace) -> int:
         require_installed(learner_findings(config))
         return config, here
 
+    def shared_here(config: dict[str, Any]) -> list[str]:
+        return shared_devices(config, options.gpus) if options.share_gpus else []
+
     placement = place(options.nnodes, options.node_rank, options.rendezvous, os.environ)
     if placement is not None and not placement.leads:
-        return nodes.follow(placement, *settled(placement), options)
+        config, here = settled(placement)
+        return nodes.follow(placement, config, here, options, shared_here(config))
 
     async def body(stop: process.Stop) -> int:
         logs.apply(options)
@@ -130,12 +134,12 @@ def _start(options: argparse.Namespace) -> int:
         for finding in await asyncio.to_thread(reference_findings, config):
             log.warning("%s", format_finding(finding))
         if placement is None:
-            return await train(config, stop)
-        async with nodes.gathered(placement, config, here, options, stop) as outcome:
-            outcome.code = await train(config, stop)
+            return await train(config, stop, shared_here(config))
+        async with nodes.gathered(placement, config, here, options, stop, shared_here(config)) as outcome:
+            outcome.code = await train(config, stop, outcome.shared)
             return outcome.code
 
-    async def train(config: dict[str, Any], stop: process.Stop) -> int:
+    async def train(config: dict[str, Any], stop: process.Stop, shared: list[str]) -> int:
         from learner.service import serve
         from rlearner.ops.continue_line import continue_line_at_exit
         from rlearner.ops.folder_cleanup import removed_on_failure
@@ -153,7 +157,7 @@ def _start(options: argparse.Namespace) -> int:
                 rebase=options.rebase,
                 take_over=options.take_over,
                 force=options.force,
-                shared=shared_devices(config, options.gpus) if options.share_gpus else (),
+                shared=shared,
             )
         return exit_code(config)
 

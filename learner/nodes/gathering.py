@@ -6,7 +6,7 @@ import logging
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -67,14 +67,23 @@ class Gathering:
         size_here: ranks of this node.
         size: ranks of all nodes.
         config: resolved.
+        shared: names of this node's devices, if it takes turns on them.
 
     Raises:
         UserError: if the rendezvous cannot be opened, or the key cannot be read.
     """
 
-    def __init__(self, placement: Placement, size_here: int, size: int, key_file: Path, config: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        size_here: int,
+        size: int,
+        key_file: Path,
+        config: dict[str, Any],
+        shared: Sequence[str] = (),
+    ) -> None:
         self._placement, self._size_here, self._size = placement, size_here, size
-        self._config, self._key_file = config, key_file
+        self._config, self._key_file, self._shared = config, key_file, list(shared)
         key, self._address = read_key(key_file, make=True), own_address(placement.host)
         try:
             self._server = BoardServer(self._address, placement.port, secret=key.curve_secret(RANK_0), name="nodes")
@@ -82,7 +91,7 @@ class Gathering:
             raise UserError(f"--rendezvous {placement.where}: cannot listen there: {error.strerror}") from None
         self._server.admit(OTHERS, key.curve_public(OTHERS))
         self._store = self._server.store(STORE_S)
-        self._roll = Roll(placement.num_nodes, greet(0, 0, size_here, config))
+        self._roll = Roll(placement.num_nodes, greet(0, 0, size_here, config, self._shared))
         self._num_read, self._waiting = 0, dict[EncryptedFrames, RankLink]()
         self._ranks: dict[tuple[int, int], RemoteRank] = {}
         self._lost: list[EncryptedFrames] = []
@@ -121,7 +130,7 @@ class Gathering:
         if self._placement.local_rank is None:
             file, config = str(self._key_file), self._config
             for local_rank in range(1, self._size_here):
-                start = start_of(self._placement, local_rank, self._size_here, file, config, deadline_s)
+                start = start_of(self._placement, local_rank, self._size_here, file, config, deadline_s, self._shared)
                 self._children.append(spawn_rank(start))
         began = time.monotonic()
         list_at, deadline = began + FIRST_LIST_S, began + deadline_s

@@ -29,6 +29,7 @@ class Hello(msgspec.Struct, frozen=True):
     pid: int
     versions: dict[str, str]
     config: dict[str, Any]  # resolved
+    shared: list[str] = []  # names of its node's devices, if it takes turns on them
 
     @property
     def seat(self) -> Seat:
@@ -41,9 +42,9 @@ class Hello(msgspec.Struct, frozen=True):
         return f"node {self.node} ({self.host}, pid {self.pid})"
 
 
-def greet(node: int, local_rank: int, local_size: int, config: dict[str, Any]) -> Hello:
+def greet(node: int, local_rank: int, local_size: int, config: dict[str, Any], shared: list[str]) -> Hello:
     """Return this process's message."""
-    return Hello(node, local_rank, local_size, socket.gethostname(), os.getpid(), _versions(), config)
+    return Hello(node, local_rank, local_size, socket.gethostname(), os.getpid(), _versions(), config, shared)
 
 
 def _versions() -> dict[str, str]:
@@ -62,6 +63,9 @@ def first_difference(first: Hello, other: Hello) -> str:
         for key, mine, theirs in _differences(one, two, what):
             if key not in OWN:
                 return f"{key} is {_shown(theirs)} on {other.name}, but {_shown(mine)} on {first.name}"
+    if bool(first.shared) != bool(other.shared):
+        given, lacking = (first, other) if first.shared else (other, first)
+        return f"--share-gpus is given on {given.name}, but not on {lacking.name}"
     return ""
 
 

@@ -28,6 +28,7 @@ class RankStart(msgspec.Struct, frozen=True):
         size_here: ranks of its node.
         config: resolved, compared to rank 0's.
         deadline_s: how long it waits for rank 0.
+        shared: names of its node's devices, if it takes turns on them.
     """
 
     node: int
@@ -39,14 +40,21 @@ class RankStart(msgspec.Struct, frozen=True):
     key_file: str
     config: dict[str, Any]
     deadline_s: float
+    shared: list[str] = []
 
 
 def start_of(
-    placement: Placement, local_rank: int, size_here: int, key_file: str, config: dict[str, Any], deadline_s: float
+    placement: Placement,
+    local_rank: int,
+    size_here: int,
+    key_file: str,
+    config: dict[str, Any],
+    deadline_s: float,
+    shared: list[str],
 ) -> RankStart:
     """Return what a rank of a node needs."""
     found = (placement.node, placement.num_nodes, placement.host, placement.port)
-    return RankStart(*found, local_rank, size_here, key_file, config, deadline_s)
+    return RankStart(*found, local_rank, size_here, key_file, config, deadline_s, shared)
 
 
 def spawn_rank(start: RankStart) -> subprocess.Popen[bytes]:

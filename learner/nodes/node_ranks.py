@@ -69,6 +69,11 @@ class NodeRanks:
         self._num_built, self._ending = 0, threading.Event()
         self._watch = watch
 
+    @property
+    def shared(self) -> list[str]:
+        """Names of the devices of all other ranks' nodes on which the learner takes turns."""
+        return sorted({name for rank in self._ranks for name in rank.hello.shared})
+
     def lose(self, frames: EncryptedFrames) -> None:
         """End this process because a rank has ended, unless all are to end."""
         if self._ending.is_set():

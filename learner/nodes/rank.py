@@ -152,7 +152,7 @@ class JoiningRank:
             link.close()
 
         self._close = close  # once rank 0 knows why
-        hello = greet(start.node, start.local_rank, start.size_here, start.config)
+        hello = greet(start.node, start.local_rank, start.size_here, start.config, start.shared)
         link.send(hello)
         self.joined = True
         log.info("rank %d of node %d has reached rank 0 at %s", start.local_rank, start.node, self._where)

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -37,12 +37,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--nodes-deadline", metavar="SECONDS", type=positive, default=DEADLINE_S, help=text)
 
 
-def follow(placement: Placement, config: dict[str, Any], num_here: int, options: argparse.Namespace) -> int:
-    """Join rank 0 with the ranks of this node, or as one of them; return the exit code."""
+def follow(
+    placement: Placement, config: dict[str, Any], num_here: int, options: argparse.Namespace, shared: list[str]
+) -> int:
+    """Join rank 0 with the ranks of this node, or as one of them; return the exit code.
+
+    Args:
+        shared: names of this node's devices, if it takes turns on them.
+    """
     key_file = str(options.nodes_key or default_path())
 
     def start(local_rank: int) -> RankStart:
-        return start_of(placement, local_rank, num_here, key_file, config, options.nodes_deadline)
+        return start_of(placement, local_rank, num_here, key_file, config, options.nodes_deadline, shared)
 
     logs.configure()
     logs.identify(role="learner", process_id=f"node-{placement.node}")
@@ -56,24 +62,33 @@ def follow(placement: Placement, config: dict[str, Any], num_here: int, options:
 
 @dataclass
 class Outcome:
-    """The exit code with which all nodes end."""
+    """The exit code with which all nodes end, and all their devices on which the learner takes turns."""
 
     code: int = EXIT_FAULT
+    shared: list[str] = field(default_factory=list)
 
 
 @asynccontextmanager
 async def gathered(
-    placement: Placement, config: dict[str, Any], num_here: int, options: argparse.Namespace, stop: Stop
+    placement: Placement,
+    config: dict[str, Any],
+    num_here: int,
+    options: argparse.Namespace,
+    stop: Stop,
+    shared: list[str],
 ) -> AsyncIterator[Outcome]:
     """Wait for all nodes; within it the backend runs on their ranks; at the end all exit with the code of the outcome.
+
+    Args:
+        shared: names of this node's devices, if it takes turns on them.
 
     Raises:
         UserError: if nodes differ, or the rendezvous cannot be opened.
         Stopped: if a stop is requested while waiting.
         NodesMissingError: if not all nodes come in time.
     """
-    ranks = await asyncio.to_thread(_gather, placement, config, num_here, options, stop)
-    outcome = Outcome()
+    ranks = await asyncio.to_thread(_gather, placement, config, num_here, options, stop, shared)
+    outcome = Outcome(shared=sorted({*shared, *ranks.shared}))
     try:
         from learner.backends.ranks.group import others_elsewhere
 
@@ -88,13 +103,18 @@ async def gathered(
 
 
 def _gather(
-    placement: Placement, config: dict[str, Any], num_here: int, options: argparse.Namespace, stop: Stop
+    placement: Placement,
+    config: dict[str, Any],
+    num_here: int,
+    options: argparse.Namespace,
+    stop: Stop,
+    shared: list[str],
 ) -> NodeRanks:
     from learner.nodes.gathering import Gathering, GatheringStopped  # import torch
 
     key_file = options.nodes_key or default_path()
     try:
-        gathering = Gathering(placement, num_here, config["train"]["ranks"], key_file, config)
+        gathering = Gathering(placement, num_here, config["train"]["ranks"], key_file, config, shared)
         return gathering.gather(options.nodes_deadline, stop.asked.is_set)
     except GatheringStopped:
         raise Stopped(stop.reason) from None

@@ -66,6 +66,10 @@ def test_the_roll_says_who_is_missing_and_numbers_ranks_node_by_node() -> None:
             {"config": {"run": {}, "train": {"lr": 1e-3, "ranks": 4, "extra": "x" * 100}}},
             f"train.extra is {'x' * 80}… on node 1 (host-1, pid 110), but null on node 0 (host-0, pid 100)",
         ),
+        (
+            {"shared": ["GPU-1"]},
+            "--share-gpus is given on node 1 (host-1, pid 110), but not on node 0 (host-0, pid 100)",
+        ),
     ],
 )
 def test_the_first_difference_is_named(other: dict[str, Any], line: str) -> None:
