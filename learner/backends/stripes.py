@@ -47,14 +47,9 @@ class OwnStripe:
 
     def _held(self) -> dict[ElementRun, Tensor]:
         """Return the live elements that this rank sends: what it alone holds, and an equal range of what all hold."""
-        found, rank, size = dict[ElementRun, Tensor](), self._ranks.rank, self._ranks.size
-        for one in self._weights.slices():
-            count = one.tensor.numel()
-            first, last = (count * place // size for place in (rank, rank + 1)) if one.shared else (0, count)
-            if first < last:
-                run = ElementRun(one.name.removeprefix(MODEL), one.start + first, last - first)
-                found[run] = one.tensor.detach().reshape(-1)[first:last]
-        return found
+        own = [one.own(self._ranks.rank, self._ranks.size) for one in self._weights.slices()]
+        held = [one for one in own if one.tensor.numel()]
+        return {ElementRun(one.name.removeprefix(MODEL), one.start, one.tensor.numel()): one.tensor for one in held}
 
     @torch.no_grad()
     def stage(self, version: int) -> Tensor:

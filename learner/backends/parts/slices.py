@@ -11,14 +11,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Slice:
-    """Neighbouring elements of one tensor of the training state.
+    """Neighbouring elements of one tensor of the training state, or a block of a matrix.
 
     Args:
         name: of the tensor in a model that is not divided.
         shape: of the whole tensor.
-        start: of these elements in the flattened whole.
+        start: of the first of these elements in the flattened whole.
         tensor: the elements, of any shape; live, so loading writes into it.
         shared: whether every rank holds the same elements.
+        among: if only some ranks hold the same elements, this rank's place among them, and their number.
+        block: whether ``tensor`` has some columns of a matrix, for some or all of its rows.
     """
 
     name: str
@@ -26,6 +28,8 @@ class Slice:
     start: int
     tensor: Tensor
     shared: bool = False
+    among: tuple[int, int] = (0, 1)
+    block: bool = False
 
     @classmethod
     def whole(cls, name: str, tensor: Tensor, *, shared: bool = True) -> Slice:
@@ -36,12 +40,18 @@ class Slice:
         """Return the same slice with a longer name."""
         return replace(self, name=prefix + self.name)
 
+    def own(self, rank: int, size: int) -> Slice:
+        """Return what a rank of ``size`` answers for: of what several hold, an equal range, or rows of a block."""
+        place, count = (rank, size) if self.shared else self.among
+        held = self.tensor.detach() if self.block else self.tensor.detach().reshape(-1)
+        first, last = (len(held) * one // count for one in (place, place + 1))
+        start = self.start + first * (self.shape[1] if self.block else 1)
+        return Slice(self.name, self.shape, start, held[first:last], block=self.block)
+
     def staged(self, rank: int, size: int) -> Slice:
-        """Return a copy, (n,), in host memory of what a rank writes: of what all hold, an equal range."""
-        count = self.tensor.numel()
-        first, last = (count * place // size for place in (rank, rank + 1)) if self.shared else (0, count)
-        own = self.tensor.detach().reshape(-1)[first:last]
-        return Slice(self.name, self.shape, self.start + first, own.to("cpu", copy=True))
+        """Return a copy in host memory of what a rank writes."""
+        own = self.own(rank, size)
+        return replace(own, tensor=own.tensor.to("cpu", copy=True, memory_format=torch.contiguous_format))
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Reads tensors from safetensors files by ranges of elements, without holding more than is asked for.
+"""Reads tensors from safetensors files by ranges of elements and by blocks, without holding more than is asked for.
 
 Files are read, not mapped: what is not asked for is never in this process's memory.
 """
@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from learner.backends.parts.boxes import Box, boxes_between, first_gap, matrix_of, stored_boxes
 from learner.backends.parts.part_file import CHUNK, DamagedFileError
 from learner.backends.parts.slices import Slice
 from learner.backends.parts.writing import DTYPES, OFFSETS, SHAPES, bytes_of
@@ -25,17 +26,33 @@ _MAX_HEADER: Final = 100_000_000  # bytes, the format's limit
 
 
 @dataclass(frozen=True)
-class _Run:
-    """Elements ``start`` to ``stop`` of a tensor, at ``offset`` bytes of a file."""
+class _Piece:
+    """A box of a tensor; its elements are neighbours in a file, from ``offset`` bytes on."""
 
-    start: int
-    stop: int
+    box: Box
     file: Path
     offset: int
 
-    def place(self, at: int, dtype: torch.dtype) -> int:
-        """Return where an element of the tensor is in the file."""
-        return self.offset + (at - self.start) * dtype.itemsize
+    def read(self, wanted: Box, into: Tensor, dtype: torch.dtype) -> None:
+        """Fill a matrix of any dtype and device with a box within this one."""
+        with _opened(self.file) as descriptor:
+            for box in wanted.cut(CHUNK // dtype.itemsize):
+                top, left = box.top - wanted.top, box.left - wanted.left
+                target = into[top : top + box.rows, left : left + box.columns]
+                if target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous():
+                    self._fill(target, box, descriptor)
+                else:
+                    held = torch.empty(box.rows, box.columns, dtype=dtype)
+                    self._fill(held, box, descriptor)
+                    target.copy_(held)
+
+    def _fill(self, into: Tensor, box: Box, descriptor: int) -> None:
+        data, size = bytes_of(into), into.itemsize
+        at_once = box.rows if box.columns == self.box.columns else 1  # rows that are neighbours in the file
+        length = at_once * box.columns * size
+        for index, row in enumerate(range(box.top, box.bottom, at_once)):
+            place = (row - self.box.top) * self.box.columns + box.left - self.box.left
+            _fill(data[index * length : (index + 1) * length], descriptor, self.offset + place * size, self.file)
 
 
 @dataclass
@@ -44,27 +61,23 @@ class StoredTensor:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    runs: list[_Run] = field(default_factory=list)
+    pieces: list[_Piece] = field(default_factory=list)
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
 
-    def between(self, start: int, stop: int) -> Iterator[tuple[_Run, int, int]]:
-        """Yield which elements of a range are in which run, in order, each once."""
-        for run in sorted(self.runs, key=lambda run: run.start):
-            if run.start < stop and run.stop > start:
-                yield run, start, min(run.stop, stop)
-                start = min(run.stop, stop)
+    def read(self, box: Box, into: Tensor) -> None:
+        """Fill a matrix with a box of the tensor's matrix."""
+        for piece in self.pieces:
+            if (part := piece.box.meet(box)) is not None:
+                top, left = part.top - box.top, part.left - box.left
+                piece.read(part, into[top : top + part.rows, left : left + part.columns], self.dtype)
 
     def gap(self) -> str:
         """Return which elements are missing, empty if none is."""
-        at = 0
-        for run in sorted(self.runs, key=lambda run: run.start):
-            if run.start > at:
-                break
-            at = max(at, run.stop)
-        return "" if at >= self.numel else f"element {at} of {self.numel}"
+        at = first_gap((piece.box for piece in self.pieces), *matrix_of(self.shape)) if self.numel else None
+        return "" if at is None else f"element {at} of {self.numel}"
 
 
 class StoredTensors(Mapping[str, Tensor]):
@@ -83,7 +96,7 @@ class StoredTensors(Mapping[str, Tensor]):
             self._open(Path(file))
         for name, entry in self.entries.items():
             if gap := entry.gap():
-                folder = entry.runs[0].file.parent
+                folder = entry.pieces[0].file.parent
                 raise DamagedFileError(f"{folder} is damaged: {gap} of {name} is in none of its parts")
 
     def __getitem__(self, name: str) -> Tensor:
@@ -101,6 +114,12 @@ class StoredTensors(Mapping[str, Tensor]):
     def __contains__(self, name: object) -> bool:
         return name in self.entries
 
+    def below(self, prefix: str) -> StoredTensors:
+        """Return the tensors whose names begin with a prefix, without it."""
+        found = StoredTensors(())
+        found.entries = {name.removeprefix(prefix): e for name, e in self.entries.items() if name.startswith(prefix)}
+        return found
+
     @torch.no_grad()
     def read(self, name: str, start: int, into: Tensor) -> None:
         """Fill a tensor of any shape, dtype and device with the elements from ``start`` on.
@@ -113,30 +132,29 @@ class StoredTensors(Mapping[str, Tensor]):
             self.read(name, start, held)
             into.copy_(held)
             return
-        flat, entry = into.detach().view(-1), self.entries[name]
-        if flat.device.type != "cpu" or flat.dtype != entry.dtype:
-            for at, piece in self.chunks(name, start, start + len(flat)):
-                flat[at - start : at - start + len(piece)].copy_(piece)
-            return
-        for run, first, last in entry.between(start, start + len(flat)):
-            with _opened(run.file) as descriptor:
-                _fill(flat[first - start : last - start], descriptor, run.place(first, entry.dtype), run.file)
+        flat, entry, at = into.detach().view(-1), self.entries[name], 0
+        for box in boxes_between(start, start + len(flat), max(1, matrix_of(entry.shape)[1])):
+            entry.read(box, flat[at : at + box.numel].view(box.rows, box.columns))
+            at += box.numel
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         """Yield neighbouring elements with the place of the first; each tensor is valid until the next."""
-        entry = self.entries[name]
-        buffer = torch.empty(min(CHUNK // entry.dtype.itemsize, max(0, stop - start)), dtype=entry.dtype)
-        for run, first, last in entry.between(start, stop):
-            with _opened(run.file) as descriptor:
-                for at in range(first, last, len(buffer)):
-                    piece = buffer[: min(len(buffer), last - at)]
-                    _fill(piece, descriptor, run.place(at, entry.dtype), run.file)
-                    yield at, piece
+        dtype = self.entries[name].dtype
+        buffer = torch.empty(min(CHUNK // dtype.itemsize, max(0, stop - start)), dtype=dtype)
+        for at in range(start, stop, max(1, len(buffer))):
+            piece = buffer[: min(len(buffer), stop - at)]
+            self.read(name, at, piece)
+            yield at, piece
 
+    @torch.no_grad()
     def load(self, slices: Iterable[Slice]) -> None:
         """Fill slices; the names must be here."""
         for one in slices:
-            self.read(one.name, one.start, one.tensor)
+            if one.block:
+                (top, left), (rows, columns) = divmod(one.start, one.shape[1]), one.tensor.shape
+                self.entries[one.name].read(Box(top, top + rows, left, left + columns), one.tensor.detach())
+            else:
+                self.read(one.name, one.start, one.tensor)
 
     def _open(self, file: Path) -> None:
         try:
@@ -147,13 +165,16 @@ class StoredTensors(Mapping[str, Tensor]):
                 dtype, shape = DTYPES[entry["dtype"]], tuple(int(length) for length in entry["shape"])
                 begin, close = entry["data_offsets"]
                 whole = tuple(int(length) for length in shapes.get(name, shape))
-                start = int(offsets[name]["saved_offsets"][0]) if name in shapes else 0
+                place = [int(one) for one in offsets[name]["saved_offsets"]] if name in shapes else [0]
                 if not 0 <= begin <= close <= end.size - end.data or close - begin != prod(shape) * dtype.itemsize:
                     raise ValueError(f"{name} is not where the header says")
                 stored = self.entries.setdefault(name, StoredTensor(dtype, whole))
                 if (stored.dtype, stored.shape) != (dtype, whole):
                     raise ValueError(f"{name} has another shape or dtype than in another file")
-                stored.runs.append(_Run(start, start + prod(shape), file, end.data + begin))
+                at = end.data + begin
+                for box in stored_boxes(whole, shape, place):
+                    stored.pieces.append(_Piece(box, file, at))
+                    at += box.numel * dtype.itemsize
         except OSError as error:
             raise DamagedFileError(f"{file} cannot be read: {error.strerror}") from None
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError) as error:
@@ -192,8 +213,7 @@ def _opened(file: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _fill(piece: Tensor, descriptor: int, offset: int, file: Path) -> None:
-    data = bytes_of(piece)
+def _fill(data: memoryview, descriptor: int, offset: int, file: Path) -> None:
     while data:
         try:
             done = os.preadv(descriptor, [data], offset)

@@ -30,16 +30,16 @@ CODES: Final = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def write_part(path: Path, slices: Sequence[Slice]) -> PartFile:
-    """Write slices, (n,) each in host memory, and sync; a few megabytes are held in addition.
+    """Write slices in host memory, flat or blocks, and sync; a few megabytes are held in addition.
 
     Raises:
         OSError: if the file cannot be written.
     """
     ordered = sorted(slices, key=lambda one: (-one.tensor.itemsize, one.name))  # aligned, as safetensors wants
     shapes = {one.name: list(one.shape) for one in ordered}
-    offsets = {one.name: {"saved_offsets": [one.start]} for one in ordered}
+    offsets = {one.name: {"saved_offsets": _place(one)} for one in ordered}
     about = {SHAPES: json.dumps(shapes), OFFSETS: json.dumps(offsets), "DCP_VERSION": "1.0"}
-    entries = [(one.name, one.tensor.dtype, [one.tensor.numel()]) for one in ordered]
+    entries = [(one.name, one.tensor.dtype, list(one.tensor.shape)) for one in ordered]
     hasher, size = new_hash(), 0
     with path.open("wb") as file:
         data = (piece for one in ordered for piece in pieces(one.tensor))
@@ -48,6 +48,10 @@ def write_part(path: Path, slices: Sequence[Slice]) -> PartFile:
             size += file.write(piece)
         _sync(file)
     return PartFile(str(path), size, hasher.hexdigest())
+
+
+def _place(one: Slice) -> list[int]:
+    return list(divmod(one.start, one.shape[1])) if one.block else [one.start]
 
 
 def header(entries: Sequence[tuple[str, torch.dtype, list[int]]], about: dict[str, str]) -> bytes:
