@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from broker.errors import ConfigError
-from learner.backends.parts.hugging_face import keeps_names
+from learner.backends.parts.hugging_face import INDEX, keeps_names
 from learner.backends.parts.names import MODEL, STATE_FOLDER
 from learner.backends.parts.part_file import DamagedFileError
 from learner.backends.parts.stored import StoredTensors
@@ -33,11 +33,10 @@ class EmptyModel:
 
     module: Any
     stored: StoredTensors
-    prefix: str  # of the weights' names in the files
 
     def read(self, name: str, start: int, into: Tensor) -> None:
         """Fill a tensor with a weight's elements from ``start`` on."""
-        self.stored.read(self.prefix + name, start, into)
+        self.stored.read(name, start, into)
 
     def fill(self, device: torch.device) -> None:
         """Read all weights."""
@@ -72,17 +71,41 @@ def open_parts(path: str, section: ModelSection) -> EmptyModel | None:
     Raises:
         ConfigError: if its configuration or parts are missing or damaged.
     """
+    if (stored := weights_in_parts(path)) is None:
+        return None
+    module = build_empty(path, section)
+    if problem := _difference(module, stored):
+        raise ConfigError("model.path", path, f"its parts do not fit its config.json: {problem}")
+    return EmptyModel(module, stored)
+
+
+def weights_in_parts(path: str) -> StoredTensors | None:
+    """Return the weights of a checkpoint that has none in Hugging Face format, None for any other folder.
+
+    Raises:
+        ConfigError: if its parts are missing or damaged.
+    """
     folder = Path(path).expanduser()
     if not (folder / STATE_FOLDER / "learner.json").is_file() or any(folder.glob("*.safetensors")):
         return None
     try:
-        stored = StoredTensors(sorted((folder / STATE_FOLDER).glob("part-*.safetensors")))
+        return StoredTensors(sorted((folder / STATE_FOLDER).glob("part-*.safetensors"))).below(MODEL)
     except DamagedFileError as error:
         raise ConfigError("model.path", path, str(error)) from None
-    module = build_empty(path, section)
-    if problem := _difference(module, stored, MODEL):
-        raise ConfigError("model.path", path, f"its parts do not fit its config.json: {problem}")
-    return EmptyModel(module, stored, MODEL)
+
+
+def weights_in_files(folder: Path) -> StoredTensors:
+    """Return the weights of a model in Hugging Face format.
+
+    Raises:
+        DamagedFileError: if a file is missing or damaged.
+    """
+    index = folder / INDEX
+    try:
+        names = set(json.loads(index.read_text("utf-8"))["weight_map"].values()) if index.is_file() else ()
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise DamagedFileError(f"{index} cannot be read: {' '.join(str(error).split())}") from None
+    return StoredTensors([folder / str(name) for name in sorted(names)] or sorted(folder.glob("*.safetensors")))
 
 
 def open_empty(path: str, section: ModelSection) -> EmptyModel | str:
@@ -97,14 +120,11 @@ def open_empty(path: str, section: ModelSection) -> EmptyModel | str:
         return "some of its weights stay in float32"
     if not keeps_names(module, {name: tensor.detach() for name, tensor in module.named_parameters()}):
         return "transformers stores its weights under other names"
-    index = folder / "model.safetensors.index.json"
     try:
-        names = set(json.loads(index.read_text("utf-8"))["weight_map"].values()) if index.is_file() else ()
-        files = [folder / str(name) for name in sorted(names)] or sorted(folder.glob("*.safetensors"))
-        stored = StoredTensors(files)
-    except (DamagedFileError, OSError, ValueError, KeyError, AttributeError) as error:
-        return " ".join(str(error).split())
-    return _difference(module, stored, "") or EmptyModel(module, stored, "")
+        stored = weights_in_files(folder)
+    except DamagedFileError as error:
+        return str(error)
+    return _difference(module, stored) or EmptyModel(module, stored)
 
 
 def build_empty(path: str, section: ModelSection) -> Any:
@@ -132,17 +152,17 @@ def build_empty(path: str, section: ModelSection) -> Any:
     return module.eval()
 
 
-def _difference(module: Any, stored: StoredTensors, prefix: str) -> str:
+def _difference(module: Any, stored: StoredTensors) -> str:
     """Return how the stored weights differ from the model's: names, shapes, or tied weights stored twice."""
     wanted: Mapping[str, Any] = dict(module.named_parameters())
     buffers = {name: tensor for name, tensor in module.state_dict().items() if not tensor.is_meta}
     for name, tensor in {**wanted, **buffers}.items():
-        if (entry := stored.entries.get(prefix + name)) is None:
+        if (entry := stored.entries.get(name)) is None:
             return f"{name} is missing"
         if entry.shape != tuple(tensor.shape):
             return f"{name} has shape {entry.shape}, not {tuple(tensor.shape)}"
     twice = [name for name in module.state_dict() if name not in wanted and name not in buffers]
-    return next((f"{name} is tied, and stored" for name in twice if prefix + name in stored), "")
+    return next((f"{name} is tied, and stored" for name in twice if name in stored), "")
 
 
 @contextmanager

@@ -90,7 +90,7 @@ class LoraAdapters:
 
     def factors(self, find: Find) -> dict[str, Tensor]:
         """Return all live factors by peft's names."""
-        return {_exported(name): find(name) for pair in self._factors.values() for name in pair}
+        return {exported_name(name): find(name) for pair in self._factors.values() for name in pair}
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -198,5 +198,6 @@ def _targets(module: Any, section: LoraSection) -> list[str]:
     return wanted
 
 
-def _exported(name: str) -> str:
+def exported_name(name: str) -> str:
+    """Return peft's name of a factor by the module's."""
     return PREFIX + name.replace(f".{_NAME}.", ".")
