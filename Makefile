@@ -78,9 +78,10 @@ test-deepspeed: setup
 	$(PIP) --no-deps --upgrade --target .venv/deepspeed deepspeed einops hjson ninja py-cpuinfo
 	PYTHONPATH=.venv/deepspeed OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/contract -k deepspeed
 
-# Checkpoints of 4 ranks of each backend on 1, 2 and 3 ranks of every other (20 minutes); DeepSpeed as `make test-deepspeed` keeps it.
+# Checkpoints of 4 ranks of each backend on 1, 2 and 3 ranks of every other (30 minutes); DeepSpeed and Megatron as `make test-deepspeed` and
+# `make test-megatron` keep them.
 test-checkpoints: setup
-	RLEARNER_CHECKPOINTS=1 PYTHONPATH=.venv/deepspeed OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 tests/contract/test_checkpoint_layouts.py
+	RLEARNER_CHECKPOINTS=1 PYTHONPATH=.venv/deepspeed:.venv/megatron OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 tests/contract/test_checkpoint_layouts.py
 
 # The training backend megatron, in every layout of two ranks of this CPU, for as long, and kept beside the environment likewise.
 test-megatron: setup

@@ -68,8 +68,6 @@ class Backend(Protocol):
         max_length: int | None = None,
     ) -> None: ...
 
-    reads_parts: bool  # whether it can be built from a checkpoint without weights in Hugging Face format
-
     @property
     def vocab_size(self) -> int:
         """Token ids are below this."""

@@ -78,7 +78,6 @@ class TorchBackend:
     takes_ranks: ClassVar[bool] = False
     offloads: ClassVar[bool] = True
     sends_stripes: ClassVar[bool] = False
-    reads_parts = True
 
     def __init__(self, model_path: str, **settings: Any) -> None:
         context, build = self.plan(RunContext(model_path, **settings))

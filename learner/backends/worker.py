@@ -158,7 +158,8 @@ class RankWorker:
         A GPU's random numbers are restored only where there is a GPU, a rank's only where there is that rank.
         """
         stored = StoredTensors(part.path for part in parts)
-        self.load_slices(stored)
+        stored.load(self.optimizer_slices())
+        stored.load(self.critic_slices())
         self.optimizer.restored(int(stored[OPTIMIZER + UPDATES]))
         if self.models.critic is not None:
             self.models.critic.optimizer.restored(int(stored[CRITIC + OPTIMIZER + UPDATES]))
@@ -170,11 +171,6 @@ class RankWorker:
             torch.set_rng_state(stored[_rng("cpu", rank)])
         if self.device.type == "cuda" and _rng("cuda", rank) in stored:
             torch.cuda.set_rng_state(stored[_rng("cuda", rank)], self.device)
-
-    def load_slices(self, stored: StoredTensors) -> None:
-        """Read this rank's slices."""
-        stored.load(self.optimizer_slices())
-        stored.load(self.critic_slices())
 
     def obey(self, command: messages.WorkCommand, send: Callable[[messages.Reply], None]) -> messages.Reply | None:
         """Execute one command; return the reply to send now, and ``send`` what follows later."""

@@ -98,7 +98,7 @@ def stage(
         own.mkdir(mode=0o700)
         model, parts = backend.describe(work), snapshot.write(own)
         write_adapters(model, [part.path for part in parts], work)
-        if model.nbytes <= hf_max_gib * 2**30 or not backend.reads_parts:
+        if model.nbytes <= hf_max_gib * 2**30:
             write_model(model, [part.path for part in parts], work)
         (own / MODEL_FILE).write_bytes(msgspec.json.encode(model))
         files = [{"file": Path(part.path).name, "size": part.size, "digest": part.digest} for part in parts]

@@ -29,11 +29,13 @@ from rlearner_text.config import ModelSection
 
 LOSSES = ("actor/pg_loss", "actor/entropy", "actor/grad_norm")
 EVERY = bool(os.environ.get("RLEARNER_CHECKPOINTS"))  # make test-checkpoints
-WRITERS = [("fsdp2", 2)] if not EVERY else [("ddp", 4), ("fsdp2", 4), *((f"deepspeed-{n}", 4) for n in (1, 2, 3))]
+WRITERS = [("fsdp2", 2)]
 READERS = [("torch", 1), ("ddp", 2)]
 if EVERY:
     READERS = [("torch", 1), *((name, ranks) for name in ("ddp", "fsdp2") for ranks in (2, 3))]
     READERS += [(f"deepspeed-{stage}", ranks) for stage in (1, 2, 3) for ranks in (2, 3)]
+    READERS += [("megatron", 3), ("megatron-tp2", 2), ("megatron-pp2", 2)]
+    WRITERS = [("ddp", 4), ("fsdp2", 4), *((f"deepspeed-{stage}", 4) for stage in (1, 2, 3)), ("megatron-tp2", 4)]
 
 
 @pytest.fixture(scope="module")

@@ -65,8 +65,6 @@ class FakeSnapshot:
 class FakeBackend:
     """As much of a backend as a checkpoint needs."""
 
-    reads_parts = True
-
     def __init__(self, tensors: Mapping[str, Tensor] | None = None) -> None:
         self.tensors = dict(tensors or {"optimizer.step": torch.tensor([7])})
         self.loaded: dict[str, Tensor] = {}

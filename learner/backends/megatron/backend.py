@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Final
 
@@ -18,10 +19,10 @@ from learner.backends.megatron.model_shell import ModelShell, open_shell
 from learner.backends.megatron.optimizer import MegatronOptimizer
 from learner.backends.megatron.policy import Measured, MegatronPolicy
 from learner.backends.models.batch import TokenBatch
+from learner.backends.models.lora import exported_name
 from learner.backends.models.model_set import ModelSet
-from learner.backends.parts.names import ADAPTER, MODEL, OPTIMIZER
+from learner.backends.parts.names import ADAPTER, MODEL
 from learner.backends.parts.slices import Slice
-from learner.backends.parts.stored import StoredTensors
 from learner.backends.passes import ModelPasses
 from learner.backends.ranks.collectives import sum_over_ranks
 from learner.backends.ranks.dealing import Job
@@ -36,7 +37,7 @@ SLICES_PER_STAGE: Final = 4  # p stages then compute for 4p / (5p - 1) of the ti
 
 
 class MegatronWeights(ShardedWeights):
-    """Weights that ranks hold parts of; rank 0 gathers them, together with all ranks, under Hugging Face's names."""
+    """Weights that ranks hold parts of; for offers rank 0 gathers them, together with all ranks."""
 
     def __init__(self, policy: MegatronPolicy, rank: int) -> None:
         super().__init__(policy)  # type: ignore[arg-type]
@@ -47,15 +48,11 @@ class MegatronWeights(ShardedWeights):
         found = {name: self._model.gather(name) for name in self.buckets[bucket]}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
-    def gathered(self) -> Iterator[Slice]:
-        """Yield what is trained, whole tensors on rank 0; collective."""
-        if self._model.adapters is not None:
-            found = {ADAPTER + name: factor for name, factor in self.factors().items()}
-            yield from (Slice.whole(name, tensor, shared=False) for name, tensor in found.items())
-            return
-        for bucket in range(len(self.buckets)):
-            for name, tensor in self.gather(bucket).items():
-                yield Slice.whole(MODEL + name, tensor, shared=False)
+    def slices(self) -> Iterator[Slice]:
+        trained, exchange = self._model.trained_parameters()
+        for one in exchange.slices(trained):
+            adapted = self._model.adapters is not None
+            yield replace(one, name=ADAPTER + exported_name(one.name) if adapted else MODEL + one.name)
 
     def factors(self) -> dict[str, Tensor]:
         adapters = self._model.adapters
@@ -133,30 +130,11 @@ class MegatronPasses(ModelPasses):
         return list(found)
 
 
-class MegatronWorker(RankWorker):
-    """A rank's part of a checkpoint is gathered on rank 0 and dealt out from there: its shares are no ranges."""
-
-    weights: MegatronWeights
-    optimizer: MegatronOptimizer
-
-    def policy_slices(self) -> Iterator[Slice]:
-        for one in self.weights.gathered():
-            yield one
-        for one in self.optimizer.gather():
-            yield one.below(OPTIMIZER)
-
-    def load_slices(self, stored: StoredTensors) -> None:
-        stored.load(self.critic_slices())
-        self.optimizer.deal(stored if self.ranks.rank == 0 else None)
-
-
 class MegatronBackend(TorchBackend):
     """See ``learner.backends.base.Backend``."""
 
     takes_ranks: ClassVar[bool] = True
-    reads_parts = False
     offloads: ClassVar[bool] = False
-    reads_parts = False
 
     @classmethod
     def plan(cls, context: RunContext) -> tuple[RunContext, BuildWorker]:
@@ -188,4 +166,4 @@ def _build_worker(shells: Mapping[str, ModelShell], context: RunContext, ranks: 
     # A pipeline fills and empties once for each micro-batch that is cut, so a cut holds several slices for each stage.
     copies, reduce = [grid.copy_of(each) for each in range(ranks.size)], optimizer.reduce
     layout = RankLayout(copies, grid.speakers, at_once, at_once * (SLICES_PER_STAGE if grid.pp > 1 else 1))
-    return MegatronWorker(context, ranks, layout, device, models, optimizer, weights, passes, reduce, sharded=True)
+    return RankWorker(context, ranks, layout, device, models, optimizer, weights, passes, reduce, sharded=True)

@@ -1,8 +1,10 @@
-"""A model without weights: Hugging Face's names and shapes of its tensors, and its configuration."""
+"""A model without weights: Hugging Face's names and shapes of its tensors, its configuration and its files."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +12,9 @@ from torch import Tensor
 
 from broker.errors import ConfigError
 from learner.backends.megatron.architecture import DecoderArchitecture, architecture_of, check_sizes
-from learner.backends.megatron.weight_files import WeightFiles
+from learner.backends.models.empty_model import weights_in_files, weights_in_parts
+from learner.backends.parts.part_file import DamagedFileError
+from learner.backends.parts.stored import StoredTensors
 from learner.config import MegatronSection
 from rlearner_text.config import ModelSection, check_model_path
 from rlearner_text.hub import model_folder
@@ -19,12 +23,13 @@ from rlearner_text.transformers_import import import_transformers
 
 @dataclass(frozen=True)
 class ModelShell:
-    """A model without weights."""
+    """A model whose weights are in files only."""
 
     path: str
     shape: DecoderArchitecture
     module: Any  # transformers' model, on the meta device; its configuration is saved with weights
     inv_freq: Tensor  # frequencies of its rotary positions
+    stored: StoredTensors  # its weights
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -43,7 +48,9 @@ def open_shell(path: str, model: ModelSection, section: MegatronSection) -> Mode
     import_transformers()
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    check_model_path(path)
+    if (stored := weights_in_parts(path)) is None:
+        check_model_path(path)
+        stored = _weights_in_files(path)
     try:
         config = AutoConfig.from_pretrained(model_folder(path))
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
@@ -54,7 +61,26 @@ def open_shell(path: str, model: ModelSection, section: MegatronSection) -> Mode
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, model.dtype)).eval()
     rotary = type(module.model.rotary_emb)(config=config)
-    found = ModelShell(path, shape, module, rotary.inv_freq)
-    with WeightFiles(path) as files:
-        files.refuse(found.tensors)
+    found = ModelShell(path, shape, module, rotary.inv_freq, stored)
+    _refuse(path, found.tensors, stored)
     return found
+
+
+def _weights_in_files(path: str) -> StoredTensors:
+    try:
+        return weights_in_files(Path(model_folder(path)))
+    except DamagedFileError as error:
+        raise ConfigError("model.path", path, f"a model whose files can be read: {error}") from None
+
+
+def _refuse(path: str, shapes: Mapping[str, Tensor], stored: StoredTensors) -> None:
+    """Raise ConfigError if a weight is missing or has another shape; the message has the first."""
+    if not stored:
+        raise ConfigError("model.path", path, "a model with weights in *.safetensors with train.backend megatron")
+    if missing := sorted(name for name in shapes if name not in stored):
+        allowed = f"{len(missing)} of its weights are missing, the first is {missing[0]}"
+        raise ConfigError("model.path", path, allowed)
+    for name, like in shapes.items():
+        found, wanted = stored.entries[name].shape, tuple(like.shape)
+        if found != wanted:
+            raise ConfigError("model.path", path, f"its {name} has shape {found}, its config.json says {wanted}")

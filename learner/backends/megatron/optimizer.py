@@ -1,8 +1,9 @@
-"""AdamW over the parts that a rank holds, with its state in Hugging Face's names and shapes."""
+"""AdamW over the parts that a rank holds, with its state under Hugging Face's names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -11,14 +12,13 @@ from torch import Tensor
 from learner.backends.megatron.grid import ProcessGroups, RankGrid
 from learner.backends.megatron.policy import MegatronPolicy
 from learner.backends.optimizer import MOMENTS, UPDATES, MasterOptimizer
-from learner.backends.parts.names import OPTIMIZER
 from learner.backends.parts.slices import Slice
 from learner.backends.ranks.collectives import sum_over_ranks
 from learner.config import TrainSection
 
 
 class MegatronOptimizer(MasterOptimizer):
-    """Every rank updates its parts; parts on several ranks get the same update. Methods are collective."""
+    """Every rank updates its parts; parts on several ranks get the same update."""
 
     def __init__(
         self, policy: MegatronPolicy, train: TrainSection, grid: RankGrid, groups: ProcessGroups, device: torch.device
@@ -52,40 +52,21 @@ class MegatronOptimizer(MasterOptimizer):
         dist.all_reduce(squares, group=self._groups.model)
         return squares.sqrt().float()
 
-    def gather(self) -> Iterator[Slice]:
-        """Yield the state of a model that is not divided: whole tensors on rank 0, only counts elsewhere."""
-        count = next(iter(self._adamw.state.values()))["step"]
-        for name in self._exchange.shapes:
-            yield Slice.whole(f"step.{name}", count)
+    def slices(self) -> Iterator[Slice]:
+        """Yield this rank's slices of counts, moments, and masters of rounded weights."""
         for kind, holders in self._holders().items():
-            for name in self._exchange.shapes:
-                if (found := self._exchange.gather(name, holders, torch.float32)) is not None:
-                    yield Slice.whole(f"{kind}.{name}", found, shared=False)
+            for one in self._exchange.slices(holders):
+                yield replace(one, name=f"{kind}.{one.name}")
 
     def _holders(self) -> dict[str, dict[str, Tensor]]:
-        """Return this rank's moments, and masters of rounded weights, by kind and Megatron's name."""
+        """Return this rank's state by kind and Megatron's name."""
         state, masters = self._adamw.state, self._masters
-        moments = {kind: {name: state[master][kind] for name, master in masters.items()} for kind in MOMENTS}
-        return moments | ({"master": dict(masters)} if self._rounded else {})
+        kinds = {kind: {name: state[master][kind] for name, master in masters.items()} for kind in ("step", *MOMENTS)}
+        return kinds | ({"master": dict(masters)} if self._rounded else {})
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         found: dict[str, tuple[int, ...]] = {UPDATES: ()}
-        for name, like in self._exchange.shapes.items():
-            found[f"step.{name}"] = ()
-            found |= {f"{kind}.{name}": tuple(like.shape) for kind in self._holders()}
-        return found
-
-    @torch.no_grad()
-    def deal(self, stored: Mapping[str, Tensor] | None) -> None:
-        """Restore the state that rank 0 reads, a tensor at a time; other ranks pass None."""
-        name = next(iter(self._exchange.shapes))
-        count = torch.zeros((), device=self._device) if stored is None else stored[f"{OPTIMIZER}step.{name}"]
-        count = count.to(self._device)
-        if self._grid.size > 1:
-            dist.broadcast(count, 0)
-        for moments in self._adamw.state.values():
-            moments["step"].copy_(count)
-        for kind, holders in self._holders().items():
+        for kind in self._holders():
             for name, like in self._exchange.shapes.items():
-                whole = like if stored is None else stored[f"{OPTIMIZER}{kind}.{name}"]
-                self._exchange.deal(whole, name, holders, torch.float32)
+                found[f"{kind}.{name}"] = () if kind == "step" else tuple(like.shape)
+        return found

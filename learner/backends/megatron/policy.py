@@ -18,12 +18,12 @@ from learner.backends.megatron.mapping import parts_of, share_size
 from learner.backends.megatron.model import RowLayout, build, megatron_library
 from learner.backends.megatron.model_shell import ModelShell
 from learner.backends.megatron.pipeline import StagePipeline
-from learner.backends.megatron.tensor_exchange import TensorExchange, write_share
+from learner.backends.megatron.tensor_exchange import TensorExchange
 from learner.backends.megatron.vocabulary import measure_shares
-from learner.backends.megatron.weight_files import StoredWeights, WeightFiles
 from learner.backends.models.batch import TokenBatch
 from learner.backends.models.block_compilation import check_compiler
 from learner.backends.models.policy import map_chunks
+from learner.backends.parts.hugging_face import CastWeights
 from learner.config import LoraSection
 
 Measured = tuple[Tensor, Tensor]  # logprobs and entropies, (T,) each
@@ -45,15 +45,14 @@ class MegatronPolicy:
     ) -> None:
         self.path, self.device, self.module, self._shape = shell.path, device, shell.module, shell.shape
         self._grid, self._groups, shape = grid, groups, shell.shape
-        self._like, self._parts = shell.tensors, parts_of(shape, grid.tp, grid.pp)
+        self._like, self._stored, self._parts = shell.tensors, shell.stored, parts_of(shape, grid.tp, grid.pp)
         self.adapters: MegatronAdapters | None = None
         dtype = self.module.dtype
         self.model = build(shape, shell.inv_freq, dtype, grid, groups)
         self.exchange = TensorExchange(grid, groups, self._parts, self._like, device)
         holders = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
-        with WeightFiles(shell.path) as files:
-            for part in self.exchange.own:
-                write_share(part, holders, files.share(part.name, part.dim, grid.tp, grid.share))
+        torch._foreach_zero_(list(holders.values()))  # rows beyond the vocabulary stay zeros
+        shell.stored.load(self.exchange.slices(holders))
         self.model.to(device).requires_grad_(trainable)
         self._pipeline = StagePipeline(grid, groups, device, dtype)
         self._columns = share_size(shape.vocab, grid.tp)
@@ -91,7 +90,7 @@ class MegatronPolicy:
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return the weights that were loaded, read from their files again."""
-        return StoredWeights(self.path, self._like)
+        return CastWeights(self._stored, self._like)
 
     def checkpoint_blocks(self) -> None:
         """Keep only the input of each transformer block and compute the rest again in the backward pass."""

@@ -1,19 +1,21 @@
-"""Gathers tensors in Hugging Face's shapes on rank 0 and deals them out from there."""
+"""Knows a rank's slices of tensors in Hugging Face's shapes, and gathers such tensors on rank 0."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from learner.backends.megatron.grid import ProcessGroups, RankGrid
-from learner.backends.megatron.mapping import TensorPart, share_size, take_share
+from learner.backends.megatron.mapping import TensorPart, share_size
+from learner.backends.parts.slices import Slice
 
 
 class TensorExchange:
-    """Collective operations; ``shapes`` are all tensors by Hugging Face's names, on the meta device."""
+    """What this rank holds of some tensors; ``shapes`` are all of them by Hugging Face's names, on the meta device."""
 
     def __init__(
         self,
@@ -27,6 +29,27 @@ class TensorExchange:
         self.shapes = dict(shapes)
         self.own = [part for part in parts if part.stage == grid.stage]
         self._first = {part.name: part for part in parts if not part.copy}
+        self._stages: dict[str, list[int]] = {}  # that have a tensor: a tied embedding is at both ends
+        for part in parts:
+            self._stages.setdefault(part.name, []).append(part.stage)
+
+    def slices(self, holders: Mapping[str, Tensor]) -> Iterator[Slice]:
+        """Yield this rank's slices.
+
+        Args:
+            holders: this rank's parameters, tensors of their shapes, or a scalar for each, by Megatron's names.
+        """
+        grid = self._grid
+        for part in self.own:
+            holder, stages = holders[part.holder].detach(), self._stages[part.name]
+            place, count = grid.copy + grid.dp * stages.index(grid.stage), grid.dp * len(stages)
+            if holder.ndim and part.dim is not None and grid.tp > 1:
+                yield _share(part, holder, tuple(self.shapes[part.name].shape), grid, (place, count))
+            else:
+                among = (place * grid.tp + grid.share, count * grid.tp)
+                whole = part.view(holder) if holder.ndim else holder
+                shape = tuple(self.shapes[part.name].shape) if holder.ndim else ()
+                yield Slice(part.name, shape, 0, whole, among=among)
 
     @torch.no_grad()
     def gather(self, name: str, holders: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor | None:
@@ -62,21 +85,14 @@ class TensorExchange:
         dist.all_gather(shares, share, group=self._groups.tp)
         return torch.cat(shares, part.dim).narrow(part.dim, 0, length).contiguous()
 
-    @torch.no_grad()
-    def deal(self, whole: Tensor, name: str, holders: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        """Write a tensor of rank 0, on the meta device elsewhere, into all its holders."""
-        if whole.is_meta:
-            found = torch.empty(whole.shape, dtype=dtype, device=self._device)
-        else:
-            found = whole.to(self._device, dtype, copy=True).contiguous()
-        if self._grid.size > 1:
-            dist.broadcast(found, 0)
-        for part in self.own:
-            if part.name == name:
-                write_share(part, holders, take_share(found, part.dim, self._grid.tp, self._grid.share))
 
-
-def write_share(part: TensorPart, holders: Mapping[str, Tensor], share: Tensor) -> None:
-    """Write a rank's share of a tensor into its holder."""
-    view = part.view(holders[part.holder].detach())
-    view.copy_(share.reshape(view.shape))
+def _share(part: TensorPart, holder: Tensor, shape: tuple[int, ...], grid: RankGrid, among: tuple[int, int]) -> Slice:
+    """Return the slice of a tensor that the ranks of a layer divide: rows or columns, without padding."""
+    assert part.dim is not None
+    length, view = shape[part.dim], part.view(holder)
+    size = share_size(length, grid.tp)
+    first = min(grid.share * size, length)
+    if part.dim == 1:
+        return Slice(part.name, shape, first, view[:, : length - first], among=among, block=True)
+    held = view[: length - first] if len(view) == size else view  # heads in groups have no padding
+    return Slice(part.name, shape, first * prod(shape[1:]), held, among=among)

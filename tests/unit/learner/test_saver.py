@@ -58,8 +58,6 @@ class World:
         )
 
     # as a backend
-    reads_parts = True
-
     def snapshot(self) -> FakeSnapshot:
         return FakeSnapshot({"model.weight": torch.tensor([self.step])})
 
