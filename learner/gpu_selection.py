@@ -92,7 +92,12 @@ def with_weights_on_host(config: dict[str, Any]) -> dict[str, Any]:
     if carrier in ("nccl", "ipc"):
         allowed = "shared, gloo or curve with --share-gpus: they leave no weights on the GPU"
         raise ConfigError("train.weights_backend", carrier, allowed)
-    return {**config, "train": {**train, "weights_backend": "shared" if carrier == "auto" else carrier}}
+    if train.get("weights_stripes") == "always":
+        raise ConfigError(
+            "train.weights_stripes", "always", "never with --share-gpus: ranks stage stripes on their GPUs"
+        )
+    found = {"weights_backend": "shared" if carrier == "auto" else carrier, "weights_stripes": "never"}
+    return {**config, "train": {**train, **found}}
 
 
 def shared_devices(config: Mapping[str, Any], spec: str) -> list[str]:

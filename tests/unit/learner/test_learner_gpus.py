@@ -102,12 +102,14 @@ def test_the_command_refuses_in_one_line(tmp_path, machine):
 
 def test_shared_gpus_hold_no_weights_that_wait_for_servers(machine):
     machine.write_text("GPU-bb, 4711, /usr/bin/python\n")  # a rollout server
-    shared = {"train": {"weights_backend": "shared", "device": "cuda", "ranks": 2}}
-    assert gpu_selection.assign_gpus({}, "0-1", share=True) == shared
-    assert gpu_selection.assign_gpus({}, "auto", share=True) == {"train": {"weights_backend": "shared"}}
+    host = {"weights_backend": "shared", "weights_stripes": "never"}
+    assert gpu_selection.assign_gpus({}, "0-1", share=True) == {"train": {**host, "device": "cuda", "ranks": 2}}
+    assert gpu_selection.assign_gpus({}, "auto", share=True) == {"train": host}
     assert gpu_selection.assign_gpus({"train": {"weights_backend": "curve"}}, "auto", share=True) == {
-        "train": {"weights_backend": "curve"}
+        "train": {**host, "weights_backend": "curve"}
     }
+    with pytest.raises(ConfigError, match=r"^train\.weights_stripes: 'always' is not allowed; never with --share-gpus"):
+        gpu_selection.assign_gpus({"train": {"weights_stripes": "always"}}, "0", share=True)
     for carrier in ("nccl", "ipc"):
         with pytest.raises(ConfigError, match=rf"^train.weights_backend: '{carrier}' is not allowed; shared, gloo or"):
             gpu_selection.assign_gpus({"train": {"weights_backend": carrier}}, "0", share=True)
