@@ -12,7 +12,7 @@ See ``broker.weights.stripes`` for the transfer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -24,12 +24,12 @@ from broker.weights import plan as plans
 from broker.weights.plan import LayoutPlan
 from broker.weights.rendezvous.board_client import BoardClient, KeyPair, RendezvousAddress
 from broker.weights.sender.transfer import TransferSettings
-from broker.weights.stripes.layout import ElementRun, check_cover, stripe_plan
+from broker.weights.stripes.layout import check_cover, stripe_plan
 from broker.weights.stripes.partial_digest import digest_of_parts
 from broker.weights.stripes.stripe import StripeRank
-from learner.backends.parts.names import MODEL
 from learner.backends.ranks.group import RankGroup
 from learner.backends.ranks.messages import CollectiveCommand, OpenStripesCommand, ServeStripesCommand, StripeReply
+from learner.backends.sent_runs import RunsInOrder, SentRun
 from learner.backends.weights import PolicyWeights
 
 
@@ -42,20 +42,18 @@ class OwnStripe:
 
     def __init__(self, model: LayoutPlan, weights: PolicyWeights, ranks: RankGroup, device: torch.device) -> None:
         self._weights, self._ranks, self._device = weights, ranks, device
-        plan = stripe_plan(model, self._held())
+        plan = stripe_plan(model, [one.run for one in self._sent() if one.run.count])
         self.stripe = StripeRank(ranks.rank, model, plan, device if device.type == "cuda" else None)
 
-    def _held(self) -> dict[ElementRun, Tensor]:
-        """Return the live elements that this rank sends: what it alone holds, and an equal range of what all hold."""
-        own = [one.own(self._ranks.rank, self._ranks.size) for one in self._weights.slices()]
-        held = [one for one in own if one.tensor.numel()]
-        return {ElementRun(one.name.removeprefix(MODEL), one.start, one.tensor.numel()): one.tensor for one in held}
+    def _sent(self) -> Iterator[SentRun]:
+        return self._weights.sent(self._ranks.rank, self._ranks.size)
 
     @torch.no_grad()
     def stage(self, version: int) -> Tensor:
         """Copy a version; return on rank 0 the sums of all ranks for the model's digest; all ranks call it together."""
-        held = {run.key: tensor for run, tensor in self._held().items()}
-        sums = self.stripe.stage(version, held).to(self._device)
+        runs = RunsInOrder(self._sent())
+        sums = self.stripe.stage(version, runs).to(self._device)
+        runs.finish()
         if self._ranks.size > 1:
             dist.reduce(sums, 0)
         return sums.cpu()

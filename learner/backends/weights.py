@@ -11,6 +11,7 @@ from learner.backends.models.lora import Find
 from learner.backends.models.policy import PolicyModel
 from learner.backends.parts.names import ADAPTER, MODEL
 from learner.backends.parts.slices import Slice
+from learner.backends.sent_runs import SentRun
 
 BUCKET_BYTES: Final = 32 << 20  # of weights gathered at once
 
@@ -43,6 +44,11 @@ class PolicyWeights:
         """Yield this rank's slices of what is trained: ``model.<name>``, or with adapters ``adapter.<peft's name>``."""
         for name, tensor in self._named(self._policy.tensors().__getitem__).items():
             yield Slice.whole(name, tensor)
+
+    def sent(self, rank: int, size: int) -> Iterator[SentRun]:
+        """Yield what a rank of ``size`` sends of ``slices``; together the ranks send everything once."""
+        for one in self.slices():
+            yield SentRun.of(one, rank, size)
 
     def _named(self, find: Find) -> dict[str, Tensor]:
         """Return the tensors that checkpoints hold by their names there, tied ones once."""

@@ -40,11 +40,16 @@ class Slice:
         """Return the same slice with a longer name."""
         return replace(self, name=prefix + self.name)
 
+    def span(self, rank: int, size: int) -> tuple[int, int]:
+        """Return the range of ``own`` in this slice: elements, or rows of a block."""
+        place, count = (rank, size) if self.shared else self.among
+        length = len(self.tensor) if self.block else self.tensor.numel()
+        return length * place // count, length * (place + 1) // count
+
     def own(self, rank: int, size: int) -> Slice:
         """Return what a rank of ``size`` answers for: of what several hold, an equal range, or rows of a block."""
-        place, count = (rank, size) if self.shared else self.among
+        first, last = self.span(rank, size)
         held = self.tensor.detach() if self.block else self.tensor.detach().reshape(-1)
-        first, last = (len(held) * one // count for one in (place, place + 1))
         start = self.start + first * (self.shape[1] if self.block else 1)
         return Slice(self.name, self.shape, start, held[first:last], block=self.block)
 

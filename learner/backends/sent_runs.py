@@ -1,0 +1,64 @@
+"""Elements of the weights that this rank sends, read while they are copied, so that few are held twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from broker.weights.stripes.layout import ElementRun
+from learner.backends.parts.names import MODEL
+from learner.backends.parts.slices import Slice
+
+
+@dataclass(frozen=True)
+class SentRun:
+    """Elements that this rank sends.
+
+    Args:
+        read: returns them as they are now, flat; may be collective, even for ranks that have none of the tensor.
+    """
+
+    run: ElementRun
+    read: Callable[[], Tensor]
+
+    @classmethod
+    def of(cls, one: Slice, rank: int, size: int) -> SentRun:
+        """Return what a rank of ``size`` sends of a slice that is a range: of what several hold, an equal range."""
+        first, last = one.span(rank, size)
+        run = ElementRun(one.name.removeprefix(MODEL), one.start + first, last - first)
+        return cls(run, partial(_flat, one, rank, size))
+
+
+class RunsInOrder(Mapping[str, Tensor]):
+    """Runs by their keys, each read once and in the order of the keys: the same on all ranks for a tensor's runs."""
+
+    def __init__(self, runs: Iterable[SentRun]) -> None:
+        self._keys = {one.run.key: one for one in sorted(runs, key=lambda one: one.run.key)}
+        self._waiting = iter(self._keys.items())
+
+    def __getitem__(self, key: str) -> Tensor:
+        for found, one in self._waiting:
+            elements = one.read()
+            if found == key:
+                return elements
+        raise KeyError(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def finish(self) -> None:
+        """Take part in reading what remains, of which this rank sends nothing."""
+        for _, one in self._waiting:
+            one.read()
+
+
+@torch.no_grad()
+def _flat(one: Slice, rank: int, size: int) -> Tensor:
+    return one.own(rank, size).tensor
