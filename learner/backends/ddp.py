@@ -14,4 +14,3 @@ class DdpBackend(TorchBackend):
     """See ``learner.backends.base.Backend``."""
 
     takes_ranks: ClassVar[bool] = True
-    sends_stripes: ClassVar[bool] = True

@@ -105,7 +105,6 @@ class Fsdp2Backend(TorchBackend):
     """See ``learner.backends.base.Backend``."""
 
     takes_ranks: ClassVar[bool] = True
-    sends_stripes: ClassVar[bool] = True
 
     @classmethod
     def plan(cls, context: RunContext) -> tuple[RunContext, BuildWorker]:

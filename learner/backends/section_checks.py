@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 from broker.errors import ConfigError
 from learner.config import DeepspeedSection
-
-STRIPED_BACKENDS: Final = ("ddp", "fsdp2", "deepspeed")
 
 
 def check_deepspeed(train: Mapping[str, Any]) -> None:
@@ -52,8 +50,6 @@ def check_megatron(train: Mapping[str, Any]) -> None:
 def stripes_problem(train: Mapping[str, Any]) -> str:
     """Return why the ranks of a section ``train`` cannot each send what they hold; empty if they can."""
     carriers = ("auto", "nccl", "gloo")
-    if train["backend"] not in STRIPED_BACKENDS:
-        return f"train.backend {' or '.join(STRIPED_BACKENDS)}, whose ranks know what they hold"
     if train["ranks"] == 1:
         return "train.ranks above 1"
     if train["lora"]:

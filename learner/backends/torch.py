@@ -71,13 +71,11 @@ class TorchBackend:
     Attributes:
         takes_ranks: whether ``train.ranks`` may exceed 1.
         offloads: whether ``offload`` and ``reload`` move all that is on the device.
-        sends_stripes: whether ranks know which elements of the whole weights they hold.
         worker: this rank's.
     """
 
     takes_ranks: ClassVar[bool] = False
     offloads: ClassVar[bool] = True
-    sends_stripes: ClassVar[bool] = False
 
     def __init__(self, model_path: str, **settings: Any) -> None:
         context, build = self.plan(RunContext(model_path, **settings))
@@ -335,7 +333,7 @@ class TorchBackend:
         self._ranks.all_done(ReloadCommand(), self.worker.reload)
 
     def stripes(self, plan: LayoutPlan) -> RankStripes | None:
-        if not self.sends_stripes or self._ranks.size == 1 or self.policy.adapters is not None:
+        if self._ranks.size == 1 or self.policy.adapters is not None:
             return None
         return RankStripes(plan, self.worker.open_stripe(plan), self._ranks)
 

@@ -59,7 +59,8 @@ class WeightOffering:
         """Return a sender for the weights, staged on their device.
 
         Raises:
-            ConfigError: if ``train.weights_interface`` is not an interface of this host with an address.
+            ConfigError: if ``train.weights_interface`` is not an interface of this host with an address, or the backend
+                cannot send in stripes and must.
         """
         train, device = self._train, self._backend.device
         carriers = offered(train.weights_backend or "auto", on_gpu=device.type == "cuda")
@@ -69,6 +70,8 @@ class WeightOffering:
             factors = factor_shapes(self._backend.shapes(), self.adapter.targets, self.adapter.rank)
             plan = plan_of(factors, train.weights_bucket_mib)
         self._stripes = self._backend.stripes(plan) if self._wants_stripes() else None
+        if self._stripes is None and train.weights_stripes == "always":
+            raise ConfigError("train.weights_stripes", "always", f"auto or never with train.backend {train.backend}")
         return WeightSender(
             bus,
             plan,

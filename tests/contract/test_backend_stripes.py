@@ -20,6 +20,7 @@ from broker.weights.receiver.receive import WeightReceiver
 from learner.backends.section_checks import check_stripes
 from learner.config import TrainSection
 from learner.weights.offering import WeightOffering
+from rlearner_text.config import ModelSection
 
 
 class AnyServer(Roster):
@@ -32,25 +33,39 @@ class AnyServer(Roster):
         return [wire.Presence(role=role, id="r1", host="h", pid=1, state="serving")]
 
 
+FOUR = {"tp2-dp2": {"tensor_parallel": 2}, "tp2-pp2": {"tensor_parallel": 2, "pipeline_parallel": 2}}
+
+
 @pytest.mark.parametrize(
-    ("variant", "ranks", "dtype"),
+    ("variant", "ranks", "dtype", "layout", "tied"),
     [
-        ("ddp", 2, None),
-        ("fsdp2", 3, "bfloat16"),
-        ("deepspeed-2", 2, None),
-        ("deepspeed-3", 2, None),
+        ("ddp", 2, None, None, True),
+        ("fsdp2", 3, "bfloat16", None, True),
+        ("deepspeed-2", 2, None, None, True),
+        ("deepspeed-3", 2, None, None, True),
+        ("megatron", 2, None, None, True),
+        ("megatron", 4, None, "tp2-dp2", True),
+        ("megatron", 4, "bfloat16", "tp2-dp2", False),
+        ("megatron", 4, None, "tp2-pp2", True),
+        ("megatron", 4, None, "tp2-pp2", False),
     ],
 )
 async def test_every_rank_sends_a_part_of_the_weights_after_each_step(
-    bus: Bus, tmp_path: Path, variant: str, ranks: int, dtype: str | None
+    bus: Bus, tmp_path: Path, variant: str, ranks: int, dtype: str | None, layout: str | None, tied: bool
 ) -> None:
-    path = kit.save_model(tmp_path / "model")
     options = {"weights_stripes": "always", "weights_dtype": dtype, "weights_bucket_mib": 4096 / 2**20}
-    backend = backend_kit.make(variant, path, ranks=ranks, **options)
+    path, model = kit.save_model(tmp_path / "model", kv_heads=2, tied=tied), ModelSection()
+    if layout is not None:
+        options["megatron"] = FOUR[layout]
+        model = ModelSection(dtype=dtype or "float32")
+    backend = backend_kit.make(variant, path, ranks=ranks, model=model, **options)
     try:
         offering = WeightOffering(backend, backend._context.train, "float32")
         sender = offering.sender(bus, AnyServer(bus), 1)
         assert sender.plan.digest
+        assert offering._stripes is not None
+        sizes = [stripe.size_bytes for stripe in offering._stripes.plans]
+        assert max(sizes) < 1.4 / ranks * sender.plan.size_bytes
         held = {name: torch.zeros(tensor.shape) for name, tensor in backend.shapes().items()}
         loaded: list[int] = []
 
@@ -75,7 +90,7 @@ async def test_every_rank_sends_a_part_of_the_weights_after_each_step(
                 assert all(torch.equal(held[name], expected[name]) for name in expected)
                 assert receiver._state.digest == whole.digest()
             assert loaded == [0, 1, 2]
-            assert sender.metrics()["weights/sent_bytes"] < 0.7 * sender.plan.size_bytes  # of rank 0
+            assert sender.metrics()["weights/sent_bytes"] == sizes[0]
         finally:
             await receiver.close()
             await sender.close()
@@ -86,7 +101,6 @@ async def test_every_rank_sends_a_part_of_the_weights_after_each_step(
 @pytest.mark.parametrize(
     ("settings", "allowed"),
     [
-        ({"backend": "megatron"}, "train.backend ddp or fsdp2 or deepspeed, whose ranks know what they hold"),
         ({"ranks": 1}, "train.ranks above 1"),
         ({"weights_dtype": "fp8"}, "train.weights_dtype other than fp8"),
         ({"weights_delta": True}, "train.weights_delta false"),
@@ -102,3 +116,12 @@ def test_what_excludes_stripes_is_named(settings: dict[str, object], allowed: st
     ):
         check_stripes(train.model_dump())
     check_stripes({**train.model_dump(), "weights_stripes": "auto"})
+
+
+async def test_a_backend_that_cannot_is_refused_where_it_must(bus: Bus, tmp_path: Path) -> None:
+    train = TrainSection(backend="torch", device="cpu", weights_stripes="always")
+    backend = kit.backend(kit.save_model(tmp_path / "model"), train=train)
+    with pytest.raises(
+        ConfigError, match=r"^train\.weights_stripes: 'always' is not allowed; auto or never with train\.backend torch$"
+    ):
+        WeightOffering(backend, train, "float32").sender(bus, AnyServer(bus), 1)

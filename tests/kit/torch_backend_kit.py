@@ -17,12 +17,18 @@ VOCAB = 23
 
 
 def save_model(
-    folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, kv_heads: int = 1, num_layers: int = 2
+    folder: Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    kv_heads: int = 1,
+    num_layers: int = 2,
+    tied: bool = True,
 ) -> str:
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=num_layers, num_attention_heads=2,
-        num_key_value_heads=kv_heads, head_dim=16, max_position_embeddings=128, tie_word_embeddings=True,
+        num_key_value_heads=kv_heads, head_dim=16, max_position_embeddings=128, tie_word_embeddings=tied,
         bos_token_id=None, eos_token_id=0,
     )  # fmt: skip
     model = Qwen3ForCausalLM(config)

@@ -87,7 +87,6 @@ class DeepspeedBackend(TorchBackend):
 
     takes_ranks: ClassVar[bool] = True
     offloads: ClassVar[bool] = False
-    sends_stripes: ClassVar[bool] = True
 
     @classmethod
     def plan(cls, context: RunContext) -> tuple[RunContext, BuildWorker]:

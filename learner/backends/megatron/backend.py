@@ -18,6 +18,7 @@ from learner.backends.megatron.model import megatron_library
 from learner.backends.megatron.model_shell import ModelShell, open_shell
 from learner.backends.megatron.optimizer import MegatronOptimizer
 from learner.backends.megatron.policy import Measured, MegatronPolicy
+from learner.backends.megatron.row_exchange import RowExchange
 from learner.backends.models.batch import TokenBatch
 from learner.backends.models.lora import exported_name
 from learner.backends.models.model_set import ModelSet
@@ -29,6 +30,7 @@ from learner.backends.ranks.dealing import Job
 from learner.backends.ranks.group import RankGroup, RankLayout
 from learner.backends.ranks.messages import deal_slices
 from learner.backends.section_checks import check_megatron
+from learner.backends.sent_runs import SentRun
 from learner.backends.torch import BuildWorker, TorchBackend
 from learner.backends.weights import ShardedWeights
 from learner.backends.worker import RankWorker, prepare_process
@@ -37,11 +39,11 @@ SLICES_PER_STAGE: Final = 4  # p stages then compute for 4p / (5p - 1) of the ti
 
 
 class MegatronWeights(ShardedWeights):
-    """Weights that ranks hold parts of; for offers rank 0 gathers them, together with all ranks."""
+    """Weights that ranks hold parts of; where ranks do not send them in stripes, rank 0 gathers them with all."""
 
-    def __init__(self, policy: MegatronPolicy, rank: int) -> None:
+    def __init__(self, policy: MegatronPolicy, grid: RankGrid, groups: ProcessGroups) -> None:
         super().__init__(policy)  # type: ignore[arg-type]
-        self._model, self._rank = policy, rank
+        self._model, self._rank, self._rows = policy, grid.rank, RowExchange(grid, groups.tp)
 
     @torch.no_grad()
     def gather(self, bucket: int) -> dict[str, Tensor]:
@@ -53,6 +55,9 @@ class MegatronWeights(ShardedWeights):
         for one in exchange.slices(trained):
             adapted = self._model.adapters is not None
             yield replace(one, name=ADAPTER + exported_name(one.name) if adapted else MODEL + one.name)
+
+    def sent(self, rank: int, size: int) -> Iterator[SentRun]:
+        return self._rows.sent(self.slices())
 
     def factors(self) -> dict[str, Tensor]:
         adapters = self._model.adapters
@@ -159,7 +164,7 @@ def _build_worker(shells: Mapping[str, ModelShell], context: RunContext, ranks: 
     models = ModelSet(context, device, rank, load)
     policy: MegatronPolicy = models.policy  # type: ignore[assignment]  # as loaded above
     policy.divide_adapters()
-    weights = MegatronWeights(policy, rank)
+    weights = MegatronWeights(policy, grid, groups)
     optimizer = MegatronOptimizer(policy, context.train, grid, groups, device)
     passes = MegatronPasses(context, models, optimizer, device, rank=rank, policy=policy, grid=grid, groups=groups)
     at_once = grid.dp * grid.pp  # one in each stage of each copy

@@ -5,11 +5,14 @@ is refused.
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -21,11 +24,14 @@ from learner.backends.megatron.architecture import DecoderArchitecture, architec
 from learner.backends.megatron.grid import RankGrid
 from learner.backends.megatron.mapping import parts_of, take_share
 from learner.backends.megatron.pipeline import StagePipeline, pass_order
+from learner.backends.megatron.row_exchange import RowExchange
 from learner.backends.megatron.tensor_exchange import TensorExchange
+from learner.backends.parts.names import MODEL
 from learner.backends.parts.slices import Slice
 from learner.backends.parts.slices import stage as stage_slices
 from learner.backends.parts.stored import StoredTensors
 from learner.backends.parts.writing import write_part
+from learner.backends.sent_runs import RunsInOrder
 from learner.offline import config as offline
 
 LAKE = {
@@ -193,6 +199,61 @@ def test_every_element_has_its_place_and_comes_back(tmp_path: Path, tp: int, dp:
         assert torch.equal(stored[name], tensor), name
         assert sum(piece.box.numel for piece in stored.entries[name].pieces) == tensor.numel(), name
         assert stored.entries[f"step.{name}"].shape == ()
+
+
+class Network:
+    """``all_to_all_single`` among threads; a thread's group is its number."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier, self._sent = Barrier(size, timeout=20), dict[int, tuple[torch.Tensor, ...]]()
+
+    def exchange(
+        self, arrived: torch.Tensor, sent: torch.Tensor, received: list[int], sizes: list[int], *, group: int
+    ) -> None:
+        self._sent[group] = sent.split(sizes)
+        self._barrier.wait()
+        pieces = [self._sent[one][group] for one in sorted(self._sent)]
+        self._barrier.wait()
+        assert [len(piece) for piece in pieces] == received
+        arrived.copy_(torch.cat(pieces))
+
+
+@pytest.mark.parametrize(("tp", "dp", "pp"), [(1, 2, 2), (2, 1, 1), (2, 2, 2), (2, 5, 1), (2, 7, 1)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_ranks_send_every_element_once_in_ranges(
+    monkeypatch: pytest.MonkeyPatch, tp: int, dp: int, pp: int, *, tied: bool
+) -> None:
+    """Of six rows for seven copies of two ranks, some copies have one row, and one has none."""
+    shape = DecoderArchitecture(**{**vars(SHAPE), "tied": tied})
+    tensors, size = whole_tensors(shape), tp * dp * pp
+    network = Network(tp)
+    monkeypatch.setattr(dist, "all_to_all_single", network.exchange)
+
+    def sent(rank: int) -> dict[str, torch.Tensor]:
+        grid = RankGrid(size, tp, pp, rank)
+        exchange = TensorExchange(grid, None, parts_of(shape, tp, pp), tensors, torch.device("cpu"))
+        holders = holders_of(shape, grid)
+        for part in exchange.own:
+            view = part.view(holders[part.holder])
+            view.copy_(take_share(tensors[part.name], part.dim, tp, grid.share).reshape(view.shape))
+        runs = list(RowExchange(grid, grid.share).sent(one.below(MODEL) for one in exchange.slices(holders)))
+        planned, in_order = sorted(one.run.key for one in runs if one.run.count), RunsInOrder(runs)
+        read = {key: in_order[key].clone() for key in planned}
+        in_order.finish()
+        assert {one.run.key: one.run.count for one in runs if one.run.count} == {k: len(v) for k, v in read.items()}
+        return read
+
+    found = {name: torch.full((tensor.numel(),), -1) for name, tensor in tensors.items()}
+    for first in range(0, size, tp):
+        with ThreadPoolExecutor(tp) as pool:
+            stripes = list(pool.map(sent, range(first, first + tp)))
+        for key, elements in (item for stripe in stripes for item in stripe.items()):
+            name, start = key.split("@")
+            place = found[name][int(start) : int(start) + len(elements)]
+            assert (place == -1).all(), key
+            place.copy_(elements)
+    for name, tensor in tensors.items():
+        assert torch.equal(found[name], tensor.flatten()), name
 
 
 def holders_of(shape: DecoderArchitecture, grid: RankGrid) -> dict[str, torch.Tensor]:
