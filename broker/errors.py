@@ -9,6 +9,7 @@ RlearnerError
 ├── WireError            not a valid message: unknown field, wrong type, bad length, NaN, too large
 │   └── TooLarge         a message to be sent exceeds the limit
 ├── Fenced               a newer incarnation of this process owns the run
+├── NodesMissing         not all nodes of a learner came in time
 ├── LostState            the broker has less than the learner stored
 ├── RequestFailed        a request got no usable reply
 └── TransferFailed       a weight transfer broke, timed out or did not match its digest
@@ -59,6 +60,10 @@ class TooLarge(WireError):
 
 class Fenced(RlearnerError):
     """A newer incarnation took over; this process must stop."""
+
+
+class NodesMissing(RlearnerError):
+    """Not all nodes of a learner came in time; one line, exit code 1, so that supervisors start them again."""
 
 
 class LostState(RlearnerError):

@@ -20,7 +20,7 @@ import uvloop
 
 from broker.contract import wire
 from broker.contract.streams import CONTROL, RUNS, token
-from broker.errors import ConfigError, LostState, RlearnerError, UserError
+from broker.errors import ConfigError, LostState, NodesMissing, RlearnerError, UserError
 from broker.identity import tokens
 from broker.identity.login import Login
 from broker.identity.trust import is_trusted, trust
@@ -76,6 +76,9 @@ def main(role: str, body: Callable[[Stop], Coroutine[Any, Any, int | None]], *, 
             raise broken from None
         if user_error := _find(error, UserError):
             return refuse(user_error)
+        if missing := _find(error, NodesMissing):
+            logs.say_error(str(missing))
+            return EXIT_FAULT
         if lost := _find(error, LostState):
             logs.say_error(f"{lost}; start this process again: it joins the run once the learner is back")
             return EXIT_FAULT

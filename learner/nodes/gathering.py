@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from broker.errors import RlearnerError, UserError
+from broker.errors import NodesMissing, RlearnerError, UserError
 from broker.system.connections import addresses
 from broker.weights.rendezvous.board_server import BoardServer
 from learner.backends.ranks.link import LinkClosedError, RankLink
@@ -32,10 +32,6 @@ POLL_S: Final = 0.1
 FIRST_LIST_S: Final = 5.0
 LIST_EVERY_S: Final = 15.0
 STORE_S: Final = 60.0
-
-
-class NodesMissingError(RlearnerError):
-    """Not all nodes came in time; names those that did."""
 
 
 class GatheringStopped(RlearnerError):
@@ -103,7 +99,7 @@ class Gathering:
 
         Raises:
             UserError: if a rank differs in versions or settings, or the nodes have not as many ranks as configured.
-            NodesMissingError: if not all are there in time.
+            NodesMissing: if not all are there in time.
             GatheringStopped: if ``stopped`` says so.
         """
         try:
@@ -139,7 +135,7 @@ class Gathering:
                 raise GatheringStopped("stopped while waiting for the other nodes")
             now = time.monotonic()
             if now > deadline:
-                raise NodesMissingError(f"not all nodes came within {deadline_s:g} s; {self._roll.describe()}")
+                raise NodesMissing(f"not all nodes came within {deadline_s:g} s; {self._roll.describe()}")
             if now >= list_at:
                 list_at = now + LIST_EVERY_S
                 log.info("waiting for the other nodes; %s", self._roll.describe())
@@ -149,7 +145,7 @@ class Gathering:
             while self._lost:
                 self._forget(self._lost.pop())
             if (ended := next((one for one in self._children if one.poll() is not None), None)) is not None:
-                raise NodesMissingError(f"a rank of this node (pid {ended.pid}) ended with code {ended.returncode}")
+                raise NodesMissing(f"a rank of this node (pid {ended.pid}) ended with code {ended.returncode}")
             time.sleep(POLL_S)
         if problem := self._roll.wrong_size(self._size):
             raise UserError(problem)

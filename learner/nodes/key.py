@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import stat
@@ -14,6 +15,8 @@ from typing import Final
 
 from broker.errors import UserError
 from broker.system.private_files import private_folder
+
+log = logging.getLogger(__name__)
 
 NUM_BYTES: Final = 32
 APPEARS_S: Final = 30.0  # a shared home may show a file of another node late
@@ -60,7 +63,7 @@ def read_key(
     Raises:
         UserError: if there is none, others can read it, or it holds no key.
     """
-    deadline = time.monotonic() + wait_s
+    deadline, said = time.monotonic() + wait_s, False
     while True:
         try:
             return _read(path)
@@ -68,12 +71,17 @@ def read_key(
             if make:
                 _make(path)
             elif time.monotonic() < deadline:
+                if not said:
+                    said = True
+                    log.info("waiting up to %g s for the key of the nodes, %s", wait_s, path)
                 nap(0.5)
             else:
                 remedy = "node 0 makes it; copy it from there (chmod 600), or name it with --nodes-key"
                 raise UserError(f"no key of the nodes at {path}: {remedy}") from None
         except OSError as error:
-            raise UserError(f"{path}: {error.strerror}") from None
+            raise UserError(
+                f"--nodes-key {path}: {error.strerror}; expected a file with the key of the nodes"
+            ) from None
 
 
 def _read(path: Path) -> NodeKey:

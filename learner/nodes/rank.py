@@ -36,7 +36,7 @@ from learner.backends.ranks.messages import BuildCommand
 from learner.backends.ranks.rendezvous import Meeting
 from learner.nodes.encrypted_link import OTHERS, RANK_0, EncryptedFrames, LinkWatch
 from learner.nodes.hello import greet
-from learner.nodes.key import NodeKey, read_key
+from learner.nodes.key import APPEARS_S, NodeKey, read_key
 from learner.nodes.local_ranks import RankStart
 from learner.nodes.meeting_keys import ARRIVALS, Farewell, answer_key, arrival_line, farewell_key
 from learner.nodes.model_folders import compare
@@ -80,7 +80,7 @@ class JoiningRank:
     def run(self) -> int:
         """Return the exit code."""
         try:
-            key = read_key(Path(self.start.key_file), make=False)
+            key = read_key(Path(self.start.key_file), make=False, wait_s=min(APPEARS_S, self.start.deadline_s))
             client = self._reach(key)
         except NoRendezvousError as error:
             log.error("%s", error)

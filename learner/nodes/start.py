@@ -85,7 +85,7 @@ async def gathered(
     Raises:
         UserError: if nodes differ, or the rendezvous cannot be opened.
         Stopped: if a stop is requested while waiting.
-        NodesMissingError: if not all nodes come in time.
+        NodesMissing: if not all nodes come in time.
     """
     ranks = await asyncio.to_thread(_gather, placement, config, num_here, options, stop, shared)
     outcome = Outcome(shared=sorted({*shared, *ranks.shared}))

@@ -177,8 +177,8 @@ async def test_nothing_sampled_after_a_load_that_broke_is_given_out(
     engine, old, context = await make(), models.load(folder), prompt(11)
     new, tensors = renewed(folder)
 
-    async def half(llm: Any) -> None:
-        await reload_weights(llm)
+    async def half(llm: Any, *, received: bool) -> None:
+        await reload_weights(llm, received=received)
         raise RuntimeError("a worker failed")
 
     task = await in_flight(engine, context, tokens=110)

@@ -77,7 +77,8 @@ class BoardServer:
         except OSError:
             self._context.destroy(linger=0)
             raise
-        sockets = {self._zap: self._on_client, self._router: self._on_request}
+        self._failed = self._router.get_monitor_socket(zmq.Event.HANDSHAKE_FAILED_PROTOCOL)
+        sockets = {self._zap: self._on_client, self._router: self._on_request, self._failed: self._on_failed}
         self._thread = SocketThread(f"{name}-rendezvous", sockets, self._turn, self._context.term)
 
     def _bind(self, socket: zmq.Socket[bytes], port: int = 0) -> int:
@@ -137,11 +138,20 @@ class BoardServer:
         key = z85.encode(credentials[0]).decode() if mechanism == b"CURVE" and credentials else ""
         with self.changed:
             is_known = key in self._admitted
-        if not is_known and self._refused_until < time.monotonic():
-            self._refused_until = time.monotonic() + REFUSALS_EVERY_S
-            log.warning("%s: %s was refused at the rendezvous: its key was not admitted", self._name, address.decode())
+        if not is_known:
+            self._say_refused(f"{address.decode()} was refused at the rendezvous: its key was not admitted")
         status, text = (b"200", b"OK") if is_known else (b"400", b"not admitted")
         self._zap.send_multipart([version, request_id, status, text, key.encode() if is_known else b"", b""])
+
+    def _on_failed(self) -> None:
+        """Read that a client expected another key here, or does not speak ZeroMQ; who it was is not known."""
+        self._failed.recv_multipart()
+        self._say_refused("somebody was refused at the rendezvous, who expects another key here or is another program")
+
+    def _say_refused(self, text: str) -> None:
+        if self._refused_until < time.monotonic():
+            self._refused_until = time.monotonic() + REFUSALS_EVERY_S
+            log.warning("%s: %s", self._name, text)
 
     # ---------------------------------------------------------------------------------------------- requests
 

@@ -17,7 +17,7 @@ from broker.system import logs
 
 HEAD = """
 import asyncio, sys, time
-from broker.errors import ConfigError, UserError
+from broker.errors import ConfigError, NodesMissing, UserError
 from broker.runtime.process import Stop, Stopped, main
 def say(text): print(text, flush=True)
 """
@@ -66,6 +66,14 @@ def test_a_user_error_is_one_line_and_exit_code_2() -> None:
             raise ConfigError("train.lr", -1, "input should be\\ngreater than 0")
     """)
     assert (code, err) == (2, "error: train.lr: -1 is not allowed; input should be greater than 0\n")
+
+
+def test_missing_nodes_are_one_line_and_exit_code_1_for_a_supervisor() -> None:
+    code, _, err = finish("""
+        async def body(stop):
+            raise NodesMissing("not all nodes came within 8 s; here: node 0 (a); missing: node 1")
+    """)
+    assert (code, err) == (1, "error: not all nodes came within 8 s; here: node 0 (a); missing: node 1\n")
 
 
 def test_a_user_error_out_of_a_task_group_too() -> None:

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import torch
 
-from broker.errors import UserError
+from broker.errors import NodesMissing, UserError
 from broker.weights.rendezvous.board_server import BoardServer
 from learner.backends.ranks import follower
 from learner.backends.ranks.link import LinkClosedError, RankLink
@@ -24,7 +24,7 @@ from learner.nodes import gathering as gathering_module
 from learner.nodes import node_ranks as node_ranks_module
 from learner.nodes import rank as rank_module
 from learner.nodes.encrypted_link import OTHERS, RANK_0, EncryptedFrames, LinkWatch, prepare
-from learner.nodes.gathering import Gathering, NodesMissingError
+from learner.nodes.gathering import Gathering
 from learner.nodes.key import NodeKey, read_key
 from learner.nodes.local_ranks import RankStart
 from learner.nodes.node_ranks import NodeRanks
@@ -175,7 +175,7 @@ def test_missing_nodes_are_listed(
     here = r"here: node 0 \(.+\), node 1 \(.+\); missing: node 2"
     with (
         caplog.at_level(logging.INFO),
-        pytest.raises(NodesMissingError, match=f"not all nodes came within 5 s; {here}"),
+        pytest.raises(NodesMissing, match=f"not all nodes came within 5 s; {here}"),
     ):
         gathering.gather(5.0)
     assert joining.ends() == 1
@@ -188,11 +188,12 @@ def test_another_key_is_refused_at_both_ends(
     monkeypatch.setattr(rank_module, "ANSWER_S", 1.0)
     gathering, other = place.gathering(), tmp_path / "other.key"
     read_key(other, make=True)
-    with caplog.at_level(logging.ERROR):
+    with caplog.at_level(logging.WARNING):
         assert place.join(key_file=other).ends() == 2
     assert f"127.0.0.1:{place.port} does not know the key {other} of node 1: copy that of node 0 here" in caplog.text
-    with pytest.raises(NodesMissingError):
+    with pytest.raises(NodesMissing):
         gathering.gather(0.1)
+    assert "nodes: somebody was refused at the rendezvous, who expects another key here" in caplog.text
 
 
 def test_nobody_at_the_rendezvous(place: Place, caplog: pytest.LogCaptureFixture) -> None:
