@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from broker.contract.wire import ACTOR
-from broker.errors import ConfigError
+from broker.errors import ConfigError, UserError
 from broker.settings.registry import known, resolve
 from broker.settings.sections import parse
 from rollout.config import RolloutSection
@@ -52,6 +52,17 @@ def check(config: dict[str, Any]) -> None:
 def declaration(engine: str) -> type[EngineArgs] | None:
     """Return what an engine of the registry declares about itself; None for one named by path, which is trusted."""
     return resolve("engine_args", engine, ENGINE_ARGS) if engine in ENGINE_ARGS else None
+
+
+def refuse_sleepless(engine: str) -> None:
+    """Refuse to share devices with an engine that is known not to leave its own.
+
+    Raises:
+        UserError: if it does not.
+    """
+    if (declared := declaration(engine)) is not None and not declared.sleeps:
+        able = ", ".join(sorted(name for name in ENGINE_ARGS if (found := declaration(name)) and found.sleeps))
+        raise UserError(f"--share-gpus: engine {engine} cannot free its device for others; these can: {able}")
 
 
 def _refuse_filters(name: str, sampling: dict[str, Any], engine: str) -> None:

@@ -30,6 +30,7 @@ from broker.system.devices import device_names
 from rlearner_text.config import check_model_path
 from rlearner_text.model_files import LocalModel, local_model
 from rollout import replicas
+from rollout.checks import refuse_sleepless
 from rollout.config import RolloutSection
 from rollout.engines import ENGINES
 from rollout.engines.base import Engine, EngineConfig, SleepingEngine
@@ -102,10 +103,12 @@ async def _serve(
     engine_class: type[Engine] = await asyncio.to_thread(registry.resolve, "engines", section.engine, ENGINES)
     loopback = runspec.section(spec.config, "broker", BrokerSection).bind
     bind = listening_address(*listen, member.bus.link.url, loopback)
+    if shared:
+        refuse_sleepless(section.engine)
     engine = engine_class(config)
     if shared and not isinstance(engine, SleepingEngine):
         raise UserError(
-            f"--share-gpus: engine {section.engine} cannot free its device for others; use hf, vllm or sglang"
+            f"--share-gpus: engine {section.engine} has no sleep() and wake() to free its device for others"
         )
     async with sharing(member, shared, exclusive=False) as devices:
         service = RolloutService(member, spec, section, engine, model, bind, devices)

@@ -16,6 +16,7 @@ from broker.errors import ConfigError, UserError
 from broker.settings.secret import refuse_interpolated
 
 HERE: Final = "${here}"
+SHIPPED: Final = "configs/"  # how a configuration of the package is named from anywhere
 RUN_CONFIG: Final = "config.yaml"  # in the folder of a run: resolved, with every value
 Config = dict[str, Any]
 _PRESET = re.compile(r"[A-Za-z][\w+-]*")
@@ -25,7 +26,9 @@ _KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
 def load(
     path: str, overrides: Sequence[str] = (), *, of_run: Callable[[Config], Config] = lambda config: config
 ) -> Config:
-    """Read a YAML file with the files it inherits (key ``inherit``: relative file name or list), apply overrides.
+    """Read a YAML file with the files it inherits, apply overrides.
+
+    The key ``inherit`` holds a relative file name, ``configs/NAME.yaml`` of the package, or a list of these.
 
     ``path`` may be the folder of a run, for its ``config.yaml``, with ``run.name`` and ``run.dir`` set to the folder's
     current name; ``of_run`` transforms that before the overrides are applied. Later files win over earlier ones, a file
@@ -70,7 +73,7 @@ def locate(path: str) -> Path:
             return candidate
     if "=" in path:
         raise UserError(f"expected a YAML file, found {path!r}; give the file first, then the settings")
-    shipped, name = _shipped(), path.removeprefix("configs/")
+    shipped, name = _shipped(), path.removeprefix(SHIPPED)
     for candidate in (shipped / name, shipped / f"{name}.yaml"):
         if not Path(path).is_absolute() and candidate.is_file():
             return candidate
@@ -112,6 +115,8 @@ def _read(path: Path, inheriting: tuple[Path, ...]) -> DictConfig:
     merged = OmegaConf.create({})
     for name in names:
         parent = path.parent / str(name)
+        if not parent.is_file() and str(name).startswith(SHIPPED):  # as on the command line
+            parent = _shipped() / str(name).removeprefix(SHIPPED)
         if not parent.is_file():
             raise UserError(f"{path}: inherit: {name!r}: no such file {parent}")
         merged = _merge(merged, _read(parent, (*inheriting, path)), path)

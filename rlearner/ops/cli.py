@@ -46,7 +46,7 @@ def add_parsers(subparsers: Any) -> None:
     replay.add_argument("--json", action="store_true", help="one JSON object")
     text = "write the model of a checkpoint as Hugging Face safetensors, without loading it whole"
     export = _add(subparsers, "export", text, "exporting:export_run", broker=False)
-    export.add_argument("--step", metavar="STEP", type=natural, help="the checkpoint's (the newest)")
+    export.add_argument("--step", metavar="STEP", type=natural, help="step of the checkpoint (default: the newest)")
     export.add_argument("--out", metavar="FOLDER", help="a new folder (exported/step-STEP in the run's folder)")
     text = "largest file, unless one weight is larger (%(default)s)"
     export.add_argument("--max-shard-gib", metavar="GIB", type=positive, default=5.0, help=text)

@@ -40,6 +40,7 @@ from rlearner.up.live_state import LiveRunState
 from rlearner.up.run_claim import RunClaim, refuse_other_broker
 from rlearner.up.shutdown_display import ShutdownDisplay
 from rlearner.up.view import screen
+from rollout.checks import refuse_sleepless
 
 LOOPBACK = "127.0.0.1"
 DRAW_EVERY_S = 0.25
@@ -92,6 +93,8 @@ async def up(
         UserError: if the run cannot continue with these settings, a child rejected its input, or another
             ``rlearner up`` holds the folder.
     """
+    if share_gpus:
+        refuse_sleepless(config["rollout"]["engine"])
     run, folder = _where(config)
     settings = section(config, "broker", BrokerSection)
     config = {**config, "broker": {**config["broker"], "store_max_gib": settings.store_max_gib or PRIVATE_STORE_GIB}}

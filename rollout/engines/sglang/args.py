@@ -27,6 +27,7 @@ class SGLangArgs(EngineArgs):
     weights_memory: ClassVar[Literal["device", "host"]] = "host"
     workers_receive: ClassVar[bool] = True
     workers_need: ClassVar[str] = "rlearner in SGLang's environment"
+    sleeps: ClassVar[bool] = True
     needs_gpu: ClassVar[bool] = True
     packages: ClassVar[tuple[str, ...]] = ("sglang",)
 

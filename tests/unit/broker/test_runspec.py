@@ -116,6 +116,16 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         runspec.load("nothing.yaml")
     with pytest.raises(UserError, match=r"inherit: 'gone\.yaml': no such file"):
         runspec.load(write(tmp_path, "x.yaml", "inherit: gone.yaml\n"))
+    with pytest.raises(UserError, match=r"inherit: 'configs/gone\.yaml': no such file"):
+        runspec.load(write(tmp_path, "x.yaml", "inherit: configs/gone.yaml\n"))
+
+
+def test_a_file_may_inherit_from_one_of_the_package_and_its_own_folder_comes_first(tmp_path: Path) -> None:
+    path = write(tmp_path, "x.yaml", "inherit: configs/frozenlake.yaml\ntrain: {steps: 7}\n")
+    expected = runspec.load("configs/frozenlake.yaml", ["train.steps=7"])
+    assert runspec.load(path) == expected
+    write(tmp_path, "configs/frozenlake.yaml", "train: {lr: 0.5}\n")
+    assert runspec.load(path) == {"train": {"lr": 0.5, "steps": 7}}
 
 
 @pytest.mark.parametrize(

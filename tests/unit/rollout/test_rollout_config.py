@@ -8,7 +8,7 @@ import pytest
 
 from broker.errors import ConfigError, UserError
 from broker.settings.sections import parse
-from rollout.checks import check
+from rollout.checks import check, refuse_sleepless
 from rollout.cli import parser
 from rollout.config import RolloutSection
 from rollout.engines.base import EngineStats
@@ -136,3 +136,12 @@ def test_the_meter_reads_differences() -> None:
     )
     idle = meter.read(14.0, EngineStats(busy_s=2.0, generated_tokens=400, prefill_tokens=150, prefix_hit_tokens=300))
     assert (idle["rollouter/idle_ratio"], idle["time/generate"], idle["rollout/prefix_hit_ratio"]) == (1.0, 0.0, 0.0)
+
+
+def test_devices_are_shared_only_with_engines_that_leave_them() -> None:
+    for engine in ("hf", "vllm", "sglang", "my_package.engine:Mine"):
+        refuse_sleepless(engine)
+    with pytest.raises(
+        UserError, match=r"^--share-gpus: engine random cannot free its device for others; these can: hf, "
+    ):
+        refuse_sleepless("random")
