@@ -31,9 +31,7 @@ def check(config: dict[str, Any]) -> None:
     Raises:
         ConfigError: for the first combination that cannot work.
     """
-    if not config["domains"]:
-        raise ConfigError("domains", {}, "name at least one domain, with its env")
-    _check_names(config)
+    check_names(config)
     _check_model(config)
     _check_training(config)
     from learner.algorithm_checks import check_algorithm
@@ -50,7 +48,14 @@ def check(config: dict[str, Any]) -> None:
         raise ConfigError("eval.against", against, "names of other policies than actor and eval.baseline, each once")
 
 
-def _check_names(config: dict[str, Any]) -> None:
+def check_names(config: dict[str, Any]) -> None:
+    """Check that there is a domain, and that the plug-ins that are named exist.
+
+    Raises:
+        ConfigError: if a name is unknown.
+    """
+    if not config["domains"]:
+        raise ConfigError("domains", {}, "name at least one domain, with its env")
     from broker.channel.carriers import CHANNELS
     from learner.algorithm.advantages import ADVANTAGES
     from learner.algorithm.corrections import CORRECTIONS
@@ -108,13 +113,11 @@ def _check_model(config: dict[str, Any]) -> None:
 
 
 def _check_training(config: dict[str, Any]) -> None:
-    from learner.backends import BACKENDS, SINGLE_PROCESS_BACKENDS, SUPPORTED_OPTIONS
+    from learner.backends import BACKENDS, SUPPORTED_OPTIONS
     from learner.backends.section_checks import check_deepspeed, check_megatron, check_stripes
 
     train, backend, with_critic = config["train"], config["train"]["backend"], SUPPORTED_OPTIONS["critic"]
-    if train["ranks"] > 1 and backend in SINGLE_PROCESS_BACKENDS:
-        allowed = f"1 with train.backend {backend}; more with {_all_but(SINGLE_PROCESS_BACKENDS)}"
-        raise ConfigError("train.ranks", train["ranks"], allowed)
+    check_ranks(train)
     if backend in BACKENDS and backend not in with_critic and config["algorithm"]["critic"]["enabled"]:
         raise ConfigError("train.backend", backend, f"{', '.join(with_critic)} with algorithm.critic.enabled")
     check_options(train)
@@ -143,6 +146,19 @@ def _check_training(config: dict[str, Any]) -> None:
             raise ConfigError("train.micro_batch_tokens", train["micro_batch_tokens"], allowed)
         if domain["sampling"]["temperature"] == 0:
             raise ConfigError(f"domains.{name}.sampling.temperature", 0.0, "above 0: greedy tokens have no gradient")
+
+
+def check_ranks(train: Mapping[str, Any]) -> None:
+    """Check that the backend of a section ``train`` has as many ranks.
+
+    Raises:
+        ConfigError: if it trains in one process.
+    """
+    from learner.backends import SINGLE_PROCESS_BACKENDS
+
+    if train["ranks"] > 1 and train["backend"] in SINGLE_PROCESS_BACKENDS:
+        allowed = f"1 with train.backend {train['backend']}; more with {_all_but(SINGLE_PROCESS_BACKENDS)}"
+        raise ConfigError("train.ranks", train["ranks"], allowed)
 
 
 def check_options(train: Mapping[str, Any]) -> None:
