@@ -1,18 +1,14 @@
-"""Turns a plan into keys of the configuration, GPUs by number, and launch lines per host. Pure."""
+"""Turns a plan into keys of the configuration, and GPUs by number. Pure."""
 
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 from rlearner.plan.demands import Demands
 from rlearner.plan.facts import GIB, Machine
 from rlearner.plan.plans import Plan
-
-TOKENS: Final = {"rollout": "server.token", "rewardhub": "reward.token"}
-URL: Final = '"tls://$HOST0:4222"'
 
 
 def changed_keys(plan: Plan, demands: Demands) -> dict[str, Any]:
@@ -65,38 +61,12 @@ def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def launch_lines(plan: Plan, machine: Machine, host: int, run: str, environments: int) -> list[str]:
-    """Return the commands of one host, the learner's last; the others end with it.
-
-    ``$CONFIG`` is the configuration, ``$HOST0`` the address of the first host, needed only where there are several.
-    """
-    name = f"run.name={shlex.quote(run)}"
-    if plan.shared:
-        return [f'rlearner up "$CONFIG" {name} --share-gpus']
-    several, lines = machine.hosts > 1, list[str]()
-    broker = f" --broker {URL}" if several else ""
-    join = {role: f" --join {token}" if host else broker for role, token in TOKENS.items()}
-    servers = _on_host(plan.learner.ranks, machine.gpus - plan.rewards, machine, host)
-    rewards = _on_host(machine.gpus - plan.rewards, machine.gpus, machine, host)
-    learner = _on_host(0, plan.learner.ranks, machine, host)
-    if host == 0:
-        lines.append("broker serve" + (' --bind "$HOST0" --port 4222 &' if several else " &"))
-        for role, token in TOKENS.items() if several else ():
-            lines.append(f"[ -e {token} ] || rlearner invite {role} --run {shlex.quote(run)} --out {token}{broker}")
-        lines.append(f"envhub --n {environments}{broker} &")
-    if host == 0 and not plan.servers:
-        lines.append(f"rollout-server --gpus cpu{broker} &")
-    elif servers:
-        lines.append(f"rollout-server --gpus {servers}{join['rollout']} &")
-    if rewards or (host == 0 and not plan.rewards):
-        lines.append(f"rewardhub{f' --gpus {rewards}' if rewards else ''}{join['rewardhub']} &")
-    if learner:
-        nodes = machine.hosts_of(0, plan.learner.ranks)
-        ranks = f' --nnodes {nodes} --node-rank {host} --rendezvous "$HOST0":29400' if nodes > 1 else ""
-        lines.append(f'rlearner start "$CONFIG" {name} --gpus {learner}{ranks}{broker}')
-    return lines
-
-
-def _on_host(first: int, last: int, machine: Machine, host: int) -> str:
-    begin, end = host * machine.per_host, (host + 1) * machine.per_host
-    return span(max(first, begin) - begin, min(last, end) - begin)
+def gpus_on(plan: Plan, machine: Machine, host: int) -> dict[str, str]:
+    """Return the GPUs of each role on one host, by that host's numbers."""
+    last, begin, end = machine.gpus - plan.rewards, host * machine.per_host, (host + 1) * machine.per_host
+    spans = {
+        "learner": (0, plan.learner.ranks),
+        "rollout": (plan.learner.ranks, last),
+        "rewardhub": (last, machine.gpus),
+    }
+    return {role: span(max(first, begin) - begin, min(stop, end) - begin) for role, (first, stop) in spans.items()}

@@ -20,7 +20,7 @@ def add_parser(subparsers: Any) -> None:
         "--hosts", type=count, default=1, metavar="N", help="hosts with equally many GPUs (%(default)s)"
     )
     parser.add_argument("--plans", type=count, default=3, metavar="N", help="show at most this many (%(default)s)")
-    text = "write the first plan there: plan.yaml, which inherits CONFIG, and host-0.sh for each host"
+    text = "write the first plan to a new folder: plan.yaml, which inherits CONFIG, and host-0.sh for each host"
     parser.add_argument("--write", metavar="FOLDER", help=text)
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.set_defaults(run=run)

@@ -9,13 +9,13 @@ from broker.errors import ConfigError, UserError
 from broker.settings.config_file import locate
 from broker.settings.runspec import load, section, validate
 from learner.config import TrainSection
-from learner.prepare import name_run
+from learner.prepare import name_run, run_folder
 from rlearner.plan.demands import read_demands
 from rlearner.plan.facts import GIB, Machine, Memory
 from rlearner.plan.model_reader import read_model, reward_parts
 from rlearner.plan.plans import make_plans
 from rlearner.plan.report import as_json, as_text
-from rlearner.plan.write import difference, write_plan
+from rlearner.plan.write import check_folder, difference, write_plan
 from rlearner_text.config import ModelSection
 
 
@@ -30,6 +30,8 @@ def plan_run(options: argparse.Namespace) -> int:
         raise UserError(f"--hosts {machine.hosts}: hosts have equally many GPUs; it must divide --gpus {machine.gpus}")
     if machine.available <= 0:
         raise UserError(f"--gpu-memory {options.gpu_memory:g}: too small; give the GiB of one GPU, for example 80")
+    if options.write is not None:
+        check_folder(options.write)
     given = load(options.config, options.overrides)
     if not given.get("domains"):
         raise ConfigError("domains", None, "a run's; rlearner plan is not for offline training")
@@ -38,11 +40,16 @@ def plan_run(options: argparse.Namespace) -> int:
     demands = read_demands(given, config, model)
     rewards = Memory(tuple(reward_parts(path, key) for path, key in demands.rewards), "scoring")
     plans = make_plans(model, demands, rewards if rewards.parts else None, machine, options.plans)
-    print((as_json if options.json else as_text)(plans, model, demands, machine))
-    if options.write:
+    notes: list[str] = []
+    if options.write is not None:
         overrides = difference(load(options.config), given)
-        run = str(name_run(config, options.config)["run"]["name"])
-        source = locate(options.config)
+        config = name_run(config, options.config)
+        run, source = str(config["run"]["name"]), locate(options.config)
         files = write_plan(options.write, plans[0], demands, machine, source=source, overrides=overrides, run=run)
-        print(f"wrote plan 1: {' '.join(map(str, files))}", file=sys.stderr)
+        notes.append(f"wrote plan 1: {' '.join(map(str, files))}")
+        if (folder := run_folder(config)).exists():
+            notes.append(f"run {run} exists in {folder}: the scripts continue it; for a new run, set run.name")
+    print((as_json if options.json else as_text)(plans, model, demands, machine))
+    for note in notes:
+        print(note, file=sys.stderr)
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Final
 
@@ -9,58 +10,63 @@ import yaml
 
 from broker.errors import UserError
 from broker.settings.runspec import load, validate
-from rlearner.plan.changes import changed_keys, launch_lines, nested
+from rlearner.plan.changes import changed_keys, nested
 from rlearner.plan.demands import Demands
 from rlearner.plan.facts import Machine
 from rlearner.plan.plans import Plan
+from rlearner.plan.scripts import CONFIG, script
 
-CONFIG: Final = "plan.yaml"
+WANTED: Final = "name a new folder, or one that you can write to"
+
+
+def check_folder(folder: str) -> None:
+    """Check that a plan can be written there, before anything takes time.
+
+    Raises:
+        UserError: if it is a file, or cannot be written.
+    """
+    path = Path(folder).absolute()
+    there = next(one for one in (path, *path.parents) if os.path.lexists(one))
+    if not folder:
+        raise UserError(f"--write {folder!r}: expected a folder; {WANTED}")
+    if not there.is_dir():
+        raise UserError(f"--write {folder}: expected a folder, found a file at {there}; {WANTED}")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"--write {folder}: expected a folder that you can write to, found {there}; {WANTED}")
 
 
 def write_plan(
     folder: str, plan: Plan, demands: Demands, machine: Machine, *, source: Path, overrides: dict[str, Any], run: str
 ) -> list[Path]:
-    """Write ``plan.yaml`` and ``host-N.sh``; return the files.
+    """Write ``plan.yaml`` and ``host-N.sh``; return the files. Files that are there already are never changed.
 
     Args:
         source: the user's configuration.
         overrides: keys of the command line that change it, as sections.
 
     Raises:
-        UserError: if a file cannot be written.
+        UserError: if a file cannot be written, or the folder holds another plan.
     """
     out = Path(folder)
-    title = f"# By rlearner plan: {plan.learner.words}; {plan.servers} servers.\n"
+    number = f"{plan.servers} server{'' if plan.servers == 1 else 's'}"
     settings = merged(overrides, nested(changed_keys(plan, demands)))
-    text = title + yaml.safe_dump({"inherit": str(source.resolve())} | settings, sort_keys=False)
+    text = yaml.safe_dump({"inherit": str(source.resolve())} | settings, sort_keys=False)
+    contents = {out / CONFIG: f"# By rlearner plan: {plan.learner.words}; {number}.\n{text}"}
+    for host in range(machine.hosts):
+        contents[out / f"host-{host}.sh"] = script(plan, machine, host, run, demands.environments)
     try:
+        for file in sorted({*contents, *out.glob("host-*.sh")}, reverse=True):
+            if file.exists() and (file not in contents or file.read_text(encoding="utf-8") != contents[file]):
+                raise UserError(f"--write {folder}: {file} is of another plan; remove {folder}, or name another one")
         out.mkdir(parents=True, exist_ok=True)
-        (out / CONFIG).write_text(text, encoding="utf-8")
-        files = [out / CONFIG]
-        for host in range(machine.hosts):
-            files.append(out / f"host-{host}.sh")
-            lines = launch_lines(plan, machine, host, run, demands.environments)
-            files[-1].write_text(_script(lines, host, machine), encoding="utf-8")
-            files[-1].chmod(0o755)
-    except OSError as error:
-        raise UserError(f"--write {folder}: {error.strerror}") from None
+        for file, content in contents.items():
+            file.write_text(content, encoding="utf-8")
+            file.chmod(0o755 if file.suffix == ".sh" else 0o644)
+    except (OSError, UnicodeDecodeError) as error:
+        problem = error.strerror if isinstance(error, OSError) else "it holds a file that is not text"
+        raise UserError(f"--write {folder}: {problem}; {WANTED}") from None
     validate(load(str(out / CONFIG)), checks=())
-    return files
-
-
-def _script(lines: list[str], host: int, machine: Machine) -> str:
-    head = ["#!/bin/sh", f"# Host {host} of {machine.hosts}. By rlearner plan."]
-    if machine.hosts > 1:
-        tokens = "the *.token files that host 0 writes" if host else "other hosts need the *.token files from here"
-        head.append(f': "${{HOST0:?set HOST0 to the address of host 0}}"  # {tokens}')
-    head += [
-        f'CONFIG="$(dirname "$0")/{CONFIG}"',
-        "pids=",
-        "trap 'kill $pids 2>/dev/null' EXIT",
-        "trap 'exit 130' INT TERM",
-    ]
-    body = [f'{line} pids="$pids $!"' if line.endswith("&") else line for line in lines]
-    return "\n".join([*head, *body, *(["wait"] if lines and lines[-1].endswith("&") else [])]) + "\n"
+    return list(contents)
 
 
 def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

@@ -14,11 +14,12 @@ import yaml
 from broker.errors import UserError
 from broker.settings.runspec import load, validate
 from rlearner.cli import main
-from rlearner.plan.changes import launch_lines, nested, span
+from rlearner.plan.changes import nested, span
 from rlearner.plan.demands import Demands, read_demands
 from rlearner.plan.facts import GIB, ActivationFacts, Machine, Memory, ModelFacts, Part, TrainFacts
 from rlearner.plan.layouts import count_servers
 from rlearner.plan.plans import Plan, make_plans
+from rlearner.plan.scripts import launch_lines
 from rlearner.plan.serving_memory import ServerLayout, server_memory
 from rlearner.plan.training_memory import LearnerLayout, learner_memory
 from rlearner.plan.write import difference, merged
@@ -140,14 +141,14 @@ def test_one_gpu_is_shared() -> None:
     (only,) = plans(Machine(1, 80 * GIB))
     assert only.shared
     assert only.times.step_s == only.times.train_s + only.times.generate_s
-    assert launch_lines(only, Machine(1, 80 * GIB), 0, "r", 4) == ['rlearner up "$CONFIG" run.name=r --share-gpus']
+    assert launch_lines(only, Machine(1, 80 * GIB), 0, 4) == ['rlearner up "$CONFIG" run.name="$RUN" --share-gpus']
 
 
 def test_reward_models_get_the_last_gpu() -> None:
     rewards = Memory((Part("judge", 2 * GIB, ""),), "scoring")
     best = plans(H100, rewards=rewards)[0]
     assert best.rewards == 1
-    assert "rewardhub --gpus 7 &" in launch_lines(best, H100, 0, "r", 4)
+    assert "rewardhub --gpus 7 &" in launch_lines(best, H100, 0, 4)
 
 
 @pytest.mark.parametrize(
@@ -186,10 +187,10 @@ def test_servers_do_not_cross_hosts() -> None:
 def test_launch_lines_of_two_hosts() -> None:
     two = Machine(16, 80 * GIB, 2)
     best = replace(plans(two, "train.backend=fsdp2", "train.ranks=10")[0])
-    first, second = (launch_lines(best, two, host, "r", 64) for host in (0, 1))
+    first, second = (launch_lines(best, two, host, 64) for host in (0, 1))
     broker = '--broker "tls://$HOST0:4222"'
     assert first[-1].endswith(f'--gpus 0-7 --nnodes 2 --node-rank 0 --rendezvous "$HOST0":29400 {broker}')
-    assert second[0] == "rollout-server --gpus 2-7 --join server.token &"
+    assert second[:2] == ["token rollout", 'rollout-server --gpus 2-7 --join "$here/$RUN.rollout.token" &']
     assert second[-1].endswith(f'--gpus 0-1 --nnodes 2 --node-rank 1 --rendezvous "$HOST0":29400 {broker}')
 
 

@@ -1,0 +1,94 @@
+"""The shell file of each host of a plan. Pure."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Final
+
+from rlearner.plan.changes import gpus_on
+from rlearner.plan.facts import Machine
+from rlearner.plan.plans import Plan
+
+CONFIG: Final = "plan.yaml"
+BROKER: Final = ' --broker "tls://$HOST0:4222"'
+HEAD: Final = """\
+here=$(cd "$(dirname "$0")" && pwd)
+CONFIG="$here/plan.yaml"
+pids=
+trap 'kill $pids 2>/dev/null' EXIT
+trap 'exit 130' INT TERM
+"""
+ADDRESS: Final = """\
+case "${HOST0:-}" in
+    '' | localhost | 127.* | ::1 | '[::1]' | 0.0.0.0)
+        echo "HOST0: '${HOST0:-}' is not allowed; the address by which all hosts reach host 0, as 10.0.0.1" >&2
+        exit 2 ;;
+esac
+"""
+# A token of another broker, or one that has expired or was revoked, is not among those that this broker accepts.
+TOKEN: Final = """\
+token() {
+    file="$here/$RUN.$1.token"
+    name=$(sed -n 's/.*"name": "\\([^"]*\\)".*/\\1/p' "$file" 2>/dev/null)
+    rlearner invited --broker "tls://$HOST0:4222" 2>/dev/null | grep -q "^${name:-?} " && return
+    rm -f "$file"
+    rlearner invite "$1" --run "$RUN" --expires "${EXPIRES:-24h}" --out "$file" --broker "tls://$HOST0:4222" || exit 2
+}
+"""
+COPIED: Final = """\
+token() {
+    [ -e "$here/$RUN.$1.token" ] && return
+    echo "$here/$RUN.$1.token: no such file; start host-0.sh, and copy the file that it writes next to itself" >&2
+    exit 2
+}
+"""
+STARTED: Final = (
+    'until rlearner invited --broker "tls://$HOST0:4222" >/dev/null 2>&1; do kill -0 $! 2>&- || exit 2; sleep 1; done'
+)
+
+
+def script(plan: Plan, machine: Machine, host: int, run: str, environments: int) -> str:
+    """Return the shell file of one host."""
+    head = [f"#!/bin/sh\n# Host {host} of {machine.hosts}. By rlearner plan.\n"]
+    if machine.hosts > 1:
+        head.append(ADDRESS)
+    head += [f"RUN={shlex.quote(run)}\n", HEAD]
+    lines = launch_lines(plan, machine, host, environments)
+    if any(line.startswith("token ") for line in lines):
+        head.append(COPIED if host else TOKEN)
+    body = [f'{line} pids="$pids $!"' if line.endswith("&") else line for line in lines]
+    return "".join(head) + "\n".join([*body, *(["wait"] if lines and lines[-1].endswith("&") else [])]) + "\n"
+
+
+def launch_lines(plan: Plan, machine: Machine, host: int, environments: int) -> list[str]:
+    """Return the commands of one host, the learner's last; the others end with it.
+
+    ``$CONFIG`` is the configuration, ``$RUN`` the run, ``$HOST0`` the address of the first host, needed only where
+    there are several.
+    """
+    if plan.shared:
+        return ['rlearner up "$CONFIG" run.name="$RUN" --share-gpus']
+    several, lines = machine.hosts > 1, list[str]()
+    broker = BROKER if several else ""
+    join = {role: f' --join "$here/$RUN.{role}.token"' if host else broker for role in ("rollout", "rewardhub")}
+    here = gpus_on(plan, machine, host)
+    if host == 0:
+        lines.append("broker serve" + (' --bind "$HOST0" --port 4222 &' if several else " &"))
+        elsewhere = [gpus_on(plan, machine, other) for other in range(1, machine.hosts)]
+        roles = [role for role in join if any(gpus[role] for gpus in elsewhere)]
+        lines += [STARTED] * bool(roles) + [f"token {role}" for role in roles]
+        lines.append(f"envhub --n {environments}{broker} &")
+    else:
+        lines += [f"token {role}" for role in join if here[role]]
+    if host == 0 and not plan.servers:
+        lines.append(f"rollout-server --gpus cpu{broker} &")
+    elif here["rollout"]:
+        lines.append(f"rollout-server --gpus {here['rollout']}{join['rollout']} &")
+    gpus = f" --gpus {here['rewardhub']}" if here["rewardhub"] else ""
+    if gpus or (host == 0 and not plan.rewards):
+        lines.append(f"rewardhub{gpus}{join['rewardhub']} &")
+    if here["learner"]:
+        nodes = machine.hosts_of(0, plan.learner.ranks)
+        ranks = f' --nnodes {nodes} --node-rank {host} --rendezvous "$HOST0":29400' if nodes > 1 else ""
+        lines.append(f'rlearner start "$CONFIG" run.name="$RUN" --gpus {here["learner"]}{ranks}{broker}')
+    return lines

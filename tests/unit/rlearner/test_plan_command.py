@@ -1,0 +1,50 @@
+"""``rlearner plan`` as a command: what it refuses, in which words, and what ``--write`` leaves alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlearner.cli import main
+
+QUICK = "configs/quickstart.yaml"
+Captured = pytest.CaptureFixture[str]
+
+
+def refused(capsys: Captured, *words: str) -> str:
+    """Run a command that must fail; return its only line."""
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    return err
+
+
+def test_a_file_in_the_way_is_found_before_anything_else(capsys: Captured, tmp_path: Path) -> None:
+    file = tmp_path / "fast.yaml"
+    file.write_text("")
+    for place in (file, file / "below"):
+        line = refused(capsys, "plan", "no-such-configuration", "--gpus", "2", "--write", str(place))
+        assert f"--write {place}: expected a folder, found a file at {file}; name a new folder" in line
+    assert "--write '': expected a folder" in refused(capsys, "plan", QUICK, "--gpus", "2", "--write", "")
+
+
+def test_another_plan_is_not_overwritten(capsys: Captured, tmp_path: Path) -> None:
+    words = ["plan", QUICK, "--gpus", "4", "--write", str(tmp_path), f"run.dir={tmp_path}", "run.name=one"]
+    assert main(words) == 0
+    assert main(words) == 0
+    capsys.readouterr()
+    before = {file: file.read_text() for file in tmp_path.iterdir()}
+    line = refused(capsys, *words, "train.steps=3")
+    assert f"{tmp_path}/plan.yaml is of another plan; remove {tmp_path}, or name another one" in line
+    assert {file: file.read_text() for file in tmp_path.iterdir()} == before
+
+
+def test_scripts_that_continue_a_run_say_so(capsys: Captured, tmp_path: Path) -> None:
+    words = ["plan", QUICK, "--gpus", "4", f"run.dir={tmp_path}", "run.name=w0", "--write"]
+    assert main([*words, str(tmp_path / "new")]) == 0
+    assert "run w0 exists" not in capsys.readouterr().err
+    (tmp_path / "w0").mkdir()
+    assert main([*words, str(tmp_path / "again")]) == 0
+    line = f"run w0 exists in {tmp_path}/w0: the scripts continue it; for a new run, set run.name\n"
+    assert capsys.readouterr().err.endswith(line)
