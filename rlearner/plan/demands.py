@@ -10,8 +10,13 @@ from typing import Any, Final
 from broker.errors import ConfigError
 from broker.settings.config import num_greedy
 from broker.settings.runspec import domains, section
+from broker.settings.sections import parse
+from learner.backends import BACKENDS
+from learner.checks import check_ranks
 from learner.config import AlgorithmSection, LoraSection, TrainSection
 from rlearner.plan.facts import ModelFacts, ServeFacts, StepFacts, TrainFacts
+from rollout.checks import declaration
+from rollout.engines import ENGINES
 
 # chosen by the plan unless the configuration, or the command line, sets them
 CHOICES: Final = (
@@ -61,9 +66,14 @@ def read_demands(given: Mapping[str, Any], config: dict[str, Any], model: ModelF
         config: the same with defaults, as from ``validate``.
 
     Raises:
-        ConfigError: if the model cannot be divided as the configuration says.
+        ConfigError: if the model cannot be divided as the configuration says, or there are no formulas for its backend
+            or engine.
     """
-    fixed = {key: value for key in CHOICES if (value := _at(given, key)) is not None}
+    config = config | {"rollout": config["rollout"] | {"engine_args": _engine_args(config["rollout"])}}
+    fixed = {key: _at(config, key) for key in CHOICES if _at(given, key) is not None}
+    check_ranks({name: fixed.get(f"train.{name}", default) for name, default in (("backend", "ddp"), ("ranks", 1))})
+    if (backend := fixed.get("train.backend", "torch")) not in BACKENDS:
+        raise ConfigError("train.backend", backend, f"one of {', '.join(BACKENDS)}: there are no formulas for others")
     check_tensor_parallel("rollout.engine_args.tensor_parallel", fixed, model, model.heads)
     check_tensor_parallel("train.megatron.tensor_parallel", fixed, model, math.gcd(model.heads, model.kv_heads))
     train, algorithm = section(config, "train", TrainSection), section(config, "algorithm", AlgorithmSection)
@@ -106,6 +116,14 @@ def check_tensor_parallel(key: str, fixed: Mapping[str, Any], model: ModelFacts,
         raise ConfigError(key, value, f"at most {heads}: {has}")
     if heads % value:
         raise ConfigError(key, value, f"a divisor of {heads}: {has}")
+
+
+def _engine_args(rollout: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the engine's arguments as it reads them, only those that are set."""
+    engine, args = str(rollout["engine"]), dict(rollout["engine_args"])
+    if (declared := declaration(engine)) is None:
+        raise ConfigError("rollout.engine", engine, f"one of {', '.join(ENGINES)}: there are no formulas for others")
+    return parse("rollout.engine_args", args, declared).model_dump(mode="json", exclude_unset=True)
 
 
 def _serve(config: dict[str, Any]) -> ServeFacts | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Final
 
-from broker.errors import ConfigError, UserError
+from broker.errors import UserError
 from broker.settings.config_file import locate
 from broker.settings.runspec import load, section, validate
 from learner.config import TrainSection
@@ -17,6 +18,9 @@ from rlearner.plan.plans import make_plans
 from rlearner.plan.report import as_json, as_text
 from rlearner.plan.write import check_folder, difference, write_plan
 from rlearner_text.config import ModelSection
+
+# those of a run that do not depend on what the plan chooses, nor on files that only the hosts need
+CHECKS: Final = ("learner.checks:check_names", "rollout.checks:check")
 
 
 def plan_run(options: argparse.Namespace) -> int:
@@ -33,9 +37,7 @@ def plan_run(options: argparse.Namespace) -> int:
     if options.write is not None:
         check_folder(options.write)
     given = load(options.config, options.overrides)
-    if not given.get("domains"):
-        raise ConfigError("domains", None, "a run's; rlearner plan is not for offline training")
-    config = validate(given, checks=())
+    config = validate(given, checks=CHECKS)
     model = read_model(section(config, "model", ModelSection), section(config, "train", TrainSection).lora)
     demands = read_demands(given, config, model)
     rewards = Memory(tuple(reward_parts(path, key) for path, key in demands.rewards), "scoring")

@@ -20,6 +20,31 @@ def refused(capsys: Captured, *words: str) -> str:
     return err
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout.engine=vllm", "rollout.engine_args.tensor_parallel=abc"],
+        ["rollout.engine=vllm", "rollout.engine_args.tensor_parallel=0"],
+        ["rollout.engine=vllm", "rollout.engine_args.tensor_parallel=-2"],
+        ["rollout.engine=vllm", "rollout.engine_args.gpu_memory_utilization=abc"],
+        ["rollout.engine=vllm", "rollout.engine_args.gpu_memory_utilization=7"],
+        ["rollout.engine_args.kv_cache_gib=abc"],
+        ["rollout.engine_args.tensor_parallel=2"],
+        ["rollout.engine=nope"],
+        ["train.backend=foo"],
+        ["train.backend=torch", "train.ranks=2"],
+        ["domains.lake=null"],
+    ],
+)
+def test_wrong_settings_are_refused_as_check_refuses_them(capsys: Captured, overrides: list[str]) -> None:
+    line = refused(capsys, "plan", QUICK, "--gpus", "2", *overrides)
+    assert line == refused(capsys, "check", QUICK, "--no-trial", *overrides)
+
+
+def test_a_file_for_offline_training_names_its_command(capsys: Captured) -> None:
+    assert "for `rlearner sft`, not for a run" in refused(capsys, "plan", "configs/sft.yaml", "--gpus", "2")
+
+
 def test_a_file_in_the_way_is_found_before_anything_else(capsys: Captured, tmp_path: Path) -> None:
     file = tmp_path / "fast.yaml"
     file.write_text("")
