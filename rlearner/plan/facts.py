@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 GIB: Final = 2**30
+MOST_GPUS: Final = 65_536  # that are planned for
 LEFT: Final = 0.06  # of each GPU's memory, and a GiB: for CUDA, NCCL, kernels' workspaces and fragmentation
 Place = Literal["gpu", "host"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import product
 from typing import Final
@@ -12,6 +13,7 @@ from rlearner.plan.facts import Machine, ModelFacts
 from rlearner.plan.serving_memory import ServerLayout
 from rlearner.plan.training_memory import LearnerLayout
 
+DENSE: Final = 64  # numbers of ranks that are all tried, and of larger ones
 POWERS: Final = (1, 2, 4, 8)
 BOTH: Final = (False, True)
 
@@ -37,25 +39,42 @@ def learner_layouts(model: ModelFacts, demands: Demands, machine: Machine, ranks
 
 
 def _divisions(model: ModelFacts, demands: Demands, machine: Machine, ranks: int) -> Iterator[tuple[int, int]]:
-    for tensor, pipeline in product(POWERS, POWERS):
+    sizes = [_sizes(demands, f"train.megatron.{key}_parallel") for key in ("tensor", "pipeline")]
+    for tensor, pipeline in product(*sizes):
         fits = not ranks % (tensor * pipeline) and tensor <= machine.per_host and tensor * pipeline > 1
         divides = not (model.heads % tensor or model.kv_heads % tensor or len(model.blocks) % pipeline)
-        named = {"train__megatron__tensor_parallel": tensor, "train__megatron__pipeline_parallel": pipeline}
-        if fits and divides and demands.allows(**named):
+        if fits and divides:
             yield tensor, pipeline
 
 
 def server_layouts(model: ModelFacts, demands: Demands, machine: Machine) -> Iterator[ServerLayout]:
     """Yield how one server may be divided."""
     assert demands.serve is not None
-    for tensor in POWERS if demands.serve.engine != "hf" else (1,):
-        fits = tensor <= machine.per_host and not model.heads % tensor
-        if fits and demands.allows(rollout__engine_args__tensor_parallel=tensor):
+    for tensor in _sizes(demands, "rollout.engine_args.tensor_parallel") if demands.serve.engine != "hf" else (1,):
+        if tensor <= machine.per_host and not model.heads % tensor:
             yield ServerLayout(tensor)
+
+
+def _sizes(demands: Demands, key: str) -> tuple[int, ...]:
+    return (demands.fixed[key],) if key in demands.fixed else POWERS
+
+
+def rank_choices(demands: Demands, machine: Machine, most: int) -> list[int]:
+    """Return the numbers of ranks to try, of at most ``most``: all small ones, then whole hosts, evenly spread."""
+    if (fixed := demands.fixed.get("train.ranks")) is not None:
+        return [fixed] if fixed <= most else []
+    unit = min(machine.per_host, POWERS[-1])
+    wholes = range(most // unit * unit, DENSE, -unit)
+    step = max(1, math.ceil(len(wholes) / DENSE))
+    return sorted({*range(1, min(most, DENSE) + 1), *wholes[::step], *([most] if most > 0 else [])})
 
 
 def count_servers(machine: Machine, first: int, last: int, tensor: int) -> int:
     """Return how many servers of ``tensor`` GPUs fit on GPUs from ``first`` to before ``last``, none across hosts."""
-    hosts = range(machine.hosts)
-    spans = [(max(first, host * machine.per_host), min(last, (host + 1) * machine.per_host)) for host in hosts]
-    return sum(max(0, stop - start) // tensor for start, stop in spans)
+    if first >= last:
+        return 0
+    each = machine.per_host
+    begin, end = first // each, (last - 1) // each
+    if begin == end:
+        return (last - first) // tensor
+    return (each - first % each) // tensor + (end - begin - 1) * (each // tensor) + (last - end * each) // tensor

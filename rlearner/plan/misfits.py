@@ -8,7 +8,7 @@ from typing import Final
 
 from rlearner.plan.demands import Demands
 from rlearner.plan.facts import GIB, Machine, Memory, ModelFacts
-from rlearner.plan.layouts import learner_layouts, server_layouts
+from rlearner.plan.layouts import learner_layouts, rank_choices, server_layouts
 from rlearner.plan.serving_memory import server_memory, slot_bytes
 from rlearner.plan.training_memory import LearnerLayout, learner_memory
 
@@ -27,7 +27,8 @@ def why_nothing_fits(model: ModelFacts, demands: Demands, rewards: Memory | None
     if problem := _servers(model, demands, machine):
         return problem
     most = room if demands.serve is None or machine.gpus == 1 else room - 1
-    layouts = [layout for ranks in range(1, most + 1) for layout in learner_layouts(model, demands, machine, ranks)]
+    choices = rank_choices(demands, machine, most)
+    layouts = [layout for ranks in choices for layout in learner_layouts(model, demands, machine, ranks)]
     if not layouts:
         chosen = ", ".join(f"{key}={value}" for key, value in demands.fixed.items())
         return f"{size}: no layout has {chosen}; remove one of these keys, or change --gpus"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from broker.errors import UserError
 from rlearner.plan.demands import Demands
 from rlearner.plan.facts import Machine, Memory, ModelFacts
-from rlearner.plan.layouts import count_servers, learner_layouts, server_layouts
+from rlearner.plan.layouts import count_servers, learner_layouts, rank_choices, server_layouts
 from rlearner.plan.misfits import why_nothing_fits
 from rlearner.plan.serving_memory import ServerLayout, ServerMemory, server_memory
 from rlearner.plan.throughput import StepTimes, generate_seconds, train_seconds
@@ -68,7 +68,7 @@ def _candidates(model: ModelFacts, demands: Demands, rewards: Memory | None, mac
     reward_gpus = 1 if rewards is not None else 0
     last, shared = machine.gpus - reward_gpus, demands.serve is not None and machine.gpus == 1
     most = last if demands.serve is None or shared else last - 1
-    for ranks in range(1, most + 1):
+    for ranks in rank_choices(demands, machine, most):
         serving = list(_servers(model, demands, machine, 0 if shared else ranks, last))
         for layout in learner_layouts(model, demands, machine, ranks) if serving or demands.serve is None else ():
             memory = learner_memory(model, demands.train, layout)

@@ -12,7 +12,7 @@ from broker.settings.runspec import load, section, validate
 from learner.config import TrainSection
 from learner.prepare import name_run, run_folder
 from rlearner.plan.demands import read_demands
-from rlearner.plan.facts import GIB, Machine, Memory
+from rlearner.plan.facts import GIB, MOST_GPUS, Machine, Memory
 from rlearner.plan.model_reader import read_model, reward_parts
 from rlearner.plan.plans import make_plans
 from rlearner.plan.report import as_json, as_text
@@ -30,6 +30,8 @@ def plan_run(options: argparse.Namespace) -> int:
         UserError: if the configuration is wrong, or nothing fits.
     """
     machine = Machine(options.gpus, options.gpu_memory * GIB, options.hosts)
+    if machine.gpus > MOST_GPUS:
+        raise UserError(f"--gpus {machine.gpus}: too many; at most {MOST_GPUS}")
     if machine.gpus % machine.hosts:
         raise UserError(f"--hosts {machine.hosts}: hosts have equally many GPUs; it must divide --gpus {machine.gpus}")
     if machine.available <= 0:

@@ -17,7 +17,7 @@ from rlearner.cli import main
 from rlearner.plan.changes import nested, span
 from rlearner.plan.demands import Demands, read_demands
 from rlearner.plan.facts import GIB, ActivationFacts, Machine, Memory, ModelFacts, Part, TrainFacts
-from rlearner.plan.layouts import count_servers
+from rlearner.plan.layouts import count_servers, rank_choices
 from rlearner.plan.plans import Plan, make_plans
 from rlearner.plan.scripts import launch_lines
 from rlearner.plan.serving_memory import ServerLayout, server_memory
@@ -156,7 +156,9 @@ def test_reward_models_get_the_last_gpu() -> None:
     [
         (Machine(2, 24 * GIB), [], r"2 GPUs of 24 GiB: even torch on 1 GPU .* GiB too much .* it fits with train.mic"),
         (Machine(2, 8 * GIB), [], r"a server of vllm on 2 GPUs needs .* 1\.7 GiB too much, for one slot"),
-        (Machine(4, 80 * GIB), ["train.backend=torch", "train.ranks=3"], r"no layout has train.backend=torch, train.r"),
+        (Machine(4, 80 * GIB), ["train.backend=torch", "train.ranks=3"], r"ranks: 3 .*; 1 with train.backend torch"),
+        (Machine(4, 80 * GIB), ["train.backend=./own.py:Mine"], r"backend: '.*' is not allowed; one of torch, ddp, .*"),
+        (Machine(4, 80 * GIB), ["rollout.engine=./own.py:Mine"], r"engine: '.*' is not allowed; one of hf, openai, .*"),
         (Machine(4, 80 * GIB), ["rollout.engine_args.tensor_parallel=8"], r"tensor_parallel: 8 .*; a host has 4 GPUs"),
         (Machine(4, 80 * GIB), ["rollout.engine_args.tensor_parallel=64"], r"tensor_parallel: 64 .*; at most 32: big"),
         (Machine(4, 80 * GIB), ["train.megatron.tensor_parallel=16"], r"tensor_parallel: 16 .*; at most 8: big has"),
@@ -180,8 +182,19 @@ def test_the_suggested_change_fits() -> None:
 def test_servers_do_not_cross_hosts() -> None:
     two = Machine(16, 80 * GIB, 2)
     assert count_servers(two, 6, 16, 4) == 2
+    assert [count_servers(two, *span, 4) for span in ((0, 16), (9, 11), (5, 5), (15, 9))] == [4, 0, 0, 0]
     assert [two.hosts_of(0, 8), two.hosts_of(0, 9), two.hosts_of(6, 4)] == [1, 2, 2]
     assert [span(0, 4), span(7, 8), span(3, 3)] == ["0-3", "7", ""]
+
+
+def test_few_numbers_of_ranks_are_tried_on_many_hosts() -> None:
+    found = rank_choices(demands(), Machine(4096, 80 * GIB, 512), 4095)
+    assert found[:64] == list(range(1, 65))
+    assert len(found) <= 130
+    assert {ranks % 8 for ranks in found[64:-1]} == {0}
+    assert found[-2:] == [4088, 4095]
+    assert rank_choices(demands(), Machine(8, 80 * GIB), 7) == [1, 2, 3, 4, 5, 6, 7]
+    assert rank_choices(demands("train.ranks=333"), Machine(4096, 80 * GIB, 512), 4095) == [333]
 
 
 def test_launch_lines_of_two_hosts() -> None:

@@ -45,6 +45,11 @@ def test_a_file_for_offline_training_names_its_command(capsys: Captured) -> None
     assert "for `rlearner sft`, not for a run" in refused(capsys, "plan", "configs/sft.yaml", "--gpus", "2")
 
 
+def test_more_gpus_than_there_are_anywhere_are_refused(capsys: Captured) -> None:
+    line = refused(capsys, "plan", QUICK, "--gpus", "1000000", "--hosts", "1000000")
+    assert line == "error: --gpus 1000000: too many; at most 65536\n"
+
+
 def test_a_file_in_the_way_is_found_before_anything_else(capsys: Captured, tmp_path: Path) -> None:
     file = tmp_path / "fast.yaml"
     file.write_text("")
