@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from rlearner.plan.candidates import Plan
 from rlearner.plan.demands import Demands
 from rlearner.plan.facts import GIB, Machine
-from rlearner.plan.plans import Plan
 
 
 def changed_keys(plan: Plan, demands: Demands) -> dict[str, Any]:

@@ -1,87 +1,114 @@
-"""Says in one line why nothing fits a machine: what lacks how much, and what to change. Pure."""
+"""Says why nothing fits a machine: too few GPUs, a choice that no layout has, or a part that needs too much. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Final
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
 
-from rlearner.plan.demands import Demands
-from rlearner.plan.facts import GIB, Machine, Memory, ModelFacts
+from rlearner.plan.candidates import Workload, most_ranks, serving
+from rlearner.plan.facts import GIB, Machine, Memory, Part
 from rlearner.plan.layouts import learner_layouts, rank_choices, server_layouts
 from rlearner.plan.serving_memory import server_memory, slot_bytes
-from rlearner.plan.training_memory import LearnerLayout, learner_memory
+from rlearner.plan.training_memory import learner_memory
 
-LORA: Final = 16  # the rank that is suggested
+_DIVIDED: Final = ("train.backend", "train.megatron.tensor_parallel", "train.megatron.pipeline_parallel")
 
 
-def why_nothing_fits(model: ModelFacts, demands: Demands, rewards: Memory | None, machine: Machine) -> str:
-    """Return the line."""
+@dataclass(frozen=True)
+class Misfit:
+    """Why nothing fits.
+
+    Attributes:
+        memory: whether it is memory that lacks, so that settings with which a process needs less may help.
+        gpus: GPUs that are needed at least.
+    """
+
+    text: str
+    memory: bool = False
+    gpus: int = 0
+
+
+def find_misfit(work: Workload, machine: Machine) -> Misfit:
+    """Return why no layout of a run fits."""
     size = f"{machine.gpus} GPU{'s' if machine.gpus > 1 else ''} of {machine.memory / GIB:g} GiB"
-    room = machine.gpus - (1 if rewards is not None else 0)
-    if rewards is not None and rewards.total() > machine.available:
-        lack = _lack(rewards.total(), machine)
-        return f"the reward models do not fit one GPU: together they need {lack}; use smaller ones, or device: cpu"
-    if room < (1 if demands.serve is None else 2) and machine.gpus > room:
-        return f"{size}: too few for a learner, servers and reward models on GPUs of their own; raise --gpus"
-    if problem := _servers(model, demands, machine):
-        return problem
-    most = room if demands.serve is None or machine.gpus == 1 else room - 1
-    choices = rank_choices(demands, machine, most)
-    layouts = [layout for ranks in choices for layout in learner_layouts(model, demands, machine, ranks)]
+    if work.rewards is not None and work.rewards.total() > machine.available:
+        need, available = work.rewards.total(), machine.available
+        return Misfit(
+            f"the reward models on one GPU need {_lack(need, available)}{_largest(work.rewards)}", memory=True
+        )
+    for problem in (_servers(work, machine), _too_few(work, machine, size)):
+        if problem is not None:
+            return problem
+    choices = rank_choices(work.demands, machine, most_ranks(work, machine))
+    layouts = [one for ranks in choices for one in learner_layouts(work.model, work.demands, machine, ranks)]
     if not layouts:
-        chosen = ", ".join(f"{key}={value}" for key, value in demands.fixed.items())
-        return f"{size}: no layout has {chosen}; remove one of these keys, or change --gpus"
-    needs = {layout: learner_memory(model, demands.train, layout).total() for layout in layouts}
-    least = min(layouts, key=needs.__getitem__)
-    if needs[least] <= machine.available:
-        return f"{size}: no server fits next to a learner of {least.words}; raise --gpus"
-    lack = _lack(needs[least], machine)
-    return f"{size}: even {least.words} needs {lack} for the learner; {_remedy(model, demands, layouts, machine)}"
+        chosen = ", ".join(f"{key}={value}" for key, value in work.demands.fixed.items())
+        return Misfit(f"{size}: no layout has {chosen}")
+    held = {layout: learner_memory(work.model, work.demands.train, layout) for layout in layouts}
+    least = min(layouts, key=lambda layout: held[layout].total())
+    need = held[least].total()
+    if need <= machine.available:
+        return Misfit(f"{size}: no server fits next to a learner of {least.words}", memory=True)
+    text = f"{size}: even {least.words} needs {_lack(need, machine.available)} for the learner"
+    return Misfit(text + _largest(held[least]), memory=True)
 
 
-def _servers(model: ModelFacts, demands: Demands, machine: Machine) -> str:
-    """Return what is wrong with every server; empty if one fits."""
-    if demands.serve is None:
-        return ""
-    layouts = list(server_layouts(model, demands, machine))
+def _too_few(work: Workload, machine: Machine, size: str) -> Misfit | None:
+    """Return what lacks if learner, servers and reward models cannot have GPUs of their own."""
+    fixed = work.demands.fixed
+    keys = ["train.ranks"] if "train.ranks" in fixed else [key for key in fixed if key in _DIVIDED]
+    chosen = ", ".join(f"{key}={fixed[key]}" for key in keys)
+    ranks = int(fixed.get("train.ranks", _least_ranks(fixed)))
+    server = min((layout.tensor for layout in serving(work, machine)), default=0)
+    if machine.gpus == 1 == ranks and not work.reward_gpus:  # learner and server take turns
+        return None
+    if machine.gpus >= (needed := ranks + server + work.reward_gpus):
+        return None
+    least = "" if "train.ranks" in fixed else "at least "
+    parts = [f"the learner takes {least}{_gpus(ranks)}" + (f" ({chosen})" if chosen else "")]
+    parts += [f"a server {_gpus(server)} of its own"] * (server > 0)
+    parts += ["the reward models 1 GPU"] * work.reward_gpus
+    return Misfit(f"{size}: {', and '.join(parts)}", memory=server > 1, gpus=needed)
+
+
+def _least_ranks(fixed: Mapping[str, Any]) -> int:
+    backend = fixed.get("train.backend", "torch")
+    sizes = [int(fixed.get(key, 1)) for key in _DIVIDED[1:]] if backend == "megatron" else []
+    return max(math.prod(sizes), 1 if backend == "torch" else 2)
+
+
+def _servers(work: Workload, machine: Machine) -> Misfit | None:
+    """Return what is wrong with every server; None if one fits."""
+    model, serve, fixed = work.model, work.demands.serve, work.demands.fixed
+    if serve is None or serving(work, machine):
+        return None
+    layouts = list(server_layouts(model, work.demands, machine))
     if not layouts:
         key = "rollout.engine_args.tensor_parallel"
-        return f"{key}: {demands.fixed.get(key)} is not allowed; a host has {machine.per_host} GPUs"
-    held = {layout: server_memory(model, demands.serve, layout, machine) for layout in layouts}
-    if any(one.running for one in held.values()):
-        return ""
-    least = min(layouts, key=lambda layout: held[layout].memory.total())
-    need = held[least].memory.total() + slot_bytes(model, demands.serve.context, least.tensor)
-    limit = min(machine.available, demands.serve.share * machine.memory or machine.available)
-    name = f"a server of {demands.serve.engine} on {least.tensor} GPU{'s' if least.tensor > 1 else ''}"
+        return Misfit(f"{key}: {fixed.get(key)} is not allowed; a host has {_gpus(machine.per_host)}")
+    held = {layout: server_memory(model, serve, layout, machine).memory for layout in layouts}
+    least = min(layouts, key=lambda layout: held[layout].total())
+    slot = slot_bytes(model, serve.context, least.tensor)
+    need = held[least].total() + slot
+    limit = min(machine.available, serve.share * machine.memory or machine.available)
     if need <= limit:
-        need = slot_bytes(model, demands.serve.context) / GIB
-        return f"rollout.engine_args.kv_cache_gib: {demands.serve.kv_gib} is not allowed; one slot needs {need:.2f} GiB"
-    lack = f"{need / GIB:.1f} GiB of each GPU's {limit / GIB:.1f}, {(need - limit) / GIB:.1f} GiB too much"
-    other = "another engine (rollout.engine=vllm)" if demands.serve.engine == "hf" else "more GPUs for each host"
-    return f"{name} needs {lack}, for one slot; lower rollout.prefill_tokens or max_running, or use {other}"
+        key, allowed = "rollout.engine_args.kv_cache_gib", f"one slot needs {slot / GIB:.2f} GiB"
+        return Misfit(f"{key}: {serve.kv_gib} is not allowed; {allowed}", memory=True)
+    name = f"a server of {serve.engine} on {_gpus(least.tensor)}"
+    whole = Memory((*held[least].parts, Part("one slot", slot, "")), "")
+    return Misfit(f"{name} needs {_lack(need, limit)}, for one slot{_largest(whole)}", memory=True)
 
 
-def _remedy(model: ModelFacts, demands: Demands, layouts: Sequence[LearnerLayout], machine: Machine) -> str:
-    """Return the first change of keys with which the learner fits; else what to do about the machine."""
-    train, narrow, longest = demands.train, replace(model, itemsize=2), demands.longest
-    factors = sum(LORA * (inputs + outputs) for _, inputs, outputs in model.linears)
-    adapted = replace(train, lora_parameters=factors, reference=False, staging=4 * factors)
-    changes = [
-        (f"train.micro_batch_tokens={longest}", model, replace(train, slice_tokens=longest)),
-        ("model.dtype=bfloat16", narrow, train),
-        (f"train.lora.rank={LORA}", model, adapted),
-        (f"model.dtype=bfloat16 train.lora.rank={LORA}", narrow, adapted),
-        (f"train.micro_batch_tokens={longest} train.lora.rank={LORA}", model, replace(adapted, slice_tokens=longest)),
-    ]
-    for text, changed, facts in changes:
-        if any(learner_memory(changed, facts, layout).total() <= machine.available for layout in layouts):
-            return f"it fits with {text}"
-    free = f"remove {', '.join(demands.fixed)}, " if demands.fixed else ""
-    return f"{free}raise --gpus, or use a smaller model"
+def _gpus(number: int) -> str:
+    return f"{number} GPU{'s' if number != 1 else ''}"
 
 
-def _lack(need: float, machine: Machine) -> str:
-    over = (need - machine.available) / GIB
-    return f"{need / GIB:.1f} GiB of each GPU's {machine.available / GIB:.1f}, {over:.1f} GiB too much"
+def _largest(memory: Memory) -> str:
+    part = max((part for part in memory.parts if part.where == "gpu"), key=lambda part: part.size)
+    return f"; the largest part is {part.name}, {part.size / GIB:.1f} GiB"
+
+
+def _lack(need: float, limit: float) -> str:
+    return f"{need / GIB:.1f} GiB of each GPU's {limit / GIB:.1f}, {(need - limit) / GIB:.1f} GiB too much"

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from rlearner.plan.candidates import Plan
 from rlearner.plan.changes import changed_keys, gpus_of
 from rlearner.plan.demands import Demands
 from rlearner.plan.facts import GIB, Machine, Memory, ModelFacts
-from rlearner.plan.plans import Plan
 from rlearner.plan.throughput import ASSUMPTIONS
 
 

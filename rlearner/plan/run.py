@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Final
 
 from broker.errors import UserError
 from broker.settings.config_file import locate
-from broker.settings.runspec import load, section, validate
-from learner.config import TrainSection
+from broker.settings.runspec import load
 from learner.prepare import name_run, run_folder
-from rlearner.plan.demands import read_demands
-from rlearner.plan.facts import GIB, MOST_GPUS, Machine, Memory
-from rlearner.plan.model_reader import read_model, reward_parts
+from rlearner.plan.facts import GIB, MOST_GPUS, Machine
 from rlearner.plan.plans import make_plans
+from rlearner.plan.reader import WorkloadReader
 from rlearner.plan.report import as_json, as_text
 from rlearner.plan.write import check_folder, difference, write_plan
-from rlearner_text.config import ModelSection
-
-# those of a run that do not depend on what the plan chooses, nor on files that only the hosts need
-CHECKS: Final = ("learner.checks:check_names", "rollout.checks:check")
 
 
 def plan_run(options: argparse.Namespace) -> int:
@@ -29,6 +22,28 @@ def plan_run(options: argparse.Namespace) -> int:
     Raises:
         UserError: if the configuration is wrong, or nothing fits.
     """
+    machine = _machine(options)
+    if options.write is not None:
+        check_folder(options.write)
+    reader = WorkloadReader(options.config, options.overrides)
+    work = reader.read()
+    plans = make_plans(work, machine, options.plans, reader.read)
+    notes: list[str] = []
+    if options.write is not None:
+        overrides = difference(load(options.config), reader.given)
+        config = name_run(reader.config, options.config)
+        run, source = str(config["run"]["name"]), locate(options.config)
+        files = write_plan(options.write, plans[0], work.demands, machine, source=source, overrides=overrides, run=run)
+        notes.append(f"wrote plan 1: {' '.join(map(str, files))}")
+        if (folder := run_folder(config)).exists():
+            notes.append(f"run {run} exists in {folder}: the scripts continue it; for a new run, set run.name")
+    print((as_json if options.json else as_text)(plans, work.model, work.demands, machine))
+    for note in notes:
+        print(note, file=sys.stderr)
+    return 0
+
+
+def _machine(options: argparse.Namespace) -> Machine:
     machine = Machine(options.gpus, options.gpu_memory * GIB, options.hosts)
     if machine.gpus > MOST_GPUS:
         raise UserError(f"--gpus {machine.gpus}: too many; at most {MOST_GPUS}")
@@ -36,24 +51,4 @@ def plan_run(options: argparse.Namespace) -> int:
         raise UserError(f"--hosts {machine.hosts}: hosts have equally many GPUs; it must divide --gpus {machine.gpus}")
     if machine.available <= 0:
         raise UserError(f"--gpu-memory {options.gpu_memory:g}: too small; give the GiB of one GPU, for example 80")
-    if options.write is not None:
-        check_folder(options.write)
-    given = load(options.config, options.overrides)
-    config = validate(given, checks=CHECKS)
-    model = read_model(section(config, "model", ModelSection), section(config, "train", TrainSection).lora)
-    demands = read_demands(given, config, model)
-    rewards = Memory(tuple(reward_parts(path, key) for path, key in demands.rewards), "scoring")
-    plans = make_plans(model, demands, rewards if rewards.parts else None, machine, options.plans)
-    notes: list[str] = []
-    if options.write is not None:
-        overrides = difference(load(options.config), given)
-        config = name_run(config, options.config)
-        run, source = str(config["run"]["name"]), locate(options.config)
-        files = write_plan(options.write, plans[0], demands, machine, source=source, overrides=overrides, run=run)
-        notes.append(f"wrote plan 1: {' '.join(map(str, files))}")
-        if (folder := run_folder(config)).exists():
-            notes.append(f"run {run} exists in {folder}: the scripts continue it; for a new run, set run.name")
-    print((as_json if options.json else as_text)(plans, model, demands, machine))
-    for note in notes:
-        print(note, file=sys.stderr)
-    return 0
+    return machine

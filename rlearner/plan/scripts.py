@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 from typing import Final
 
+from rlearner.plan.candidates import Plan
 from rlearner.plan.changes import gpus_on
 from rlearner.plan.facts import Machine
-from rlearner.plan.plans import Plan
 
 CONFIG: Final = "plan.yaml"
 BROKER: Final = ' --broker "tls://$HOST0:4222"'

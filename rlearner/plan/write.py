@@ -10,10 +10,10 @@ import yaml
 
 from broker.errors import UserError
 from broker.settings.runspec import load, validate
+from rlearner.plan.candidates import Plan
 from rlearner.plan.changes import changed_keys, nested
 from rlearner.plan.demands import Demands
 from rlearner.plan.facts import Machine
-from rlearner.plan.plans import Plan
 from rlearner.plan.scripts import CONFIG, script
 
 WANTED: Final = "name a new folder, or one that you can write to"

@@ -11,51 +11,24 @@ from typing import Any
 import pytest
 import yaml
 
-from broker.errors import UserError
 from broker.settings.runspec import load, validate
 from rlearner.cli import main
+from rlearner.plan.candidates import Workload
 from rlearner.plan.changes import nested, span
-from rlearner.plan.demands import Demands, read_demands
-from rlearner.plan.facts import GIB, ActivationFacts, Machine, Memory, ModelFacts, Part, TrainFacts
+from rlearner.plan.facts import GIB, Machine, Memory, Part, TrainFacts
 from rlearner.plan.layouts import count_servers, rank_choices
-from rlearner.plan.plans import Plan, make_plans
+from rlearner.plan.plans import make_plans
 from rlearner.plan.scripts import launch_lines
 from rlearner.plan.serving_memory import ServerLayout, server_memory
 from rlearner.plan.training_memory import LearnerLayout, learner_memory
 from rlearner.plan.write import difference, merged
+from tests.kit.plans import H100, MODEL, demands, plans
 
-# eight billion parameters in 36 blocks
-MODEL = ModelFacts(
-    path="big",
-    architecture="Qwen3ForCausalLM",
-    itemsize=2,
-    blocks=(190_000_000,) * 36,
-    embedding=620_000_000,
-    outside=620_000_000,
-    active=8_080_000_000,
-    tied=False,
-    vocab=151_936,
-    heads=32,
-    kv_heads=8,
-    kv_bytes=147_456,
-    linears=(("q_proj", 4096, 4096),) * 36,
-    activations=ActivationFacts(kept=6e6, wide=2e6, outside=33e3, block=140e3, stream=8192),
-)
 TRAIN = TrainFacts(slice_tokens=16_384)
-H100 = Machine(8, 80 * GIB)
 
 
 def parts(layout: LearnerLayout, train: TrainFacts = TRAIN) -> dict[str, Part]:
     return {part.name: part for part in learner_memory(MODEL, train, layout).parts}
-
-
-def demands(*overrides: str, model: ModelFacts = MODEL) -> Demands:
-    given = load("configs/gsm8k.yaml", ["rollout.engine=vllm", "model.dtype=bfloat16", *overrides])
-    return read_demands(given, validate(given, checks=()), model)
-
-
-def plans(machine: Machine = H100, *overrides: str, rewards: Memory | None = None) -> list[Plan]:
-    return make_plans(MODEL, demands(*overrides), rewards, machine, 20)
 
 
 def test_a_whole_rank_holds_eighteen_bytes_per_parameter() -> None:
@@ -151,34 +124,6 @@ def test_reward_models_get_the_last_gpu() -> None:
     assert "rewardhub --gpus 7 &" in launch_lines(best, H100, 0, 4)
 
 
-@pytest.mark.parametrize(
-    ("machine", "overrides", "says"),
-    [
-        (Machine(2, 24 * GIB), [], r"2 GPUs of 24 GiB: even torch on 1 GPU .* GiB too much .* it fits with train.mic"),
-        (Machine(2, 8 * GIB), [], r"a server of vllm on 2 GPUs needs .* 1\.7 GiB too much, for one slot"),
-        (Machine(4, 80 * GIB), ["train.backend=torch", "train.ranks=3"], r"ranks: 3 .*; 1 with train.backend torch"),
-        (Machine(4, 80 * GIB), ["train.backend=./own.py:Mine"], r"backend: '.*' is not allowed; one of torch, ddp, .*"),
-        (Machine(4, 80 * GIB), ["rollout.engine=./own.py:Mine"], r"engine: '.*' is not allowed; one of hf, openai, .*"),
-        (Machine(4, 80 * GIB), ["rollout.engine_args.tensor_parallel=8"], r"tensor_parallel: 8 .*; a host has 4 GPUs"),
-        (Machine(4, 80 * GIB), ["rollout.engine_args.tensor_parallel=64"], r"tensor_parallel: 64 .*; at most 32: big"),
-        (Machine(4, 80 * GIB), ["train.megatron.tensor_parallel=16"], r"tensor_parallel: 16 .*; at most 8: big has"),
-    ],
-)  # fmt: skip
-def test_what_does_not_fit_is_refused_in_one_line(machine: Machine, overrides: list[str], says: str) -> None:
-    with pytest.raises(UserError, match=says) as refused:
-        plans(machine, *overrides)
-    assert "\n" not in str(refused.value)
-
-
-def test_the_suggested_change_fits() -> None:
-    with pytest.raises(UserError) as refused:
-        plans(Machine(2, 40 * GIB), "train.backend=torch", "train.optimizer_offload=false")
-    advice = str(refused.value).partition("it fits with ")[2].split()
-    given = [*advice, "train.backend=torch", "train.optimizer_offload=false"]
-    assert advice
-    assert plans(Machine(2, 40 * GIB), *given)
-
-
 def test_servers_do_not_cross_hosts() -> None:
     two = Machine(16, 80 * GIB, 2)
     assert count_servers(two, 6, 16, 4) == 2
@@ -195,6 +140,14 @@ def test_few_numbers_of_ranks_are_tried_on_many_hosts() -> None:
     assert found[-2:] == [4088, 4095]
     assert rank_choices(demands(), Machine(8, 80 * GIB), 7) == [1, 2, 3, 4, 5, 6, 7]
     assert rank_choices(demands("train.ranks=333"), Machine(4096, 80 * GIB, 512), 4095) == [333]
+
+
+def test_a_division_that_is_no_power_of_two_is_kept() -> None:
+    odd = replace(MODEL, heads=12, kv_heads=12)
+    asked = demands("rollout.engine_args.tensor_parallel=3", model=odd)
+    assert {plan.server for plan in make_plans(Workload(odd, asked), H100, 20, lambda _: Workload(odd, asked))} == {
+        ServerLayout(3)
+    }
 
 
 def test_launch_lines_of_two_hosts() -> None:

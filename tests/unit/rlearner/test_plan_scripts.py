@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from rlearner.plan.candidates import Plan
 from rlearner.plan.facts import Machine, Memory, Part
-from rlearner.plan.plans import Plan
 from rlearner.plan.scripts import launch_lines, script
 from rlearner.plan.serving_memory import ServerLayout
 from rlearner.plan.throughput import StepTimes

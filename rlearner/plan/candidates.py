@@ -1,0 +1,125 @@
+"""Finds every layout of a run that fits a machine. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from rlearner.plan.demands import Demands
+from rlearner.plan.facts import Machine, Memory, ModelFacts
+from rlearner.plan.layouts import count_servers, learner_layouts, rank_choices, server_layouts
+from rlearner.plan.serving_memory import ServerLayout, ServerMemory, server_memory
+from rlearner.plan.throughput import StepTimes, generate_seconds, train_seconds
+from rlearner.plan.training_memory import LearnerLayout, learner_memory
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a run computes.
+
+    Attributes:
+        rewards: a process of each reward model, on one GPU; None without any.
+    """
+
+    model: ModelFacts
+    demands: Demands
+    rewards: Memory | None = None
+
+    @property
+    def reward_gpus(self) -> int:
+        return 1 if self.rewards is not None else 0
+
+    def without(self, *keys: str) -> Workload:
+        """Return the same run, whose configuration leaves these choices open, too."""
+        fixed = {key: value for key, value in self.demands.fixed.items() if key not in keys}
+        return replace(self, demands=replace(self.demands, fixed=fixed))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One layout of a whole run. The learner has the first GPUs, servers the next, reward models the last.
+
+    Attributes:
+        servers: copies of the server's model.
+        rewards: GPUs that hold every reward model.
+        shared: learner and server take turns on one GPU.
+    """
+
+    learner: LearnerLayout
+    learner_memory: Memory
+    server: ServerLayout | None
+    server_memory: ServerMemory | None
+    servers: int
+    rewards: int
+    reward_memory: Memory | None
+    times: StepTimes
+    shared: bool = False
+
+
+def candidates(work: Workload, machine: Machine) -> Iterator[Plan]:
+    """Yield every plan that fits."""
+    model, demands, rewards = work.model, work.demands, work.rewards
+    held, shared = serving(work, machine), is_shared(work, machine)
+    for ranks in _ranks(work, machine):
+        servers = _places(work, machine, ranks, held)
+        layouts = learner_layouts(model, demands, machine, ranks) if servers or demands.serve is None else ()
+        for layout in layouts:
+            memory = learner_memory(model, demands.train, layout)
+            if memory.total() > machine.available:
+                continue
+            train_s = train_seconds(model, demands.train, demands.step, layout, machine.hosts_of(0, ranks))
+            if demands.serve is None:
+                yield Plan(layout, memory, None, None, 0, work.reward_gpus, rewards, StepTimes(train_s, 0.0))
+            for server, number in servers.items():
+                assert demands.serve is not None
+                running = held[server].running
+                took = generate_seconds(model, demands.serve, demands.step, server, number, running)
+                times = StepTimes(train_s, took, shared)
+                yield Plan(layout, memory, server, held[server], number, work.reward_gpus, rewards, times, shared)
+
+
+def fits(work: Workload, machine: Machine) -> bool:
+    """Return whether there is a plan."""
+    held = serving(work, machine)
+    return any(
+        learner_memory(work.model, work.demands.train, layout).total() <= machine.available
+        for ranks in _ranks(work, machine)
+        if work.demands.serve is None or _places(work, machine, ranks, held)
+        for layout in learner_layouts(work.model, work.demands, machine, ranks)
+    )
+
+
+def is_shared(work: Workload, machine: Machine) -> bool:
+    """Return whether learner and server take turns on the only GPU."""
+    return work.demands.serve is not None and machine.gpus == 1
+
+
+def most_ranks(work: Workload, machine: Machine) -> int:
+    """Return how many GPUs a learner may have, so that a server and reward models have theirs."""
+    alone = work.demands.serve is None or is_shared(work, machine)
+    return machine.gpus - work.reward_gpus - (0 if alone else 1)
+
+
+def serving(work: Workload, machine: Machine) -> dict[ServerLayout, ServerMemory]:
+    """Return the memory of each layout of a server that has room for a sequence."""
+    if work.demands.serve is None:
+        return {}
+    layouts = server_layouts(work.model, work.demands, machine)
+    held = {layout: server_memory(work.model, work.demands.serve, layout, machine) for layout in layouts}
+    return {layout: memory for layout, memory in held.items() if memory.running}
+
+
+def _ranks(work: Workload, machine: Machine) -> list[int]:
+    if work.rewards is not None and work.rewards.total() > machine.available:
+        return []
+    return rank_choices(work.demands, machine, most_ranks(work, machine))
+
+
+def _places(
+    work: Workload, machine: Machine, ranks: int, held: dict[ServerLayout, ServerMemory]
+) -> dict[ServerLayout, int]:
+    """Return how many servers of each layout have room next to a learner, without those of which none has."""
+    first = 0 if is_shared(work, machine) else ranks
+    last = machine.gpus - work.reward_gpus
+    found = {layout: count_servers(machine, first, last, layout.tensor) for layout in held}
+    return {layout: number for layout, number in found.items() if number}
