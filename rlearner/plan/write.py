@@ -55,9 +55,11 @@ def write_plan(
     for host in range(machine.hosts):
         contents[out / f"host-{host}.sh"] = script(plan, machine, host, run, demands.environments)
     try:
-        for file in sorted({*contents, *out.glob("host-*.sh")}, reverse=True):
+        for file in sorted({*contents, *out.glob("host-[0-9]*.sh")}, reverse=True):
             if file.exists() and (file not in contents or file.read_text(encoding="utf-8") != contents[file]):
-                raise UserError(f"--write {folder}: {file} is of another plan; remove {folder}, or name another one")
+                raise UserError(
+                    f"--write {folder}: {file} is of another plan; name another folder, or remove that plan"
+                )
         out.mkdir(parents=True, exist_ok=True)
         for file, content in contents.items():
             file.write_text(content, encoding="utf-8")

@@ -66,7 +66,7 @@ def test_another_plan_is_not_overwritten(capsys: Captured, tmp_path: Path) -> No
     capsys.readouterr()
     before = {file: file.read_text() for file in tmp_path.iterdir()}
     line = refused(capsys, *words, "train.steps=3")
-    assert f"{tmp_path}/plan.yaml is of another plan; remove {tmp_path}, or name another one" in line
+    assert f"{tmp_path}/plan.yaml is of another plan; name another folder, or remove that plan" in line
     assert {file: file.read_text() for file in tmp_path.iterdir()} == before
 
 
