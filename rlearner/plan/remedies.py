@@ -124,7 +124,15 @@ def _options(machine: Machine) -> str:
 
 
 def _keys_to_remove(work: Workload, machine: Machine) -> list[str]:
-    """Return the choices that the configuration need not make for the run to fit."""
+    """Return a choice without which the run fits, else several that must all be left open; empty if none."""
     fixed = list(work.demands.fixed)
-    options = [[key] for key in fixed] + ([fixed] if len(fixed) > 1 else [])
-    return next((keys for keys in options if fits(work.without(*keys), machine)), [])
+    for key in fixed:
+        if fits(work.without(key), machine):
+            return [key]
+    if not fits(work.without(*fixed), machine):
+        return []
+    kept = fixed
+    for one in fixed:
+        if fits(work.without(*(fewer := [key for key in kept if key != one])), machine):
+            kept = fewer
+    return kept

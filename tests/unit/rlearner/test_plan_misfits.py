@@ -12,6 +12,8 @@ from rlearner.plan.facts import GIB, Machine
 from rlearner.plan.plans import make_plans
 from tests.kit.plans import MODEL, demands, plans
 
+IDLE = ("train.deepspeed.stage=2", "train.megatron.tensor_parallel=1")  # nothing depends on them here
+
 
 @pytest.mark.parametrize(
     ("machine", "overrides", "says"),
@@ -56,6 +58,7 @@ def test_the_suggested_change_fits(machine: Machine, overrides: list[str]) -> No
         (Machine(8, 2.5 * GIB), [], r"is weights, 1\.9 GiB; no setting alone helps; it fits with --gpu-memory \d+$"),
         (Machine(2, 80 * GIB), ["train.ranks=2"], r"takes 2 GPUs .train.ranks=2., and .*; it fits with --gpus 3, "),
         (Machine(4, 80 * GIB, 2), ["train.ranks=9"], r"takes 9 GPUs .*; it fits with --gpus 10 --hosts 2, or w"),
+        (Machine(2, 80 * GIB), [*IDLE, "train.backend=ddp", "train.ranks=2"], r"hout train.backend and train.ranks"),
         (Machine(1, 80 * GIB), ["train.backend=ddp"], r"at least 2 GPUs \(train.backend=ddp\), .* with --gpus 3, or "),
     ],
 )  # fmt: skip
