@@ -186,7 +186,9 @@ class NodeCluster:
         """
         log = self.folder / f"{config.stem}-{node}-{len(self.processes)}.log"
         command = [*launcher, "rlearner.cli", "start", str(config), "--broker", self.url, *options]
-        # what a home has is each node's own, but for the broker's keys
+        # What a home has is each node's own, except for the broker's keys. So are its interfaces: ranks that ran in
+        # this process have left theirs in its environment.
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("GLOO_", "NCCL_"))}
         own = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(self.folder / f"cache-{config.stem}-{node}")}
         with log.open("wb") as output:
             process = await asyncio.create_subprocess_exec(
@@ -194,7 +196,7 @@ class NodeCluster:
                 *command,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **own, **(env or {})},
+                env={**inherited, **own, **(env or {})},
             )
         made = NodeProcess(process, log)
         self.processes.append(made)
