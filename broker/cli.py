@@ -19,6 +19,7 @@ from broker.runtime.process import Stop
 from broker.server.private_server import BrokerServer, ClusterConfig
 from broker.server.server_supervisor import ServerSupervisor
 from broker.settings.arguments import ArgumentParser, add_broker, complete, natural, port, positive
+from broker.system import logs
 from broker.system.entry import enter
 
 LOOK_EVERY_S: Final = 0.5
@@ -73,6 +74,7 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--node", metavar="NAME", help="name of this server, unique in the cluster")
     serve.add_argument("--cluster-port", type=port, metavar="PORT", help="port for the other servers")
     serve.add_argument("--routes", metavar="HOST:PORT,…", help="cluster ports of the other servers")
+    logs.add_options(serve)
     serve.set_defaults(body=_serve)
 
     status = commands.add_parser("status", help="show the runs on a broker, their processes and streams")
@@ -142,6 +144,7 @@ async def _permissions(options: argparse.Namespace, stop: Stop) -> None:
 
 
 async def _serve(options: argparse.Namespace, stop: Stop) -> None:
+    logs.apply(options)
     server = BrokerServer(
         options.store,
         keys=options.keys,

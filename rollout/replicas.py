@@ -83,7 +83,8 @@ def replica_command(options: argparse.Namespace, run: str, section: RolloutSecti
             ("--id", f"{options.id}-{index}" if options.id else None),
             ("--connect-deadline", options.connect_deadline),
             ("--log-level", options.log_level),
-            ("--log-file", options.log_file),
+            ("--log-format", options.log_format),
+            ("--log-file", options.log_file and own_file(options.log_file, index)),
         ):
             line += [name, str(value)] if value is not None else []
         line += ["--share-gpus"] * options.share_gpus
@@ -95,6 +96,12 @@ def replica_command(options: argparse.Namespace, run: str, section: RolloutSecti
         return line
 
     return command
+
+
+def own_file(path: str, index: int) -> str:
+    """Return the log file of one of several servers: ``server.log`` becomes ``server-0.log``."""
+    root, end = os.path.splitext(path)
+    return f"{root}-{index}{end}"
 
 
 def next_port(bind: str, index: int) -> str:

@@ -5,6 +5,7 @@ The process that writes a log rotates it, between two of its own lines, so none 
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 from contextlib import suppress
@@ -63,12 +64,28 @@ def rotate_output() -> None:
 class PrivateLogFile(RotatingFileHandler):
     """Appends to a log file that only this user can read, and rotates it.
 
+    If another process rotated the file (one with the same file, or logrotate), it continues in the new one.
+
     Raises:
         OSError: if it cannot be written.
     """
 
     def __init__(self, path: str) -> None:
         super().__init__(path, maxBytes=limit_bytes(), backupCount=KEPT, encoding="utf-8")
+
+    def shouldRollover(self, record: logging.LogRecord) -> bool:
+        """Return whether the file is full; reopen it first if it is no longer the one of that name."""
+        if self.stream is not None and not self._is_current(self.stream):
+            self.stream.close()
+            self.stream = self._open()
+        return bool(super().shouldRollover(record))
+
+    def _is_current(self, stream: TextIOWrapper) -> bool:
+        try:
+            there, behind = os.stat(self.baseFilename), os.fstat(stream.fileno())
+        except OSError:
+            return False
+        return (there.st_dev, there.st_ino) == (behind.st_dev, behind.st_ino)
 
     def _open(self) -> TextIOWrapper:
         file = super()._open()

@@ -1,20 +1,26 @@
-"""Logging to stderr, and to a file on request: date, time, level, run, role, id, message, ``extra`` as key=value."""
+"""Logging to stderr, and to a file on request, as lines of text or as one JSON object per line."""
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import json
 import logging
+import os
 import sys
-from typing import Final, TextIO
+from typing import Any, Final, TextIO
 
 from broker.errors import UserError
 from broker.system.log_rotation import PrivateLogFile, rotate_output
-from broker.system.redaction import redact
-from broker.system.visible_text import visible
+from broker.system.redaction import HIDDEN, is_secret_name, redact
+from broker.system.visible_text import visible, visible_json
 
 log = logging.getLogger(__name__)
 _identity = {"run": "-", "role": "-", "id": "-"}
 TRACEBACK: Final = "traceback"  # the key in ``extra``
+FORMAT: Final = "RL_LOG_FORMAT"  # environment variable: default of --log-format, which children inherit
+FORMATS: Final = ("text", "json")
+ERROR_PREFIX: Final = "error: "
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -42,6 +48,41 @@ class LineFormatter(logging.Formatter):
         return f"{line}\n{below}" if below else line
 
 
+class JsonFormatter(logging.Formatter):
+    """One object per record: time, level, run, role, id, message, extra, traceback.
+
+    The time is UTC in ISO 8601 with milliseconds. ``extra`` and ``traceback`` are absent without content. Secrets
+    appear as ``***``.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        given = {key: value for key, value in vars(record).items() if key not in _STANDARD}
+        trace = given.pop(TRACEBACK, "")
+        if record.exc_info and not isinstance(record.exc_info, bool) and record.exc_info[0] is not None:
+            trace = trace or self.formatException(record.exc_info)
+        if record.stack_info:
+            trace = "\n".join(filter(None, (trace, record.stack_info)))
+        moment = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        line = {
+            "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname,
+            **_identity,
+            "message": redact(record.getMessage()),
+            **({"extra": {key: _plain(key, value) for key, value in given.items()}} if given else {}),
+            **({TRACEBACK: redact(trace)} if trace else {}),
+        }
+        return visible_json(line)
+
+
+def _plain(key: str, value: Any) -> Any:
+    """Return a value of ``extra`` as JSON has it; redacted before encoding, which would hide a secret's quotes."""
+    if is_secret_name(key):
+        return HIDDEN
+    if value is None or isinstance(value, bool | int | float):
+        return value if value == value and value not in (float("inf"), float("-inf")) else str(value)
+    return redact(str(value))
+
+
 class StderrHandler(logging.StreamHandler[TextIO]):
     """Writes to the stderr of the moment: a library may log after the first one was closed."""
 
@@ -61,14 +102,21 @@ class StderrHandler(logging.StreamHandler[TextIO]):
 def configure(level: str = "INFO") -> None:
     """Send all logging of this process to stderr, in one format."""
     handler = StderrHandler()
-    handler.setFormatter(LineFormatter())
+    handler.setFormatter(_formatter(os.environ.get(FORMAT, "")))
     logging.basicConfig(level=level, handlers=[handler], force=True)
     logging.captureWarnings(True)
 
 
+def _formatter(form: str) -> logging.Formatter:
+    return JsonFormatter() if form == "json" else LineFormatter()
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add --log-level and --log-file."""
+    """Add --log-level, --log-format and --log-file."""
     levels = ["DEBUG", "INFO", "WARNING", "ERROR"]
+    default = form if (form := os.environ.get(FORMAT)) in FORMATS else FORMATS[0]
+    text = f"lines of text, or one JSON object per line ({FORMAT}, %(default)s)"
+    parser.add_argument("--log-format", default=default, choices=FORMATS, help=text)
     parser.add_argument("--log-level", default="INFO", choices=levels, help="lowest level logged (%(default)s)")
     parser.add_argument("--log-file", metavar="PATH", help="also append the log to this file in an existing folder")
 
@@ -81,6 +129,10 @@ def apply(options: argparse.Namespace) -> None:
     """
     root = logging.getLogger()
     root.setLevel(options.log_level)
+    os.environ[FORMAT] = options.log_format  # for the processes that this one starts
+    for existing in root.handlers:
+        if isinstance(existing, StderrHandler):
+            existing.setFormatter(_formatter(options.log_format))
     if not options.log_file:
         return
     try:
@@ -88,16 +140,29 @@ def apply(options: argparse.Namespace) -> None:
     except OSError as error:
         why = f"{error.strerror}; name a file in a folder that exists"
         raise UserError(f"--log-file: cannot write {options.log_file}: {why}") from None
-    handler.setFormatter(LineFormatter())
+    handler.setFormatter(_formatter(options.log_format))
     root.addHandler(handler)
 
 
 def say_error(text: str) -> None:
-    """Print ``error: …`` to stderr, and log it to the log file if there is one."""
-    print(f"error: {redact(visible(text, newlines=True))}", file=sys.stderr)
+    """Print ``error: …`` to stderr, in the log's format if that is JSON, and log it to the log file if there is one."""
+    plain = f"{ERROR_PREFIX}{redact(visible(text, newlines=True))}"
+    is_json = os.environ.get(FORMAT) == "json"
+    said = log.makeRecord(log.name, logging.ERROR, __file__, 0, f"{ERROR_PREFIX}%s", (text,), None)
+    print(JsonFormatter().format(said) if is_json else plain, file=sys.stderr)
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.FileHandler):
             handler.handle(log.makeRecord(log.name, logging.ERROR, __file__, 0, text, (), None))
+
+
+def error_of(line: str) -> str:
+    """Return the text behind ``error:`` in a line that ``say_error`` printed, empty if it is another line."""
+    if line.startswith("{"):
+        try:
+            line = str(json.loads(line).get("message", ""))
+        except (ValueError, AttributeError):
+            return ""
+    return line.removeprefix(ERROR_PREFIX) if line.startswith(ERROR_PREFIX) else ""
 
 
 def identify(*, run: str | None = None, role: str | None = None, process_id: str | None = None) -> None:

@@ -19,6 +19,7 @@ from broker.errors import UserError
 from broker.system.children import spawn
 from broker.system.entry import EXIT_STOPPED, EXIT_USER_ERROR
 from broker.system.log_rotation import OUTPUT
+from broker.system.logs import error_of
 
 RESTART_AFTER_S = 1.0  # doubled at every restart that did not last a minute
 RESTART_AT_MOST_S = 30.0
@@ -182,7 +183,7 @@ class ProcessFleet:
             UserError: if a child rejected its input (its own message), or died too often (its log).
         """
         for child in self.children:
-            errors = [line.removeprefix("error: ") for line in child.last_lines() if line.startswith("error: ")]
+            errors = [error for line in child.last_lines() if (error := error_of(line))]
             if child.exit_code == EXIT_USER_ERROR and errors:
                 raise UserError(f"{child.name}: {errors[-1]}")
         for child in self.children:

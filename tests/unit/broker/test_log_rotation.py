@@ -85,6 +85,21 @@ def test_a_log_file_is_private_and_rotated(tmp_path: Path, monkeypatch: pytest.M
     assert path.with_name("a.log.1").stat().st_mode & 0o777 == 0o600
 
 
+def test_two_processes_with_one_file_lose_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import logging
+
+    monkeypatch.setenv("RL_LOG_MIB", "0.001")
+    path = tmp_path / "a.log"
+    first, second = PrivateLogFile(str(path)), PrivateLogFile(str(path))
+    for number in range(30):
+        handler = (first, second)[number % 2]
+        handler.handle(logging.makeLogRecord({"msg": f"line {number:04d} {'x' * 60}"}))
+    first.close()
+    second.close()
+    assert sorted(re.findall(r"line (\d{4})", everything(path))) == [f"{number:04d}" for number in range(30)]
+    assert not path.with_name("a.log.3").exists()  # 30 lines of 71 bytes fill two files, and begin a third
+
+
 @pytest.mark.parametrize(("given", "expected"), [("", 64 << 20), ("1", 1 << 20), ("-3", 64 << 20), ("many", 64 << 20)])
 def test_the_size_comes_from_the_environment(given: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RL_LOG_MIB", given)
