@@ -27,6 +27,7 @@ from broker.runtime.work_health import WorkHealth
 from broker.settings.config import BrokerSection
 from broker.settings.runspec import section
 from broker.settings.timeouts import seconds
+from broker.system.batch_job import batch_job
 from broker.system.process_identity import this_process
 from broker.system.workers.fault import TracebackLog
 from envhub.config import EnvhubSection
@@ -389,6 +390,7 @@ class EnvironmentHub:
             serves=self.health.serves,
             problem=self.health.problem,
             process=this_process(),
+            job=batch_job(),
             key=self.client.key,
         )
 

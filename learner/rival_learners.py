@@ -63,7 +63,8 @@ class RivalDetector:
                 if holders:
                     await self._roster.changed(TICK_S)
         if found := self._alive(is_first):
-            rival = f"a learner on {found.host}, process {found.pid}"
+            job = f" ({found.job})" if found.job else ""
+            rival = f"a learner on {found.host}, process {found.pid}{job}"
             raise UserError(f"run {self._bus.run} is being trained by {rival}; --take-over takes it over")
         self._cleared = epoch
         return epoch

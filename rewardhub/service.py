@@ -31,6 +31,7 @@ from broker.runtime.work_health import WorkHealth
 from broker.settings.config import RewardConfig
 from broker.settings.runspec import domains, section
 from broker.system import gpus
+from broker.system.batch_job import batch_job
 from rewardhub.config import RewardhubSection, all_pools, pools_of_kinds
 from rewardhub.metrics import RewardhubMetrics
 from rewardhub.pool_trials import PoolTrials
@@ -334,6 +335,7 @@ class RewardhubService:
             running=len(self._jobs),
             serves=self.health.serves,
             problem=self.health.problem,
+            job=batch_job(),
         )
 
     def metrics(self) -> dict[str, float]:

@@ -26,6 +26,7 @@ from broker.runtime.shared_devices import SharedDevices, sharing
 from broker.settings import registry, runspec
 from broker.settings.config import BrokerSection
 from broker.system import gpus
+from broker.system.batch_job import batch_job
 from broker.system.devices import device_names
 from rlearner_text.config import check_model_path
 from rlearner_text.model_files import LocalModel, local_model
@@ -281,6 +282,7 @@ class RolloutService:
             idle_ratio=self._meter.idle_ratio,
             carriers=self._receiver.carriers() if self._receiver is not None else [],
             asleep=self._turns is not None and self._turns.asleep,
+            job=batch_job(),
         )
 
     def metrics(self) -> dict[str, float]:

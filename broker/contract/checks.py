@@ -33,7 +33,7 @@ MAX_SERVES: Final = 1024
 # characters of the texts of a presence
 PRESENCE_CHARS: Final = {
     "host": 256, "address": 256, "channel": 64, "policy": 256, "engine": 1024, "problem": 2048, "process": 256,
-    "said": 512, "voucher": 512,
+    "said": 512, "job": 64, "voucher": 512,
 }  # fmt: skip
 DIGEST_CHARS: Final = 32  # of a model's files
 HEX: Final = frozenset("0123456789abcdef")
@@ -411,8 +411,8 @@ def _too_long(message: str, field: str, value: str, most: int) -> WireError:
 
 
 def _check_presence(presence: wire.Presence) -> None:
-    """host, address, policy and process have at most 256 characters, channel 64, engine 1,024, problem 2,048, said and
-    voucher 512.
+    """host, address, policy and process have at most 256 characters, channel and job 64, engine 1,024, problem 2,048,
+    said and voucher 512.
     serves has at most 1,024 names. key is a CURVE key in Z85 or empty."""
     for name, most in PRESENCE_CHARS.items():
         if len(value := getattr(presence, name)) > most:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from broker.contract import sizes
 from broker.contract.sizes import MAX_GROUP_BYTES, MAX_SMALL_BYTES
 
-WIRE_VERSION: Final = 12
+WIRE_VERSION: Final = 13
 MAX_PAYLOAD_BYTES: Final = sizes.MAX_PAYLOAD_BYTES
 ACTOR: Final = "actor"  # the policy being trained
 EVAL_HEADER: Final = "Rl-Eval-Step"  # eval_step of messages of an evaluation; absent in training
@@ -414,6 +414,7 @@ class Presence(Message, frozen=True, tag="Presence"):
     said: str = ""  # latest WARNING or ERROR logged, with its time, at most 300 characters; empty after 10 minutes
     key: str = ""  # envhub, learner: public CURVE key of its requests to rollout servers, in Z85
     asleep: bool = False  # rollout: others use its device, so its requests wait
+    job: str = ""  # batch job that it runs in, for example Slurm job 4711_2; empty outside of one
     voucher: str = ""  # proves that a process of this role announces role, id, address, channel, policy, serves and key
 
 

@@ -10,6 +10,7 @@ from typing import Final, Literal
 
 from broker.contract import wire
 from broker.runtime.process import Stop
+from broker.system.batch_job import batch_job
 from broker.system.process_identity import this_process
 from learner.credit.ledger import Ledger
 from learner.reporting.metrics import count_tickets
@@ -50,6 +51,7 @@ class LearnerStatus:
             waiting=len(self.ledger.waiting_for) if self.ledger else 0,
             slots=self._slots,
             process=this_process(),
+            job=batch_job(),
         )
 
     def values(self) -> dict[str, float]:

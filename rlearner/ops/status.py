@@ -33,7 +33,20 @@ SHOWN: Final = ("reward/mean", "env/success_rate", "staleness/max", "perf/tokens
 TICKETS: Final = ("issued", "trained", "filtered", "dropped", "dead", "open", "duplicate")
 COLUMN: Final = 15  # start of the second column
 LOAD: Final = ("slots", "running", "waiting")
-PROCESS: Final = ("role", "id", "host", "pid", "state", "policy", "epoch", "policy_version", *LOAD, "problem", "said")
+PROCESS: Final = (
+    "role",
+    "id",
+    "host",
+    "pid",
+    "state",
+    "policy",
+    "epoch",
+    "policy_version",
+    *LOAD,
+    "problem",
+    "said",
+    "job",
+)
 
 
 async def show_status(options: argparse.Namespace) -> int:
@@ -152,7 +165,8 @@ def text_of(found: Mapping[str, Any], now: float) -> list[str]:
     for one in found["processes"]:
         load = f"{one['running']}/{one['slots']} running, {one['waiting']} waiting"
         version = f", version {one['policy_version']}" if one["policy_version"] >= 0 else ""
-        lines.append(f"  {display_name(one['role'], one['id']):28} {one['state']:9} {load}{version}")
+        job = f", {one['job']}" if one["job"] else ""
+        lines.append(f"  {display_name(one['role'], one['id']):28} {one['state']:9} {load}{version}{job}")
         if one["problem"]:
             lines.append(f"  {'':13}{one['problem']}")
         if one["said"] and not any(text[:100] in one["said"] for text in found["warnings"]):

@@ -42,11 +42,12 @@ ELSEWHERE = "another-boot/pid:[1]/7/8"
 class Learner:
     """``rlearner start`` in a process of its own."""
 
-    def __init__(self, file: Path, url: str, *options: str) -> None:
+    def __init__(self, file: Path, url: str, *options: str, job: str = "") -> None:
+        self.job = job
         self.log = file.with_name(f"{os.urandom(4).hex()}.log")
         command = [sys.executable, "-m", "rlearner.cli", "start", str(file), "--broker", url, *options]
         with self.log.open("wb") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=output, env=ENV)
+            self.process = subprocess.Popen(command, stdout=output, stderr=output, env=ENV | {"SLURM_JOB_ID": job})
 
     @property
     def said(self) -> str:
@@ -57,9 +58,10 @@ class Learner:
         return self.process.wait()
 
     def refusal(self, holder: Learner, run: str) -> str:
+        job = f" (Slurm job {holder.job})" if holder.job else ""
         return (
-            f"error: run {run} is being trained by a learner on {socket.gethostname()}, process {holder.process.pid}; "
-            "--take-over takes it over"
+            f"error: run {run} is being trained by a learner on {socket.gethostname()}, process {holder.process.pid}"
+            f"{job}; --take-over takes it over"
         )
 
 
@@ -68,8 +70,8 @@ async def start(broker_url: str) -> AsyncIterator[Callable[..., Learner]]:
     """Starts learners, and kills what is left of them."""
     started: list[Learner] = []
 
-    def begin(file: Path, *options: str) -> Learner:
-        started.append(Learner(file, broker_url, *options))
+    def begin(file: Path, *options: str, job: str = "") -> Learner:
+        started.append(Learner(file, broker_url, *options, job=job))
         return started[-1]
 
     yield begin
@@ -95,10 +97,10 @@ async def test_a_second_learner_is_refused_until_it_is_told_to_take_over(
     """And a third begins where the second was killed, without a flag."""
     file, folder = write(tmp_path, run_name, train={"steps": 1000}, checkpoint={"every_steps": 1}), tmp_path / run_name
     async with fleet.Hub(bus, lambda ticket: [fleet.group(ticket, ticket.min_version)], work_s=0.1):
-        first = start(file)
+        first = start(file, job="4711")
         await until(lambda: steps(folder) >= 2, 2 * LONG_S)
         (folder / "broker.url").write_text("nats://untouched:1\n")
-        refused = start(file)
+        refused = start(file, job="4712")
         assert await refused.ended() == 2
         assert refused.said.splitlines()[-1] == refused.refusal(first, run_name)
         assert "Traceback" not in refused.said
