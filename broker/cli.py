@@ -15,6 +15,7 @@ from broker.errors import UserError
 from broker.jetstream.bus import Bus
 from broker.operations import dead_letters, permissions, runs
 from broker.runtime import process
+from broker.runtime.health import State
 from broker.runtime.process import Stop
 from broker.server.private_server import BrokerServer, ClusterConfig
 from broker.server.server_supervisor import ServerSupervisor
@@ -157,10 +158,13 @@ async def _serve(options: argparse.Namespace, stop: Stop) -> None:
     await asyncio.to_thread(server.start)
     try:
         print(f"broker at {server.url}, store {server.store}, log {server.log_path}", flush=True)
+        stop.health.set("ready", f"broker at {server.url}")
         keeper = ServerSupervisor(server, revive=False)  # this command exits so that a service manager restarts it
         while server.running and not stop.asked.is_set():
             for event in await asyncio.to_thread(keeper.look):
                 print(event, flush=True)
+                state: State = "failed" if keeper.full else "ready"
+                stop.health.set(state, event if keeper.full else f"broker at {server.url}")
             await _sleep_unless(stop, LOOK_EVERY_S)
         if not server.running:
             raise UserError(f"nats-server exited unexpectedly, see {server.log_path}")

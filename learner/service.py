@@ -82,6 +82,7 @@ async def serve(
     refuse_fewer_steps(folder, run, section(config, "train", TrainSection).steps)
     for change in await asyncio.to_thread(check_changes, folder, config, force=force):
         log.info("changed since the last start: %s", change)
+    stop.health.set("starting", f"run {run}: waiting for a broker")
     try:
         async with AsyncExitStack() as stack:
             bus = await unless_stopped(stop, Bus.connect(url, run, name=ID, role=ID, deadline_s=connect_deadline_s))
@@ -94,6 +95,7 @@ async def serve(
                 write_config(folder, config)  # demonstrations need it; a restart replaces it once it holds the run
                 note_broker(folder, url)
             await bus.ensure_streams()
+            stop.health.joined()
             opening = _open(config, folder, bus, stop, rivals, rebase=rebase, shared=shared)
             learner = await stack.enter_async_context(opening)
             note_broker(folder, url)  # only now: until then another learner may hold the run, on another broker

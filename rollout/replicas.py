@@ -137,6 +137,8 @@ async def run(parts: Sequence[Sequence[int]], command: Command, stop: Stop, *, d
         while not stop.asked.is_set() and not all(replica.process.poll() == 0 for replica in replicas):
             for replica, numbers in zip(replicas, parts, strict=True):
                 _look_after(replica, numbers)
+            living = sum(replica.process.poll() is None for replica in replicas)
+            stop.health.set("ready" if living else "failed", f"{living} of {len(replicas)} servers running")
             await _moment(stop)
     finally:
         await _end(replicas, drain_s)

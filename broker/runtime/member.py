@@ -15,6 +15,7 @@ from broker.contract import wire
 from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import publish_metrics
 from broker.runtime.announce import Announcer
+from broker.runtime.health import Health, Report, report_of
 from broker.system.recent_warning import RecentWarning
 
 log = logging.getLogger(__name__)
@@ -29,11 +30,13 @@ class Stop:
 
     Attributes:
         at_once: called in the signal handler before that exit.
+        health: of this process.
     """
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.reason = ""
+        self.health = Health()
         self.at_once: list[Callable[[], None]] = []
 
     def request(self, reason: str) -> None:
@@ -42,6 +45,7 @@ class Stop:
             self.reason = reason
             self.asked.set()
             log.info("stopping: %s", reason)
+            self.health.drain(reason)
 
 
 @dataclass
@@ -68,6 +72,7 @@ class Member:
     _announcer: Announcer | None = None
     _describe: Callable[[], wire.Presence] = field(init=False)
     _reporting: asyncio.Task[None] | None = None
+    _text: Callable[[], dict[str, str]] = dict
     _said: RecentWarning = field(default_factory=RecentWarning)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _failure: BaseException | None = None
@@ -89,18 +94,22 @@ class Member:
                 self.bus, lambda: msgspec.structs.replace(self._describe(), said=self._said.line(time.time()))
             )
             self.spawn(self._announcer.serve())
+            self.stop.health.follow(self._health)
         else:
             self._announcer.poke()
+            self.stop.health.refresh()
 
     def poke(self) -> None:
         """Announce now, because something has changed."""
         if self._announcer is not None:
             self._announcer.poke()
+            self.stop.health.refresh()
 
     def report(self, values: Callable[[], dict[str, float]], text: Callable[[], dict[str, str]] | None = None) -> None:
         """Publish metrics every second; called again, replace their source."""
         if self._reporting is not None:
             self._reporting.cancel()
+        self._text = text or dict
         self._reporting = self.spawn(self._keep_reporting(values, text))
 
     def renew(self, spec: wire.RunSpec) -> None:
@@ -143,8 +152,12 @@ class Member:
         logging.getLogger().removeHandler(self._said)
         if self._announcer is not None:
             await self._announcer.close()
+            self.stop.health.set("starting", f"left run {self.bus.run}")
         if self._failure is not None:
             raise self._failure
+
+    def _health(self) -> Report:
+        return report_of(self.bus.run, self._describe(), self._text().get("phase", ""))
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

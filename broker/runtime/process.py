@@ -26,6 +26,7 @@ from broker.identity.login import Login
 from broker.identity.trust import is_trusted, trust
 from broker.jetstream.bus import Bus
 from broker.runtime.member import Member, Stop
+from broker.runtime.service_manager import ServiceManager
 from broker.settings.arguments import add_broker, positive
 from broker.settings.run_code import named_code
 from broker.settings.runspec import check_digests, discover_run, wait_for_runspec
@@ -62,18 +63,23 @@ def main(role: str, body: Callable[[Stop], Coroutine[Any, Any, int | None]], *, 
     """
     logs.configure()
     logs.identify(role=role)
+    manager = ServiceManager.take(os.environ)
     _collect_rarely()
     raise_file_limit()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             stop = Stop()
+            if manager is not None:
+                manager.attach(stop.health)
             with _signals(stop, runner.get_loop()):
-                return runner.run(body(stop)) or 0
+                return runner.run(_beating(stop, body(stop))) or 0
     except Exception as error:
         if _find(error, Stopped):
             return stopped
         if (broken := _find(error, BrokenPipeError)) and output_is_closed():
             raise broken from None
+        if manager is not None:
+            manager.say(f"{type(error).__name__}: {error}")
         if user_error := _find(error, UserError):
             return refuse(user_error)
         if missing := _find(error, NodesMissing):
@@ -84,6 +90,15 @@ def main(role: str, body: Callable[[Stop], Coroutine[Any, Any, int | None]], *, 
             return EXIT_FAULT
         log.exception("%s: %s", type(error).__name__, error)
         return EXIT_FAULT
+
+
+async def _beating(stop: Stop, work: Coroutine[Any, Any, T]) -> T:
+    """Keep the process's health beating while it works."""
+    beating = asyncio.create_task(stop.health.keep_beating())
+    try:
+        return await work
+    finally:
+        beating.cancel()
 
 
 def _collect_rarely() -> None:
@@ -177,16 +192,23 @@ async def join(
     for name, value in (("--id", process_id), ("--run", options.run or "any")):
         _check_option(name, value)
     logs.identify(role=role, process_id=process_id, run=options.run)
+
+    def reached() -> None:
+        stop.health.joined()
+        connected()
+
+    stop.health.set("starting", "waiting for a broker")
     async with AsyncExitStack() as stack:
         url, asked, login = _token(options, role)
         if asked is None:
-            asked = await unless_stopped(stop, _discover(options, process_id, connected))
+            asked = await unless_stopped(stop, _discover(options, process_id, reached))
         deadline_s = options.connect_deadline
         connecting = Bus.connect(url, asked, name=process_id, role=role, login=login, deadline_s=deadline_s)
         bus = await unless_stopped(stop, connecting)
         stack.push_async_callback(bus.close)
-        connected()
         logs.identify(run=bus.run)
+        stop.health.set("starting", f"waiting for run {bus.run}")
+        reached()
         spec = await unless_stopped(stop, _wait_until_running(role, bus))
         _require_trust(bus, spec)
         if role == "envhub":  # which reads the data sets
