@@ -38,6 +38,8 @@ class TrainingLoop:
         offer: offers the weights of a version, in the training thread; returns the seconds it took.
         checkpoint: writes the ledger dumped at the last step boundary, with the weights that belong to it.
         checkpoint_every: steps between two checkpoints, 0 never.
+        requested: set when the operator asks for a checkpoint.
+        between_steps: then writes the same as ``checkpoint``, if nothing of the next step was trained on yet.
         giveup: receives the outcome of every group; its verdict stops the loop.
         steps: of this learner's configuration. The log may hold groups for more, before the record of the new rules.
     """
@@ -58,6 +60,8 @@ class TrainingLoop:
         fleet_values: Callable[[], dict[str, float]],
         checkpoint: Callable[[dict[str, object]], Awaitable[None]],
         checkpoint_every: int,
+        requested: asyncio.Event,
+        between_steps: Callable[[dict[str, object]], Awaitable[None]],
         giveup: FailureMonitor,
         steps: int,
     ) -> None:
@@ -68,6 +72,7 @@ class TrainingLoop:
         self._offer, self._fleet_values = offer, fleet_values
         self._checkpoint, self._checkpoint_every = checkpoint, checkpoint_every
         self._filtered_before = ledger.counts()["filtered"]
+        self._requested, self._between_steps = requested, between_steps
         self._catch_up_to, self._steps, self._giveup = 0, steps, giveup
         self._offered = -1
         self._began = time.monotonic()
@@ -121,7 +126,8 @@ class TrainingLoop:
             events: set[asyncio.Future[Any]] = {following, stopping, self._training.failed}
             if self._training.on_device and not await self._follows(events):
                 await self._training.leave()
-            await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
+            while not any(one.done() for one in events):
+                await self._wait_or_checkpoint(events)
             if self._training.failed.done():
                 self._training.failed.result()
             return following.result() if following.done() and not self._stop.asked.is_set() else None
@@ -129,6 +135,18 @@ class TrainingLoop:
             for one in (following, stopping):
                 one.cancel()
             await asyncio.gather(following, stopping, return_exceptions=True)
+
+    async def _wait_or_checkpoint(self, events: set[asyncio.Future[Any]]) -> None:
+        """Wait for one of the events, or take the checkpoint that the operator asks for."""
+        requested = asyncio.ensure_future(self._requested.wait())
+        try:
+            await asyncio.wait({*events, requested}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            requested.cancel()
+        if self._requested.is_set() and not any(one.done() for one in events):
+            self._requested.clear()
+            if not self._ledger.state.taken:  # the model is as it was at the boundary
+                await self._between_steps(self.boundary)
 
     async def _follows(self, events: set[asyncio.Future[Any]]) -> bool:
         """Return whether one of the events comes soon, because the log holds a record that was not read yet."""

@@ -24,7 +24,7 @@ from broker.system import logs
 from broker.system.process_identity import this_process
 from learner.backends.parts.part_file import DamagedFileError
 from learner.checkpoints import checkpoint
-from learner.config import AlgorithmSection, FailuresSection, TrainSection
+from learner.config import AlgorithmSection, EvalSection, FailuresSection, TrainSection
 from learner.credit.ledger import Ledger, RulesUpdate
 from learner.credit.record_intake import rules_change
 from learner.credit.recovery import Recovery
@@ -32,6 +32,7 @@ from learner.credit.ticket_rules import TicketRules, rules_of
 from learner.give_up import FailureMonitor, watch_hubs
 from learner.loop import TrainingLoop
 from learner.loop_services import open_services, open_trackers
+from learner.operator_requests import OperatorRequests
 from learner.prepare import data_digests, nothing_left, refuse_fewer_steps, run_folder, write_config
 from learner.reporting.missing_roles import required_roles, watch_missing_roles
 from learner.reporting.status import ID, LearnerStatus
@@ -384,12 +385,17 @@ class LearnerService:
             fleet_values=self._values_beside,
             checkpoint=services.saver.at_boundary,
             checkpoint_every=1,
+            requested=services.saver.requested,
+            between_steps=services.saver.between_steps,
             giveup=giveup,
             steps=self.train.steps,
         )
         say, roles = self.shown.say_waiting, required_roles(table)
         self.member.spawn(watch_missing_roles(self.bus.run, roster, roles, lambda: bool(ledger.open), say))
         self.member.spawn(watch_hubs(giveup, roster, lambda: self.watch.paused, self.stop.request))
+        tasks = section(self.config, "eval", EvalSection).tasks
+        beside = (services.saver, services.evaluator, self.stop, tasks)
+        self.member.spawn(OperatorRequests(self.bus, ledger, *beside).serve())
         self.shown.serving = True
         self.shown.say("training")
         try:

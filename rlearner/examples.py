@@ -49,6 +49,8 @@ EXAMPLES: Final = {
     ],
     "rlearner api-key list": ["rlearner api-key list"],
     "rlearner api-key revoke": ["rlearner api-key revoke alice"],
+    "rlearner checkpoint-now": ["rlearner checkpoint-now quick", "rlearner checkpoint-now quick --no-wait --json"],
+    "rlearner eval-now": ["rlearner eval-now quick"],
     "rlearner pause": ["rlearner pause quick --reason 'the disk is full'"],
     "rlearner resume": ["rlearner resume quick"],
     "rlearner drain": ["rlearner drain quick"],

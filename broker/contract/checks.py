@@ -103,6 +103,8 @@ RANGES: Final[dict[type, dict[str, ValueRange]]] = {
     wire.DeadLetter: {"sequence": NATURAL, "ticket": NATURAL},
     wire.Attempt: {"deaths": NATURAL},
     wire.DesiredState: {},
+    wire.OperatorRequest: {"step": OPTIONAL},
+    wire.OperatorReply: {"step": VERSION},
     wire.DeviceLease: {},
     wire.DeviceClaim: {"beat": NATURAL},
     wire.Presence: {

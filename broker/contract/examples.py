@@ -93,6 +93,8 @@ EXAMPLES: Final[dict[type[wire.Message], wire.Message]] = {
         ),
         wire.Attempt(deaths=2, hub="envhub-2f0", process="7c1e3b9a-4d52/pid:[4026531836]/4711/902166", alone=True),
         wire.DesiredState(state="paused", reason="disk being replaced"),
+        wire.OperatorRequest(action="checkpoint"),
+        wire.OperatorReply(state="waiting", step=42, detail="it is written when step 42 ends"),
         wire.DeviceLease(
             claims=[
                 wire.DeviceClaim(holder="learner-5d1c02", exclusive=True, granted=True, beat=41),

@@ -125,6 +125,9 @@ RERUNS: Final = Stream(
     "operator",
     "envhub, rewardhub",
 )
+REQUESTS: Final = Stream(
+    "requests", REQUEST, (wire.OperatorRequest, wire.OperatorReply), "process", "operator", "learner"
+)
 METRICS: Final = Stream("metrics", BEST_EFFORT, (wire.Metrics,), "role.id", "all", "all")
 PRESENCE: Final = Stream("presence", BEST_EFFORT, (wire.Presence,), "role.id", "all", "all")
 DEAD: Final = Stream("dead", LOG, (wire.DeadLetter,), "stream", "all", "operator", "until purged", max_bytes=1 << 26)
@@ -151,7 +154,7 @@ RESERVE: Final = Stream(
 
 STREAMS: Final[tuple[Stream, ...]] = (
     *(TICKETS, EPISODES, SAMPLES, PARTS, EVALTICKETS, EVALS, WEIGHTS, WEIGHTSYNC, GENERATE, RERUNS),
-    *(METRICS, PRESENCE, DEAD, ATTEMPTS, CONTROL, MEMBERS, RUNS, MODELS, DEVICES, RESERVE),
+    *(REQUESTS, METRICS, PRESENCE, DEAD, ATTEMPTS, CONTROL, MEMBERS, RUNS, MODELS, DEVICES, RESERVE),
 )
 
 ACK_WAIT_S: Final = 6.0  # redelivery after this long without an in-progress mark

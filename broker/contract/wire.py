@@ -373,6 +373,21 @@ class DesiredState(Message, frozen=True, tag="DesiredState"):
     reason: str = ""  # one line
 
 
+class OperatorRequest(Message, frozen=True, tag="OperatorRequest"):
+    """Asks the learner for something outside its schedule; asking twice at the same version does it once."""
+
+    action: Literal["checkpoint", "evaluate"]  # write a checkpoint; evaluate the policy on the held-out tasks
+    step: int = -1  # step of an earlier reply, to learn how far it is; -1 begins at the current version
+
+
+class OperatorReply(Message, frozen=True, tag="OperatorReply"):
+    """The learner's answer to an OperatorRequest."""
+
+    state: Literal["waiting", "running", "done", "refused"]  # waiting: it begins when the current step ends
+    step: int  # optimizer steps of the checkpoint or the evaluation
+    detail: str  # one line for the operator
+
+
 class DeviceClaim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """One process's claim to a device that it shares with others."""
 
@@ -445,7 +460,8 @@ class ModelPart(Message, frozen=True, tag="ModelPart"):
 
 MESSAGES: Final[tuple[type[Message], ...]] = (
     Ticket, EvalTicket, Group, Closed, RulesChange, Parted, WeightsOffer, WeightsJoin, WeightsSession, GenerateRequest,
-    AbortRequest, GenerateReply, Metrics, DeadLetter, Attempt, DesiredState, DeviceLease, Presence, RunSpec, ModelPart,
+    AbortRequest, GenerateReply, Metrics, DeadLetter, Attempt, DesiredState, OperatorRequest,
+    OperatorReply, DeviceLease, Presence, RunSpec, ModelPart,
 )  # fmt: skip
 
 # only messages with columns or bytes may be large

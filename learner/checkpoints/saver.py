@@ -64,6 +64,9 @@ class CheckpointSaver:
         self._say, self._written, self._pressed = say, written, pressed
         self._relieved = -1  # step of the checkpoint behind which the log was trimmed for lack of room
         self._writing: asyncio.Task[None] | None = None
+        self._taken = written  # step of the state that was copied last
+        self._by_operator = False  # whether the operator's checkpoint was not taken yet
+        self.requested = asyncio.Event()  # set when it may be taken without waiting for the end of a step
         self._times: dict[str, float] = {}
 
     def values(self) -> dict[str, float]:
@@ -104,6 +107,36 @@ class CheckpointSaver:
             await self._wait_for_space()
         if self._due.due and not self._busy:
             await self._take(ledger)
+
+    def request(self) -> None:
+        """Make a checkpoint due now, for the operator."""
+        self._due.press()
+        self._by_operator = True
+        self.requested.set()
+
+    async def between_steps(self, ledger: dict[str, Any]) -> None:
+        """Take the operator's checkpoint while no group of the next step was trained on.
+
+        Args:
+            ledger: dumped at the last boundary.
+        """
+        if self._by_operator and not self._busy and ledger["version"] != self._taken:
+            await self._take(ledger)
+
+    @property
+    def written(self) -> int:
+        """Step of the newest checkpoint on disk, -1 if there is none."""
+        return self._written
+
+    @property
+    def writing(self) -> int:
+        """Step of the checkpoint that is being written, -1 if none is."""
+        return self._taken if self._busy else -1
+
+    @property
+    def problem(self) -> str:
+        """Why the newest checkpoint cannot be written, empty if it can."""
+        return self._patience.reason if self._busy else ""
 
     async def finish(self, ledger: dict[str, Any]) -> None:
         """Write the state of the last boundary unless that is done; return when it is on disk.
@@ -169,6 +202,7 @@ class CheckpointSaver:
         snapshot = await self._training.call(self._training.backend.snapshot)
         self._times["time/checkpoint"] = time.monotonic() - began
         self._due.taken(time.monotonic())
+        self._taken, self._by_operator = ledger["version"], False
         self._writing = asyncio.create_task(self._write(snapshot, ledger))
         self._writing.add_done_callback(self._failed)
 
@@ -189,6 +223,8 @@ class CheckpointSaver:
         log.info("checkpoint %s", path)
         kept = await self._patience.in_thread(checkpoint.prune, self._folder, self._keep)
         await self._trim(kept[0])  # the oldest one, however few there are
+        if self._by_operator:
+            self.requested.set()
 
     async def _trim(self, path: Path) -> None:
         """Trim the log behind a checkpoint."""

@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from broker.contract import wire
 from broker.contract.streams import EVALS, EVALTICKETS
@@ -74,7 +74,7 @@ class Evaluator:
 
     def step_completed(self, step: int, last_step: int) -> None:
         """Begin the evaluations that are due after ``step`` optimizer steps."""
-        if self._evaluations.due(step, last_step):
+        if self._evaluations.due(step, last_step) and not self.has_begun(step):
             self.start(step, ACTOR, min_version=step)
             for policy in self._against:
                 if policy in self._offered():
@@ -130,6 +130,24 @@ class Evaluator:
         log.info("evaluating %s after step %d on %d tasks", policy, step, len(tickets))
         for ticket in tickets:
             self._issuer.put(ticket)
+
+    def has_begun(self, step: int) -> bool:
+        """Return whether the actor's evaluation after this step is running or was one of the last few."""
+        return self._running(step) is not None or step in self._actors
+
+    def progress(self, step: int) -> tuple[Literal["running", "done", "refused"], str]:
+        """Return how far the actor's evaluation after this step is, and one line about it."""
+        if (one := self._running(step)) is not None:
+            return "running", f"{len(one.measured)} of {len(one.measured) + len(one.waiting)} tasks are done"
+        if (one := self._actors.get(step)) is not None:
+            values = one.values()
+            rate, count = values["eval/success_rate"], values["eval/num_episodes"]
+            return "done", f"success rate {rate:.4f} on {count:.0f} episodes"
+        return "refused", f"no evaluation after step {step} is running, and none of the last {ACTORS_KEPT} was of it"
+
+    def _running(self, step: int) -> Evaluation | None:
+        actors = (one for one in self._evaluations.pending if one.policy == ACTOR)
+        return next((one for one in actors if one.step == step), None)
 
     async def _read(self) -> None:
         bus = self._bus

@@ -61,6 +61,16 @@ def add_parsers(subparsers: Any) -> None:
     _add_invitations(subparsers)
     _add_api_keys(subparsers)
     texts = {
+        "checkpoint-now": "write a checkpoint now instead of at the next scheduled step",
+        "eval-now": "evaluate the run's policy now on its held-out tasks; for a checkpoint's: rlearner eval",
+    }
+    for name, text in texts.items():
+        now = _add(subparsers, name, text, "learner_requests:request_now")
+        now.add_argument("--no-wait", action="store_true", help="return once the learner has answered")
+        text = "stop waiting after (%(default)s); the learner goes on"
+        now.add_argument("--timeout", type=positive, default=3600.0, metavar="SECONDS", help=text)
+        now.add_argument("--json", action="store_true", help="one JSON object for each reply")
+    texts = {
         "pause": "take no new work until `rlearner resume`",
         "resume": "continue after a pause",
         "drain": "start no new work, finish work in progress, write a checkpoint",

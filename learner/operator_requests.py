@@ -1,0 +1,92 @@
+"""Answers the operator's requests for a checkpoint or an evaluation now, outside the schedule.
+
+Nothing that is trained depends on them. A request names the step that an earlier reply named to learn how far it is,
+so that asking again, after a lost reply or by two people, begins nothing twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from broker.contract import wire
+from broker.contract.streams import REQUESTS
+from broker.jetstream.bus import Bus
+from broker.jetstream.core_messages import respond
+from broker.runtime.process import Stop
+from learner.checkpoints.saver import CheckpointSaver
+from learner.credit.ledger import Ledger
+from learner.evaluation.evaluator import Evaluator
+from learner.reporting.status import ID
+
+log = logging.getLogger(__name__)
+
+
+class OperatorRequests:
+    """Service that answers; the loop takes the checkpoints, because only it knows when a step has ended.
+
+    Args:
+        num_tasks: tasks of an evaluation per domain, None if the run has none.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        ledger: Ledger,
+        saver: CheckpointSaver,
+        evaluator: Evaluator,
+        stop: Stop,
+        num_tasks: int | None,
+    ) -> None:
+        self._bus, self._ledger, self._saver, self._evaluator = bus, ledger, saver, evaluator
+        self._stop, self._num_tasks = stop, num_tasks
+
+    async def serve(self) -> None:
+        """Answer requests until cancelled."""
+        subscribed = await respond(self._bus, REQUESTS, ID, self.answer)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await subscribed.close()
+
+    async def answer(self, message: wire.Message) -> wire.OperatorReply | None:
+        """Return what becomes of a request, and begin it unless it asks about an earlier one."""
+        if not isinstance(message, wire.OperatorRequest):
+            return None
+        if self._stop.asked.is_set():
+            return self._refused("the learner is stopping")
+        if message.action == "checkpoint":
+            return self._checkpoint(message.step)
+        return self._evaluate(message.step)
+
+    def _checkpoint(self, step: int) -> wire.OperatorReply:
+        saver, version = self._saver, self._ledger.state.version
+        is_new = step < 0
+        if is_new:
+            step = version + 1 if self._ledger.state.taken else version
+        if saver.written >= (version if is_new else step):
+            return wire.OperatorReply(state="done", step=saver.written, detail=f"step {saver.written} is on disk")
+        if saver.writing >= (version if is_new else step):
+            return wire.OperatorReply(state="running", step=saver.writing, detail="it is being written")
+        if saver.problem:
+            return wire.OperatorReply(state="waiting", step=step, detail=saver.problem)
+        if is_new:
+            log.info("the operator asks for a checkpoint after step %d", version)
+            saver.request()
+        when = f"it is taken when step {step} ends" if step > version else "it is taken before the next step begins"
+        return wire.OperatorReply(state="waiting", step=step, detail=when)
+
+    def _evaluate(self, step: int) -> wire.OperatorReply:
+        if self._num_tasks is None:
+            return self._refused("this run has no held-out tasks: set eval.tasks, or eval.every_steps")
+        is_new = step < 0
+        if is_new:
+            step = self._ledger.state.version
+        if is_new and not self._evaluator.has_begun(step):
+            log.info("the operator asks for an evaluation after step %d", step)
+            self._evaluator.start(step, wire.ACTOR, min_version=step)
+        state, detail = self._evaluator.progress(step)
+        return wire.OperatorReply(state=state, step=step, detail=detail)
+
+    def _refused(self, why: str) -> wire.OperatorReply:
+        return wire.OperatorReply(state="refused", step=self._ledger.state.version, detail=why)

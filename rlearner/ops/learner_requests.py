@@ -1,0 +1,95 @@
+"""``rlearner checkpoint-now`` and ``eval-now``: asks the learner for something outside its schedule."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from broker.contract import wire
+from broker.contract.streams import REQUESTS
+from broker.errors import RequestFailed, UserError
+from broker.jetstream.bus import Bus
+from broker.jetstream.core_messages import request
+from broker.runtime.presence import census
+from broker.system.visible_text import visible
+from learner.reporting.status import ID
+from learner.run_folder import broker_address, find_run
+
+Action = Literal["checkpoint", "evaluate"]
+
+ANSWER_S: Final = 10.0
+POLL_S: Final = 0.5
+ACTIONS: Final[dict[str, Action]] = {"checkpoint-now": "checkpoint", "eval-now": "evaluate"}
+WORDS: Final = {"checkpoint": "checkpoint of step", "evaluate": "evaluation after step"}
+
+
+async def ask_learner(bus: Bus, action: Action, step: int = -1) -> wire.OperatorReply:
+    """Return the learner's reply to one request.
+
+    Args:
+        step: of an earlier reply, to learn how far it is; -1 begins.
+
+    Raises:
+        UserError: if no learner answers, or it refuses.
+    """
+    message = wire.OperatorRequest(action=action, step=step)
+    try:
+        reply = await request(bus, REQUESTS, ID, message, timeout_s=ANSWER_S, reply=wire.OperatorReply)
+    except RequestFailed as error:
+        learners = [one for one in await census(bus, bus.run) if one.role == "learner"]
+        state = f"its learner is {learners[0].state}" if learners else "no learner is running"
+        raise UserError(f"run {bus.run} did not answer, {state}: {error}") from None
+    if reply.state == "refused":
+        raise UserError(f"run {bus.run}: {reply.detail}")
+    return reply
+
+
+async def follow(bus: Bus, action: Action) -> AsyncGenerator[wire.OperatorReply, None]:
+    """Begin the action, and yield each new reply until it is done.
+
+    Raises:
+        UserError: as ``ask_learner``.
+    """
+    reply = await ask_learner(bus, action)
+    yield reply
+    while reply.state != "done":
+        await asyncio.sleep(POLL_S)
+        before, reply = reply, await ask_learner(bus, action, reply.step)
+        if reply != before:
+            yield reply
+
+
+def text_of(action: Action, reply: wire.OperatorReply) -> str:
+    """Return one line about a reply."""
+    return visible(f"{WORDS[action]} {reply.step}: {reply.state}, {reply.detail}")
+
+
+async def request_now(options: argparse.Namespace) -> int:
+    """Ask, print each reply, wait until it is done unless told not to, and return the exit code."""
+    action = ACTIONS[options.command]
+    place = find_run(options.run_name, options.dir)
+    url = broker_address(options.broker, Path(place.folder))
+    deadline_s = options.connect_deadline
+    bus = await Bus.connect(url, place.name, name=f"operator-{os.getpid()}", deadline_s=deadline_s)
+    try:
+        async with asyncio.timeout(None if options.no_wait else options.timeout), aclosing(follow(bus, action)) as each:
+            async for reply in each:
+                _print(action, reply, as_json=options.json)
+                if options.no_wait:
+                    break
+    except TimeoutError:
+        raise UserError(f"not done after {options.timeout:g} s; the learner goes on with it") from None
+    finally:
+        await bus.close()
+    return 0
+
+
+def _print(action: Action, reply: wire.OperatorReply, *, as_json: bool) -> None:
+    found: dict[str, Any] = {"action": action, "state": reply.state, "step": reply.step, "detail": reply.detail}
+    print(json.dumps(found) if as_json else text_of(action, reply), flush=True)
