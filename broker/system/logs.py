@@ -11,6 +11,7 @@ import sys
 from typing import Any, Final, TextIO
 
 from broker.errors import UserError
+from broker.system import journal
 from broker.system.log_rotation import PrivateLogFile, rotate_output
 from broker.system.redaction import HIDDEN, is_secret_name, redact
 from broker.system.visible_text import visible, visible_json
@@ -44,8 +45,20 @@ class LineFormatter(logging.Formatter):
         below = given.pop(TRACEBACK, "")
         extras = [visible(f"{key}={value}") for key, value in given.items()]
         message = " ".join(record.getMessage().splitlines())
-        line = " ".join([self.formatTime(record), record.levelname, *_identity.values(), message, *extras])
+        line = " ".join([*self.start(record), message, *extras])
         return f"{line}\n{below}" if below else line
+
+    def start(self, record: logging.LogRecord) -> list[str]:
+        """Return the words before the message."""
+        return [self.formatTime(record), record.levelname, *_identity.values()]
+
+
+class JournalFormatter(LineFormatter):
+    """The message and what follows it; the rest is in the entry's fields."""
+
+    def start(self, record: logging.LogRecord) -> list[str]:
+        """Return the words before the message: none."""
+        return []
 
 
 class JsonFormatter(logging.Formatter):
@@ -100,15 +113,19 @@ class StderrHandler(logging.StreamHandler[TextIO]):
 
 
 def configure(level: str = "INFO") -> None:
-    """Send all logging of this process to stderr, in one format."""
-    handler = StderrHandler()
-    handler.setFormatter(_formatter(os.environ.get(FORMAT, "")))
+    """Send all logging of this process to stderr, in one format; or to the journal, if that is behind stderr."""
+    handler: logging.Handler = StderrHandler()
+    if journal.is_behind_stderr():
+        handler.setFormatter(LineFormatter())
+        handler = journal.JournalHandler(lambda: _identity, handler)
+    _set_format(handler, os.environ.get(FORMAT, ""))
     logging.basicConfig(level=level, handlers=[handler], force=True)
     logging.captureWarnings(True)
 
 
-def _formatter(form: str) -> logging.Formatter:
-    return JsonFormatter() if form == "json" else LineFormatter()
+def _set_format(handler: logging.Handler, form: str) -> None:
+    text = JournalFormatter if isinstance(handler, journal.JournalHandler) else LineFormatter
+    handler.setFormatter(JsonFormatter() if form == "json" else text())
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -131,8 +148,8 @@ def apply(options: argparse.Namespace) -> None:
     root.setLevel(options.log_level)
     os.environ[FORMAT] = options.log_format  # for the processes that this one starts
     for existing in root.handlers:
-        if isinstance(existing, StderrHandler):
-            existing.setFormatter(_formatter(options.log_format))
+        if isinstance(existing, StderrHandler | journal.JournalHandler):
+            _set_format(existing, options.log_format)
     if not options.log_file:
         return
     try:
@@ -140,7 +157,7 @@ def apply(options: argparse.Namespace) -> None:
     except OSError as error:
         why = f"{error.strerror}; name a file in a folder that exists"
         raise UserError(f"--log-file: cannot write {options.log_file}: {why}") from None
-    handler.setFormatter(_formatter(options.log_format))
+    _set_format(handler, options.log_format)
     root.addHandler(handler)
 
 
@@ -149,7 +166,9 @@ def say_error(text: str) -> None:
     plain = f"{ERROR_PREFIX}{redact(visible(text, newlines=True))}"
     is_json = os.environ.get(FORMAT) == "json"
     said = log.makeRecord(log.name, logging.ERROR, __file__, 0, f"{ERROR_PREFIX}%s", (text,), None)
-    print(JsonFormatter().format(said) if is_json else plain, file=sys.stderr)
+    # by the stream also to the journal: of a record of a process that has ended it cannot tell the unit
+    level = journal.ERROR_LEVEL if journal.is_behind_stderr() else ""
+    print(f"{level}{JsonFormatter().format(said) if is_json else plain}", file=sys.stderr)
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.FileHandler):
             handler.handle(log.makeRecord(log.name, logging.ERROR, __file__, 0, text, (), None))
