@@ -31,6 +31,7 @@ PAUSED: Final = ".paused"
 MAGIC: Final = b"RLS1"
 MAX_FRAMES: Final = 2**14  # per file: finding a record reads the headers before it, about 20 ms
 _HEADER: Final = struct.Struct("<4sQqI8s")  # magic, sequence, ticket, bytes of the record, its digest
+HEADER_BYTES: Final = _HEADER.size
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ def find_frame(folder: Path, seq: int) -> ArchiveFrame | None:
 def _pick_from(path: Path, wanted: set[int]) -> Iterator[ArchiveFrame]:
     with path.open("rb") as file:
         size, position = os.fstat(file.fileno()).st_size, 0
-        while wanted and (header := _header(os.pread(file.fileno(), _HEADER.size, position))) is not None:
+        while wanted and (header := read_header(os.pread(file.fileno(), _HEADER.size, position))) is not None:
             seq, ticket, length, check = header
             position += _HEADER.size
             if position + length > size:  # a damaged length may be gigabytes
@@ -202,7 +203,7 @@ def _pick_from(path: Path, wanted: set[int]) -> Iterator[ArchiveFrame]:
 def _skip(file: BinaryIO, start: int) -> tuple[int, int]:
     """Seek behind the frames of records before ``start``; return that byte and the last of these records."""
     size, position, last = os.fstat(file.fileno()).st_size, 0, 0
-    while (header := _header(os.pread(file.fileno(), _HEADER.size, position))) is not None:
+    while (header := read_header(os.pread(file.fileno(), _HEADER.size, position))) is not None:
         behind = position + _HEADER.size + header[2]
         if header[0] >= start or behind > size:
             break
@@ -210,7 +211,7 @@ def _skip(file: BinaryIO, start: int) -> tuple[int, int]:
     return file.seek(position), last
 
 
-def _header(data: bytes) -> tuple[int, int, int, bytes] | None:
+def read_header(data: bytes) -> tuple[int, int, int, bytes] | None:
     """Return a frame's header without its magic, None if ``data`` is not one."""
     if len(data) < _HEADER.size or not data.startswith(MAGIC):
         return None
@@ -222,13 +223,13 @@ def _frames_of(path: Path, start: int, *, is_last: bool) -> Iterator[ArchiveFram
     """Yield the frames of one file from record ``start`` on."""
     size = path.stat().st_size
     with path.open("rb") as file:
-        begins_with = _header(file.read(_HEADER.size))
+        begins_with = read_header(file.read(_HEADER.size))
         if begins_with is not None and begins_with[0] != int(path.stem):
             yield ArchiveFrame(0, 0, b"", error=f"{path.name}: begins with record {begins_with[0]}")
             return
         _, seq = _skip(file, start)
         while (begin := file.tell()) < size:
-            header = _header(file.read(_HEADER.size))
+            header = read_header(file.read(_HEADER.size))
             data = file.read(header[2]) if header and header[2] <= size - begin else b""  # a damaged length may be huge
             if header is None or len(data) < header[2]:
                 if not is_last or (header is None and size - begin >= _HEADER.size):

@@ -165,6 +165,21 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def newest_line(path: Path) -> dict[str, Any]:
+    """Return the last complete line of metrics.jsonl that can be read; empty without one."""
+    if not path.exists():
+        return {}
+    with path.open("rb") as file:
+        for _, row in _rows_from_end(file):
+            try:
+                line = json.loads(row)
+            except ValueError:
+                continue
+            if isinstance(line, dict) and isinstance(line.get("step"), int):
+                return line
+    return {}
+
+
 def finite(values: Mapping[str, float]) -> dict[str, float]:
     """Return the values without NaN and infinities, which JSON and trackers cannot hold."""
     return {name: value for name, value in values.items() if math.isfinite(value)}

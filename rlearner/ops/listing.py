@@ -18,7 +18,7 @@ from rich.table import Table
 
 from broker.errors import UserError
 from broker.system.locks import lock
-from learner.reporting.metrics import read_lines
+from learner.reporting.metrics import newest_line
 from learner.run_folder import STORE, UP_LOCK, current_address, is_held, previous_broker
 from rlearner.ops.live_learners import ask_broker
 
@@ -72,11 +72,14 @@ def _folders(root: str) -> list[Path]:
     return sorted(path.parent for path in Path(root).glob("*/config.yaml"))
 
 
-async def look(folder: Path) -> RunSummary:
-    """Return the row of a run, from its folder and, if it answers, its broker."""
+async def look(folder: Path, *, sized: bool = True) -> RunSummary:
+    """Return the row of a run, from its folder and, if it answers, its broker.
+
+    Args:
+        sized: whether to add up the size on disk, which reads every folder of the run.
+    """
     file, metrics = folder / "config.yaml", folder / "metrics.jsonl"
-    rows = read_lines(metrics)
-    step = int(rows[-1]["step"]) if rows else 0
+    step = int(newest_line(metrics).get("step", 0))
     changed = max(path.stat().st_mtime for path in (file, metrics) if path.exists())
     try:
         config = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -84,7 +87,7 @@ async def look(folder: Path) -> RunSummary:
         state = await _state(folder, str(config["run"]["name"]), finished=step >= steps)
     except (yaml.YAMLError, TypeError, KeyError, ValueError):
         steps, state = 0, "unreadable"
-    return RunSummary(folder.name, str(folder), state, step, steps, _size(folder), changed)
+    return RunSummary(folder.name, str(folder), state, step, steps, _size(folder) if sized else 0, changed)
 
 
 async def _state(folder: Path, run: str, *, finished: bool) -> str:

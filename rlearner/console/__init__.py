@@ -1,0 +1,1 @@
+"""The console: what people who keep runs alive look at in a browser."""

@@ -1,0 +1,113 @@
+"""Indexes evaluations and checkpoints, which are written whole under a name with their step."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from rlearner.console.index import followed
+from rlearner.console.index.followed import Source
+from rlearner.console.index.texts import preview
+
+EVALS: Final = "evals"
+CHECKPOINTS: Final = "checkpoints"
+_EVALUATION: Final = re.compile(r"(.+)-step-(\d{1,15})\.jsonl")
+_CHECKPOINT: Final = re.compile(r"step-(\d{1,15})")
+Reader = Callable[[sqlite3.Connection, Source, Path, re.Match[str], os.stat_result], None]
+
+
+def update(connection: sqlite3.Connection, folder: Path) -> None:
+    """Follow the files of both folders."""
+    _follow(connection, folder / EVALS, EVALS, _EVALUATION, "", _read_evaluation)
+    _follow(connection, folder / CHECKPOINTS, CHECKPOINTS, _CHECKPOINT, "learner/learner.json", _read_checkpoint)
+
+
+def _follow(
+    connection: sqlite3.Connection, folder: Path, kind: str, pattern: re.Pattern[str], inside: str, read: Reader
+) -> None:
+    known = followed.sources_of(connection, kind)
+    there: dict[str, tuple[re.Match[str], os.stat_result]] = {}
+    for name, match in _named(folder, pattern):
+        try:
+            there[name] = match, (folder / name / inside).stat()
+        except OSError:  # being deleted
+            continue
+    for name, source in known.items():
+        if name not in there:
+            _remove(connection, source)
+            followed.forget(connection, source)
+    for name, (match, status) in there.items():
+        source = known.get(name) or followed.begin(connection, kind, name)
+        if source.is_as_seen(status):
+            continue
+        _remove(connection, source)
+        source.ino, source.size, source.mtime = status.st_ino, status.st_size, status.st_mtime_ns
+        read(connection, source, folder / name, match, status)
+        followed.save(connection, source)
+
+
+def _named(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[str, re.Match[str]]]:
+    try:
+        names = sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for name in names:
+        if match := pattern.fullmatch(name):
+            yield name, match
+
+
+def _remove(connection: sqlite3.Connection, source: Source) -> None:
+    connection.execute("DELETE FROM evaluated WHERE source = ?", (source.id,))
+    connection.execute("DELETE FROM events WHERE source = ?", (source.id,))
+
+
+def _read_evaluation(
+    connection: sqlite3.Connection, source: Source, path: Path, match: re.Match[str], status: os.stat_result
+) -> None:
+    policy, step = match[1], int(match[2])
+    position = episodes = successes = 0
+    source.problem = ""
+    for number, data in enumerate(path.read_bytes().splitlines(keepends=True)):
+        start, position = position, position + len(data)
+        try:
+            row = json.loads(data)
+            tries, rewards = [bool(one) for one in row["success"]], [float(one) for one in row["reward"]]
+            task = (str(row["domain"]), int(row["task_index"]), len(tries), sum(tries), sum(rewards))
+            shown = (len(row["frames"]), preview(str(row["prompt"])))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            source.problem = f"{EVALS}/{source.name}: line {number + 1} cannot be read"
+            continue
+        whole = (source.id, number, start, position, step, policy, *task, *shown)
+        connection.execute("INSERT INTO evaluated VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", whole)
+        episodes, successes = episodes + len(tries), successes + sum(tries)
+    if episodes:
+        text = f"{policy} evaluated after step {step}: success {successes / episodes:.3f} of {episodes} episodes"
+        _note(connection, source, status.st_mtime, step, "evaluation", text)
+
+
+def _read_checkpoint(
+    connection: sqlite3.Connection, source: Source, path: Path, match: re.Match[str], status: os.stat_result
+) -> None:
+    step = int(match[1])
+    _note(connection, source, status.st_mtime, step, "checkpoint", f"checkpoint of step {step}")
+
+
+def _note(connection: sqlite3.Connection, source: Source, time: float, step: int, kind: str, text: str) -> None:
+    row: tuple[Any, ...] = (source.id, "", time, step, kind, text)
+    connection.execute("INSERT INTO events (source, key, time, step, kind, text) VALUES (?, ?, ?, ?, ?, ?)", row)
+
+
+def evaluated_row(folder: Path, name: str, start: int, end: int) -> dict[str, Any]:
+    """Return one line of an evaluation's file; empty if the file has changed since."""
+    try:
+        with (folder / EVALS / name).open("rb") as file:
+            file.seek(start)
+            row = json.loads(file.read(end - start))
+    except (OSError, ValueError):
+        return {}
+    return row if isinstance(row, dict) else {}

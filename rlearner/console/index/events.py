@@ -1,0 +1,52 @@
+"""Queries of events: those that were noted, and the starts of the learner, which follow from the ledger."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from learner.credit import ledger_file
+from learner.resume_checks import changes, format_change
+from rlearner.console.index.answers import Event
+
+MAX_CHANGES = 3  # named in one line
+
+
+def events(
+    connection: sqlite3.Connection, folder: Path, start: float | None, end: float | None, kinds: Sequence[str]
+) -> list[Event]:
+    noted = connection.execute("SELECT time, step, kind, text, who FROM events")
+    found = [*_epochs(connection), *(Event(*row) for row in noted)]
+    first, last = start if start is not None else 0.0, end if end is not None else float("inf")
+    found = [one for one in found if (not kinds or one.kind in kinds) and first <= one.time <= last]
+    return sorted(found, key=lambda one: (one.time, one.step, one.kind, one.text))
+
+
+def _epochs(connection: sqlite3.Connection) -> Iterator[Event]:
+    """Yield an event for each record by which a learner set its rules when it started."""
+    before: dict[str, Any] | None = None
+    for seq, body in connection.execute("SELECT seq, body FROM ledger_lines WHERE state = 'rules' ORDER BY first, end"):
+        rules = ledger_file.decode(body).rules
+        row = connection.execute("SELECT epoch FROM frames WHERE seq = ? AND kind = 'RulesChange'", (seq,)).fetchone()
+        told = [format_change(one) for one in changes(before, rules)] if before is not None else []
+        before = rules
+        more = [f"and {len(told) - MAX_CHANGES} more"] if len(told) > MAX_CHANGES else []
+        settings = f": {', '.join([*told[:MAX_CHANGES], *more])}" if told else ""
+        step, time = _place(connection, seq)
+        text = f"learner started, epoch {row[0]}{settings}" if row else f"learner started{settings}"
+        yield Event(time, step, "epoch", text, "learner", approximate=True)
+
+
+def _place(connection: sqlite3.Connection, seq: int) -> tuple[int, float]:
+    """Return how many steps were completed at a record, and about when it was consumed: as the next step began."""
+    row = connection.execute(
+        "SELECT max(step) FROM ledger_lines WHERE ticket = 0 AND state IN ('boundary', 'summary') AND seq < ?", (seq,)
+    ).fetchone()
+    step = int(row[0]) if row[0] is not None else 0
+    for wanted, column in ((step + 1, "time - coalesce(wall, 0)"), (step, "time")):
+        line = connection.execute(f"SELECT {column} FROM steps WHERE step = ? ORDER BY end DESC LIMIT 1", (wanted,))
+        if (found := line.fetchone()) is not None:
+            return step, float(found[0])
+    return step, 0.0

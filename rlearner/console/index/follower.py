@@ -1,0 +1,120 @@
+"""Keeps the index of a run up to date in a thread, rebuilds a damaged one, and waits while the disk is full."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Literal
+
+from broker.errors import UserError
+from rlearner.console.index import database
+from rlearner.console.index.answers import IndexStatus
+from rlearner.console.index.database import DatabaseDamagedError, DatabaseUnavailableError
+from rlearner.console.index.queries import RunQueries
+from rlearner.console.index.run_index import RunIndex
+
+log = logging.getLogger(__name__)
+
+POLL_S: Final = 0.5  # between looks at the files
+RETRY_S: Final = 5.0  # while the database cannot be written
+PAUSE_S: Final = 0.002  # after each round of a long build, for the threads that answer
+
+
+class RunFollower:
+    """Follower of one run's folder.
+
+    Args:
+        folder: of the run.
+        changed: called in the follower's thread after new rows were committed.
+        path: of the database, by default ``database.place(folder)``.
+    """
+
+    def __init__(self, folder: Path, changed: Callable[[], None] = lambda: None, path: Path | None = None) -> None:
+        self.folder, self.path = folder, path or database.place(folder)
+        self.queries = RunQueries(folder, self.path)
+        self._changed = changed
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"index of {folder.name}", daemon=True)
+        self._state: Literal["current", "building", "rebuilding", "waiting", "gone"] = "building"
+        self._problem = ""
+        self._notes: tuple[str, ...] = ()
+        self._counts = (0.0, 0, 0)
+        self._inode = 0
+
+    def start(self) -> None:
+        """Begin to follow."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop after the round in progress."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def status(self) -> IndexStatus:
+        """Return whether the answers are complete; from any thread, without a wait."""
+        return IndexStatus(self._state, self._problem, self._notes, *self._counts, str(self.path))
+
+    # -- the thread
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._follow()
+            except DatabaseUnavailableError as error:
+                self._wait(f"the console's index cannot be written ({error}); the run is not affected")
+            except DatabaseDamagedError as error:
+                self._say(f"the console's index was damaged ({error}); it is built again")
+                self._state = "rebuilding"
+                self._set_aside()
+            except UserError as error:
+                self._wait(str(error))
+            except Exception as error:  # the pages stay, with what was indexed so far
+                log.exception("index of %s", self.folder)
+                self._wait(f"the console's index failed: {type(error).__name__}: {error}")
+
+    def _follow(self) -> None:
+        """Follow until stopped or until something fails."""
+        index = RunIndex(self.folder, self.path)
+        try:
+            self._inode = index.inode
+            index.check()
+            while not self._stop.is_set():
+                if not (self.folder / "config.yaml").exists():
+                    self._state, self._problem = "gone", f"{self.folder} is no longer there"
+                    self._stop.wait(POLL_S)
+                    continue
+                before = index.connection.total_changes
+                more = index.update()
+                if index.connection.total_changes != before or self._state != "current":
+                    self._notes, self._counts = tuple(index.notes()), index.counts()
+                self._note(more=more)
+                if index.connection.total_changes != before:
+                    self._changed()
+                self._stop.wait(PAUSE_S if more else POLL_S)
+        finally:
+            index.close()
+
+    def _note(self, *, more: bool) -> None:
+        if not more:
+            self._state, self._problem = "current", ""
+        elif self._state not in ("building", "rebuilding"):
+            self._state, self._problem = "building", ""
+
+    def _set_aside(self) -> None:
+        try:
+            database.move_aside(self.path, self._inode)
+        except (DatabaseUnavailableError, UserError) as error:
+            self._wait(f"the console's damaged index cannot be moved aside ({error})")
+
+    def _wait(self, problem: str) -> None:
+        self._state = "waiting"
+        self._say(problem)
+        self._stop.wait(RETRY_S)
+
+    def _say(self, problem: str) -> None:
+        if problem != self._problem:
+            log.warning("%s: %s", self.folder.name, problem)
+        self._problem = problem

@@ -1,0 +1,149 @@
+"""Reads one group from the archive, token by token as ``rlearner show --tokens``, and its way as ``rlearner trace``."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import OrderedDict
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from broker.contract import wire
+from broker.errors import UserError
+from broker.jetstream.bus import LogRecord
+from learner.reporting.transcripts import decode, load_tokenizer
+from rlearner.console.index import series, tickets
+from rlearner.console.index.advantages import group_advantages
+from rlearner.console.index.answers import GroupView, Piece, Provenance, Token, TrajectoryView
+from rlearner.console.index.records import read_record
+from rlearner.ops.showing import trajectory_of
+from rlearner.ops.trace_text import text_of
+from rlearner.ops.tracing import describe, ticket_summary
+from rlearner_text.tokenizer import Tokenizer
+
+ARCHIVE: Final = "the archive"
+NOWHERE: Final = "not in the archive (samples.keep)"
+NOT_RECORDED: Final = "neither a run's metrics nor its archive record it per token"
+KEPT_TOKENIZERS: Final = 4
+
+_tokenizers: OrderedDict[tuple[str, int], tuple[Tokenizer | None, str]] = OrderedDict()
+
+
+def group(connection: sqlite3.Connection, folder: Path, ticket: int) -> GroupView:
+    way, record = provenance(connection, folder, ticket)
+    if record is None:
+        raise UserError(f"ticket {ticket} has no record yet" if not way.seq else f"record {way.seq} is {NOWHERE}")
+    if not isinstance(record.message, wire.Group):
+        why = describe(record)
+        raise UserError(f"ticket {ticket} has no group: {why.get('reason', 'malformed')}, {why.get('detail')}")
+    config = settings(folder)
+    tokenizer, where = _tokenizer(config, folder)
+    found = record.message
+    advantages, why_none = group_advantages(connection, folder, config, found, way)
+    unavailable = {"entropy": NOT_RECORDED, "ratio": NOT_RECORDED} | ({"advantage": why_none} if why_none else {})
+    views = [
+        _view(i, one, tokenizer, advantages[i] if advantages else None) for i, one in enumerate(found.trajectories)
+    ]
+    head = (ticket, way, found.prompt, found.reference, found.temperature, where)
+    return GroupView(*head, views, unavailable, list(found.frames))
+
+
+def provenance(connection: sqlite3.Connection, folder: Path, ticket: int) -> tuple[Provenance, LogRecord | None]:
+    lines = tickets.lines_of(connection, ticket)
+    if not lines:
+        newest = connection.execute("SELECT max(ticket) FROM tickets").fetchone()[0]
+        there = f"its tickets are 1-{newest}" if newest else "it has none yet"
+        raise UserError(f"run {folder.name} has no ticket {ticket}; {there}")
+    seq, found = tickets.record_of(lines), ticket_summary(lines)
+    record = read_record(connection, folder, seq) if seq else None
+    source = "no record yet" if not seq else ARCHIVE if record else NOWHERE
+    found |= {"record": {"seq": seq, "source": source, "stored_at": ""}}
+    time = 0.0
+    if step := found.get("step", 0):
+        time = series.time_of(connection, step) or 0.0
+        found["step_time"] = datetime.fromtimestamp(time, UTC).isoformat(timespec="milliseconds") if time else ""
+    if record is not None:
+        found |= describe(record)
+    seconds = found.get("seconds") or {}
+    way = Provenance(
+        ticket=ticket,
+        state=found["state"],
+        domain=found.get("domain", ""),
+        task_index=found.get("task_index", -1),
+        min_version=found.get("min_version", -1),
+        oldest=found.get("oldest_version", -1),
+        newest=found.get("newest_version", -1),
+        step=step,
+        step_time=time,
+        seq=seq,
+        reason=found.get("reason", ""),
+        duplicates=list(found["duplicates"]),
+        hub=found.get("hub", ""),
+        deliveries=found.get("deliveries", 0),
+        reward_hubs=list(found.get("reward_hubs", [])),
+        generate_s=seconds.get("generate", 0.0),
+        env_step_s=seconds.get("env_step", 0.0),
+        reward_s=seconds.get("reward", 0.0),
+        text=text_of(found),
+    )
+    return way, record
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    """Return the present settings of a run, empty if they cannot be read."""
+    try:
+        found = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _tokenizer(config: Mapping[str, Any], folder: Path) -> tuple[Tokenizer | None, str]:
+    """Return the run's tokenizer and its path, or None and the reason; the last few runs' stay loaded."""
+    try:
+        key = str(folder), (folder / "config.yaml").stat().st_mtime_ns
+    except OSError:
+        key = str(folder), 0
+    if key not in _tokenizers:
+        _tokenizers[key] = load_tokenizer(config, folder)
+        while len(_tokenizers) > KEPT_TOKENIZERS:
+            _tokenizers.popitem(last=False)
+    return _tokenizers[key]
+
+
+def _view(
+    ordinal: int, one: wire.Trajectory, tokenizer: Tokenizer | None, advantages: Mapping[int, float] | None
+) -> TrajectoryView:
+    found, ids, mask = trajectory_of(one, tokenizer), one.token_ids.array(), one.loss_mask.array()
+    pieces = []
+    for piece in found["pieces"]:
+        if "turn" not in piece:
+            seen = [
+                Token(at, int(ids[at]), decode(ids[at : at + 1], tokenizer), bool(mask[at]))
+                for at in range(piece["start"], piece["end"])
+            ]
+            pieces.append(Piece(0, piece["start"], piece["end"], piece["text"], seen))
+            continue
+        sampled = [
+            Token(
+                position=token["position"],
+                id=token["id"],
+                text=token["text"],
+                mask=bool(mask[token["position"]]),
+                logprob=token["logprob"],
+                version=token["policy_version"],
+                reward=token["reward"],
+                advantage=None if advantages is None else advantages.get(token["position"]),
+            )
+            for token in piece["tokens"]
+        ]
+        head = (piece["turn"], piece["start"], piece["end"], piece["text"], sampled, piece["server"])
+        more = (piece["policy_version"], piece["reward"], piece["valid"], piece["finish_reason"], piece["logprob"])
+        pieces.append(Piece(*head, *more))
+    parts = {name: value for name, value in one.reward_parts.items() if "/" not in name}
+    notes = {name: value for name, value in one.reward_parts.items() if "/" in name}
+    outcome = (one.success, one.end, one.greedy, one.response, dict(one.metrics), pieces)
+    return TrajectoryView(ordinal, one.episode, one.reward, parts, notes, *outcome)

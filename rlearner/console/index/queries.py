@@ -1,0 +1,177 @@
+"""Answers the console's questions about one run from its index."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlearner.console.index import answers, database, evaluations, events, groups, search, series, timeline
+from rlearner.console.index.answers import (
+    EvaluatedTask,
+    EvaluationResult,
+    Event,
+    GroupView,
+    Provenance,
+    Series,
+    Timeline,
+    TrajectoryFilter,
+    TrajectoryPage,
+)
+
+
+class RunQueries:
+    """Reader of one run's index; every method may be called from any thread, and blocks for milliseconds.
+
+    While the index is built the answers are those of the part that was read so far.
+
+    Args:
+        folder: of the run.
+        path: of the database, by default ``database.place(folder)``.
+
+    Raises:
+        DatabaseUnavailableError: from every method, if there is no database yet.
+        DatabaseDamagedError: from every method, if it is damaged; the follower rebuilds it.
+    """
+
+    def __init__(self, folder: Path, path: Path | None = None) -> None:
+        self.folder, self.path = folder, path or database.place(folder)
+        self._local = threading.local()
+
+    # -- steps
+
+    def metric_names(self, search: str = "", limit: int = 500) -> list[str]:
+        """Return the names of metrics that hold every word of ``search``, sorted."""
+        with database.explained():
+            return series.metric_names(self._connection(), search, limit)
+
+    def last_values(self, names: Sequence[str] = ()) -> dict[str, float]:
+        """Return the newest value of each of these metrics, or of all."""
+        with database.explained():
+            return series.last_values(self._connection(), names)
+
+    def series(
+        self, names: Sequence[str], max_points: int = 1000, first_step: int = 0, last_step: int | None = None
+    ) -> dict[str, Series]:
+        """Return metrics by name, without unknown ones.
+
+        Args:
+            max_points: of each; with more steps, the lowest and the highest value of each of half as many buckets.
+        """
+        with database.explained():
+            return series.series(self._connection(), names, max_points, first_step, last_step)
+
+    def events(self, start: float | None = None, end: float | None = None, kinds: Sequence[str] = ()) -> list[Event]:
+        """Return events of a range of time in its order, those of unknown time first."""
+        with database.explained():
+            return events.events(self._connection(), self.folder, start, end, kinds)
+
+    def step_at(self, time: float) -> int:
+        """Return how many steps were completed at a time."""
+        with database.explained():
+            return series.step_at(self._connection(), time)
+
+    def time_of(self, step: int) -> float | None:
+        """Return when the line of a step was written, None if there is none."""
+        with database.explained():
+            return series.time_of(self._connection(), step)
+
+    # -- timeline
+
+    def extent(self) -> tuple[float, float]:
+        """Return the time of the first and the last span; both 0 without any."""
+        with database.explained():
+            return timeline.extent(self._connection())
+
+    def spans(self, start: float, end: float, resolution_s: float = 0.0, max_spans: int = 2000) -> Timeline:
+        """Return what processes did in a range of time, added up so that there are at most ``max_spans``.
+
+        Args:
+            resolution_s: length below which spans need not be told apart.
+        """
+        with database.explained():
+            return timeline.spans(self._connection(), start, end, resolution_s, max_spans)
+
+    # -- trajectories
+
+    def domains(self) -> list[str]:
+        """Return the domains of the trajectories, sorted."""
+        with database.explained():
+            return search.domains(self._connection())
+
+    def search(
+        self,
+        wanted: TrajectoryFilter = TrajectoryFilter(),  # noqa: B008 - frozen
+        order: answers.Order = "newest",
+        limit: int = 50,
+        after: str = "",
+        *,
+        count: bool = False,
+    ) -> TrajectoryPage:
+        """Return a page of trajectories.
+
+        Args:
+            after: of the previous page, with the same filter and order.
+            count: whether to count all matches.
+
+        Raises:
+            ConfigError: if ``after`` or ``order`` is none of these.
+        """
+        with database.explained():
+            return search.search(self._connection(), wanted, order, limit, after, count=count)
+
+    def group(self, ticket: int) -> GroupView:
+        """Return one group with all its episodes, token by token; takes longer the first time, for the tokenizer.
+
+        Raises:
+            UserError: if there is no such ticket, or its record is not in the archive.
+        """
+        with database.explained():
+            return groups.group(self._connection(), self.folder, ticket)
+
+    def provenance(self, ticket: int) -> Provenance:
+        """Return the way of a ticket, as ``rlearner trace`` shows it.
+
+        Raises:
+            UserError: if there is no such ticket.
+        """
+        with database.explained():
+            return groups.provenance(self._connection(), self.folder, ticket)[0]
+
+    # -- evaluations
+
+    def evaluations(self) -> list[EvaluationResult]:
+        """Return all evaluations whose episodes are in the run's folder, by step and policy."""
+        with database.explained():
+            return evaluations.evaluations(self._connection())
+
+    def evaluated_tasks(self, step: int, policy: str = "actor") -> list[EvaluatedTask]:
+        """Return the tasks of an evaluation, in the order of its file."""
+        with database.explained():
+            return evaluations.evaluated_tasks(self._connection(), step, policy)
+
+    def evaluated_task(self, step: int, policy: str, number: int) -> dict[str, Any]:
+        """Return one task's row of the folder ``evals``: prompt, text, response, frames …; empty if it is not there."""
+        with database.explained():
+            return evaluations.evaluated_task(self._connection(), self.folder, step, policy, number)
+
+    # -- the database
+
+    def close(self) -> None:
+        """Close this thread's connection."""
+        if (held := getattr(self._local, "held", None)) is not None:
+            held[1].close()
+            self._local.held = None
+
+    def _connection(self) -> sqlite3.Connection:
+        """Return this thread's connection to the present database; a rebuilt one is another file."""
+        inode = database.identity(self.path)
+        held: tuple[int, sqlite3.Connection] | None = getattr(self._local, "held", None)
+        if held is not None and held[0] == inode:
+            return held[1]
+        self.close()
+        connection = database.open_reader(self.path)
+        self._local.held = inode, connection
+        return connection

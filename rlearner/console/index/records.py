@@ -1,0 +1,209 @@
+"""Indexes the archive of consumed records: where each frame is, and the trajectories in it.
+
+A file ends where the next one begins, as for ``learner.credit.archive.frames``: of two files that hold the same record
+the newer one counts. A damaged frame hides the rest of its file.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from broker.contract import wire
+from broker.contract.streams import SAMPLES
+from broker.jetstream.bus import LogRecord
+from broker.jetstream.delivery import decode
+from learner.credit import archive
+from learner.credit.ledger_file import digest
+from rlearner.console.index import followed
+from rlearner.console.index.followed import Source
+from rlearner.console.index.texts import preview, searchable
+
+NO_END: Final = 2**62
+ROUND_BYTES: Final = 4 * 2**20  # read in one round
+_TRAJECTORY: Final = (
+    "INSERT INTO trajectories (grp, seq, ordinal, ticket, episode, domain, task_index, step, state, reward, success, "
+    "ended, tokens, sampled, turns, oldest, newest, servers, greedy, preview) "
+    "VALUES (?, ?, ?, ?, ?, ?, ?, 0, 'arrived', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING id"
+)
+
+
+def update(connection: sqlite3.Connection, folder: Path) -> tuple[bool, set[int]]:
+    """Read what is new, at most a few MB; return whether there may be more, and the tickets whose records changed."""
+    known, changed, more = followed.sources_of(connection, "frames"), set[int](), False
+    there = _files(folder / archive.FOLDER)
+    for name in [name for name in known if name not in there]:
+        changed |= _cut(connection, known[name], 0, 0)
+        followed.forget(connection, known[name])
+    names = list(there)
+    for name, following in zip(names, [*names[1:], ""], strict=True):
+        file = followed.open_file(folder / archive.FOLDER / name)
+        if file < 0:
+            continue
+        try:
+            source = known.get(name) or followed.begin(connection, "frames", name, there[name])
+            has_more, tickets = _read(connection, file, source, there.get(following, NO_END))
+        finally:
+            os.close(file)
+        changed |= tickets
+        more = more or has_more
+        if more:
+            break
+    return more, changed
+
+
+def _files(folder: Path) -> dict[str, int]:
+    """Return the first sequence of each file by name, ascending."""
+    return {path.name: first for first, path in archive.archive_files(folder) if first < NO_END}
+
+
+def _read(connection: sqlite3.Connection, file: int, source: Source, until: int) -> tuple[bool, set[int]]:
+    status, changed = os.fstat(file), set[int]()
+    if source.is_as_seen(status) and source.until == until:
+        return False, changed
+    if not source.has_only_grown(file, status):
+        changed |= _cut(connection, source, _same_frames(connection, file, source, status.st_size), 0)
+    if until < source.until:
+        changed |= _cut(connection, source, source.offset, until)
+    source.until, stop_at = until, source.offset + ROUND_BYTES
+    source.problem = ""
+    while source.offset < min(status.st_size, stop_at):
+        frame = _frame_at(file, source, status.st_size, is_last=until == NO_END)
+        if frame is None or frame.seq >= until:
+            break
+        changed.add(_add(connection, source, frame))
+        source.offset += archive.HEADER_BYTES + len(frame.data)
+    source.note(file, status)
+    followed.save(connection, source)
+    return stop_at <= source.offset < status.st_size, changed
+
+
+@dataclass(frozen=True)
+class _Frame:
+    seq: int
+    ticket: int
+    data: bytes
+    check: bytes
+
+
+def _frame_at(file: int, source: Source, size: int, *, is_last: bool) -> _Frame | None:
+    """Return the frame at the place up to which a file was read; None if there is none, with a reason if it is bad."""
+    place = source.offset
+    header = archive.read_header(os.pread(file, archive.HEADER_BYTES, place))
+    left = size - place - archive.HEADER_BYTES
+    if header is None or header[2] > left:
+        if not is_last or (header is None and left >= 0):
+            source.problem = f"{archive.FOLDER}/{source.name}: no frame at byte {place}"
+        return None
+    seq, ticket, length, check = header
+    if not place and seq != source.first:
+        source.problem = f"{archive.FOLDER}/{source.name}: begins with record {seq}"
+        return None
+    data = os.pread(file, length, place + archive.HEADER_BYTES)
+    if bytes.fromhex(digest(data)) != check:
+        source.problem = f"{archive.FOLDER}/{source.name}: the bytes of record {seq} are damaged"
+        return None
+    return _Frame(seq, ticket, data, check)
+
+
+def _same_frames(connection: sqlite3.Connection, file: int, source: Source, size: int) -> int:
+    """Return the end of the last indexed frame of a file up to which its bytes are as they were."""
+    rows = connection.execute(
+        "SELECT offset, seq, length, digest FROM frames WHERE source = ? ORDER BY offset", (source.id,)
+    )
+    end = 0
+    for offset, seq, length, check in rows:
+        behind = offset + archive.HEADER_BYTES + length
+        header = archive.read_header(os.pread(file, archive.HEADER_BYTES, offset))
+        if behind > size or header is None or (header[0], header[2], header[3]) != (seq, length, check):
+            break
+        if bytes.fromhex(digest(os.pread(file, length, offset + archive.HEADER_BYTES))) != check:
+            break
+        end = behind
+    return end
+
+
+def _cut(connection: sqlite3.Connection, source: Source, offset: int, until: int) -> set[int]:
+    """Take back frames from a place on, or those from a sequence on, and return their tickets."""
+    if until:
+        row = connection.execute(
+            "SELECT min(offset) FROM frames WHERE source = ? AND seq >= ?", (source.id, until)
+        ).fetchone()
+        offset = row[0] if row[0] is not None else offset
+    place = (source.id, offset)
+    found = connection.execute("SELECT DISTINCT ticket FROM frames WHERE source = ? AND offset >= ?", place).fetchall()
+    own = "SELECT id FROM groups WHERE source = ? AND offset >= ?"
+    connection.execute(f"DELETE FROM trajectories WHERE grp IN ({own})", place)
+    connection.execute("DELETE FROM groups WHERE source = ? AND offset >= ?", place)
+    connection.execute("DELETE FROM frames WHERE source = ? AND offset >= ?", place)
+    source.offset = min(source.offset, offset)
+    return {ticket for (ticket,) in found}
+
+
+def _add(connection: sqlite3.Connection, source: Source, frame: _Frame) -> int:
+    """Index one record, and return its ticket."""
+    message, _ = decode(frame.data, SAMPLES.messages)
+    kind = type(message).__name__ if message is not None else "malformed"
+    epoch = message.epoch if isinstance(message, wire.RulesChange) else 0
+    ticket = message.ticket if isinstance(message, wire.Group | wire.Closed) else frame.ticket
+    head = (source.id, source.offset, frame.seq, ticket, len(frame.data), frame.check)
+    connection.execute("INSERT INTO frames VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*head, kind, epoch))
+    if isinstance(message, wire.Group):
+        _add_group(connection, source, frame.seq, message)
+    return ticket
+
+
+def _add_group(connection: sqlite3.Connection, source: Source, seq: int, group: wire.Group) -> None:
+    place = (source.id, source.offset, seq, group.ticket)
+    added = connection.execute(
+        "INSERT INTO groups (source, offset, seq, ticket, hub, prompt) VALUES (?, ?, ?, ?, ?, ?)",
+        (*place, group.hub, preview(group.prompt)),
+    )
+    number = added.lastrowid
+    if asked := "\n".join(filter(None, (group.prompt, group.reference))):
+        connection.execute("INSERT INTO prompt_texts (rowid, text) VALUES (?, ?)", (number, searchable(asked)))
+    texts = []
+    for ordinal, one in enumerate(group.trajectories):
+        head = (number, seq, ordinal, group.ticket, one.episode, group.domain, group.task_index)
+        (row,) = connection.execute(_TRAJECTORY, (*head, *_figures(one))).fetchall()
+        if one.response:
+            texts.append((row[0], searchable(one.response)))
+    connection.executemany("INSERT INTO response_texts (rowid, text) VALUES (?, ?)", texts)
+
+
+def _figures(one: wire.Trajectory) -> tuple[Any, ...]:
+    runs = one.version_runs.array().reshape(-1, 2)
+    versions = runs[runs[:, 1] > 0, 0]
+    oldest, newest = (int(versions.min()), int(versions.max())) if len(versions) else (-1, -1)
+    mask = one.loss_mask.data
+    sizes = (len(mask), mask.count(1), len(one.turns))
+    servers = " ".join(dict.fromkeys(turn.server for turn in one.turns))
+    head = (one.reward, one.success, one.end, *sizes, oldest, newest)
+    return *head, servers, one.greedy, preview(one.response)
+
+
+def read_record(connection: sqlite3.Connection, folder: Path, seq: int) -> LogRecord | None:
+    """Return an archived record, None if it is not there or damaged."""
+    place = connection.execute(
+        "SELECT s.name, f.offset, f.length, f.digest, f.ticket FROM frames f JOIN sources s ON s.id = f.source"
+        " WHERE f.seq = ? ORDER BY s.first DESC LIMIT 1",
+        (seq,),
+    ).fetchone()
+    if place is None:
+        return None
+    name, offset, length, check, ticket = place
+    try:
+        file = os.open(folder / archive.FOLDER / name, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        data = os.pread(file, length, offset + archive.HEADER_BYTES)
+    finally:
+        os.close(file)
+    if bytes.fromhex(digest(data)) != check:  # cut or written again since it was indexed
+        return None
+    message, error = decode(data, SAMPLES.messages)
+    return LogRecord(seq, message, error, ticket, data)

@@ -1,0 +1,109 @@
+"""Queries of trajectories: filters, orders, pages."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from typing import Any, Final
+
+from broker.errors import ConfigError
+from rlearner.console.index import database
+from rlearner.console.index.answers import TrajectoryFilter, TrajectoryPage, TrajectoryRow
+from rlearner.console.index.texts import match_expression, words_of
+
+ORDERS: Final[dict[str, tuple[str, str]]] = {  # expression, direction
+    "newest": ("t.seq", "DESC"),
+    "oldest": ("t.seq", "ASC"),
+    "reward_high": ("t.reward", "DESC"),
+    "reward_low": ("t.reward", "ASC"),
+    "longest": ("t.sampled", "DESC"),
+    "shortest": ("t.sampled", "ASC"),
+    "most_turns": ("t.turns", "DESC"),
+    "stalest": ("CASE WHEN t.step > 0 AND t.oldest >= 0 THEN t.step - 1 - t.oldest ELSE -1 END", "DESC"),
+}
+_COLUMNS: Final = (
+    "t.id, t.seq, t.ordinal, t.ticket, t.episode, t.domain, t.task_index, t.step, t.state, t.reward, t.success, "
+    "t.ended, t.tokens, t.sampled, t.turns, t.oldest, t.newest, g.hub, t.servers, t.greedy, g.prompt, t.preview"
+)
+_FROM: Final = "FROM trajectories t JOIN groups g ON g.id = t.grp"
+
+
+def domains(connection: sqlite3.Connection) -> list[str]:
+    return [name for (name,) in connection.execute("SELECT DISTINCT domain FROM tickets WHERE domain != '' ORDER BY 1")]
+
+
+def search(
+    connection: sqlite3.Connection, wanted: TrajectoryFilter, order: str, limit: int, after: str, *, count: bool
+) -> TrajectoryPage:
+    if order not in ORDERS:
+        raise ConfigError("order", order, f"one of {', '.join(ORDERS)}")
+    conditions, values = _conditions(connection, wanted)
+    where = " AND ".join(conditions) or "1"
+    total = connection.execute(f"SELECT count(*) {_FROM} WHERE {where}", values).fetchone()[0] if count else None
+    expression, direction = ORDERS[order]
+    if after:
+        sign = "<" if direction == "DESC" else ">"
+        where += f" AND ({expression}, t.seq, t.ordinal) {sign} (?, ?, ?)"
+        values = [*values, *_cursor(after)]
+    ordered = ", ".join(f"{one} {direction}" for one in dict.fromkeys([expression, "t.seq", "t.ordinal"]))
+    query = f"SELECT {expression}, {_COLUMNS} {_FROM} WHERE {where} ORDER BY {ordered} LIMIT ?"
+    rows = connection.execute(query, [*values, limit + 1]).fetchall()
+    shown = [_row(row[1:]) for row in rows[:limit]]
+    last = json.dumps([rows[limit - 1][0], shown[-1].seq, shown[-1].ordinal]) if len(rows) > limit and shown else ""
+    return TrajectoryPage(shown, last, total)
+
+
+def _row(row: tuple[Any, ...]) -> TrajectoryRow:
+    values = list(row)
+    values[10], values[19] = bool(values[10]), bool(values[19])
+    return TrajectoryRow(*values)
+
+
+def _cursor(after: str) -> list[float]:
+    try:
+        found = json.loads(after)
+    except ValueError:
+        found = None
+    if not isinstance(found, list) or len(found) != 3 or not all(type(one) in (int, float) for one in found):
+        raise ConfigError("after", after, "the `after` of a page")
+    return found
+
+
+def _conditions(connection: sqlite3.Connection, wanted: TrajectoryFilter) -> tuple[list[str], list[Any]]:
+    given: list[tuple[str, Any]] = [
+        ("t.step >= ?", None if wanted.min_step is None else max(wanted.min_step, 1)),
+        ("t.step <= ?", wanted.max_step),
+        ("t.step > ?", None if wanted.max_step is None else 0),
+        ("t.domain = ?", wanted.domain or None),
+        ("t.reward >= ?", wanted.min_reward),
+        ("t.reward <= ?", wanted.max_reward),
+        ("t.newest >= ?", wanted.min_version),
+        ("t.oldest <= ?", wanted.max_version),
+        ("t.oldest >= ?", None if wanted.max_version is None else 0),
+        ("t.success = ?", wanted.success),
+        ("t.state = ?", wanted.state or None),
+        ("t.ticket = ?", wanted.ticket),
+        ("t.task_index = ?", wanted.task_index),
+        ("instr(' ' || t.servers || ' ', ' ' || ? || ' ')", wanted.server or None),
+        ("g.hub = ?", wanted.hub or None),
+    ]
+    found = [(text, value) for text, value in given if value is not None]
+    conditions, values = [text for text, _ in found], [value for _, value in found]
+    if wanted.text.strip():
+        text, more = _text_condition(connection, wanted.text)
+        conditions.append(text)
+        values += more
+    return conditions, values
+
+
+def _text_condition(connection: sqlite3.Connection, text: str) -> tuple[str, list[Any]]:
+    if not (words := words_of(text)):
+        return "0", []
+    if database.has_fts(connection):
+        matching = "SELECT rowid FROM {0} WHERE {0} MATCH ?"
+        values: list[Any] = [match_expression(text)]
+    else:
+        matching = "SELECT rowid FROM {0} WHERE " + " AND ".join(["instr(lower(text), ?)"] * len(words))
+        values = [word.lower() for word in words]
+    of_response, of_prompt = matching.format("response_texts"), matching.format("prompt_texts")
+    return f"(t.id IN ({of_response}) OR t.grp IN ({of_prompt}))", [*values, *values]

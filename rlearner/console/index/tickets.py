@@ -1,0 +1,144 @@
+"""Indexes the ledger's files: every line, and what became of each ticket."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from learner.credit import ledger_file
+from learner.credit.ledger_file import FINAL, LedgerLine
+from learner.credit.ledger_segments import FOLDER, SUFFIX
+from rlearner.console.index import followed
+from rlearner.console.index.followed import Line, Source
+from rlearner.ops.showing import NO_RECORD
+from rlearner.ops.tracing import ticket_summary
+
+MALFORMED: Final = "malformed"
+
+
+def update(connection: sqlite3.Connection, folder: Path) -> tuple[bool, set[int]]:
+    """Read what is new, at most a few MB; return whether there may be more, and the tickets whose lines changed."""
+    known, changed, more = followed.sources_of(connection, "ledger"), set[int](), False
+    there = _files(folder / FOLDER)
+    for name in [name for name in known if name not in there]:
+        changed |= _cut(connection, known[name], 0)
+        followed.forget(connection, known[name])
+    for name, first in there.items():
+        file = followed.open_file(folder / FOLDER / name)
+        if file < 0:  # a learner that resumes has just deleted it
+            continue
+        try:
+            source = known.get(name) or followed.begin(connection, "ledger", name, first)
+            has_more, tickets = _read(connection, file, source)
+        finally:
+            os.close(file)
+        changed |= tickets
+        more = more or has_more
+        if more:
+            break
+    return more, changed
+
+
+def _files(folder: Path) -> dict[str, int]:
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    found = {name: name.removeprefix("step-").removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX)}
+    numbers = {name: int(digits) for name, digits in found.items() if name.startswith("step-") and digits.isdecimal()}
+    return dict(sorted(numbers.items(), key=lambda item: item[1]))
+
+
+def _read(connection: sqlite3.Connection, file: int, source: Source) -> tuple[bool, set[int]]:
+    status, changed = os.fstat(file), set[int]()
+    if source.is_as_seen(status):
+        return False, changed
+    if not source.has_only_grown(file, status):
+        rows = connection.execute("SELECT end, crc FROM ledger_lines WHERE source = ? ORDER BY end", (source.id,))
+        source.offset = followed.same_lines(file, rows)
+        changed |= _cut(connection, source, source.offset)
+    last = connection.execute(
+        "SELECT crc FROM ledger_lines WHERE source = ? ORDER BY end DESC LIMIT 1", (source.id,)
+    ).fetchone()
+    lines = list(followed.next_lines(file, source.offset, last[0] if last else 0))
+    rows_of = [_row(source, line) for line in lines]
+    connection.executemany("INSERT INTO ledger_lines VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows_of)
+    changed.update(int(row[4]) for row in rows_of if row[4])
+    if lines:
+        source.offset = lines[-1].end
+    if wrong := sum(row[5] == MALFORMED for row in rows_of):
+        source.problem = f"{FOLDER}/{source.name}: {wrong} lines cannot be read"
+    source.note(file, status)
+    followed.save(connection, source)
+    return bool(lines) and source.offset < status.st_size, changed
+
+
+def _row(source: Source, line: Line) -> tuple[int, int, int, int, int, str, int, int, bytes]:
+    head = (source.id, line.end, line.crc, source.first)
+    try:
+        one = ledger_file.decode(line.data)
+        if max(one.ticket, one.seq, abs(one.step)) >= 2**63:
+            raise ValueError("out of range")
+    except ValueError:
+        return *head, 0, MALFORMED, 0, -1, line.data
+    ticket = max(one.ticket, 0) if one.state not in ("boundary", "summary", "rules", "unrecorded") else 0
+    return *head, ticket, one.state, one.seq, one.step, line.data
+
+
+def _cut(connection: sqlite3.Connection, source: Source, offset: int) -> set[int]:
+    """Take back the lines behind a place, and return their tickets."""
+    place = (source.id, offset)
+    found = connection.execute(
+        "SELECT DISTINCT ticket FROM ledger_lines WHERE source = ? AND end > ? AND ticket > 0", place
+    ).fetchall()
+    connection.execute("DELETE FROM ledger_lines WHERE source = ? AND end > ?", place)
+    wrong = connection.execute(
+        "SELECT count(*) FROM ledger_lines WHERE source = ? AND state = ?", (source.id, MALFORMED)
+    ).fetchone()[0]
+    source.problem = f"{FOLDER}/{source.name}: {wrong} lines cannot be read" if wrong else ""
+    return {ticket for (ticket,) in found}
+
+
+def lines_of(connection: sqlite3.Connection, ticket: int) -> list[LedgerLine]:
+    """Return the lines of a ticket, in their order."""
+    rows = connection.execute("SELECT body FROM ledger_lines WHERE ticket = ? ORDER BY first, end", (ticket,))
+    return [ledger_file.decode(body) for (body,) in rows]
+
+
+def record_of(lines: Iterable[LedgerLine]) -> int:
+    """Return the sequence of the record that ended a ticket or arrived for it, 0 if there is none."""
+    return next((line.seq for line in reversed(list(lines)) if line.seq and line.state not in NO_RECORD), 0)
+
+
+def judge(connection: sqlite3.Connection, tickets: Iterable[int]) -> None:
+    """Compute again what became of some tickets and of the trajectories of their records."""
+    for ticket in tickets:
+        lines = lines_of(connection, ticket)
+        if not lines:
+            connection.execute("DELETE FROM tickets WHERE ticket = ?", (ticket,))
+            connection.execute("UPDATE trajectories SET state = 'arrived', step = 0 WHERE ticket = ?", (ticket,))
+            continue
+        found = ticket_summary(lines)
+        values = [found.get(name, -1) for name in ("task_index", "min_version")]
+        versions = [found.get(name, -1) for name in ("oldest_version", "newest_version")]
+        head = (ticket, found["state"], found.get("domain", ""), *values, record_of(lines), found.get("step", 0))
+        row = (*head, *versions, found.get("reason", ""))
+        connection.execute("INSERT OR REPLACE INTO tickets VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+        states = _states(lines)
+        for (seq,) in connection.execute(
+            "SELECT DISTINCT seq FROM trajectories WHERE ticket = ?", (ticket,)
+        ).fetchall():
+            state = (*states.get(seq, ("arrived", 0)), ticket, seq)
+            connection.execute("UPDATE trajectories SET state = ?, step = ? WHERE ticket = ? AND seq = ?", state)
+
+
+def _states(lines: Iterable[LedgerLine]) -> dict[int, tuple[str, int]]:
+    """Return (state, optimizer step or 0) of each record of a ticket, by sequence."""
+    states: dict[int, tuple[str, int]] = {}
+    for line in lines:
+        if line.seq and line.state in (*FINAL, *NO_RECORD, "arrived", "lost"):
+            states[line.seq] = line.state, line.step
+    return states
