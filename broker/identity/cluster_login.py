@@ -14,7 +14,6 @@ import json
 import os
 import re
 import ssl
-import stat
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any, Final
 
 from broker.errors import UserError
 from broker.identity.keys import Key
+from broker.system.private_files import is_open_to_others
 
 NKEY, CREDS, USER, PASSWORD = "RL_BROKER_NKEY", "RL_BROKER_CREDS", "RL_BROKER_USER", "RL_BROKER_PASSWORD_FILE"
 CERT, CERT_KEY, CA = "RL_BROKER_CERT", "RL_BROKER_KEY", "RL_BROKER_CA"
@@ -144,16 +144,14 @@ def named_authority() -> str:
 
 
 def read_secret(variable: str, file: str) -> str:
-    """Return the content of a file that other users cannot read. As in PostgreSQL, a group may read root's.
+    """Return the content of a file that other users cannot read, but a group may read root's.
 
     Raises:
         UserError: if it cannot be read, or others can read it.
     """
     try:
         with Path(file).open("rb") as opened:
-            status = os.fstat(opened.fileno())
-            forbidden = stat.S_IRWXO | (stat.S_IWGRP if status.st_uid == 0 else stat.S_IRWXG)
-            if status.st_mode & forbidden:
+            if is_open_to_others(os.fstat(opened.fileno())):
                 raise UserError(f"{variable}: other users can read {file}; run chmod 600 {file}")
             return opened.read(MOST_BYTES).decode("utf-8", "replace")
     except OSError as error:

@@ -14,6 +14,7 @@ from nacl.exceptions import CryptoError
 from nacl.signing import VerifyKey
 
 from broker.errors import UserError
+from broker.system.private_files import is_open_to_others
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Key:
         """
         try:
             with path.open(encoding="ascii", errors="replace") as file:
-                if os.fstat(file.fileno()).st_mode & 0o077:
+                if is_open_to_others(os.fstat(file.fileno())):
                     raise UserError(f"{path} can be read by other users; run chmod 600 {path}")
                 return cls.parse(file.read(4096), str(path))
         except OSError as error:

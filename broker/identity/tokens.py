@@ -6,7 +6,6 @@ import json
 import os
 import re
 import secrets
-import stat
 import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -21,6 +20,7 @@ from broker.identity import cluster_login, vouchers
 from broker.identity.key_folder import BrokerUser, KeyFolder
 from broker.identity.keys import Key
 from broker.identity.login import Login
+from broker.system.private_files import is_open_to_others
 
 JOINING: Final = ("rollout", "envhub", "rewardhub")  # the roles that join a run; the learner starts it
 SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -152,7 +152,7 @@ def _content(place: str) -> bytes:
         return sys.stdin.buffer.read(MOST_BYTES + 1)
     try:
         with open(place, "rb") as file:
-            if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:
+            if is_open_to_others(os.fstat(file.fileno())):
                 raise UserError(f"--join {place}: other users can read this file; run chmod 600 {place}")
             return file.read(MOST_BYTES + 1)
     except OSError as error:

@@ -60,6 +60,16 @@ def private_folder(path: Path) -> Path:
     return path
 
 
+def is_open_to_others(status: os.stat_result) -> bool:
+    """Return whether other users can use a file with a secret.
+
+    As in PostgreSQL, a group may read root's: so Debian keeps TLS keys, and Kubernetes mounts secrets for processes
+    that are not root.
+    """
+    group = stat.S_IWGRP | stat.S_IXGRP if status.st_uid == 0 else stat.S_IRWXG
+    return bool(status.st_mode & (stat.S_IRWXO | group))
+
+
 def refuse_foreign_link(path: Path) -> None:
     """Accept a symbolic link only if this user or root made it.
 

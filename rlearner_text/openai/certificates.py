@@ -12,6 +12,7 @@ from typing import Final
 from cryptography import x509
 
 from broker.errors import ConfigError
+from broker.system.private_files import is_open_to_others
 
 _REASONS: Final = {"KEY_VALUES_MISMATCH": "the key belongs to another certificate"}
 
@@ -52,10 +53,9 @@ def _check_readable(file: str, name: str) -> None:
 
 
 def _check_private(file: str, name: str) -> None:
-    """Refuse a key that others can read. As in PostgreSQL, a group may read root's, for example Debian's ssl-cert."""
+    """Refuse a key that others can read; a group may read root's, for example Debian's ssl-cert."""
     status = os.stat(file)
-    forbidden = stat.S_IRWXO | (stat.S_IWGRP if status.st_uid == 0 else stat.S_IRWXG)
-    if status.st_mode & forbidden:
+    if is_open_to_others(status):
         mode = stat.S_IMODE(status.st_mode)
         raise ConfigError(name, file, f"a file that other users cannot read (its mode is {mode:o}; run chmod 600)")
 

