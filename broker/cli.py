@@ -19,9 +19,10 @@ from broker.runtime.health import State
 from broker.runtime.process import Stop
 from broker.server.private_server import BrokerServer, ClusterConfig
 from broker.server.server_supervisor import ServerSupervisor
-from broker.settings.arguments import ArgumentParser, add_broker, complete, natural, port, positive
+from broker.settings.arguments import ArgumentParser, add_broker, add_json, complete, natural, port, positive
 from broker.system import logs
 from broker.system.entry import enter
+from broker.system.visible_text import visible_json
 
 LOOK_EVERY_S: Final = 0.5
 DEADLINE_S: Final = 2.0  # default of --connect-deadline
@@ -76,6 +77,7 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--cluster-port", type=port, metavar="PORT", help="port for the other servers")
     serve.add_argument("--routes", metavar="HOST:PORT,…", help="cluster ports of the other servers")
     logs.add_options(serve)
+    add_json(serve, "print one JSON object for each line")
     serve.set_defaults(body=_serve)
 
     status = commands.add_parser("status", help="show the runs on a broker, their processes and streams")
@@ -96,8 +98,10 @@ def parser() -> argparse.ArgumentParser:
     _add_operator_options(dead.add_parser("list", help="list them, one line each"), dead_letters.list_letters)
     show = dead.add_parser("show", help="show one completely")
     show.add_argument("number", type=natural, help="number in `broker dead list`")
-    show.add_argument("--raw", action="store_true", help="write only the original bytes to standard output")
-    _add_operator_options(show, dead_letters.show_letter)
+    form = show.add_mutually_exclusive_group()
+    form.add_argument("--raw", action="store_true", help="write only the original bytes to standard output")
+    add_json(form, "print one JSON object, with the whole message")
+    _add_operator_options(show, dead_letters.show_letter, json=False)
     again = dead.add_parser("retry", help="process one again now to see the result, which is not trained on")
     again.add_argument("number", type=natural, help="number in `broker dead list`")
     text = "longest wait for each process (%(default)s)"
@@ -109,9 +113,11 @@ def parser() -> argparse.ArgumentParser:
     return complete(root, EXAMPLES)
 
 
-def _add_operator_options(parser: argparse.ArgumentParser, operation: Operation) -> None:
+def _add_operator_options(parser: argparse.ArgumentParser, operation: Operation, *, json: bool = True) -> None:
     run = os.environ.get("RL_RUN") or None
     add_broker(parser)
+    if json:
+        add_json(parser)
     parser.add_argument("--run", metavar="NAME", default=run, help="which run (RL_RUN, else the only one)")
     text = "give up after (%(default)s)"
     parser.add_argument("--connect-deadline", type=positive, default=DEADLINE_S, metavar="SECONDS", help=text)
@@ -157,12 +163,14 @@ async def _serve(options: argparse.Namespace, stop: Stop) -> None:
     )
     await asyncio.to_thread(server.start)
     try:
-        print(f"broker at {server.url}, store {server.store}, log {server.log_path}", flush=True)
+        started = {"broker": server.url, "store": str(server.store), "log": str(server.log_path)}
+        text = f"broker at {server.url}, store {server.store}, log {server.log_path}"
+        print(visible_json(started) if options.json else text, flush=True)
         stop.health.set("ready", f"broker at {server.url}")
         keeper = ServerSupervisor(server, revive=False)  # this command exits so that a service manager restarts it
         while server.running and not stop.asked.is_set():
             for event in await asyncio.to_thread(keeper.look):
-                print(event, flush=True)
+                print(visible_json({"event": event}) if options.json else event, flush=True)
                 state: State = "failed" if keeper.full else "ready"
                 stop.health.set(state, event if keeper.full else f"broker at {server.url}")
             await _sleep_unless(stop, LOOK_EVERY_S)

@@ -16,7 +16,7 @@ from broker.errors import BrokerUnreachable, UserError
 from broker.jetstream.bus import Bus
 from broker.nats.addresses import DEFAULT_BROKER
 from broker.runtime.presence import census
-from broker.settings.arguments import add_broker, positive
+from broker.settings.arguments import add_broker, add_json, positive
 from broker.settings.runspec import find_runs
 from broker.system.locks import lock
 from broker.system.private_files import private_write
@@ -49,7 +49,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 def add_runs_options(parser: argparse.ArgumentParser) -> None:
     """Add DIR, --json, --prune and --yes."""
     parser.add_argument("folder", nargs="?", default="runs", metavar="DIR", help="where runs are kept (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    add_json(parser)
     prune = "delete the broker's store of finished runs and leftovers of ended ones; docs/runs.md describes each file"
     parser.add_argument("--prune", action="store_true", help=prune)
     parser.add_argument("--yes", action="store_true", help="prune without asking")

@@ -9,11 +9,13 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
-from broker.settings.arguments import ArgumentParser, add_broker, add_config, complete, positive
+from broker.settings.arguments import ArgumentParser, add_broker, add_config, add_json, complete, positive
 from broker.system import logs
 from broker.system.entry import EXIT_STOPPED, enter
+from broker.system.visible_text import visible_json
 from learner.nodes import start as nodes
 from rlearner import offline_cli as pipelines_cli
 from rlearner.doctor import cli as doctor_cli
@@ -71,6 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
     check = _add_config_parser(commands, "check", text)
     text = "do not run and score a trial episode with your own code"
     check.add_argument("--no-trial", action="store_true", help=text)
+    add_json(check, "print one JSON object: config, notes, and what this machine lacks as findings")
     check.set_defaults(run=_check)
     doctor_cli.add_parser(commands)
     plan_cli.add_parser(commands)
@@ -184,6 +187,10 @@ def _check(options: argparse.Namespace) -> int:
             asyncio.run(try_own_code(checked))
         found, notes = fleet_findings(checked), [timeouts.note(checked), *capacity.capacity_notes(checked)]
     run_folder(name_run(checked, options.config))  # fails where no folder can be created
+    if options.json:
+        findings = [asdict(finding) for finding in found]
+        print(visible_json({"config": checked, "notes": list(notes), "findings": findings}))
+        return 0
     print(to_yaml(checked), end="")
     for note in notes:
         print(f"note: {note}", file=sys.stderr)

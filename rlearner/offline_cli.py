@@ -7,7 +7,7 @@ import logging
 import sys
 from typing import Any, Final
 
-from broker.settings.arguments import add_broker, add_config
+from broker.settings.arguments import add_broker, add_config, add_json
 
 HELP: Final = {
     "sft": "fine-tune a model on conversations",
@@ -21,6 +21,7 @@ def add_parsers(subparsers: Any) -> None:
     for name, text in HELP.items():
         parser = subparsers.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         add_config(parser, file=name, setting="train.lr=1e-5")
+        add_json(parser, "print one JSON object at the end")
         if name == "distill":
             add_broker(parser, text="address of the broker, with distill.served")
         parser.set_defaults(run=run, pipeline=name)
@@ -34,6 +35,7 @@ def run(options: argparse.Namespace) -> int:
     """
     from broker.settings.runspec import load
     from broker.system import logs
+    from broker.system.visible_text import visible_json
     from learner.offline.config import validate
     from learner.prepare import name_run, run_folder
     from rlearner.doctor.preflight import learner_findings, require_installed
@@ -52,6 +54,10 @@ def run(options: argparse.Namespace) -> int:
         print(f"stopped; {again} continues from the newest checkpoint in {folder}", file=sys.stderr)
         return 130
     logging.getLogger(__name__).debug("done in %.1f s", result.seconds)
+    if options.json:
+        found = {"run": config["run"]["name"], "checkpoint": str(result.path), "steps": result.steps}
+        print(visible_json({**found, "seconds": round(result.seconds, 1), "figures": dict(result.values)}))
+        return 0
     values = "  ".join(f"{name} {value:.4g}" for name, value in result.values.items() if name.startswith("eval/"))
     print(f"wrote {result.path} after {result.steps} steps in {result.seconds:.1f} s  {values}".rstrip())
     return 0

@@ -7,7 +7,7 @@ sequences of their streams, do not change.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import Final
+from typing import Any, Final
 
 from broker.contract import codec, wire
 from broker.contract.streams import RERUNS
@@ -66,6 +66,18 @@ async def _ask(bus: Bus, role: str, serves: str, message: wire.Message, rather_n
         raise UserError(f"{chosen.id} did not answer: {error}") from None
     assert isinstance(answer, (wire.Group, wire.Closed))
     return answer
+
+
+def as_plain(outcome: Outcome) -> dict[str, Any]:
+    """Return an outcome for ``--json``, without tokens."""
+    if isinstance(outcome, wire.Closed):
+        return {"by": outcome.by, "closed": outcome.reason, "detail": outcome.detail}
+    names = ("episode", "reward", "reward_parts", "success", "end", "response")
+    episodes = [
+        {name: getattr(one, name) for name in names} | {"turns": len(one.turns)} for one in outcome.trajectories
+    ]
+    times = {"generate_s": outcome.generate_s, "env_step_s": outcome.env_step_s}
+    return {"by": (outcome.reward_hubs or [outcome.hub])[-1], **times, "episodes": episodes}
 
 
 def described(outcome: Outcome) -> list[str]:

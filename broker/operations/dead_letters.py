@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from base64 import b64encode
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -16,7 +17,7 @@ from broker.errors import UserError, WireError
 from broker.jetstream.bus import Bus, LogRecord
 from broker.operations import dead_letter_retry
 from broker.operations.runs import choose_run
-from broker.system.visible_text import visible
+from broker.system.visible_text import visible, visible_json
 
 SHOWN_BYTES: Final = 512
 
@@ -35,7 +36,10 @@ async def _letters(bus: Bus) -> AsyncIterator[LogRecord]:
 
 async def list_letters(bus: Bus, options: argparse.Namespace) -> None:
     """``broker dead list``: print a line for each, and the count to standard error."""
-    await choose_run(bus, options)
+    await choose_run(bus, options.run)
+    if options.json:
+        print(visible_json({"run": bus.run, "letters": [_summary(record) async for record in _letters(bus)]}))
+        return
     count = 0
     async for record in _letters(bus):
         count += 1
@@ -47,6 +51,15 @@ async def list_letters(bus: Bus, options: argparse.Namespace) -> None:
         else:
             print(visible(f"{record.seq}  does not decode: {record.error}"))
     print(f"{count} dead letter{'' if count == 1 else 's'} in run {bus.run}", file=sys.stderr)
+
+
+def _summary(record: LogRecord) -> dict[str, Any]:
+    """Return what is known of a letter without its bytes."""
+    letter = record.message
+    if not isinstance(letter, wire.DeadLetter):
+        return {"number": record.seq, "error": record.error, "bytes": len(record.data)}
+    names = ("stream", "sequence", "ticket", "by", "reason")
+    return {"number": record.seq, **{name: getattr(letter, name) for name in names}, "bytes": len(letter.data)}
 
 
 async def _letter(bus: Bus, number: int) -> LogRecord:
@@ -63,8 +76,12 @@ async def _letter(bus: Bus, number: int) -> LogRecord:
 
 async def show_letter(bus: Bus, options: argparse.Namespace) -> None:
     """``broker dead show N``: print one completely."""
-    await choose_run(bus, options)
-    _show(await _letter(bus, options.number), raw=options.raw)
+    await choose_run(bus, options.run)
+    record = await _letter(bus, options.number)
+    if options.json:
+        print(visible_json(_summary(record) | _contents(record)))
+    else:
+        _show(record, raw=options.raw)
 
 
 async def retry_letter(bus: Bus, options: argparse.Namespace) -> None:
@@ -73,15 +90,33 @@ async def retry_letter(bus: Bus, options: argparse.Namespace) -> None:
     Raises:
         UserError: if there is no such letter, or it cannot be retried.
     """
-    await choose_run(bus, options)
+    await choose_run(bus, options.run)
     letter = (await _letter(bus, options.number)).message
     if not isinstance(letter, wire.DeadLetter):
         raise UserError(f"dead letter {options.number} does not decode, so it cannot be retried")
-    print(visible(f"ticket {letter.ticket}, given up by {letter.by}: {letter.reason}"), flush=True)
+    if not options.json:
+        print(visible(f"ticket {letter.ticket}, given up by {letter.by}: {letter.reason}"), flush=True)
+    made: list[dict[str, Any]] = []
     async with aclosing(dead_letter_retry.retry(bus, letter, options.timeout)) as outcomes:
         async for outcome in outcomes:
+            made.append(dead_letter_retry.as_plain(outcome))
+            if options.json:
+                continue
             print("\n".join(map(visible, dead_letter_retry.described(outcome))), flush=True)
+    if options.json:
+        print(visible_json({"ticket": letter.ticket, "by": letter.by, "reason": letter.reason, "outcomes": made}))
     print("for inspection only: the result is neither stored nor trained on", file=sys.stderr)
+
+
+def _contents(record: LogRecord) -> dict[str, Any]:
+    """Return the original message, decoded if it can be, else its bytes as base64."""
+    letter = record.message
+    data = letter.data if isinstance(letter, wire.DeadLetter) else record.data
+    try:
+        message = codec.decode(data, *wire.MESSAGES)
+    except WireError:
+        return {"data": b64encode(data).decode()}
+    return {"type": type(message).__name__, "message": msgspec.to_builtins(message)}
 
 
 def _show(record: LogRecord, *, raw: bool) -> None:
@@ -106,8 +141,10 @@ def _show(record: LogRecord, *, raw: bool) -> None:
 
 async def purge_letters(bus: Bus, options: argparse.Namespace) -> None:
     """``broker dead purge``: delete all, or those up to a number."""
-    await choose_run(bus, options)
+    await choose_run(bus, options.run)
     before = (await bus.depth(DEAD))[""]
     last = await bus.last_seq(DEAD)
     await bus.trim(DEAD, (last if options.through is None else min(options.through, last)) + 1)
-    print(f"{before - (await bus.depth(DEAD))['']} dead letters deleted from run {bus.run}")
+    deleted = before - (await bus.depth(DEAD))[""]
+    text = f"{deleted} dead letters deleted from run {bus.run}"
+    print(visible_json({"run": bus.run, "deleted": deleted}) if options.json else text)

@@ -5,27 +5,29 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections import Counter
-from typing import Any
+from typing import Any, Literal
 
 from broker.contract import wire
-from broker.contract.streams import CONTROL, STREAMS, StreamKind
+from broker.contract.streams import CONTROL, STREAMS, Stream, StreamKind
 from broker.errors import UserError
 from broker.jetstream.bus import Bus
 from broker.nats.nats_errors import ApiError
 from broker.runtime.presence import census
 from broker.settings.runspec import find_runs
-from broker.system.visible_text import visible
+from broker.system.visible_text import visible, visible_json
+
+State = Literal["running", "paused", "draining", "stopped"]
 
 
-async def choose_run(bus: Bus, options: argparse.Namespace) -> None:
-    """Set the bus to the run that the options name, or to the only one.
+async def choose_run(bus: Bus, run: str | None) -> None:
+    """Set the bus to the run of that name, or to the only one.
 
     Raises:
         UserError: if there is no such run, no run at all, or several (names them).
     """
     runs = await find_runs(bus)
-    active = [run for run, state in runs.items() if state != "stopped"]
-    candidates = [options.run] if options.run else active if len(active) == 1 else list(runs)
+    active = [name for name, state in runs.items() if state != "stopped"]
+    candidates = [run] if run else active if len(active) == 1 else list(runs)
     if not runs:
         raise UserError(f"no run on the broker at {bus.link.where}")
     if len(candidates) > 1:
@@ -39,42 +41,68 @@ async def status(bus: Bus, options: argparse.Namespace) -> None:
     """``broker status``: print every run, or the one that the options name."""
     runs = await find_runs(bus)
     if options.run:
-        await choose_run(bus, options)
+        await choose_run(bus, options.run)
         runs = {bus.run: runs[bus.run]}
-    print(f"broker at {bus.link.where}: {len(runs)} run{'' if len(runs) == 1 else 's'}")
     heard = await asyncio.gather(*(census(bus, run) for run in sorted(runs)))
+    found: list[dict[str, Any]] = []
     for (run, state), alive in zip(sorted(runs.items()), heard, strict=True):
         bus.run = run
+        streams = {
+            stream.name: await _depth(bus, stream)
+            for stream in STREAMS
+            if stream.kind in (StreamKind.WORK_QUEUE, StreamKind.LOG)
+        }
         roles = Counter(one.role for one in alive)
-        processes = ", ".join(f"{count} {role}" for role, count in sorted(roles.items()))
-        print(visible(f"{run}: {state}; {processes or 'no processes'}"))
-        for stream in STREAMS:
-            if stream.kind in (StreamKind.WORK_QUEUE, StreamKind.LOG):
-                print(visible(f"  {stream.name:12}{await _depth(bus, stream)}"))
+        found.append({"run": run, "state": state, "processes": dict(sorted(roles.items())), "streams": streams})
+    if options.json:
+        print(visible_json({"broker": bus.link.where, "runs": found}))
+        return
+    logs = {stream.name for stream in STREAMS if stream.kind is StreamKind.LOG}
+    print(f"broker at {bus.link.where}: {len(runs)} run{'' if len(runs) == 1 else 's'}")
+    for one in found:
+        processes = ", ".join(f"{count} {role}" for role, count in one["processes"].items())
+        print(visible(f"{one['run']}: {one['state']}; {processes or 'no processes'}"))
+        for name, depth in one["streams"].items():
+            print(visible(f"  {name:12}{_depth_text(depth, is_log=name in logs)}"))
 
 
-async def _depth(bus: Bus, stream: Any) -> str:
+async def _depth(bus: Bus, stream: Stream) -> dict[str, Any]:
+    """Return a queue's messages by key, a log's ``kept`` and ``written``, or the ``error``."""
     try:
         depth = await bus.depth(stream)
         if stream.kind is StreamKind.LOG:
-            return f"{depth.get('', 0)} kept, {await bus.last_seq(stream)} written"
+            return {"kept": depth.get("", 0), "written": await bus.last_seq(stream)}
     except ApiError as error:
-        return f"missing: {error.description}"
-    return ", ".join(f"{key} {count}" for key, count in sorted(depth.items())) or "0"
+        return {"error": error.description}
+    return dict(sorted(depth.items()))
+
+
+def _depth_text(depth: dict[str, Any], *, is_log: bool) -> str:
+    if isinstance(depth.get("error"), str):  # a number: of a domain of that name
+        return f"missing: {depth['error']}"
+    if is_log:
+        return f"{depth['kept']} kept, {depth['written']} written"
+    return ", ".join(f"{key} {count}" for key, count in depth.items()) or "0"
 
 
 async def control(bus: Bus, options: argparse.Namespace) -> None:
-    """``broker control``: store the desired state, which every process follows.
+    """``broker control``: store the desired state, which every process follows."""
+    await set_desired(bus, options.run, options.state, options.reason)
+    found = {"run": bus.run, "state": options.state, "reason": options.reason}
+    print(visible_json(found) if options.json else f"{bus.run}: {options.state}")
+
+
+async def set_desired(bus: Bus, run: str | None, state: State, reason: str) -> None:
+    """Store the desired state of a run, or of the only one, and set the bus to it.
 
     Raises:
         UserError: if the run is stopped, so that its processes have ended.
     """
-    await choose_run(bus, options)
+    await choose_run(bus, run)
     states = bus.key_value(CONTROL)
     found = await states.get(bus.run)
-    if found is not None and isinstance(found[0], wire.DesiredState) and found[0].state == "stopped" != options.state:
+    if found is not None and isinstance(found[0], wire.DesiredState) and found[0].state == "stopped" != state:
         why = f" ({found[0].reason})" if found[0].reason else ""
         again = f"start its learner again: rlearner start … run.name={bus.run}"
-        raise UserError(f"run {bus.run} is stopped{why}, so it cannot be {options.state}; {again}")
-    await states.put(bus.run, wire.DesiredState(state=options.state, reason=options.reason))
-    print(f"{bus.run}: {options.state}")
+        raise UserError(f"run {bus.run} is stopped{why}, so it cannot be {state}; {again}")
+    await states.put(bus.run, wire.DesiredState(state=state, reason=reason))

@@ -15,6 +15,7 @@ from broker.nats.addresses import DEFAULT_BROKER, INSECURE, without_passwords
 from broker.system.entry import EXIT_USER_ERROR
 
 WIDTH: Final = 100  # of descriptions in help texts
+Arguments = argparse._ActionsContainer  # a parser, or a group of its arguments
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -88,6 +89,11 @@ def add_config(
     parser.add_argument("config", metavar="CONFIG", nargs=None if needed else "?", help=text)
     text = f"settings that override the file, for example {setting}"
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
+
+
+def add_json(parser: Arguments, text: str = "print one JSON object") -> None:
+    """Add --json, which every command has that prints a result."""
+    parser.add_argument("--json", action="store_true", help=text)
 
 
 def complete(parser: argparse.ArgumentParser, examples: Mapping[str, Sequence[str]]) -> argparse.ArgumentParser:

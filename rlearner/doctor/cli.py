@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from broker.settings.arguments import add_config
+from broker.settings.arguments import add_config, add_json
 
 
 def add_parser(subparsers: Any) -> None:
@@ -13,7 +13,7 @@ def add_parser(subparsers: Any) -> None:
     text = "check this machine against a configuration and name a fix for each gap; exit code 1 if something is missing"
     parser = subparsers.add_parser("doctor", help=text, description=text)
     add_config(parser, needed=False)
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 

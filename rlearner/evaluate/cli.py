@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from broker.runtime.process import Stop, main
-from broker.settings.arguments import add_config
+from broker.settings.arguments import add_config, add_json
 from broker.system.entry import EXIT_STOPPED
 
 
@@ -21,7 +21,7 @@ def add_parser(subparsers: Any) -> None:
     add_config(parser, setting="eval.tasks=512")
     text = "GPUs for generation: 4-7, or 0,2, or cpu, or auto (%(default)s)"
     parser.add_argument("--gpus", default="auto", metavar="LIST", help=text)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from broker.identity.tokens import JOINING, duration
 from broker.runtime.process import Stop, main, unless_stopped
-from broker.settings.arguments import add_broker, count, natural, positive
+from broker.settings.arguments import add_broker, add_json, count, natural, positive
 from broker.system.entry import EXIT_STOPPED
 from learner.run_folder import add_broker_options, add_run_options, add_runs_options
 
@@ -21,19 +21,16 @@ def add_parsers(subparsers: Any) -> None:
     """Add all commands of this package."""
     text = "compare tickets, samples log, checkpoints and metrics; exit code 1 if they disagree"
     audit = _add(subparsers, "audit", text, "auditing:audit_run")
-    audit.add_argument("--json", action="store_true", help="one JSON object")
     text = "also compare the messages that `python -m rlearner.audit.tap` recorded"
     audit.add_argument("--tap", metavar="FILE", help=text)
     text = "show the path of one group from its ticket to the step that used it"
     trace = _add(subparsers, "trace", text, "tracing:trace_run")
     trace.add_argument("group", metavar="GROUP", type=natural, help="number of the ticket")
-    trace.add_argument("--json", action="store_true", help="one JSON object")
     text = "show one group's trajectories by turn, with reward, logprob and version"
     show = _add(subparsers, "show", text, "showing:show_run")
     show.add_argument("group", metavar="GROUP", type=natural, help="number of the ticket")
     show.add_argument("--episode", metavar="N", type=natural, default=None, help="only this episode, counted from 0")
     show.add_argument("--tokens", action="store_true", help="one line for each sampled token")
-    show.add_argument("--json", action="store_true", help="one JSON object, with every sampled token")
     text = "train again from the archive of a run (samples.keep) and compare; exit code 1 if anything differs"
     replay = _add(subparsers, "replay", text, "replaying:replay_run", broker=False)
     text = "start from the checkpoint of this step, which must still exist; 0: from the beginning"
@@ -43,15 +40,13 @@ def add_parsers(subparsers: Any) -> None:
     replay.add_argument("--out", metavar="FOLDER", help=text)
     text = "train on the same data with other settings, for example train.lr=1e-5"
     replay.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
-    replay.add_argument("--json", action="store_true", help="one JSON object")
     text = "write the model of a checkpoint as Hugging Face safetensors, without loading it whole"
     export = _add(subparsers, "export", text, "exporting:export_run", broker=False)
     export.add_argument("--step", metavar="STEP", type=natural, help="step of the checkpoint (default: the newest)")
     export.add_argument("--out", metavar="FOLDER", help="a new folder (exported/step-STEP in the run's folder)")
     text = "largest file, unless one weight is larger (%(default)s)"
     export.add_argument("--max-shard-gib", metavar="GIB", type=positive, default=5.0, help=text)
-    status = _add(subparsers, "status", "show the state of a run on one screen", "status:show_status")
-    status.add_argument("--json", action="store_true", help="one JSON object")
+    _add(subparsers, "status", "show the state of a run on one screen", "status:show_status")
     text = "draw reward.png, before.gif and after.gif of a run, as `rlearner up` does"
     _add(subparsers, "draw", text, "drawing:draw_run", broker=False)
     text = "list the runs in a folder: state, steps, size, last change"
@@ -92,6 +87,7 @@ def _add_invitations(subparsers: Any) -> None:
     for name, text in texts.items():
         parser = parsers[name] = subparsers.add_parser(name, help=text, description=text)
         add_broker(parser)
+        add_json(parser)
         parser.set_defaults(run=lambda options, name=name: _run(f"invitations:{name}", options))
     add = parsers["invite"].add_argument
     add("role", choices=JOINING, help="what the token's processes do")
@@ -116,6 +112,7 @@ def _add_api_keys(subparsers: Any) -> None:
     parsers = {}
     for name, text in texts.items():
         parser = parsers[name] = keys.add_parser(name, help=text, description=text)
+        add_json(parser)
         body = "listed" if name == "list" else name
         parser.set_defaults(run=lambda options, body=body: _run(f"http_keys:{body}", options))
     add = parsers["create"].add_argument
@@ -141,6 +138,7 @@ def _duration(text: str) -> float:
 def _add(subparsers: Any, name: str, text: str, body: str, *, broker: bool = True) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(name, help=text, description=text)
     add_run_options(parser)
+    add_json(parser)
     if broker:
         add_broker_options(parser)
     parser.set_defaults(run=lambda options: _run(body, options))

@@ -8,36 +8,43 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from broker import cli as broker_cli
 from broker.contract import wire
 from broker.errors import UserError
 from broker.jetstream.bus import Bus
+from broker.operations.runs import State, set_desired
 from broker.runtime.presence import census
-from broker.settings.arguments import broker_words
-from broker.system.visible_text import visible
+from broker.system.visible_text import visible, visible_json
 from learner.run_folder import broker_address, find_run
 
-STATES: Final = {"pause": "paused", "resume": "running", "drain": "draining", "stop": "stopped"}
+STATES: Final[dict[str, State]] = {"pause": "paused", "resume": "running", "drain": "draining", "stop": "stopped"}
 
 
 async def set_state(options: argparse.Namespace) -> int:
     """Publish the desired state and return the exit code."""
     run, url = _target(options)
-    arguments = ["control", STATES[options.command], "--run", run, *broker_words(url), "--reason", options.reason]
-    arguments += ["--connect-deadline", str(options.connect_deadline)]
-    await broker_cli.operate(broker_cli.parser().parse_args(arguments))
-    if options.command == "drain":
-        bus = await Bus.connect(url, run, name=f"operator-{os.getpid()}", deadline_s=options.connect_deadline)
-        try:
-            print("\n".join(map(visible, drain_lines(run, await census(bus, run)))))
-        finally:
-            await bus.close()
+    state = STATES[options.command]
+    bus = await Bus.connect(url, run, name=f"operator-{os.getpid()}", deadline_s=options.connect_deadline)
+    try:
+        await set_desired(bus, run, state, options.reason)
+        is_drain = options.command == "drain"
+        doing = drain_actions(run, await census(bus, run)) if is_drain else []
+    finally:
+        await bus.close()
+    if options.json:
+        processes = [{"role": role, "id": name, "does": does} for role, name, does in doing]
+        found = {"run": run, "state": state, "reason": options.reason}
+        print(visible_json(found | ({"processes": processes} if is_drain else {})))
+        return 0
+    lines = [f"  {role} {name}: {does}" for role, name, does in doing]
+    if is_drain and not lines:
+        lines = ["  no process is running"]
+    print("\n".join(map(visible, [f"{run}: {state}", *lines])))
     return 0
 
 
-def drain_lines(run: str, present: Sequence[wire.Presence]) -> list[str]:
-    """Return what each process of a draining run does: which exit, and which stay and why."""
-    lines = []
+def drain_actions(run: str, present: Sequence[wire.Presence]) -> list[tuple[str, str, str]]:
+    """Return role and id of each process of a draining run, and what it does: which exit, and which stay and why."""
+    found = []
     for one in present:
         match one.role:
             case "learner":
@@ -47,8 +54,8 @@ def drain_lines(run: str, present: Sequence[wire.Presence]) -> list[str]:
                 does = f"starts no new episodes, finishes the running ones ({busy}), then exits"
             case _:
                 does = f"stays, because hubs still need it and the run may continue; `rlearner stop {run}` stops it"
-        lines.append(f"  {one.role} {one.id}: {does}")
-    return lines or ["  no process is running"]
+        found.append((one.role, one.id, does))
+    return found
 
 
 def _target(options: argparse.Namespace) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from broker.errors import UserError
+from broker.system.visible_text import visible_json
 from learner.reporting.metrics import read_lines
 from learner.reporting.showcase import render
 from learner.run_folder import find_run
@@ -28,7 +29,8 @@ async def draw_run(options: argparse.Namespace) -> int:
         raise UserError(f"run {place.name} has made no step yet, so there is nothing to draw")
     made = [draw_rewards(place.name, lines, place.folder / "reward.png")]
     made += await asyncio.to_thread(render_before_and_after, place.folder)
-    print("\n".join(str(path) for path in made if path))
+    files = [str(path) for path in made if path]
+    print(visible_json({"run": place.name, "files": files}) if options.json else "\n".join(files))
     return 0
 
 

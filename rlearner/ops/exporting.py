@@ -7,6 +7,7 @@ import asyncio
 from pathlib import Path
 
 from broker.errors import UserError
+from broker.system.visible_text import visible_json
 from learner.checkpoints.checkpoint import Checkpoint, list_checkpoints, name_of, newest_checkpoint, read_checkpoint
 from learner.checkpoints.export import export
 from learner.run_folder import find_run
@@ -21,7 +22,9 @@ async def export_run(options: argparse.Namespace) -> int:
         raise UserError(f"{folder}: there is no checkpoint yet")
     out = Path(options.out) if options.out else place.folder / "exported" / name_of(made.step)
     await asyncio.to_thread(export, made, out, int(options.max_shard_gib * 2**30))
-    print(f"{out}: step {made.step}, {', '.join(sorted(file.name for file in out.glob('*.safetensors')))}")
+    files = sorted(file.name for file in out.glob("*.safetensors"))
+    found = {"run": place.name, "step": made.step, "folder": str(out), "files": files}
+    print(visible_json(found) if options.json else f"{out}: step {made.step}, {', '.join(files)}")
     return 0
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from broker.errors import UserError
 from broker.identity.tokens import write_private
+from broker.system.visible_text import visible_json
 from rlearner_text.openai.named_keys import KeyStore, NamedKey
 
 
@@ -31,13 +34,17 @@ async def create(options: argparse.Namespace) -> int:
     except UserError:
         store.revoke(made.name)
         raise
-    print(f"{options.out}: API key {_described(made)}; send it as Authorization: Bearer KEY")
+    text = f"{options.out}: API key {_described(made)}; send it as Authorization: Bearer KEY"
+    print(visible_json({"file": options.out, **_plain(made)}) if options.json else text)
     return 0
 
 
-async def listed(_: argparse.Namespace) -> int:
+async def listed(options: argparse.Namespace) -> int:
     """Print all keys."""
     found = KeyStore().read()
+    if options.json:
+        print(visible_json({"keys": [_plain(key) for key in found]}))
+        return 0
     for key in found:
         print(_described(key))
     print(f"{len(found)} API key{'' if len(found) == 1 else 's'}", file=sys.stderr)
@@ -51,8 +58,16 @@ async def revoke(options: argparse.Namespace) -> int:
         UserError: if there is no key of that name.
     """
     KeyStore().revoke(options.name)
-    print(f"{options.name}: servers refuse it from now on")
+    text = f"{options.name}: servers refuse it from now on"
+    print(visible_json({"name": options.name, "revoked": True}) if options.json else text)
     return 0
+
+
+def _plain(key: NamedKey) -> dict[str, Any]:
+    """Return what may be shown of a key: everything but its hash."""
+    return {name: value for name, value in asdict(key).items() if name != "sha256"} | {
+        "expired": key.expired(time.time())
+    }
 
 
 def _described(key: NamedKey) -> str:

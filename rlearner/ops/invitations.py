@@ -12,6 +12,7 @@ from broker.identity import tokens
 from broker.identity.key_folder import KeyFolder
 from broker.identity.login import keys_of
 from broker.nats.addresses import without_logins
+from broker.system.visible_text import visible_json
 
 
 async def invite(options: argparse.Namespace) -> int:
@@ -33,7 +34,11 @@ async def invite(options: argparse.Namespace) -> int:
         raise
     until = time.strftime("%Y-%m-%d %H:%M", time.localtime(made.expires_at))
     command = "rollout-server" if options.role == "rollout" else options.role
-    print(f"{path}: {made.role} {made.name} of run {made.run}, until {until}; use it: {command} --join {path}")
+    if options.json:
+        found = {"file": str(path), "role": made.role, "run": made.run, "name": made.name}
+        print(visible_json({**found, "expires_at": made.expires_at, "command": f"{command} --join {path}"}))
+    else:
+        print(f"{path}: {made.role} {made.name} of run {made.run}, until {until}; use it: {command} --join {path}")
     _remind(keys)
     return 0
 
@@ -46,6 +51,10 @@ def _remind(keys: KeyFolder) -> None:
 async def invited(options: argparse.Namespace) -> int:
     """Print the tokens that the broker accepts."""
     found = [user for user in keys_of(options.broker).users() if user.name]
+    if options.json:
+        names = ("name", "role", "run", "expires_at")
+        print(visible_json({"tokens": [{name: getattr(user, name) for name in names} for user in found]}))
+        return 0
     for user in found:
         until = time.strftime("%Y-%m-%d %H:%M", time.localtime(user.expires_at))
         print(f"{user.name}  {user.role} of run {user.run}, until {until}")
@@ -66,6 +75,7 @@ async def revoke(options: argparse.Namespace) -> int:
         raise UserError(f"the broker has no token {options.name!r}; there is {others}")
     for user in found:
         keys.revoke(user)
-    print(f"{options.name}: the broker refuses it{' from now on' if keys.makes_keys else ''}")
+    text = f"{options.name}: the broker refuses it{' from now on' if keys.makes_keys else ''}"
+    print(visible_json({"name": options.name, "revoked": True, "at_once": keys.makes_keys}) if options.json else text)
     _remind(keys)
     return 0

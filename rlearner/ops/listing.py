@@ -18,11 +18,13 @@ from rich.table import Table
 
 from broker.errors import UserError
 from broker.system.locks import lock
+from broker.system.visible_text import visible_json
 from learner.reporting.metrics import newest_line
 from learner.run_folder import STORE, UP_LOCK, current_address, is_held, previous_broker
 from rlearner.ops.live_learners import ask_broker
 
 FINISHED, STOPPED, UNKNOWN, EVALUATION = "finished", "stopped", "broker away", "evaluation"
+WIDE = 10_000  # columns of a file or a pipe, where nothing is cut
 LEFT = ("demos.log", "*.new")  # files that an ended run no longer needs; a finished one does not need its store either
 
 
@@ -51,7 +53,7 @@ async def list_runs(options: argparse.Namespace) -> int:
     """Print the runs, or prune them, and return the exit code."""
     runs = await asyncio.gather(*(look(folder) for folder in _folders(options.folder)))
     if options.prune:
-        _prune(runs, sure=options.yes)
+        _prune(runs, sure=options.yes, as_json=options.json)
     elif options.json:
         print(json.dumps({"runs": [asdict(run) for run in runs]}))
     elif not runs:
@@ -119,7 +121,7 @@ def _table(runs: list[RunSummary]) -> None:
     for run in runs:
         changed = f"{age(time.time() - run.changed)} ago"
         table.add_row(run.name, run.state, f"{run.step}/{run.steps}", size_text(run.size_bytes), changed)
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else WIDE).print(table)
 
 
 def size_text(size_bytes: int) -> str:
@@ -149,13 +151,19 @@ def removable(run: RunSummary) -> list[Path]:
     return [*files, *([store] if run.state != STOPPED and store.is_dir() else [])]
 
 
-def _prune(runs: list[RunSummary], *, sure: bool) -> None:
-    """Print what can be deleted, and delete it.
+def _prune(runs: list[RunSummary], *, sure: bool, as_json: bool) -> None:
+    """Print what can be deleted, and delete it; as JSON only with ``--yes``.
 
     Raises:
         UserError: if there is no terminal to confirm it, and no ``--yes``.
     """
     sizes = {run.folder: {path: _size(path) for path in removable(run)} for run in runs}
+    if as_json:
+        files = [{"path": str(path), "size_bytes": size} for each in sizes.values() for path, size in each.items()]
+        if sure:
+            _delete_all(runs, sizes)
+        print(visible_json({"removable": files, "deleted": sure}))
+        return
     for path, size_bytes in ((path, size) for each in sizes.values() for path, size in each.items()):
         print(f"{path}  {size_text(size_bytes)}")
     total = size_text(sum(sum(each.values()) for each in sizes.values()))
@@ -168,13 +176,17 @@ def _prune(runs: list[RunSummary], *, sure: bool) -> None:
     if not sure and input("delete this? [y/N] ").strip().lower() not in ("y", "yes"):
         print("nothing was deleted")
         return
+    _delete_all(runs, sizes)
+    print(f"deleted {total}")
+
+
+def _delete_all(runs: list[RunSummary], sizes: dict[str, dict[Path, int]]) -> None:
     for run in runs:
         if paths := sizes[run.folder]:
             problem = f"run {run.name} was started in the meantime; its files were not deleted"
             with lock(Path(run.folder) / UP_LOCK, problem):
                 for path in paths:
                     _delete(path)
-    print(f"deleted {total}")
 
 
 def _delete(path: Path) -> None:

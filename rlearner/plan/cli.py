@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from broker.settings.arguments import add_config, count, positive
+from broker.settings.arguments import add_config, add_json, count, positive
 
 
 def add_parser(subparsers: Any) -> None:
@@ -22,7 +22,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--plans", type=count, default=3, metavar="N", help="show at most this many (%(default)s)")
     text = "write the first plan to a new folder: plan.yaml, which inherits CONFIG, and host-0.sh for each host"
     parser.add_argument("--write", metavar="FOLDER", help=text)
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 

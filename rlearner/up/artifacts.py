@@ -9,18 +9,23 @@ from learner.reporting.metrics import read_lines
 from rlearner.ops.drawing import Row, baselines, draw_rewards, render_before_and_after
 from rlearner.up.failed_groups import NO_FAULT, by_reason
 from rlearner.up.live_state import duration
+from rlearner.up.output import Output
 
 
-def write_artifacts(folder: Path, seconds: float, cpu_s: dict[str, float], resume: str) -> None:
+def write_artifacts(folder: Path, seconds: float, cpu_s: dict[str, float], resume: str, say: Output) -> None:
     """Draw the pictures of a run's folder, and print what happened and ``resume``, the command that continues it."""
     failed = failures_of(folder)
     lines = read_lines(folder / "metrics.jsonl")
     if not lines:
-        said = f"stopped before the first step; logs are in {folder / 'logs'}"
-        print(said, *failed, "", "next:", f"  {resume}", sep="\n")
+        text = f"stopped before the first step; logs are in {folder / 'logs'}"
+        lines_of_text = [text, *failed, "", "next:", f"  {resume}"]
+        say("ended", "\n".join(lines_of_text), run=folder.name, step=0, failed=failed, next=resume)
         return
-    made = [draw_rewards(folder.name, lines, folder / "reward.png"), *render_before_and_after(folder)]
-    print("\n".join(summary(folder, lines, [path for path in made if path], seconds, cpu_s, failed, resume)))
+    drawn = [draw_rewards(folder.name, lines, folder / "reward.png"), *render_before_and_after(folder)]
+    made = [path for path in drawn if path]
+    text = "\n".join(summary(folder, lines, made, seconds, cpu_s, failed, resume))
+    figures = {"run": folder.name, "step": lines[-1]["step"], "seconds": round(seconds, 1), "cpu_s": cpu_s}
+    say("ended", text, **figures, figures=lines[-1], failed=failed, files=list(map(str, made)), next=resume)
 
 
 def failures_of(folder: Path) -> list[str]:

@@ -7,7 +7,7 @@ import asyncio
 from typing import Any
 
 from broker.runtime.process import Stop, main
-from broker.settings.arguments import add_config, port
+from broker.settings.arguments import add_config, add_json, port
 
 
 def add_parser(subparsers: Any) -> None:
@@ -22,6 +22,7 @@ def add_parser(subparsers: Any) -> None:
     text = "address of the broker; other hosts reach one that is not loopback, with TLS and a join token (%(default)s)"
     parser.add_argument("--bind", metavar="ADDRESS", default="127.0.0.1", help=text)
     parser.add_argument("--port", type=port, default=0, help="port of the broker, 0 for any (%(default)s)")
+    add_json(parser, "print one JSON object per line instead of the live view: each step, event and the result")
     parser.set_defaults(run=run)
 
 
@@ -45,11 +46,13 @@ def run(arguments: argparse.Namespace) -> int:
         from learner.gpu_selection import with_weights_on_host
         from learner.prepare import exit_code, name_run
         from rlearner.doctor.preflight import require_fleet
+        from rlearner.up.output import Output
         from rlearner.up.run import is_completed, up
 
         asked = name_run(load(arguments.config, arguments.overrides), arguments.config)
         config = validate(with_weights_on_host(asked) if arguments.share_gpus else asked)
-        if await is_completed(config):
+        say = Output(as_json=arguments.json)
+        if await is_completed(config, say):
             return 0
         await asyncio.to_thread(require_fleet, config)
         overrides = [o for o in arguments.overrides if not o.startswith("run.name=")]
@@ -58,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
             config,
             arguments_of_start,
             stop,
+            say,
             force=arguments.force,
             rebase=arguments.rebase,
             share_gpus=arguments.share_gpus,

@@ -26,7 +26,6 @@ from broker.server.private_server import BrokerServer
 from broker.server.server_supervisor import ServerSupervisor
 from broker.settings.config import PRIVATE_STORE_GIB, BrokerSection
 from broker.settings.runspec import section
-from broker.system.visible_text import visible
 from learner.checkpoints.checkpoint import newest_checkpoint
 from learner.config import EvalSection, TrainSection
 from learner.prepare import nothing_left, refuse_fewer_steps, run_folder
@@ -37,6 +36,7 @@ from rlearner.ops.folder_cleanup import removed_on_failure
 from rlearner.up.artifacts import write_artifacts
 from rlearner.up.fleet import FleetProcess, ProcessFleet, cpu_seconds
 from rlearner.up.live_state import LiveRunState
+from rlearner.up.output import Output
 from rlearner.up.run_claim import RunClaim, refuse_other_broker
 from rlearner.up.shutdown_display import ShutdownDisplay
 from rlearner.up.view import screen
@@ -47,7 +47,7 @@ DRAW_EVERY_S = 0.25
 LEARNER_PATIENCE_S = 30.0  # for its last checkpoint
 
 
-async def is_completed(config: dict[str, Any]) -> bool:
+async def is_completed(config: dict[str, Any], say: Output) -> bool:
     """Return whether the run has made all its steps, and print so. Call it before anything is written.
 
     Raises:
@@ -57,7 +57,9 @@ async def is_completed(config: dict[str, Any]) -> bool:
     run, folder = _where(config)
     made, steps = newest_checkpoint(folder / "checkpoints"), section(config, "train", TrainSection).steps
     if made is not None and made.step == steps:
-        print(f"{nothing_left(run, steps)}\n{continue_line(config)}", end="", flush=True)
+        text = nothing_left(run, steps)
+        again = continue_line(config).strip()
+        say("completed", f"{text}\n{again}".rstrip(), run=run, steps=steps, message=text, next=again)
         return True
     refuse_fewer_steps(folder, run, steps)
     await refuse_other_broker(folder, run)
@@ -73,6 +75,7 @@ async def up(
     config: dict[str, Any],
     args: list[str],
     stop: Stop,
+    say: Output,
     *,
     force: bool = False,
     rebase: bool = False,
@@ -84,6 +87,7 @@ async def up(
     Args:
         config: the validated configuration, with ``run.name`` set.
         args: for ``rlearner start``: the file and the overrides.
+        say: prints what happens.
         force: see ``learner/resume_checks.py``.
         rebase: continue even if the private broker's store is lost.
         share_gpus: learner and server take turns on their devices.
@@ -101,9 +105,11 @@ async def up(
     changed = await asyncio.to_thread(check_changes, folder, config, force=force)
     flags = [*["--force"] * force, *["--rebase"] * rebase, *["--share-gpus"] * share_gpus]
     with removed_on_failure(folder), RunClaim(folder, run) as claim:
-        said = [f"run {run}, logs in {folder / 'logs'}", *(f"changed since the last start: {one}" for one in changed)]
-        print(*said, sep="\n", flush=True)
-        await _up(config, run, folder, [*args, *flags], stop, claim, listen, share_gpus=share_gpus)
+        logs = folder / "logs"
+        say("started", f"run {run}, logs in {logs}", run=run, folder=str(folder), logs=str(logs))
+        for one in changed:
+            say("changed", f"changed since the last start: {one}", change=one)
+        await _up(config, run, folder, [*args, *flags], stop, say, claim, listen, share_gpus=share_gpus)
 
 
 async def _up(
@@ -112,6 +118,7 @@ async def _up(
     folder: Path,
     args: list[str],
     stop: Stop,
+    say: Output,
     claim: RunClaim,
     listen: tuple[str, int],
     *,
@@ -125,7 +132,8 @@ async def _up(
     made = BrokerServer(store, bind=bind, port=port, sync_always=sync_always, store_max_gib=most_gib, num_procs=1)
     with made as broker:
         if bind != LOOPBACK:
-            print(f"other hosts join at {broker.url} with a token: rlearner invite envhub --run {run}", flush=True)
+            text = f"other hosts join at {broker.url} with a token: rlearner invite envhub --run {run}"
+            say("listening", text, broker=broker.url)
         claim.note(broker.url)
         fleet = ProcessFleet(logs, {"RL_BROKER": broker.url, "RL_RUN": run})
         stop.at_once.append(fleet.kill)
@@ -139,7 +147,7 @@ async def _up(
                 engine_args = f"engine_args={json.dumps(evaluation.baseline_args)}"  # YAML reads JSON
                 random = ["--engine", "random", "--policy", "random", "--id", "random-1", engine_args]
                 fleet.add("rollout-random", "rollout.cli", random)
-            await _show(config, broker, fleet, learner, stop)
+            await _show(config, broker, fleet, learner, stop, say)
             used = {child.name: sum(child.cpu.values()) for child in fleet.children}
             used |= {"broker": sum(cpu_seconds([broker.pid]).values()), "this view": time.process_time()}
         finally:
@@ -150,17 +158,23 @@ async def _up(
         fleet.raise_for_failures()
     except UserError:
         if noted_epoch(folder) != epoch:
-            print(continue_line(config), end="", flush=True)
+            say("failed", continue_line(config).strip())
         raise
     resume = continue_line(config).strip() or f"again: rlearner up {shlex.join(args)}"
-    write_artifacts(folder, time.monotonic() - started, used, resume)
+    write_artifacts(folder, time.monotonic() - started, used, resume, say)
 
 
 async def _show(
-    config: dict[str, Any], broker: BrokerServer, fleet: ProcessFleet, learner: FleetProcess, stop: Stop
+    config: dict[str, Any],
+    broker: BrokerServer,
+    fleet: ProcessFleet,
+    learner: FleetProcess,
+    stop: Stop,
+    say: Output,
 ) -> None:
     """Show the run until the learner exits, a child cannot run, or a signal arrives."""
     console = Console()
+    is_live = console.is_interactive and sys.stdout.isatty() and not say.as_json  # FORCE_COLOR makes no terminal
     board = LiveRunState(config["run"]["name"], section(config, "train", TrainSection).steps)
     events: list[str] = []
     keeper = ServerSupervisor(broker)
@@ -169,9 +183,9 @@ async def _show(
     try:
         await bus.ensure_streams()
         await roster.start()
-        steps: asyncio.Queue[str] = asyncio.Queue()
+        steps: asyncio.Queue[tuple[str, dict[str, float]]] = asyncio.Queue()
         listening = asyncio.create_task(_listen(bus, board, steps))
-        display = Live(console=console, refresh_per_second=4) if console.is_terminal else contextlib.nullcontext()
+        display = Live(console=console, refresh_per_second=4) if is_live else contextlib.nullcontext()
         with display as live:
             phase = ""
             while not stop.asked.is_set() and learner.exit_code is None and not fleet.failed:
@@ -185,14 +199,18 @@ async def _show(
                 if live is not None:
                     live.update(screen(board, events, fleet.logs))
                     continue
-                lines = [steps.get_nowait() for _ in range(steps.qsize())] + news
+                for line in happened:
+                    say.stamped("process", line)
+                while not steps.empty():
+                    line, figures = steps.get_nowait()
+                    say.stamped("step", line, step=int(figures["step"]), figures=figures)
+                for line in news:
+                    say.stamped("warning", line)
                 if board.phase != phase and not board.step:
                     phase = board.phase
-                    lines.append(phase)
+                    say.stamped("phase", phase)
                 if failed := board.failures.news(time.monotonic(), fleet.logs):
-                    lines.append(failed)
-                for line in [*happened, *lines]:
-                    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {visible(line, newlines=True)}", flush=True)
+                    say.stamped("failed_groups", failed)
         listening.cancel()
         if listening.done() and not listening.cancelled() and (error := listening.exception()):
             raise error
@@ -203,7 +221,7 @@ async def _show(
         print("stopping everything; press Ctrl-C again to stop at once", file=sys.stderr)
 
 
-async def _listen(bus: Bus, board: LiveRunState, steps: asyncio.Queue[str]) -> None:
+async def _listen(bus: Bus, board: LiveRunState, steps: asyncio.Queue[tuple[str, dict[str, float]]]) -> None:
     async for metrics in watch_metrics(bus):
         if board.take(metrics, time.monotonic()):
-            steps.put_nowait(board.plain())
+            steps.put_nowait((board.plain(), dict(board.line)))

@@ -43,6 +43,26 @@ def test_every_argument_says_what_it_is() -> None:
     assert [where for parser in PARSERS for where, action in actions(parser()) if not action.help] == []
 
 
+# Commands that have no --json, and why.
+WITHOUT_JSON = {
+    "rlearner start": "a process of a run, which logs",
+    "rlearner completion": "prints code for a shell",
+    "broker permissions": "prints a configuration file of nats-server",
+    "envhub": "a process of a run, which logs",
+    "envhub demos": "always prints one JSON object",
+    "envhub render": "always prints one JSON object",
+    "rewardhub": "a process of a run, which logs",
+    "rollout-server": "a process of a run, which logs",
+}
+
+
+def test_every_command_that_prints_a_result_prints_it_as_json_too() -> None:
+    commands = [command for make in PARSERS for command in arguments.commands_of(make())]
+    leaves = [one for one in commands if not any(isinstance(a, argparse._SubParsersAction) for a in one._actions)]
+    lacking = {one.prog for one in leaves if not any("--json" in action.option_strings for action in one._actions)}
+    assert lacking == set(WITHOUT_JSON)
+
+
 def take(parser: argparse.ArgumentParser, words: list[str]) -> None:
     """Parse as the program does."""
     if parser.prog == "rlearner":

@@ -13,6 +13,7 @@ from learner.run_folder import note_epoch
 from rlearner.cli import main
 from rlearner.up import artifacts
 from rlearner.up.artifacts import write_artifacts
+from rlearner.up.output import Output
 
 RESUME = "go on with this run: rlearner up runs/a"
 
@@ -42,7 +43,7 @@ def test_a_run_that_was_stopped_says_what_failed_and_how_to_go_on(
     monkeypatch.setattr(artifacts, "draw_rewards", lambda *_: None)
     folder = tmp_path / "a"
     asyncio.run(kit.World(folder, steps=2).learn())
-    write_artifacts(folder, 5.0, {"learner": 1.0}, RESUME)
+    write_artifacts(folder, 5.0, {"learner": 1.0}, RESUME, Output())
     said = capsys.readouterr().out.splitlines()
     assert (
         f"failed groups: 2 (env_error 1, malformed 1); see {folder / 'logs'}, or rlearner trace {folder} TICKET" in said
@@ -54,7 +55,7 @@ def test_before_the_first_step_too(tmp_path: Path, capsys: pytest.CaptureFixture
     dead = '{"state":"issued","ticket":1}\n{"state":"dead","ticket":1,"seq":1,"reason":"reward_error"}\n'
     (tmp_path / "ledger").mkdir()
     (tmp_path / "ledger" / "step-000000.jsonl").write_text('{"state":"summary","reasons":{}}\n' + dead)
-    write_artifacts(tmp_path, 5.0, {}, "again: rlearner up 'my run.yaml' run.name=a")
+    write_artifacts(tmp_path, 5.0, {}, "again: rlearner up 'my run.yaml' run.name=a", Output())
     assert capsys.readouterr().out.splitlines() == [
         f"stopped before the first step; logs are in {tmp_path / 'logs'}",
         f"failed groups: 1 (reward_error 1); see {tmp_path / 'logs'}, or rlearner trace {tmp_path} TICKET",
