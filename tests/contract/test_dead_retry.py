@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -80,6 +81,12 @@ async def test_a_dead_ticket_is_played_again_and_nothing_is_stored(
             "  episode 1: solved, reward 1, env 1; terminated after 2 turns, versions 7-7",
             "    last response: R",
         ]
+
+        await retry(world, 2, "--json")
+        found = json.loads(capsys.readouterr().out)
+        (played,) = found["outcomes"]
+        assert (found["ticket"], found["reason"], played["by"]) == (2, "deadline: too slow", "h")
+        assert [(one["success"], one["reward"], one["turns"]) for one in played["episodes"]] == [(True, 1.0, 2)] * 2
 
         with pytest.raises(UserError, match=r"has no rewardhub that serves pool 'default' now"):
             await retry(world, 3)

@@ -5,6 +5,7 @@ broker.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -81,8 +82,16 @@ async def test_a_run_ends_with_130_until_all_its_steps_are_made(tmp_path: Path) 
     made = checkpoint.newest_checkpoint(tmp_path / "codes" / "checkpoints")
     assert made is not None
     for steps in (made.step + 1, made.step + 1):  # makes the last step; has nothing left to do
-        async with up(tmp_path, f"train.steps={steps}") as child:
+        async with up(tmp_path, f"train.steps={steps}", "--json") as child:
             assert await child.wait() == 0, (tmp_path / "up.log").read_text()
+    lines = (tmp_path / "up.log").read_text().splitlines()
+    events = [json.loads(line) for line in lines if line.startswith('{"event"')]
+    assert (events[0]["event"], events[0]["folder"]) == ("started", str(tmp_path / "codes"))
+    assert [one["figures"]["ticket/issued"] > 0 for one in events if one["event"] == "step"] == [True]
+    ended, done = events[-2:]
+    assert (ended["event"], ended["step"], ended["failed"]) == ("ended", made.step + 1, [])
+    assert (done["event"], done["steps"]) == ("completed", made.step + 1)
+    assert done["next"] == f"go on with this run: rlearner up {tmp_path / 'codes'} train.steps={2 * (made.step + 1)}"
     assert "changed since the last start: broker" not in (tmp_path / "up.log").read_text()
     for role in ("rollout-server", "envhub", "rewardhub"):
         assert "Traceback" not in (tmp_path / "codes" / "logs" / f"{role}.log").read_text()

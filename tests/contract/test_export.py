@@ -74,6 +74,10 @@ def test_the_newest_goes_into_the_runs_folder_and_wrong_input_is_said(
     assert cli.main(["export", str(tmp_path / "run")]) == 0
     out = tmp_path / "run" / "exported" / "step-000002"
     assert capsys.readouterr().out == f"{out}: step 2, model.safetensors\n"
+    assert export(tmp_path, "--out", str(tmp_path / "plain"), "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["run"], found["step"], found["folder"]) == ("run", 2, str(tmp_path / "plain"))
+    assert found["files"] == sorted(file.name for file in (tmp_path / "plain").glob("*.safetensors")) != []
     assert export(tmp_path) == 2
     assert f"--out {out}: exists already" in capsys.readouterr().err
     assert export(tmp_path, "--step", "3") == 2

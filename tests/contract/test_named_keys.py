@@ -71,6 +71,9 @@ async def test_keys_of_the_command_line_are_accepted_until_they_are_revoked(
     listed = await asyncio.to_thread(rlearner, tmp_path, "list")
     assert listed.stdout.startswith("alice, until ")
     assert listed.stderr == "1 API key\n"
+    (plain,) = json.loads((await asyncio.to_thread(rlearner, tmp_path, "list", "--json")).stdout)["keys"]
+    assert (plain["name"], plain["requests_per_minute"], plain["expired"]) == ("alice", 60, False)
+    assert "sha256" not in plain
     revoked = await asyncio.to_thread(rlearner, tmp_path, "revoke", "alice")
     assert revoked.stdout == "alice: servers refuse it from now on\n"
     assert error_of(await served.post("/completions", BODY, 401, key=key))[0] == "invalid_api_key"

@@ -360,7 +360,15 @@ async def test_drain_says_who_ends_and_who_stays_and_why(
         wire.Presence(role="rollout", id="r1", host="h", pid=2, state="serving"),
     ]
     async with announced(bus, *there):
-        code, out, _ = await command("drain", run_name, "--dir", str(tmp_path), "--broker", broker_url)
+        where = (run_name, "--dir", str(tmp_path), "--broker", broker_url)
+        code, out, _ = await command("drain", *where)
+        _, plain, _ = await command("drain", *where, "--reason", "a new disk", "--json")
+    found = json.loads(plain)
+    assert (found["run"], found["state"], found["reason"]) == (run_name, "draining", "a new disk")
+    assert [(one["role"], one["id"], one["does"][:6]) for one in found["processes"]] == [
+        ("envhub", "e1", "starts"),
+        ("rollout", "r1", "stays,"),
+    ]
     assert (code, out.splitlines()) == (
         0,
         [

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+from base64 import b64encode
 from pathlib import Path
 
 import psutil
@@ -136,13 +138,20 @@ async def test_status_shows_runs_processes_and_depths(run: Bus, broker_url: str)
     for _ in range(4):
         await run.publish(SAMPLES, EXAMPLES[wire.Closed])
     await run.trim(SAMPLES, 3)
-    result = await asyncio.to_thread(broker, "status", "--broker", broker_url, "--run", run.run)
+    where = ("status", "--broker", broker_url, "--run", run.run)
+    result = await asyncio.to_thread(broker, *where)
+    plain = json.loads((await asyncio.to_thread(broker, *where, "--json")).stdout)
     for announcer in announcers:
         await announcer.close()
     assert result.returncode == 0, result.stderr
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
     assert lines[1] == f"{run.run}: running; 1 envhub, 1 rollout"
     assert {"tickets lake 3", "episodes judge 1", "samples 2 kept, 4 written", "dead 0 kept, 0 written"} <= set(lines)
+    (found,) = plain["runs"]
+    assert (found["run"], found["state"]) == (run.run, "running")
+    assert found["processes"] == {"envhub": 1, "rollout": 1}
+    assert found["streams"]["tickets"] == {"lake": 3}
+    assert found["streams"]["samples"] == {"kept": 2, "written": 4}
 
 
 async def test_control_tells_the_run(run: Bus, broker_url: str) -> None:
@@ -151,6 +160,8 @@ async def test_control_tells_the_run(run: Bus, broker_url: str) -> None:
     found = await run.key_value(CONTROL).get(run.run)
     assert found is not None
     assert found[0] == wire.DesiredState(state="paused", reason="new disk")
+    again = broker("control", "paused", "--json", "--broker", broker_url, "--run", run.run)
+    assert json.loads(again.stdout) == {"run": run.run, "state": "paused", "reason": ""}
     assert f"{run.run}: paused" in broker("status", RL_BROKER=broker_url, RL_RUN=run.run).stdout
 
 
@@ -193,9 +204,16 @@ async def test_dead_letters_are_listed_shown_and_purged(
     assert capfdbinary.readouterr().out == b"\x81\xa1x\x01"
     with pytest.raises(UserError, match="no dead letter 8 in run"):
         await dead("show", "8")
+    listed = json.loads(await dead("list", "--json"))
+    assert (listed["run"], [one["number"] for one in listed["letters"]]) == (run.run, [1, 2, 3])
+    second = {"number": 2, "stream": "episodes", "sequence": 0, "ticket": 0, "by": run.name, "bytes": 2}
+    assert listed["letters"][1] == {**second, "reason": "bad\x1b[2J"}
+    assert json.loads(await dead("show", "2", "--json"))["data"] == b64encode(b"\xc1\x00").decode()
+    third = json.loads(await dead("show", "3", "--json"))
+    assert (third["type"], third["message"]["number"], third["message"]["domain"]) == ("Ticket", 417, "lake")
     assert await dead("purge", "--through", "1") == f"1 dead letters deleted from run {run.run}\n"
     assert [line[0] for line in (await dead("list")).splitlines()] == ["2", "3"]
-    assert await dead("purge") == f"2 dead letters deleted from run {run.run}\n"
+    assert json.loads(await dead("purge", "--json")) == {"run": run.run, "deleted": 2}
     assert await dead("list") == ""
 
 

@@ -60,6 +60,13 @@ def test_each_run_with_its_state(root: Path, capsys: pytest.CaptureFixture[str])
     assert rows[-1][:3] == ["half", "stopped", "2/3"]
 
 
+def test_a_long_name_is_whole_where_nobody_looks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "n" * 64
+    made(tmp_path, name, 1)
+    assert main(["runs", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:3] == [name, "stopped", "1/3"]
+
+
 def test_prune_deletes_what_can_go_and_nothing_else(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def there() -> set[str]:
         return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
@@ -72,6 +79,14 @@ def test_prune_deletes_what_can_go_and_nothing_else(root: Path, capsys: pytest.C
     assert main(["runs", str(root), "--prune"]) == 2
     assert capsys.readouterr().err == "error: --prune: needs a confirmation; add --yes, or run it in a terminal\n"
     assert there() == before
+    assert main(["runs", str(root), "--prune", "--json"]) == 0  # only tells
+    told = json.loads(capsys.readouterr().out)
+    assert (told["deleted"], there()) == (False, before)
+    assert {str(Path(one["path"]).relative_to(root)) for one in told["removable"]} == {
+        *(name for name in gone if "broker" not in name),
+        "done/broker",
+        "measured/broker",
+    }
     with RunClaim(root / "half", "half"):  # at work
         before |= {"half/.lock"}
         assert main(["runs", str(root), "--prune", "--yes"]) == 0
@@ -95,6 +110,8 @@ def test_draw_makes_the_pictures_of_a_run_started_by_hand(root: Path, capsys: py
     assert main(["draw", "half", "--dir", str(root)]) == 0
     assert capsys.readouterr().out == f"{root / 'half' / 'reward.png'}\n"
     assert (root / "half" / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["draw", "half", "--dir", str(root), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"run": "half", "files": [str(root / "half" / "reward.png")]}
     (root / "half" / "metrics.jsonl").write_text("")
     assert main(["draw", "half", "--dir", str(root)]) == 2
     assert capsys.readouterr().err == "error: run half has made no step yet, so there is nothing to draw\n"
