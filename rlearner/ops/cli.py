@@ -64,7 +64,6 @@ def add_parsers(subparsers: Any) -> None:
         now.add_argument("--no-wait", action="store_true", help="return once the learner has answered")
         text = "stop waiting after (%(default)s); the learner goes on"
         now.add_argument("--timeout", type=positive, default=3600.0, metavar="SECONDS", help=text)
-        now.add_argument("--json", action="store_true", help="one JSON object for each reply")
     texts = {
         "pause": "take no new work until `rlearner resume`",
         "resume": "continue after a pause",
