@@ -99,7 +99,7 @@ class EnvironmentHub:
         nurseries = WorkerPools(self.settings.worker_memory_mib, self.settings.pass_env)
         calls = EnvironmentCalls(self.settings.step_timeout_s)
         self.players = EpisodeRunners(tokenizer, self.generator, calls, limits, nurseries, max_workers=self.slots.n)
-        self.players.clock = clock
+        self.players.clock, self.players.spans = clock, member.spans
         self.health = WorkHealth("domain", self.domains, self._broken_after, trial=self._trial, changed=member.poke)
         self.tally = HubMetrics()
         self.turnstile = QueueTurns(self.slots)

@@ -26,6 +26,7 @@ class EpisodeTask:
     Attributes:
         id: name of the conversation at the servers; unique among running episodes.
         seed: of the environment; the episodes of a group share it.
+        ticket: number of the ticket, 0 for evaluations and trials.
         episode: number in the group, from 0.
         record: whether to keep text frames for a replay.
     """
@@ -41,6 +42,7 @@ class EpisodeTask:
     temperature: float | None = None  # None: the domain's own
     greedy: bool = False  # a baseline at temperature 0
     record: bool = False
+    ticket: int = 0
 
 
 @dataclass

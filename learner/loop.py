@@ -233,7 +233,8 @@ class TrainingLoop:
         self._evaluator.step_completed(step, self._steps)
         if self._done:
             await self._training.leave()  # the evaluation needs servers
-            await self._evaluator.drain(self._stop.asked)
+            with self._training.spans.work("evaluate", step=step):
+                await self._evaluator.drain(self._stop.asked)
         await self._book.write(line | self._evaluator.take(last=self._done))
         if self._checkpoint_every and step % self._checkpoint_every == 0 and not self._done:
             await self._checkpoint(self.boundary)

@@ -263,6 +263,7 @@ class LearnerService:
             self.training = await open_training(
                 self.config, from_path, model_path, devices=self.devices, folder=self.folder
             )
+            self.training.spans = self.member.spans
         except ConfigError as error:
             if resumed is None or error.value != str(resumed.path):
                 raise
@@ -415,7 +416,8 @@ class LearnerService:
 
     def _offer(self, version: int) -> float:
         """Offer one version; runs in the training thread."""
-        return self.sender.offer(version, self.offering.tensors(), self.offering.probe())
+        with self.member.spans.work("weights", step=version):
+            return self.sender.offer(version, self.offering.tensors(), self.offering.probe())
 
     def _values_beside(self) -> dict[str, float]:
         """Return the step metrics that are measured outside training."""

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from broker.contract import wire
+from broker.runtime.spans import SpanRecorder
 from learner.algorithm.assembly import SampleAssembler
 from learner.algorithm.batch_adjust import adjust
 from learner.algorithm.packing import MicroBatchCutter
@@ -71,6 +72,7 @@ class TrainingThread:
         self._busy_s = 0.0
         self._abandoned, self._stopped = threading.Event(), asyncio.Event()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.spans = SpanRecorder()
 
     async def open(self) -> Backend:
         """Build the backend; only jobs may touch it.
@@ -161,11 +163,12 @@ class TrainingThread:
         self._groups.append(group)
         if self._assembly.needs_batch:
             return
-        for sample in self._assembly.stream(group):
-            if (full := self._cutter.add(sample)) is not None:
-                self.backend.forward_backward(full)
-                if self._abandoned.is_set():
-                    return
+        with self.spans.work("train"):
+            for sample in self._assembly.stream(group):
+                if (full := self._cutter.add(sample)) is not None:
+                    self.backend.forward_backward(full)
+                    if self._abandoned.is_set():
+                        return
         self._busy_s += time.monotonic() - started
 
     def _train_rest(self) -> dict[str, float] | None:
@@ -187,7 +190,8 @@ class TrainingThread:
 
     def _finish(self, version: int) -> TrainingResult | None:
         started = time.monotonic()
-        values = self._train_batch(version) if self._assembly.needs_batch else self._train_rest()
+        with self.spans.work("train"):
+            values = self._train_batch(version) if self._assembly.needs_batch else self._train_rest()
         if values is None:
             return None
         groups, self._groups = self._groups, []

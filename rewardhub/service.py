@@ -255,7 +255,8 @@ class RewardhubService:
         scoring = GroupScoring(group, rewards, self.settings.max_retries)
         started = time.monotonic()
         try:
-            ending = await score_group(scoring, rewards, self.workers)
+            with self.member.spans.work("reward", ticket=group.ticket if group.eval_step < 0 else 0):
+                ending = await score_group(scoring, rewards, self.workers)
         except NoWorkerError as error:
             ending = CloseAction("aborted", str(error), own=False)
         self.tally.retries += scoring.num_retries

@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 
 from broker.contract import wire
+from broker.runtime.spans import SpanRecorder
 from rlearner_text.openai.http_errors import ENGINE_FAILED
 from rlearner_text.openai.token_events import TokenEvent, TokenListener, TopLogprobs
 from rollout.engines.base import Engine, GenerationOutput, StreamingEngine
@@ -24,13 +25,17 @@ class RequestHandler:
     Args:
         server: id in the replies.
         answered: called with the seconds that each request took, queueing included.
+        spans: of the server, for the timeline.
 
     Attributes:
         draining: new requests get an empty reply, so that the client tries another server.
     """
 
-    def __init__(self, engine: Engine, server: str, answered: Callable[[float], None]) -> None:
+    def __init__(
+        self, engine: Engine, server: str, answered: Callable[[float], None], spans: SpanRecorder | None = None
+    ) -> None:
         self._engine, self._server, self._answered = engine, server, answered
+        self._spans = spans or SpanRecorder()
         self._tapped = engine if isinstance(engine, StreamingEngine) else None
         self._outstanding: set[str] = set()
         self._scoring: dict[str, asyncio.Future[GenerationOutput]] = {}
@@ -52,7 +57,7 @@ class RequestHandler:
         """
         if self.draining:
             return self._reply(request, GenerationOutput(finish_reason="abort"))
-        began = time.monotonic()
+        began, entered = time.monotonic(), self._spans.enter("generate")
         self._outstanding.add(request.request_id)
         self._idle.clear()
         try:
@@ -60,6 +65,7 @@ class RequestHandler:
         except RuntimeError as error:
             return self._reply(request, GenerationOutput(error=f"{ENGINE_FAILED}: {error}"))
         finally:
+            self._spans.leave("generate", entered)
             self._answered(time.monotonic() - began)
             self._outstanding.discard(request.request_id)
             if not self._outstanding:

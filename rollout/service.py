@@ -187,7 +187,7 @@ class RolloutService:
         self._snapshots: SnapshotSource | None = None
         self._http: HttpApi | None = None
         self._meter = IntervalMetrics(time.monotonic())
-        self._answering = RequestHandler(engine, member.id, self._meter.answered)
+        self._answering = RequestHandler(engine, member.id, self._meter.answered, member.spans)
         self.handle = self._answering.handle
         self._devices, self._updates = devices, asyncio.Lock()
         self._turns: ServerTurns | None = None
@@ -326,6 +326,7 @@ class RolloutService:
             only_snapshots=self._section.snapshot_only,
             workers=await engine_workers(self._engine, self._section.update_mode, self._served_by_workers),
             pace=self._updates,
+            spans=self._member.spans,
         )
         await self._receiver.start()
         self._member.spawn(self._receiver.join())  # fails the server when it can no longer follow
@@ -379,6 +380,11 @@ class RolloutService:
         Raises:
             TransferFailed: if the probe does not match.
         """
+        with self._member.spans.work("weights"):
+            await self._load_offered(tensors, offer)
+        self._member.poke()
+
+    async def _load_offered(self, tensors: Mapping[str, Tensor], offer: wire.WeightsOffer) -> None:
         from broker.weights.probe import check_probe
 
         if tensors:
@@ -391,7 +397,6 @@ class RolloutService:
             check_probe(offer.probe, await self._engine.logprobs(offer.probe.token_ids.array().tolist()))
             await self._engine.adopt(offer.version)
             log.info("serving version %d of epoch %d, weights unchanged", offer.version, offer.epoch)
-        self._member.poke()
 
     async def _watch_engine(self) -> None:
         await self._engine.join()

@@ -27,6 +27,7 @@ MAX_GUIDE_CHARS: Final = 1 << 16  # a grammar of this size takes a second or two
 INT32_MAX: Final = 2**31 - 1
 LOGPROB_EPS: Final = 1e-3  # log_softmax in low precision may slightly exceed 0
 DEAD_LETTER_BYTES: Final = 1 << 20
+MAX_SPANS: Final = 256
 MAX_REQUEST_S: Final = 86_400.0  # of a request's deadline
 MAX_ID_CHARS: Final = 256  # of a request or a conversation
 MAX_SERVES: Final = 1024
@@ -99,6 +100,8 @@ RANGES: Final[dict[type, dict[str, ValueRange]]] = {
         "prompt_top_k": NATURAL},
     wire.AbortRequest: {},
     wire.GenerateReply: {"policy_version": OPTIONAL, "prefix_hit_tokens": NATURAL},
+    wire.Span: {"start": NATURAL, "end": NATURAL, "seconds": NATURAL, "count": NATURAL, "ticket": NATURAL,
+        "step": OPTIONAL},
     wire.Metrics: {"time": NATURAL},
     wire.DeadLetter: {"sequence": NATURAL, "ticket": NATURAL},
     wire.Attempt: {"deaths": NATURAL},
@@ -457,8 +460,14 @@ def _check_reply(reply: wire.GenerateReply) -> None:
 
 
 def _check_metrics(metrics: wire.Metrics) -> None:
-    """All values are finite."""
+    """All values are finite. There are at most 256 spans, and none ends before it starts."""
     _finite("Metrics", "values", metrics.values)
+    if len(metrics.spans) > MAX_SPANS:
+        raise _wrong("Metrics", "spans", f"{len(metrics.spans)} spans", f"at most {MAX_SPANS}")
+    for span in metrics.spans:
+        _numbers(span)
+        if span.end < span.start:
+            raise _wrong("Metrics", "spans", f"{span.start} to {span.end}", "must not end before it starts")
 
 
 def _check_dead_letter(letter: wire.DeadLetter) -> None:

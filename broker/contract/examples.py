@@ -86,6 +86,7 @@ EXAMPLES: Final[dict[type[wire.Message], wire.Message]] = {
         wire.Metrics(
             role="rollout", id="rollout-7c1", time=1_767_225_600.0, values={"perf/tokens_per_s": 4120.5},
             text={"state": "serving"},
+            spans=[wire.Span(kind="generate", start=1_767_225_599.0, end=1_767_225_600.0, seconds=38.5, count=61)],
         ),
         wire.DeadLetter(
             stream="episodes", sequence=93, ticket=419, reason="Group: Object contains unknown field `score`",

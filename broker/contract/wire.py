@@ -105,6 +105,7 @@ class EvalTicket(Message, frozen=True, tag="EvalTicket"):
 
 # --------------------------------------------------------------------------------------------------- samples
 
+SpanKind = Literal["generate", "env_step", "reward", "train", "weights", "evaluate", "checkpoint", "wait"]
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 EpisodeEnd = Literal["terminated", "truncated", "timeout", "length"]
 ClosedReason = Literal[
@@ -336,6 +337,19 @@ class GenerateReply(Message, frozen=True, tag="GenerateReply"):
 # -------------------------------------------------------------------------------------------------- operator
 
 
+class Span(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """What a process did for a while; see ``broker.runtime.spans``."""
+
+    kind: SpanKind  # what it did; `wait`: nothing of all this
+    start: float  # unix seconds
+    end: float  # unix seconds, of its end or of this report
+    seconds: float  # busy time in it: more than its length if several went on at once, less if there were gaps
+    count: int = 0  # pieces of work that ended in it
+    ticket: int = 0  # of the group, 0 unknown or several
+    step: int = -1  # optimizer step, -1 unknown or several
+    sample: bool = False  # one piece of work, as an example; another span of the report counts it too
+
+
 class Metrics(Message, frozen=True, tag="Metrics"):
     """Numbers of one process, published every second or once a step."""
 
@@ -344,6 +358,7 @@ class Metrics(Message, frozen=True, tag="Metrics"):
     time: float  # unix seconds, for display only
     values: dict[str, float]  # metric name to value
     text: dict[str, str] = {}  # other values: a state, the last error
+    spans: list[Span] = []  # what the process did since the last report, at most 256
 
 
 class DeadLetter(Message, frozen=True, tag="DeadLetter"):

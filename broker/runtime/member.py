@@ -16,6 +16,7 @@ from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import publish_metrics
 from broker.runtime.announce import Announcer
 from broker.runtime.health import Health, Report, report_of
+from broker.runtime.spans import SpanRecorder
 from broker.system.recent_warning import RecentWarning
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class Member:
         running: cleared while the operator wants a pause; ``await member.running.wait()`` before taking new work.
         pausing: set while the operator wants a pause.
         desired: what the operator wants: running, paused, draining or stopped.
+        spans: what the process does, for the timeline; reported with the metrics.
     """
 
     bus: Bus
@@ -69,6 +71,7 @@ class Member:
     pausing: asyncio.Event = field(default_factory=asyncio.Event)
     renewed: asyncio.Event = field(default_factory=asyncio.Event)
     desired: str = "running"
+    spans: SpanRecorder = field(default_factory=SpanRecorder)
     _announcer: Announcer | None = None
     _describe: Callable[[], wire.Presence] = field(init=False)
     _reporting: asyncio.Task[None] | None = None
@@ -170,6 +173,8 @@ class Member:
     ) -> None:
         while True:
             texts = text() if text else {}
-            numbers = wire.Metrics(role=self.role, id=self.id, time=time.time(), values=values(), text=texts)
+            numbers = wire.Metrics(
+                role=self.role, id=self.id, time=time.time(), values=values(), text=texts, spans=self.spans.take()
+            )
             await publish_metrics(self.bus, numbers)
             await asyncio.sleep(REPORT_EVERY_S)

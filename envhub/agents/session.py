@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from broker.contract import wire
 from broker.errors import ConfigError
+from broker.runtime.spans import SpanRecorder
 from envhub.agents.record import EpisodeRecord
 from envhub.servers.generate import ExpectedTokens, SampledTurn, TurnFailed, TurnRequest, mix
 from envhub.task import EpisodeTask
@@ -36,12 +37,14 @@ class SessionContext:
     Attributes:
         turn: samples one turn; see ``envhub.servers.generate.TurnGenerator``.
         expected: tokens of a turn of the domain.
+        spans: of the hub.
     """
 
     tokenizer: Tokenizer
     turn: Callable[[TurnRequest], Awaitable[SampledTurn]]
     expected: ExpectedTokens
     generate_timeout_s: float
+    spans: SpanRecorder
 
 
 class AgentSession:
@@ -137,7 +140,7 @@ class AgentSession:
         else:
             tap = None
         prompt = array("i", ask.token_ids.array().tolist())
-        started = time.perf_counter()
+        started, began = time.perf_counter(), self._means.spans.enter("generate")
         try:
             sampled = await self._means.turn(self._ask(ask, prompt))
         except TurnFailed as error:
@@ -148,6 +151,7 @@ class AgentSession:
             self._begun -= 1  # the agent hung up
             raise
         finally:
+            self._means.spans.leave("generate", began, self._task.ticket)
             self.generate_s += time.perf_counter() - started
         self.failed = ""
         if ask.sampling.top_logprobs and not sampled.top:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from broker.contract import wire
+from broker.runtime.spans import SpanRecorder
 from broker.system.workers.fault import told, trace
 from envhub.envs.base import Environment, Observation, StepResult
 from envhub.episodes.frames import first_frame, frame
@@ -38,6 +39,7 @@ class EpisodeContext:
     Attributes:
         expected: tokens of a turn of the domain.
         generate_timeout_s: longest wait for a turn.
+        spans: of the hub.
     """
 
     tokenizer: Tokenizer
@@ -45,6 +47,7 @@ class EpisodeContext:
     calls: EnvironmentCalls
     expected: ExpectedTokens
     generate_timeout_s: float
+    spans: SpanRecorder
 
 
 class Episode:
@@ -148,8 +151,11 @@ class Episode:
             timeout_s=self._means.generate_timeout_s,
             expected_tokens=self._means.expected.tokens(),
         )
-        started = time.perf_counter()
-        sampled = await self._means.turns.turn(ask)
+        started, began = time.perf_counter(), self._means.spans.enter("generate")
+        try:
+            sampled = await self._means.turns.turn(ask)
+        finally:
+            self._means.spans.leave("generate", began, task.ticket)
         self._generate_s += time.perf_counter() - started
         self._server = sampled.server
         self._means.expected.add(len(sampled.token_ids))
@@ -218,10 +224,11 @@ class Episode:
             raise EpisodeFailed("large", detail)
 
     async def _call(self, method: str, *args: Any) -> Any:
-        started = time.perf_counter()
+        started, began = time.perf_counter(), self._means.spans.enter("env_step")
         try:
             return await self._means.calls.call(self._env, method, *args)
         finally:
+            self._means.spans.leave("env_step", began, self._task.ticket)
             self._env_step_s += time.perf_counter() - started
 
     def _played(self, step: StepResult, end: wire.EpisodeEnd) -> EpisodeResult:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from broker.runtime.spans import SpanRecorder
 from envhub.domain import Domain
 from envhub.envs.agent import AgentEnvironment
 from envhub.envs.base import WORKER, Environment
@@ -39,6 +40,7 @@ class EpisodeRunners:
         nurseries: for environments in worker processes.
         max_workers: worker processes, including idle ones, beyond which an idle one makes way for another domain's.
         idle: environments of finished episodes, by domain, for the next ones.
+        spans: of the hub, for the timeline.
     """
 
     tokenizer: Tokenizer
@@ -51,6 +53,7 @@ class EpisodeRunners:
     expected: dict[str, ExpectedTokens] = field(default_factory=dict)
     clock: AwakeClock = field(default_factory=AwakeClock)  # of the timeouts of episodes
     agents: AgentRunner | None = None  # made for the first episode of an agent
+    spans: SpanRecorder = field(default_factory=SpanRecorder)
 
     async def play(self, task: EpisodeTask, on_tokens: Callable[[int], None]) -> EpisodeResult:
         """Play one episode; ``on_tokens`` gets the oldest policy version of each turn as soon as it is sampled.
@@ -65,7 +68,8 @@ class EpisodeRunners:
                 if issubclass(task.domain.environment, AgentEnvironment):
                     return await self._play_agent(task, expected, on_tokens)
                 environment = await self._environment(task.domain)
-                means = EpisodeContext(self.tokenizer, self.turns, self.calls, expected, self.limits.generate_timeout_s)
+                shared = (self.tokenizer, self.turns, self.calls, expected)
+                means = EpisodeContext(*shared, self.limits.generate_timeout_s, self.spans)
                 played = await Episode(task, environment, means, on_tokens).run()
         except CallFailed as error:
             raise EpisodeFailed("env", str(error), error.trace) from error
@@ -106,7 +110,7 @@ class EpisodeRunners:
         from envhub.agents.session import SessionContext
 
         self.agents = self.agents or AgentRunner(self.tokenizer, self.nurseries.passed)
-        means = SessionContext(self.tokenizer, self.turns.turn, expected, self.limits.generate_timeout_s)
+        means = SessionContext(self.tokenizer, self.turns.turn, expected, self.limits.generate_timeout_s, self.spans)
         return await self.agents.play(task, means, on_tokens)
 
     async def _environment(self, domain: Domain) -> Environment:

@@ -68,6 +68,7 @@ def task(asked: TicketAssignment, domain: Domain, episode: int, name: str) -> Ep
         temperature=0.0 if is_greedy else asked.temperature,
         greedy=is_greedy,
         record=asked.split == "eval" and episode == 0,
+        ticket=asked.number if asked.split == "train" else 0,
     )
 
 

@@ -199,7 +199,8 @@ class CheckpointSaver:
         if self._writing is not None:
             await self._writing  # done; raises its error
         began = time.monotonic()
-        snapshot = await self._training.call(self._training.backend.snapshot)
+        with self._training.spans.work("checkpoint", step=ledger["version"]):
+            snapshot = await self._training.call(self._training.backend.snapshot)
         self._times["time/checkpoint"] = time.monotonic() - began
         self._due.taken(time.monotonic())
         self._taken, self._by_operator = ledger["version"], False

@@ -18,6 +18,7 @@ from broker.contract import wire
 from broker.contract.streams import WEIGHTS
 from broker.errors import RequestFailed, TransferFailed
 from broker.jetstream.bus import Bus
+from broker.runtime.spans import SpanRecorder
 from broker.system.connections import address_towards
 from broker.system.reminders import Reminders
 from broker.weights import fp8
@@ -73,6 +74,7 @@ class WeightReceiver:
         memory: opens a learner's device memory; None: CUDA's if versions can arrive on a GPU.
         workers: the engine's, if they receive whole models themselves.
         pace: held during each transfer and load; no other begins while another holds it.
+        spans: of the process, for the timeline.
     """
 
     def __init__(
@@ -93,7 +95,9 @@ class WeightReceiver:
         memory: SharedDevice | None = None,
         workers: EngineWorkers | None = None,
         pace: asyncio.Lock | None = None,
+        spans: SpanRecorder | None = None,
     ) -> None:
+        self._spans = spans or SpanRecorder()
         self._workers = workers if dtype != fp8.NAME else None  # they load what arrives as it is
         self.plan = plan_of(tensors, bucket_mib, dtype=dtype)
         self.refused = ""  # why the newest offer is not for this server, for example another model
@@ -257,7 +261,8 @@ class WeightReceiver:
         self._lost[answer.carrier] += 1  # until it has arrived
         started = time.monotonic()
         taking = partial(self._take, answer, offer, arrival, communicator, watch, window)
-        received = await patiently(in_thread(taking, "weights-receive"), watch, answer.timeout_s)
+        with self._spans.work("weights"):
+            received = await patiently(in_thread(taking, "weights-receive"), watch, answer.timeout_s)
         self._communicator = received.communicator
         self._lost[answer.carrier] = 0
         self._values["weights/shared"] = float(answer.carrier in READ)
@@ -293,7 +298,8 @@ class WeightReceiver:
             connect_timeout_s=self._settings.connect_timeout_s,
         )
         try:
-            digest = await workers.receive(transfer, offer, go)
+            with self._spans.work("weights"):
+                digest = await workers.receive(transfer, offer, go)
         except RuntimeError as error:  # of torch, for example out of memory
             raise TransferFailed(f"loading failed: {first_line(error)}") from error
         seconds = time.monotonic() - started

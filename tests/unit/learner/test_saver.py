@@ -18,6 +18,7 @@ from waits import until
 
 from broker.errors import Fenced, UserError
 from broker.runtime.process import Stop
+from broker.runtime.spans import SpanRecorder
 from learner import disk_retry
 from learner.backends.parts.hugging_face import StoredModel
 from learner.checkpoints import checkpoint
@@ -42,7 +43,7 @@ class World:
         self.gate.set()
         self.stop, self.said = Stop(), list[str]()
         self.pressed = False
-        self.backend, self.epoch = self, 1
+        self.backend, self.epoch, self.spans = self, 1, SpanRecorder()
         around: Any = self
         self.saver = CheckpointSaver(
             folder,
