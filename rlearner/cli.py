@@ -41,10 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = make_parser()
     options, rest = parser.parse_known_args(arguments)
-    if rest:  # key=value after an option
-        if not hasattr(options, "overrides") or any(one.startswith("-") for one in rest):
+    if rest:  # key=value or a ROLE after an option
+        several = next((name for name in ("overrides", "roles") if hasattr(options, name)), None)
+        if several is None or any(one.startswith("-") for one in rest):
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
-        options.overrides = [*options.overrides, *rest]
+        setattr(options, several, [*getattr(options, several), *rest])
     return options
 
 

@@ -37,6 +37,10 @@ EXAMPLES: Final = {
     ],
     "rlearner export": ["rlearner export quick", "rlearner export quick --step 40 --out quick-40 --max-shard-gib 2"],
     "rlearner status": ["rlearner status quick", "rlearner status runs/quick --json"],
+    "rlearner logs": [
+        "rlearner logs quick -f",
+        "rlearner logs quick --since 10m --level warning envhub rewardhub",
+    ],
     "rlearner draw": ["rlearner draw quick"],
     "rlearner runs": ["rlearner runs", "rlearner runs /data/runs --json", "rlearner runs --prune"],
     "rlearner invite": ["rlearner invite envhub --run quick --expires 24h --out hub.token"],

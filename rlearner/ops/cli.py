@@ -13,6 +13,7 @@ from broker.runtime.process import Stop, main, unless_stopped
 from broker.settings.arguments import add_broker, add_json, count, natural, positive
 from broker.system.entry import EXIT_STOPPED
 from learner.run_folder import add_broker_options, add_run_options, add_runs_options
+from rlearner.ops.log_files import LEVELS, parse_since
 
 Body = Callable[[argparse.Namespace], Coroutine[Any, Any, int]]
 
@@ -47,6 +48,8 @@ def add_parsers(subparsers: Any) -> None:
     text = "largest file, unless one weight is larger (%(default)s)"
     export.add_argument("--max-shard-gib", metavar="GIB", type=positive, default=5.0, help=text)
     _add(subparsers, "status", "show the state of a run on one screen", "status:show_status")
+    text = "print the logs of a run's processes, merged by time; of a fleet, the last warnings and where the logs are"
+    _add_log_options(_add(subparsers, "logs", text, "logs:show_logs"))
     text = "draw reward.png, before.gif and after.gif of a run, as `rlearner up` does"
     _add(subparsers, "draw", text, "drawing:draw_run", broker=False)
     text = "list the runs in a folder: state, steps, size, last change"
@@ -73,6 +76,18 @@ def add_parsers(subparsers: Any) -> None:
     for name, text in texts.items():
         parser = _add(subparsers, name, text, "control:set_state")
         parser.add_argument("--reason", default="", help="one line for the processes' logs")
+
+
+def _add_log_options(parser: argparse.ArgumentParser) -> None:
+    text = "only these, for example learner, envhub or broker, or the id of a process elsewhere (all)"
+    parser.add_argument("roles", nargs="*", default=[], metavar="ROLE", help=text)
+    parser.add_argument("-f", "--follow", action="store_true", help="go on with new entries until Ctrl-C")
+    text = "only the last N entries (all; 20 with --follow)"
+    parser.add_argument("-n", "--lines", type=natural, metavar="N", help=text)
+    text = "from this time on: 90s, 10m, 2h or 1d ago, or 14:30, or '2026-11-25 14:30'"
+    parser.add_argument("--since", type=_since, default=0.0, metavar="TIME", help=text)
+    text = "lowest level shown: DEBUG, INFO, WARNING or ERROR (%(default)s)"
+    parser.add_argument("--level", type=str.upper, choices=LEVELS[:-1], default=LEVELS[0], metavar="LEVEL", help=text)
 
 
 def _add_invitations(subparsers: Any) -> None:
@@ -130,6 +145,13 @@ def _add_api_keys(subparsers: Any) -> None:
 def _duration(text: str) -> float:
     try:
         return duration(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _since(text: str) -> float:
+    try:
+        return parse_since(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

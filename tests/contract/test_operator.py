@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -378,3 +379,35 @@ async def test_drain_says_who_ends_and_who_stays_and_why(
             f"stops it",
         ],
     )
+
+
+async def test_logs_of_a_fleet_tell_its_last_warnings_and_where_the_logs_are(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+) -> None:
+    spec = wire.RunSpec(run=run_name, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path="")
+    await bus.key_value(RUNS).put(run_name, spec)
+    (tmp_path / run_name).mkdir()
+    (tmp_path / run_name / "config.yaml").write_text(to_yaml({"run": {"name": run_name}}))
+    here = socket.gethostname()
+    there = [
+        wire.Presence(role="envhub", id="e1", host="gen1", pid=4711, state="serving", said="12:00 WARNING slow disk"),
+        wire.Presence(role="rollout", id="r1", host=here, pid=os.getpid(), state="serving"),
+    ]
+    where = ("logs", run_name, "--dir", str(tmp_path), "--broker", broker_url)
+    async with announced(bus, *there):
+        code, out, _ = await command(*where)
+        _, plain, _ = await command(*where, "r1", "--json")
+        missing, _, err = await command(*where, "rewardhub")
+    lines = out.splitlines()
+    assert code == 0
+    assert lines[:2] == [
+        "envhub e1 on gen1 (pid 4711), serving: 12:00 WARNING slow disk",
+        "  its log: on gen1: journalctl _PID=4711 -f; under Slurm the file of the job's --output",
+    ]
+    assert lines[2] == f"rollout r1 on {here} (pid {os.getpid()}), serving: no warning in the last 10 minutes"
+    behind = os.readlink("/proc/self/fd/2")
+    found = json.loads(plain)
+    assert (found["id"], found["said"]) == ("r1", "")
+    assert not behind.startswith("/tmp") or found["log"] == behind  # pytest's own file, unless it does not capture
+    assert missing == 2
+    assert f"run {run_name} has no process rewardhub on the broker" in err
