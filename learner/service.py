@@ -35,6 +35,7 @@ from learner.loop_services import open_services, open_trackers
 from learner.operator_requests import OperatorRequests
 from learner.prepare import data_digests, nothing_left, refuse_fewer_steps, run_folder, write_config
 from learner.reporting.missing_roles import required_roles, watch_missing_roles
+from learner.reporting.starts import note_start
 from learner.reporting.status import ID, LearnerStatus
 from learner.resume_checks import check_changes, read_settings
 from learner.rival_learners import RivalDetector
@@ -348,6 +349,7 @@ class LearnerService:
                 await self.watch.take_epoch(spec, above=noted_epoch(self.folder), seen=seen)
         note_epoch(self.folder, self.watch.epoch, this_process())
         write_config(self.folder, self.config)
+        await asyncio.to_thread(note_start, self.folder, config, self.watch.epoch, digests, model_path)
         for work in self.watch.services():
             self.member.spawn(work)
 

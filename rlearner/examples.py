@@ -41,6 +41,7 @@ EXAMPLES: Final = {
         "rlearner logs quick -f",
         "rlearner logs quick --since 10m --level warning envhub rewardhub",
     ],
+    "rlearner diff": ["rlearner diff quick quick-gspo", "rlearner diff runs/quick /data/runs/other --json"],
     "rlearner draw": ["rlearner draw quick"],
     "rlearner runs": ["rlearner runs", "rlearner runs /data/runs --json", "rlearner runs --prune"],
     "rlearner invite": ["rlearner invite envhub --run quick --expires 24h --out hub.token"],

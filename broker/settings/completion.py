@@ -23,7 +23,7 @@ def offer(parser: argparse.ArgumentParser, commands: Iterator[argparse.ArgumentP
     """Print the completions for the shell and exit."""
     import argcomplete
 
-    sources: dict[str, Callable[..., list[str]]] = {"overrides": settings, "run_name": runs}
+    sources: dict[str, Callable[..., list[str]]] = {"overrides": settings, "run_name": runs, "other": runs}
     for command in commands:
         for action in command._actions:
             if action.dest in sources:

@@ -19,7 +19,7 @@ import yaml
 
 from broker.errors import UserError
 from broker.settings.registry import resolve
-from broker.settings.runspec import section
+from broker.settings.runspec import digest_file, section
 from broker.system.locks import lock
 from broker.system.private_files import private_folder
 from learner.checkpoints import checkpoint
@@ -31,6 +31,7 @@ from learner.offline.data import shuffled_batches
 from learner.offline.progress import Show, progress
 from learner.prepare import base_model, make_folder, run_folder, write_config
 from learner.reporting.metrics import MetricsFile, finite
+from learner.reporting.starts import note_start
 from learner.reporting.trackers import TrackerGroup
 from rlearner_text.config import ModelSection
 from rlearner_text.tokenizer import Tokenizer
@@ -90,6 +91,8 @@ def _run(name: str, config: dict[str, Any], folder: Path, url: str) -> OfflineRe
     job = OfflineJob(config, folder, first_path, model_path, tokenizer, url)
     pipeline: OfflinePipeline = resolve("pipelines", name, PIPELINES)(job)
     write_config(folder, config)  # only now that the input is valid: from here on the settings must not change
+    data = {path: digest_file(path) for path in (config["data"]["train"], config["data"]["eval"]) if path}
+    note_start(folder, config, EPOCH, data, first_path)
     try:
         if newest is not None:
             checkpoint.load_state(newest, pipeline.backend)

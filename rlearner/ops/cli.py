@@ -50,6 +50,10 @@ def add_parsers(subparsers: Any) -> None:
     _add(subparsers, "status", "show the state of a run on one screen", "status:show_status")
     text = "print the logs of a run's processes, merged by time; of a fleet, the last warnings and where the logs are"
     _add_log_options(_add(subparsers, "logs", text, "logs:show_logs"))
+    text = "compare two runs: settings, versions, code, data, models, final figures"
+    _add(subparsers, "diff", text, "diff:diff_runs", broker=False).add_argument(
+        "other", metavar="RUN", help="the run to compare it with"
+    )
     text = "draw reward.png, before.gif and after.gif of a run, as `rlearner up` does"
     _add(subparsers, "draw", text, "drawing:draw_run", broker=False)
     text = "list the runs in a folder: state, steps, size, last change"

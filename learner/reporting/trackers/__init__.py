@@ -98,3 +98,12 @@ class TrackerGroup:
                 except Exception:
                     log.exception("tracker %s did not close", name)
             self._open.clear()
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return settings by dotted name; a list is one setting."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        found |= flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return found

@@ -23,6 +23,7 @@ from tensorboard.plugins.text.metadata import create_summary_metadata as text_me
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from broker.system.private_files import open_private, private_folder
+from learner.reporting.trackers import flatten
 
 
 class TensorBoard:
@@ -97,12 +98,3 @@ def _hyperparameters(run: str, config: Mapping[str, Any]) -> Summary.Value:
             field.string_value = str(value)
     data = HParamsPluginData(session_start_info=started)
     return Summary.Value(tag=SESSION_START_INFO_TAG, metadata=hparams_metadata(data))
-
-
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return settings by dotted name; a list is one setting."""
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        found |= flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-    return found

