@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, get_args, get_type_hints
 
 from broker.contract import wire
-from broker.errors import UserError
+from broker.errors import ServerDied, UserError
 from broker.jetstream.bus import Bus
 from broker.operations import dead_letters, permissions, runs
 from broker.runtime import process
@@ -175,7 +175,7 @@ async def _serve(options: argparse.Namespace, stop: Stop) -> None:
                 stop.health.set(state, event if keeper.full else f"broker at {server.url}")
             await _sleep_unless(stop, LOOK_EVERY_S)
         if not server.running:
-            raise UserError(f"nats-server exited unexpectedly, see {server.log_path}")
+            raise ServerDied(f"nats-server exited unexpectedly, see {server.log_path}")
     finally:
         await asyncio.to_thread(server.stop)
 

@@ -9,7 +9,9 @@ RlearnerError
 ├── WireError            not a valid message: unknown field, wrong type, bad length, NaN, too large
 │   └── TooLarge         a message to be sent exceeds the limit
 ├── Fenced               a newer incarnation of this process owns the run
-├── NodesMissing         not all nodes of a learner came in time
+├── StartAgain           one line, exit code 1: a supervisor starts the process again
+│   ├── NodesMissing     not all nodes of a learner came in time
+│   └── ServerDied       the private nats-server ended by itself
 ├── LostState            the broker has less than the learner stored
 ├── RequestFailed        a request got no usable reply
 └── TransferFailed       a weight transfer broke, timed out or did not match its digest
@@ -62,8 +64,16 @@ class Fenced(RlearnerError):
     """A newer incarnation took over; this process must stop."""
 
 
-class NodesMissing(RlearnerError):
-    """Not all nodes of a learner came in time; one line, exit code 1, so that supervisors start them again."""
+class StartAgain(RlearnerError):
+    """What another start may cure: ``process.main`` prints one line and exits with 1."""
+
+
+class NodesMissing(StartAgain):
+    """Not all nodes of a learner came in time."""
+
+
+class ServerDied(StartAgain):
+    """The private nats-server ended by itself."""
 
 
 class LostState(RlearnerError):

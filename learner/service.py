@@ -97,6 +97,7 @@ async def serve(
                 write_config(folder, config)  # demonstrations need it; a restart replaces it once it holds the run
                 note_broker(folder, url)
             await bus.ensure_streams()
+            stop.health.set("starting", f"run {run}: opening")
             stop.health.joined()
             opening = _open(config, folder, bus, stop, rivals, rebase=rebase, shared=shared)
             learner = await stack.enter_async_context(opening)

@@ -20,7 +20,7 @@ import uvloop
 
 from broker.contract import wire
 from broker.contract.streams import CONTROL, RUNS, token
-from broker.errors import ConfigError, LostState, NodesMissing, RlearnerError, UserError
+from broker.errors import ConfigError, LostState, RlearnerError, StartAgain, UserError
 from broker.identity import tokens
 from broker.identity.login import Login
 from broker.identity.trust import is_trusted, trust
@@ -82,8 +82,8 @@ def main(role: str, body: Callable[[Stop], Coroutine[Any, Any, int | None]], *, 
             manager.say(f"{type(error).__name__}: {error}")
         if user_error := _find(error, UserError):
             return refuse(user_error)
-        if missing := _find(error, NodesMissing):
-            logs.say_error(str(missing))
+        if failed := _find(error, StartAgain):
+            logs.say_error(str(failed))
             return EXIT_FAULT
         if lost := _find(error, LostState):
             logs.say_error(f"{lost}; start this process again: it joins the run once the learner is back")
