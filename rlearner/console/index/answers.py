@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Lanes = Literal["generate", "env_step", "reward", "train", "weights", "wait", "evaluate", "checkpoint"]
 Order = Literal["newest", "oldest", "reward_high", "reward_low", "longest", "shortest", "most_turns", "stalest"]
 
 
@@ -93,6 +92,7 @@ class Span:
         count: pieces of work that it stands for.
         ticket: 0 if none or several.
         step: -1 if none or several.
+        sample: one piece of work as an example; another span counts it too.
     """
 
     lane: str
@@ -103,6 +103,7 @@ class Span:
     count: int = 1
     ticket: int = 0
     step: int = -1
+    sample: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,11 +111,10 @@ class Timeline:
     """Spans of a range of time.
 
     Attributes:
-        lanes: ``role.id`` of every process with spans in the run, in the order learner, rollout, envhub, rewardhub.
+        lanes: ``role.id`` of every process with spans in the range: learner, rollout servers, hubs, reward hubs.
         bucket_s: length of the buckets that spans were added up in, 0: single spans.
-        live_since: since when processes' spans were collected; before, and without a console, only the learner's
-            phases are known. 0: never.
-        dropped: pieces of work that processes did not report singly, because there were too many in a second.
+        live_since: since when processes' reports were recorded, 0: never. Before, and while no console ran, only the
+            learner's phases are known.
     """
 
     start: float
@@ -123,7 +123,6 @@ class Timeline:
     spans: list[Span]
     bucket_s: float = 0.0
     live_since: float = 0.0
-    dropped: int = 0
 
 
 # ------------------------------------------------------------------------------------------------ trajectories

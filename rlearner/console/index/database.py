@@ -18,6 +18,11 @@ from rlearner.console.index.schema import PAGE_BYTES, PLAIN_TEXTS, SCHEMA, TEXT_
 NAME: Final = "console.sqlite"
 DAMAGED: Final = "console.damaged.sqlite"
 BUSY_S: Final = 10.0
+_UNAVAILABLE: Final = (
+    *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED),
+    *(sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_PROTOCOL),
+)
+_DAMAGED: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 class DatabaseDamagedError(Exception):
@@ -132,10 +137,13 @@ def explained() -> Iterator[None]:
     """
     try:
         yield
-    except sqlite3.OperationalError as error:
-        raise DatabaseUnavailableError(_one_line(error)) from error
     except sqlite3.DatabaseError as error:
-        raise DatabaseDamagedError(_one_line(error)) from error
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        if code in _UNAVAILABLE:
+            raise DatabaseUnavailableError(_one_line(error)) from error
+        if code in _DAMAGED:
+            raise DatabaseDamagedError(_one_line(error)) from error
+        raise
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG, errno.ENOENT, errno.EIO):
             raise DatabaseUnavailableError(error.strerror or str(error)) from error

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Final, Literal
 
 from broker.errors import UserError
+from broker.jetstream.bus import Bus
+from broker.jetstream.core_messages import watch_metrics
 from rlearner.console.index import database
 from rlearner.console.index.answers import IndexStatus
 from rlearner.console.index.database import DatabaseDamagedError, DatabaseUnavailableError
+from rlearner.console.index.live_spans import LiveSpans
 from rlearner.console.index.queries import RunQueries
 from rlearner.console.index.run_index import RunIndex
 
@@ -29,11 +32,16 @@ class RunFollower:
         folder: of the run.
         changed: called in the follower's thread after new rows were committed.
         path: of the database, by default ``database.place(folder)``.
+
+    Attributes:
+        queries: the answers.
+        live: takes what processes report; ``collect`` feeds it.
     """
 
     def __init__(self, folder: Path, changed: Callable[[], None] = lambda: None, path: Path | None = None) -> None:
         self.folder, self.path = folder, path or database.place(folder)
         self.queries = RunQueries(folder, self.path)
+        self.live = LiveSpans()
         self._changed = changed
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"index of {folder.name}", daemon=True)
@@ -52,6 +60,11 @@ class RunFollower:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
+
+    async def collect(self, bus: Bus) -> None:
+        """Record what processes report on the run's broker, until cancelled."""
+        async for metrics in watch_metrics(bus):
+            self.live.add(metrics)
 
     def status(self) -> IndexStatus:
         """Return whether the answers are complete; from any thread, without a wait."""
@@ -77,7 +90,7 @@ class RunFollower:
 
     def _follow(self) -> None:
         """Follow until stopped or until something fails."""
-        index = RunIndex(self.folder, self.path)
+        index = RunIndex(self.folder, self.path, self.live)
         try:
             self._inode = index.inode
             index.check()

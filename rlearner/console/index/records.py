@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,8 +39,7 @@ def update(connection: sqlite3.Connection, folder: Path) -> tuple[bool, set[int]
     for name in [name for name in known if name not in there]:
         changed |= _cut(connection, known[name], 0, 0)
         followed.forget(connection, known[name])
-    names = list(there)
-    for name, following in zip(names, [*names[1:], ""], strict=True):
+    for name, following in pairwise([*there, ""]):
         file = followed.open_file(folder / archive.FOLDER / name)
         if file < 0:
             continue

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from learner.credit.archive import FOLDER as SAMPLES_FOLDER
 from rlearner.console.index import artifacts, database, records, tickets
+from rlearner.console.index.live_spans import LiveSpans
 from rlearner.console.index.steps import StepsReader
 
 
@@ -21,18 +22,20 @@ class RunIndex:
     Args:
         folder: of the run.
         path: of the database, by default ``database.place(folder)``.
+        live: what processes reported, to be written too.
 
     Raises:
         DatabaseDamagedError: if the database cannot be used; call ``database.move_aside``, then try again.
         DatabaseUnavailableError: if it cannot be written.
     """
 
-    def __init__(self, folder: Path, path: Path | None = None) -> None:
+    def __init__(self, folder: Path, path: Path | None = None, live: LiveSpans | None = None) -> None:
         self.folder, self.path = folder, path or database.place(folder)
         self.inode = database.identity(self.path)
         self.connection = database.open_writer(self.path)
         self.inode = database.identity(self.path)
         self._steps = StepsReader()
+        self._live = live
 
     def check(self) -> None:
         """Look for damage in the whole file; takes about a second per 200 MB.
@@ -56,12 +59,17 @@ class RunIndex:
             try:
                 self.connection.execute("BEGIN IMMEDIATE")
                 more = self._update()
+                is_live = self._live is not None and self._live.is_due
+                if self._live is not None and is_live:
+                    self._live.flush(self.connection)
                 self.connection.execute("COMMIT")
             except BaseException:
                 self._steps.forget_names()
                 with suppress(sqlite3.Error):
                     self.connection.execute("ROLLBACK")
                 raise
+        if self._live is not None and is_live:
+            self._live.flushed()
         return more
 
     def _update(self) -> bool:

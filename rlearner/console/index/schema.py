@@ -91,11 +91,12 @@ CREATE TABLE events (
 );
 CREATE INDEX events_by_time ON events (time);
 
--- what processes said that they did; source 0 of the events is the same
-CREATE TABLE lanes (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, dropped INTEGER NOT NULL DEFAULT 0);
+-- what processes said that they did; events of source 0 are theirs
+CREATE TABLE lanes (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, until REAL NOT NULL DEFAULT 0);
 CREATE TABLE spans (
     lane INTEGER NOT NULL, kind TEXT NOT NULL, start REAL NOT NULL, end REAL NOT NULL, seconds REAL NOT NULL,
-    count INTEGER NOT NULL, ticket INTEGER NOT NULL, step INTEGER NOT NULL, PRIMARY KEY (start, lane, kind, ticket, end)
+    count INTEGER NOT NULL, ticket INTEGER NOT NULL, step INTEGER NOT NULL, sample INTEGER NOT NULL,
+    PRIMARY KEY (start, lane, kind, ticket, end)
 ) WITHOUT ROWID;
 CREATE TABLE buckets (
     width INTEGER NOT NULL, bucket INTEGER NOT NULL, lane INTEGER NOT NULL, kind TEXT NOT NULL, seconds REAL NOT NULL,

@@ -1,37 +1,191 @@
-"""Queries of spans."""
+"""Queries of spans: those that processes reported, and the learner's phases, which follow from metrics.jsonl.
+
+Where the learner's own reports were recorded they are shown; elsewhere each step's waiting, training and offering of
+weights, one after the other at the end of the step, because the file has only their sums.
+"""
 
 from __future__ import annotations
 
+import math
 import sqlite3
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
 
 from rlearner.console.index.answers import Span, Timeline
+from rlearner.console.index.live_spans import JOIN_UP_TO_S, WIDTHS, kept_since
 
-LEARNER = "learner.learner"
+LEARNER: Final = "learner.learner"
+ROLES: Final = ("learner", "rollout", "envhub", "rewardhub")
+PHASES: Final = ("wait", "train", "weights")
+MAX_KINDS: Final = 4  # of one process, to begin with
+Floats = npt.NDArray[np.float64]
 
 
 def extent(connection: sqlite3.Connection) -> tuple[float, float]:
-    row = connection.execute("SELECT min(time - coalesce(wall, 0)), max(time) FROM steps WHERE step >= 0").fetchone()
-    return (float(row[0]), float(row[1])) if row[0] is not None else (0.0, 0.0)
+    steps = connection.execute("SELECT min(time - coalesce(wall, 0)), max(time) FROM steps WHERE step >= 0").fetchone()
+    ends = list(steps) if steps[0] is not None else []
+    if (since := _live_since(connection)) is not None:
+        newest = connection.execute("SELECT max(end) FROM (SELECT end FROM spans ORDER BY start DESC LIMIT 256)")
+        ends += [since, *(one for one in newest.fetchone() if one is not None)]
+    return (min(ends), max(ends)) if ends else (0.0, 0.0)
 
 
 def spans(connection: sqlite3.Connection, start: float, end: float, resolution_s: float, max_spans: int) -> Timeline:
-    found: list[Span] = []
-    for step, time, wall, train, offer in _phases(connection, start, end):
-        offer, begin = min(offer, wall), time - wall
-        train = min(train, wall - offer)
-        for kind, first, last in (
-            ("wait", begin, time - offer - train),
-            ("train", time - offer - train, time - offer),
-            ("weights", time - offer, time),
-        ):
-            if last > first:
-                found.append(Span(LEARNER, kind, first, last, last - first, 1, 0, step))
-    return Timeline(start, end, [LEARNER] if found else [], found)
+    phases, width = _phases(connection, start, end), 0.0
+    found = None
+    if start >= kept_since(connection, 0):
+        found = _single(connection, start, end, max_spans - len(PHASES) * len(phases))
+    if found is None:
+        width, found = _added_up(connection, phases, start, end, resolution_s, max_spans)
+    else:
+        found += _phase_spans(phases, [one for one in found if one.lane == LEARNER])
+    lanes = sorted({one.lane for one in found}, key=_lane_order)
+    return Timeline(start, end, lanes, found, width, _live_since(connection) or 0.0)
+
+
+def _live_since(connection: sqlite3.Connection) -> float | None:
+    """Return since when there are reports, to the second unless the first ones were deleted; None: there are none."""
+    row = connection.execute("SELECT min(start) FROM spans").fetchone()
+    if not kept_since(connection, 0):
+        return None if row[0] is None else float(row[0])
+    for width in WIDTHS:
+        if not kept_since(connection, width):
+            break
+    row = connection.execute("SELECT min(bucket) * width FROM buckets WHERE width = ?", (width,)).fetchone()
+    return None if row[0] is None else float(row[0])
+
+
+def _lane_order(lane: str) -> tuple[int, str]:
+    role = lane.partition(".")[0]
+    return (ROLES.index(role) if role in ROLES else len(ROLES)), lane
+
+
+# ------------------------------------------------------------------------------------------------- single spans
+
+
+def _single(connection: sqlite3.Connection, start: float, end: float, most: int) -> list[Span] | None:
+    """Return the reported spans of a range, None if there are more than ``most``."""
+    rows = connection.execute(
+        "SELECT l.name, s.kind, s.start, s.end, s.seconds, s.count, s.ticket, s.step, s.sample"
+        " FROM spans s JOIN lanes l ON l.id = s.lane WHERE s.start BETWEEN ? AND ? AND s.end >= ?"
+        " ORDER BY s.start LIMIT ?",
+        (start - JOIN_UP_TO_S, end, start, max(most, 0) + 1),
+    ).fetchall()
+    return [_span(row) for row in rows] if len(rows) <= most else None
+
+
+def _span(row: Sequence[Any]) -> Span:
+    lane, kind, start, end, seconds, count, ticket, step, sample = row
+    return Span(lane, kind, start, end, seconds, count, ticket, step, bool(sample))
 
 
 def _phases(connection: sqlite3.Connection, start: float, end: float) -> list[tuple[int, float, float, float, float]]:
+    """Return (step, end, length, training, offering), in seconds, of the steps in a range."""
     return connection.execute(
         "SELECT step, time, coalesce(wall, 0), coalesce(train, 0), coalesce(offer, 0) FROM steps"
-        " WHERE time >= ? AND time - coalesce(wall, 0) <= ? AND step >= 0 ORDER BY end",
+        " WHERE time >= ? AND time - coalesce(wall, 0) <= ? AND step >= 0 ORDER BY time",
         (start, end),
     ).fetchall()
+
+
+def _phase_spans(phases: Sequence[tuple[int, float, float, float, float]], reported: Sequence[Span]) -> list[Span]:
+    """Return the phases of the steps of which the learner reported nothing."""
+    begins = np.array([one.start for one in reported])
+    ends = np.maximum.accumulate(np.array([one.end for one in reported])) if reported else np.zeros(0)
+    found = []
+    for step, time, wall, train, offer in phases:
+        middle = time - wall / 2
+        before = int(np.searchsorted(begins, middle, side="right")) - 1
+        if before >= 0 and ends[before] >= middle:
+            continue
+        edges = _edges(time, wall, train, offer)
+        for kind, first, last in zip(PHASES, edges, edges[1:], strict=False):
+            if last > first:
+                found.append(Span(LEARNER, kind, float(first), float(last), float(last - first), 1, 0, step))
+    return found
+
+
+def _edges(time: Any, wall: Any, train: Any, offer: Any) -> list[Any]:
+    """Return begin of waiting, of training, of offering, and the end of a step; of numbers or arrays."""
+    offer = np.minimum(offer, wall)
+    train = np.minimum(train, wall - offer)
+    return [time - wall, time - offer - train, time - offer, time]
+
+
+# ------------------------------------------------------------------------------------------------------ buckets
+
+
+def _added_up(
+    connection: sqlite3.Connection,
+    phases: Sequence[tuple[int, float, float, float, float]],
+    start: float,
+    end: float,
+    resolution_s: float,
+    max_spans: int,
+) -> tuple[float, list[Span]]:
+    """Return the width of the buckets, and at most ``max_spans`` of them."""
+    length = max(end - start, 1e-3)
+    wanted = max(resolution_s, length * MAX_KINDS / max_spans)
+    while True:
+        level = _level(connection, wanted, start)
+        width = wanted if level is None else max(1, math.ceil(wanted / level)) * level
+        found = _reported(connection, start, end, level, width) if level else []
+        found += _phase_buckets(phases, start, end, width, {one.start for one in found if one.lane == LEARNER})
+        if len(found) <= max_spans or width >= length:
+            return width, found
+        wanted = max(wanted, width) * max(1.2, len(found) / max_spans)
+
+
+def _level(connection: sqlite3.Connection, wanted: float, start: float) -> int | None:
+    """Return the widest buckets of at most half the wanted width that are kept from the start on; None: there are none.
+
+    The narrowest of those that are kept if all are wider.
+    """
+    if connection.execute("SELECT 1 FROM buckets LIMIT 1").fetchone() is None:
+        return None
+    kept = [width for width in WIDTHS if kept_since(connection, width) <= start] or [WIDTHS[-1]]
+    return max([width for width in kept if width <= wanted / 2], default=kept[0])
+
+
+def _reported(connection: sqlite3.Connection, start: float, end: float, level: int, width: float) -> list[Span]:
+    rows = connection.execute(
+        "SELECT l.name, b.kind, (b.bucket * b.width) / ? AS wide, sum(b.seconds), sum(b.count)"
+        " FROM buckets b JOIN lanes l ON l.id = b.lane WHERE b.width = ? AND b.bucket BETWEEN ? AND ?"
+        " GROUP BY b.lane, b.kind, wide ORDER BY wide",
+        (int(width), level, math.floor(start / level), math.floor(end / level)),
+    )
+    return [
+        Span(lane, kind, wide * width, (wide + 1) * width, seconds, count) for lane, kind, wide, seconds, count in rows
+    ]
+
+
+def _phase_buckets(
+    phases: Sequence[tuple[int, float, float, float, float]], start: float, end: float, width: float, known: set[float]
+) -> list[Span]:
+    """Return the learner's phases in buckets, except in those where it reported itself."""
+    if not phases:
+        return []
+    _, *columns = np.array(phases).T
+    begins = np.arange(math.floor(start / width), math.floor(end / width) + 1) * width
+    grid = np.append(begins, begins[-1] + width)
+    edges = _edges(*columns)
+    found = []
+    for kind, first, last in zip(PHASES, edges, edges[1:], strict=False):
+        busy = np.diff(_integral(first, last, grid))
+        ended = np.diff(np.searchsorted(np.sort(last), grid))
+        for begin, seconds, count in zip(begins.tolist(), busy.tolist(), ended.tolist(), strict=True):
+            if seconds > 0 and begin not in known:
+                found.append(Span(LEARNER, kind, begin, begin + width, seconds, count))
+    return found
+
+
+def _integral(first: Floats, last: Floats, at: Floats) -> Floats:
+    """Return the seconds of some intervals, ascending and disjoint, that lie before each time."""
+    points = np.maximum.accumulate(np.column_stack([first, last]).ravel())
+    lengths = np.diff(points, prepend=points[0])
+    lengths[::2] = 0.0  # between two intervals
+    found: Floats = np.interp(at, points, np.cumsum(lengths))
+    return found
