@@ -28,7 +28,7 @@ class RewardhubMetrics:
         for trajectory in group.trajectories:
             self._sums["reward/mean"] += trajectory.reward
             for name, value in trajectory.reward_parts.items():
-                self._sums[f"reward/{name}"] += value
+                self._sums[f"reward_parts/{name}/mean"] += value
 
     def report(self) -> dict[str, float]:
         """Return the metrics, and reset the means."""

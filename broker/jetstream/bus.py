@@ -27,6 +27,7 @@ from broker.jetstream.parts import EVALUATION, TRAINING, GroupParts
 from broker.jetstream.provision import REPLICAS_IN_CLUSTER, ensure_stream, stream_config
 from broker.jetstream.publish import EXPECTED_LAST_SEQ, MESSAGE_ID, store
 from broker.jetstream.reserve import release
+from broker.jetstream.stream_counts import StreamCounts
 from broker.jetstream.work_queue import WorkQueue
 from broker.nats.connection import NatsLink
 from broker.nats.nats_errors import ApiError
@@ -61,12 +62,14 @@ class Bus:
         replicas: servers that hold each message of streams created from now on; None: three in a cluster, else one.
         hang_after_s: in-progress marks stop if the event loop has not turned for this long.
         link: the underlying connection, for messages that are not stored.
+        counts: messages that went through this connection.
     """
 
     def __init__(self, link: NatsLink, run: str) -> None:
         self.run, self.link, self.name = run, link, link.name
         self.replicas: int | None = None
         self.hang_after_s = 30.0
+        self.counts = StreamCounts()
         self._marks = AckProgress(link.url, link.name, lambda: self.hang_after_s, link.find_login)
         self._parts = GroupParts(link, lambda: self.run)
         self._in_flight = asyncio.Semaphore(MAX_IN_FLIGHT)
@@ -190,7 +193,9 @@ class Bus:
             make_room = partial(release, self.link, self.run) if essential else None
             if stream.signed:
                 headers |= self.link.login.sign(self.run, subject, data)
-            return await store(self.link, name, subject, data, headers, make_room)
+            stored = await store(self.link, name, subject, data, headers, make_room)
+        self.counts.published[stream.name] += stored is not None
+        return stored
 
     async def last_seq(self, stream: Stream) -> int:
         """Return the sequence of the newest message ever stored, 0 if none."""
@@ -280,7 +285,7 @@ class Bus:
         return await asyncio.shield(task)
 
     async def _open_queue(self, stream: Stream, key: str) -> WorkQueue:
-        queue = WorkQueue(self.link, self._marks, self._parts, stream, self.run, key)
+        queue = WorkQueue(self.link, self._marks, self._parts, self.counts, stream, self.run, key)
         await queue.open()
         return queue
 
@@ -339,6 +344,7 @@ class Bus:
         drop_others: bool = False,
     ) -> LogRecord:
         """Decode one entry of a log, with its parts if wanted; see ``read_log``."""
+        self.counts.consumed[stream.name] += 1
         message, error = await decode_aside(entry.data, stream.messages)
         data: bytes | bytearray = entry.data
         if isinstance(message, wire.Parted) and wanted(message.ticket):

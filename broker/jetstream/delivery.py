@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -45,19 +46,38 @@ class Delivery:
     """
 
     __slots__ = (
-        "_link", "_marks", "_parted", "_parts", "_subject", "data", "error", "eval_step", "message", "num_delivered",
-        "seq", "ticket",
+        "_link", "_marks", "_parted", "_parts", "_settled", "_subject", "data", "error", "eval_step", "message",
+        "num_delivered", "seq", "ticket",
     )  # fmt: skip
 
     @classmethod
     async def of(
-        cls, link: NatsLink, marks: AckProgress, parts: GroupParts, types: tuple[type[wire.Message], ...], message: Msg
+        cls,
+        link: NatsLink,
+        marks: AckProgress,
+        parts: GroupParts,
+        types: tuple[type[wire.Message], ...],
+        settled: Callable[[bool], None],
+        message: Msg,
     ) -> Delivery:
-        """Decode one message of a queue."""
-        return cls(link, marks, parts, message, await decode_aside(message.data, types))
+        """Decode one message of a queue.
 
-    def __init__(self, link: NatsLink, marks: AckProgress, parts: GroupParts, message: Msg, decoded: Decoded) -> None:
+        Args:
+            settled: called with True once it is acknowledged, with False when it is handed back.
+        """
+        return cls(link, marks, parts, settled, message, await decode_aside(message.data, types))
+
+    def __init__(
+        self,
+        link: NatsLink,
+        marks: AckProgress,
+        parts: GroupParts,
+        settled: Callable[[bool], None],
+        message: Msg,
+        decoded: Decoded,
+    ) -> None:
         self._link, self._marks, self._parts, self._subject = link, marks, parts, message.reply
+        self._settled = settled
         self.num_delivered, self.seq, _ = delivery_numbers(message.reply)
         self.ticket = ticket_of(message.headers)
         self.eval_step = number_of(message.headers, wire.EVAL_HEADER, -1)
@@ -82,12 +102,14 @@ class Delivery:
             await self._settle(ACK)
         finally:
             self._marks.release(self._subject)  # after the confirmation: until then the message is still held
+        self._settled(True)
         if self._parted is not None:
             await self._parts.drop(self._parted)
 
     async def nak(self, delay_s: float = 0.0) -> None:
         """Hand the message back for redelivery after a delay."""
         self._marks.release(self._subject)
+        self._settled(False)
         await self._settle(nak_payload(delay_s))
 
     async def _settle(self, payload: bytes) -> None:

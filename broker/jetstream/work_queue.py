@@ -18,6 +18,7 @@ from broker.jetstream.consumers import ensure_consumer, settings
 from broker.jetstream.delivery import Delivery, nak_payload
 from broker.jetstream.log_reader import PROTOCOL_BYTES
 from broker.jetstream.parts import GroupParts
+from broker.jetstream.stream_counts import StreamCounts
 from broker.nats.client import Msg
 from broker.nats.connection import PAUSE_S, NatsLink
 from broker.nats.nats_errors import Disconnected
@@ -60,9 +61,17 @@ class WorkQueue:
     """
 
     def __init__(
-        self, link: NatsLink, marks: AckProgress, parts: GroupParts, stream: Stream, run: str, key: str
+        self,
+        link: NatsLink,
+        marks: AckProgress,
+        parts: GroupParts,
+        counts: StreamCounts,
+        stream: Stream,
+        run: str,
+        key: str,
     ) -> None:
         self._link, self._marks, self._parts, self._types = link, marks, parts, stream.messages
+        self._counts, self._stream = counts, stream.name
         self._stream_name, self._key, self._filter = stream.stream_name(run), key, stream.subject(run, key)
         self._consumer = key  # its name, unless another program created it
         self._inbox = ""
@@ -108,14 +117,21 @@ class WorkQueue:
             try:
                 while not (messages := await self._next(limit, deadline)) and loop.time() < deadline:
                     pass
-                of = partial(Delivery.of, self._link, self._marks, self._parts, self._types)
-                return [await of(message) for message in messages]
+                of = partial(Delivery.of, self._link, self._marks, self._parts, self._types, self._settled)
+                deliveries = [await of(message) for message in messages]
+                self._counts.consumed[self._stream] += len(deliveries)
+                self._counts.redelivered[self._stream] += sum(one.num_delivered > 1 for one in deliveries)
+                return deliveries
             except BaseException:
                 self._arrived.extendleft(reversed(messages))
                 self._give_up()
                 raise
             finally:
                 self._unfetched = loop.call_later(KEPT_S, self._hand_back_unfetched)
+
+    def _settled(self, is_acknowledged: bool) -> None:
+        counts = self._counts.acknowledged if is_acknowledged else self._counts.handed_back
+        counts[self._stream] += 1
 
     async def _next(self, limit: int, deadline: float) -> list[Msg]:
         """Return received messages, after waiting for the open pull or a new one."""

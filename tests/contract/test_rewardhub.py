@@ -321,7 +321,7 @@ async def test_metrics_tell_what_it_does(bus: Bus, broker_url: str) -> None:
     await asyncio.gather(watching, return_exceptions=True)
     scored = next(m for m in seen if "reward/mean" in m.values)
     assert (scored.role, scored.id) == ("rewardhub", "h")
-    assert (scored.values["reward/mean"], scored.values["reward/math_answer"]) == (1.0, 0.5)
+    assert (scored.values["reward/mean"], scored.values["reward_parts/math_answer/mean"]) == (1.0, 0.5)
     assert scored.values["time/reward"] > 0
     assert seen[-1].values["process/cpu_s"] > 0.1
 

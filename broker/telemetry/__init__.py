@@ -1,0 +1,1 @@
+"""Names of metrics in Prometheus, and traces of tickets."""

@@ -1,0 +1,70 @@
+"""Collects samples into the families of prometheus-client, with the labels of the process that they come from."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from broker.telemetry.names import NOT_FIGURES, prometheus_name
+
+log = logging.getLogger(__name__)
+
+SUPERSEDED: Final = frozenset({"rlearner_queue_stream_depth"})  # by rlearner_queue_depth, which names the subject
+QUEUE_DEPTH: Final = "queue_depth"
+QUEUE_DEPTH_HELP: Final = "Messages of a queue that are not acknowledged; of samples: those the learner has not read."
+
+_said: set[str] = set()  # names that were reported as ambiguous
+
+
+class Families:
+    """Metric families under construction; all samples of a family have the same labels."""
+
+    def __init__(self) -> None:
+        self._families: dict[str, Metric] = {}
+        self._labels: dict[str, tuple[str, ...]] = {}
+        self._seen: set[tuple[str, tuple[str, ...]]] = set()
+
+    def all(self) -> Iterable[Metric]:
+        """Return the families, ordered by name."""
+        return [self._families[name] for name in sorted(self._families)]
+
+    def gauge(self, name: str, text: str, labels: Mapping[str, str], value: float) -> None:
+        """Add ``rlearner_<name>``."""
+        self._add(f"rlearner_{name}", text, labels, value, is_counter=False)
+
+    def counter(self, name: str, text: str, labels: Mapping[str, str], value: float) -> None:
+        """Add ``rlearner_<name>_total``."""
+        self._add(f"rlearner_{name}", text, labels, value, is_counter=True)
+
+    def metrics(self, values: Mapping[str, float], labels: Mapping[str, str]) -> None:
+        """Add the metrics that a process reported; see ``broker.telemetry.names``."""
+        for metric in sorted(values):
+            value = values[metric]
+            if metric in NOT_FIGURES or not math.isfinite(value):
+                continue
+            found = prometheus_name(metric)
+            if found.name in SUPERSEDED:
+                continue
+            text = f"{found.source}, see docs/metrics.md"
+            self._add(found.name, text, {**labels, **dict(found.labels)}, value * found.scale, found.is_counter)
+
+    def _add(self, name: str, text: str, labels: Mapping[str, str], value: float, is_counter: bool) -> None:
+        family = self._families.get(name)
+        if family is None:
+            kind = CounterMetricFamily if is_counter else GaugeMetricFamily
+            self._labels[name] = tuple(labels)
+            family = self._families[name] = kind(name, text, labels=self._labels[name])
+        where = tuple(labels.values())
+        is_other = tuple(labels) != self._labels[name] or isinstance(family, CounterMetricFamily) != is_counter
+        if is_other or (name, where) in self._seen:  # two names of a user's that differ in "." and "_", for example
+            if name not in _said and len(_said) < 100:
+                _said.add(name)
+                log.warning("several metrics are called %s in Prometheus; one of them is shown", name)
+            return
+        self._seen.add((name, where))
+        assert isinstance(family, CounterMetricFamily | GaugeMetricFamily)
+        family.add_metric(where, value)
