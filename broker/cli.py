@@ -30,7 +30,10 @@ STATES: Final = get_args(get_type_hints(wire.DesiredState)["state"])
 
 EXAMPLES: Final = {
     "broker": ["broker serve", "broker status"],
-    "broker serve": ["broker serve --store runs/broker --port 4222", "broker serve --port 0 --store-max-gib 2"],
+    "broker serve": [
+        "broker serve --store runs/broker --port 4222",
+        "broker serve --port 0 --store-max-gib 2 --metrics-port 9465",
+    ],
     "broker status": ["broker status --broker nats://127.0.0.1:4222"],
     "broker control": ["broker control paused --run quick --reason 'disk is full'"],
     "broker permissions": [
@@ -76,6 +79,7 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--node", metavar="NAME", help="name of this server, unique in the cluster")
     serve.add_argument("--cluster-port", type=port, metavar="PORT", help="port for the other servers")
     serve.add_argument("--routes", metavar="HOST:PORT,…", help="cluster ports of the other servers")
+    process.add_metrics_options(serve)
     logs.add_options(serve)
     add_json(serve, "print one JSON object for each line")
     serve.set_defaults(body=_serve)
@@ -152,6 +156,8 @@ async def _permissions(options: argparse.Namespace, stop: Stop) -> None:
 
 async def _serve(options: argparse.Namespace, stop: Stop) -> None:
     logs.apply(options)
+    logs.identify(process_id=options.node or "broker")
+    process.serve_metrics(options, stop)
     server = BrokerServer(
         options.store,
         keys=options.keys,

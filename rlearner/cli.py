@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from broker.runtime.process import add_metrics_options
 from broker.settings.arguments import ArgumentParser, add_broker, add_config, add_json, complete, positive
 from broker.system import logs
 from broker.system.entry import EXIT_STOPPED, enter
@@ -59,6 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_broker(start)
     text = "give up if no broker answers in time (never)"
     start.add_argument("--connect-deadline", metavar="SECONDS", type=positive, help=text)
+    add_metrics_options(start)
     logs.add_options(start)
     text = "take the run over from a learner that is still alive, which then exits"
     start.add_argument("--take-over", action="store_true", help=text)
@@ -134,6 +136,7 @@ def _start(options: argparse.Namespace) -> int:
 
     async def body(stop: process.Stop) -> int:
         logs.apply(options)
+        process.serve_metrics(options, stop)
         config, here = await asyncio.to_thread(settled, placement)
         for finding in await asyncio.to_thread(reference_findings, config):
             log.warning("%s", format_finding(finding))

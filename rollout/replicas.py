@@ -82,6 +82,8 @@ def replica_command(options: argparse.Namespace, run: str, section: RolloutSecti
             ("--tls-key", options.tls_key),
             ("--id", f"{options.id}-{index}" if options.id else None),
             ("--connect-deadline", options.connect_deadline),
+            ("--metrics-port", options.metrics_port and options.metrics_port + 1 + index),  # 0: any free one
+            ("--metrics-bind", options.metrics_bind),
             ("--log-level", options.log_level),
             ("--log-format", options.log_format),
             ("--log-file", options.log_file and own_file(options.log_file, index)),

@@ -112,7 +112,13 @@ async def _child(url: str, size: int, number: int) -> None:
         async def enter(role: str, index: int) -> None:
             async with several:
                 options = argparse.Namespace(
-                    broker=url, run=RUN, id=f"{role}-{index}", connect_deadline=JOIN_S, log_level="ERROR", log_file=None
+                    broker=url,
+                    run=RUN,
+                    id=f"{role}-{index}",
+                    connect_deadline=JOIN_S,
+                    log_level="ERROR",
+                    log_format="text",
+                    log_file=None,
                 )
                 member = await stack.enter_async_context(join(role, options, Stop()))
                 member.bus._marks = MarksConnection(member.bus)  # type: ignore[assignment]

@@ -1,116 +1,33 @@
-"""What a process shows about itself on its page ``/metrics``."""
+"""What a process measures about itself, kept for its page ``/metrics``; imports nothing heavy."""
 
 from __future__ import annotations
 
-import asyncio
-import os
-import socket
-import time
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping
-from importlib.metadata import version
-from typing import Final, get_args
-
-from prometheus_client.metrics_core import HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
+from collections.abc import Mapping
 
 from broker.contract import wire
 from broker.jetstream.bus import Bus
-from broker.runtime.health import Health, State
-from broker.system import logs
-from broker.telemetry.families import QUEUE_DEPTH, QUEUE_DEPTH_HELP, Families
-
-LAG_EVERY_S: Final = 0.25
-LAG_BUCKETS_S: Final = (0.005, 0.025, 0.1, 0.5, 2.0, 10.0, 60.0)
-COUNTED: Final = {
-    "published": "Messages that this process stored in a stream.",
-    "consumed": "Messages that this process received from a queue or read from a log.",
-    "redelivered": "Received messages that had been delivered before, to any process.",
-    "acknowledged": "Messages of a queue that this process ended.",
-    "handed_back": "Messages that this process returned to their queue.",
-}
 
 
-class ProcessFigures(Collector):
-    """Figures of this process, set on its event loop and read by the thread that serves them.
-
-    Args:
-        health: of this process.
+class ProcessFigures:
+    """Figures of this process, set on its event loop; other threads read them.
 
     Attributes:
-        bus: the process's connection, None before there is one; its counts are shown.
+        bus: the process's connection, whose counts are shown; None before there is one.
         depths: unacknowledged messages by stream and subject, where the process knows them.
+        values: the newest metrics that the process reported.
     """
 
-    def __init__(self, health: Health) -> None:
-        self._health = health
+    def __init__(self) -> None:
         self.bus: Bus | None = None
         self.depths: Mapping[tuple[str, str], float] = {}
-        self._values: dict[str, float] = {}
-        self._lag = _Lag()
+        self.values: Mapping[str, float] = {}
 
     def report(self, metrics: wire.Metrics) -> None:
-        """Show these metrics; those of the last evaluation stay until the next."""
-        self._values = newest_values(self._values, metrics.values)
-
-    async def measure_lag(self) -> None:
-        """Measure how late the event loop is, until cancelled."""
-        await self._lag.measure()
-
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing: names are known only when the process reports them."""
-        return ()
-
-    def collect(self) -> Iterable[Metric]:
-        """Return the families of all figures."""
-        families, labels = Families(), logs.identity()
-        about = {"version": version("rlearner"), "host": socket.gethostname(), "pid": str(os.getpid())}
-        families.gauge("process_info", "Always 1; what the process is.", {**labels, **about}, 1.0)
-        for state in get_args(State):
-            here = float(self._health.state == state)
-            families.gauge("process_state", STATE_HELP, {**labels, "state": state}, here)
-        families.metrics(self._values, labels)
-        for (stream, subject), depth in self.depths.items():
-            where = {"run": labels["run"], "stream": stream, "subject": subject}
-            families.gauge(QUEUE_DEPTH, QUEUE_DEPTH_HELP, where, depth)
-        if self.bus is not None:
-            for what, text in COUNTED.items():
-                for stream, count in dict(getattr(self.bus.counts, what)).items():
-                    families.counter(f"stream_messages_{what}", text, {**labels, "stream": stream}, count)
-        return [*families.all(), self._lag.family(labels)]
-
-
-STATE_HELP: Final = "1 for the state that the process is in, 0 for the others."
+        """Show these metrics from now on."""
+        self.values = newest_values(self.values, metrics.values)
 
 
 def newest_values(before: Mapping[str, float], values: Mapping[str, float]) -> dict[str, float]:
     """Return new metrics of a process, with those of its last evaluation, which only one step's line holds."""
-    evaluated = "eval/step" in values
-    kept = {} if evaluated else {name: value for name, value in before.items() if name.startswith("eval/")}
+    kept = {} if "eval/step" in values else {name: value for name, value in before.items() if name.startswith("eval/")}
     return kept | dict(values)
-
-
-class _Lag:
-    """Histogram of how much later than due the event loop runs a timer."""
-
-    def __init__(self) -> None:
-        self._counts = [0] * (len(LAG_BUCKETS_S) + 1)
-        self._sum_s = 0.0
-
-    async def measure(self) -> None:
-        while True:
-            due = time.monotonic() + LAG_EVERY_S
-            await asyncio.sleep(LAG_EVERY_S)
-            late_s = max(0.0, time.monotonic() - due)
-            self._counts[bisect_left(LAG_BUCKETS_S, late_s)] += 1
-            self._sum_s += late_s
-
-    def family(self, labels: Mapping[str, str]) -> Metric:
-        text = "How late the event loop ran a timer, in seconds."
-        family = HistogramMetricFamily("rlearner_event_loop_lag_seconds", text, labels=tuple(labels))
-        buckets, total = list[tuple[str, float]](), 0
-        for bound, count in zip((*map(str, LAG_BUCKETS_S), "+Inf"), tuple(self._counts), strict=True):
-            total += count
-            buckets.append((bound, float(total)))
-        family.add_metric(tuple(labels.values()), buckets, self._sum_s)  # type: ignore[arg-type]
-        return family

@@ -15,6 +15,7 @@ from broker.contract import wire
 from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import publish_metrics
 from broker.runtime.announce import Announcer
+from broker.runtime.figures import ProcessFigures
 from broker.runtime.health import Health, Report, report_of
 from broker.runtime.spans import SpanRecorder
 from broker.system.recent_warning import RecentWarning
@@ -32,12 +33,16 @@ class Stop:
     Attributes:
         at_once: called in the signal handler before that exit.
         health: of this process.
+        figures: of this process.
+        close_metrics: stops serving its figures; None while they are not served.
     """
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.reason = ""
         self.health = Health()
+        self.figures = ProcessFigures()
+        self.close_metrics: Callable[[], None] | None = None
         self.at_once: list[Callable[[], None]] = []
 
     def request(self, reason: str) -> None:
@@ -81,6 +86,7 @@ class Member:
     _failure: BaseException | None = None
 
     def __post_init__(self) -> None:
+        self.stop.figures.bus = self.bus
         self.follow(self.desired, "")
 
     @property
@@ -176,5 +182,6 @@ class Member:
             numbers = wire.Metrics(
                 role=self.role, id=self.id, time=time.time(), values=values(), text=texts, spans=self.spans.take()
             )
+            self.stop.figures.report(numbers)
             await publish_metrics(self.bus, numbers)
             await asyncio.sleep(REPORT_EVERY_S)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import errno
 import ipaddress
 import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, Final
 
 from aiohttp import web
@@ -20,23 +19,13 @@ from prometheus_client.registry import Collector
 
 from broker.errors import UserError
 from broker.runtime.health import TURNS_WITHIN_S, Health
-from broker.settings.arguments import port
 
 log = logging.getLogger(__name__)
 
-LOOPBACK: Final = "127.0.0.1"
 MAX_CONNECTIONS: Final = 64  # more are closed at once: they would take the process's files
 OPEN_S: Final = 60.0  # after which a connection is closed; scrapers open another
 REAP_EVERY_S: Final = 5.0
 START_WITHIN_S: Final = 10.0
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add --metrics-port and --metrics-bind."""
-    text = "serve /metrics (Prometheus), /healthz and /readyz on this port; 0 picks one and logs it (off)"
-    parser.add_argument("--metrics-port", type=port, metavar="PORT", help=text)
-    text = "address for --metrics-port; anyone who reaches it can read (%(default)s)"
-    parser.add_argument("--metrics-bind", default=LOOPBACK, metavar="ADDRESS", help=text)
 
 
 class MetricsEndpoint:
@@ -106,7 +95,9 @@ class MetricsEndpoint:
                 web.get("/readyz", self._readyz),
             ]
         )
-        runner = web.AppRunner(app, access_log=None, handle_signals=False, keepalive_timeout=OPEN_S)
+        runner = web.AppRunner(
+            app, access_log=None, handle_signals=False, keepalive_timeout=OPEN_S, shutdown_timeout=0.1
+        )
         await runner.setup()
         assert runner.server is not None
         make = runner.server
@@ -162,7 +153,7 @@ def _listening(bind: str, number: int) -> socket.socket:
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(bind).version == 6 else socket.AF_INET
     except ValueError:
-        raise UserError(f"--metrics-bind: {bind!r} is not an IP address, such as {LOOPBACK} or 0.0.0.0") from None
+        raise UserError(f"--metrics-bind: {bind!r} is not an IP address, such as 127.0.0.1 or 0.0.0.0") from None
     made = socket.socket(family)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -179,38 +170,6 @@ def _listening(bind: str, number: int) -> socket.socket:
 
 
 def _why_not(bind: str, number: int, error: OSError) -> str:
-    import errno
-
     if error.errno == errno.EADDRINUSE:
         return f"--metrics-port: port {number} on {bind} is already in use; choose another, or 0 for any"
     return f"--metrics-bind: cannot listen on {bind}: {error.strerror}; use an address of this host"
-
-
-@contextmanager
-def serving(
-    options: argparse.Namespace, health: Health, *collectors: Collector
-) -> Iterator[MetricsEndpoint | None]:
-    """Serve while the context is open, if the options ask for it.
-
-    Raises:
-        UserError: if the address or the port cannot be used.
-    """
-    endpoint = open_endpoint(options, health, *collectors)
-    try:
-        yield endpoint
-    finally:
-        if endpoint is not None:
-            endpoint.close()
-
-
-def open_endpoint(options: argparse.Namespace, health: Health, *collectors: Collector) -> MetricsEndpoint | None:
-    """Return a started endpoint, None if the options ask for none.
-
-    Raises:
-        UserError: if the address or the port cannot be used.
-    """
-    if getattr(options, "metrics_port", None) is None:
-        return None
-    endpoint = MetricsEndpoint(options.metrics_bind, options.metrics_port, health, *collectors)
-    log.info("metrics at %s/metrics", endpoint.url)
-    return endpoint

@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from types import FrameType
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import uvloop
 
@@ -27,18 +27,33 @@ from broker.identity.trust import is_trusted, trust
 from broker.jetstream.bus import Bus
 from broker.runtime.member import Member, Stop
 from broker.runtime.service_manager import ServiceManager
-from broker.settings.arguments import add_broker, positive
+from broker.settings.arguments import add_broker, port, positive
 from broker.settings.run_code import named_code
 from broker.settings.runspec import check_digests, discover_run, wait_for_runspec
 from broker.system import logs
 from broker.system.entry import EXIT_FAULT, EXIT_STOPPED, output_is_closed, refuse
 from broker.system.reminders import Reminders
 
-__all__ = ["Member", "Stop", "Stopped", "add_join_options", "join", "main", "unless_stopped"]
+__all__ = [
+    "Member",
+    "Stop",
+    "Stopped",
+    "add_join_options",
+    "add_metrics_options",
+    "join",
+    "main",
+    "serve_metrics",
+    "unless_stopped",
+]
+
+if TYPE_CHECKING:
+    from prometheus_client.registry import Collector
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+LOOPBACK: Final = "127.0.0.1"
 
 POLL_S: Final = 0.5
 FEW_FILES: Final = 4096
@@ -99,6 +114,8 @@ async def _beating(stop: Stop, work: Coroutine[Any, Any, T]) -> T:
         return await work
     finally:
         beating.cancel()
+        if stop.close_metrics is not None:
+            stop.close_metrics()
 
 
 def _collect_rarely() -> None:
@@ -154,11 +171,52 @@ def _find(error: BaseException, kind: type[T]) -> T | None:
     return next((found for member in members if (found := _find(member, kind))), None)
 
 
+# ----------------------------------------------------------------------------------------------------- metrics
+
+
+def add_metrics_options(
+    parser: argparse.ArgumentParser, *, default: int | None = None, text: str = "of this process"
+) -> None:
+    """Add --metrics-port and --metrics-bind."""
+    text = f"serve /metrics (Prometheus), /healthz and /readyz {text} on this port; 0 picks one and logs it"
+    text += " (off)" if default is None else " (%(default)s)"
+    parser.add_argument("--metrics-port", type=port, default=default, metavar="PORT", help=text)
+    text = "IP address for --metrics-port; all who reach it can read it (%(default)s)"
+    parser.add_argument("--metrics-bind", default=LOOPBACK, metavar="ADDRESS", help=text)
+
+
+def serve_metrics(options: argparse.Namespace, stop: Stop, *collectors: Collector) -> None:
+    """Serve the figures of this process until it ends, if the options ask for it.
+
+    Args:
+        collectors: more to show on ``/metrics``.
+
+    Raises:
+        UserError: if the address or the port cannot be used.
+    """
+    if getattr(options, "metrics_port", None) is None or stop.close_metrics is not None:
+        return
+    from broker.runtime.metrics_endpoint import MetricsEndpoint  # imports aiohttp
+    from broker.runtime.process_collector import LoopLag, ProcessCollector
+
+    lag = LoopLag()
+    own = ProcessCollector(stop.figures, stop.health, lag)
+    endpoint = MetricsEndpoint(options.metrics_bind, options.metrics_port, stop.health, own, *collectors)
+    log.info("metrics at %s/metrics", endpoint.url)
+    measuring = asyncio.get_running_loop().create_task(lag.measure())
+
+    def close() -> None:
+        measuring.cancel()
+        endpoint.close()
+
+    stop.close_metrics = close
+
+
 # -------------------------------------------------------------------------------------------------------- join
 
 
 def add_join_options(parser: argparse.ArgumentParser) -> None:
-    """Add --broker (RL_BROKER), --run (RL_RUN), --id, --connect-deadline and the logging options."""
+    """Add --broker (RL_BROKER), --run (RL_RUN), --id, --connect-deadline, and the options of metrics and logging."""
     add = parser.add_argument
     run = os.environ.get("RL_RUN") or None
     add_broker(parser)
@@ -169,6 +227,7 @@ def add_join_options(parser: argparse.ArgumentParser) -> None:
     add("--trust-run-code", action="store_true", help=text)
     add("--id", metavar="NAME", help="name of this process, unique in the run (generated)")
     add("--connect-deadline", metavar="SECONDS", type=positive, help="time limit for reaching a broker (none)")
+    add_metrics_options(parser)
     logs.add_options(parser)
 
 
@@ -192,6 +251,7 @@ async def join(
     for name, value in (("--id", process_id), ("--run", options.run or "any")):
         _check_option(name, value)
     logs.identify(role=role, process_id=process_id, run=options.run)
+    serve_metrics(options, stop)
 
     def reached() -> None:
         stop.health.joined()

@@ -188,3 +188,8 @@ def identify(*, run: str | None = None, role: str | None = None, process_id: str
     """Set the fields that every line starts with; None keeps a field."""
     given = {"run": run, "role": role, "id": process_id}
     _identity.update({key: value for key, value in given.items() if value})
+
+
+def identity() -> dict[str, str]:
+    """Return the process's run, role and id, each ``-`` while unknown."""
+    return dict(_identity)

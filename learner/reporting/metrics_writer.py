@@ -51,6 +51,7 @@ class MetricsWriter:
         say: Callable[[str], None],
     ) -> None:
         self._bus, self._roster, self._ledger, self._trackers = bus, roster, ledger, trackers
+        self._figures = stop.figures
         self.showcase = showcase
         self._file = MetricsFile(path, last_step)
         self._patience = DiskRetry(path.parent, stop, "training waits", say)
@@ -102,8 +103,14 @@ class MetricsWriter:
 
     async def _sample(self) -> None:
         while True:
+            by_subject = dict.fromkeys(self._figures.depths, 0.0)  # an empty queue is 0, not absent
             for stream in QUEUES:
-                self._depths[f"queue/{stream.name}/depth"] = float(sum((await self._bus.depth(stream)).values()))
-            behind = await self._bus.last_seq(SAMPLES) - self._ledger.state.position
-            self._depths["queue/samples/depth"] = float(max(0, behind))
+                depth = await self._bus.depth(stream)
+                self._depths[f"queue/{stream.name}/depth"] = float(sum(depth.values()))
+                subjects = {key: stream.subject(self._bus.run, key) for key in depth}
+                by_subject |= {(stream.name, subjects[key]): float(count) for key, count in depth.items()}
+            behind = max(0, await self._bus.last_seq(SAMPLES) - self._ledger.state.position)
+            self._depths["queue/samples/depth"] = float(behind)
+            by_subject[SAMPLES.name, SAMPLES.subject(self._bus.run)] = float(behind)
+            self._figures.depths = by_subject
             await asyncio.sleep(SAMPLE_EVERY_S)

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 from typing import Any
 
-from broker.runtime.process import Stop, main
+from broker.runtime.process import Stop, add_metrics_options, main
 from broker.settings.arguments import add_config, add_json, port
 
 
@@ -23,6 +23,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--bind", metavar="ADDRESS", default="127.0.0.1", help=text)
     parser.add_argument("--port", type=port, default=0, help="port of the broker, 0 for any (%(default)s)")
     add_json(parser, "print one JSON object per line instead of the live view: each step, event and the result")
+    add_metrics_options(parser, text="of the learner")
     parser.set_defaults(run=run)
 
 
@@ -57,6 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
         await asyncio.to_thread(require_fleet, config)
         overrides = [o for o in arguments.overrides if not o.startswith("run.name=")]
         arguments_of_start = [arguments.config, *overrides, f"run.name={config['run']['name']}"]
+        if arguments.metrics_port is not None:
+            arguments_of_start += ["--metrics-port", str(arguments.metrics_port)]
+            arguments_of_start += ["--metrics-bind", arguments.metrics_bind]
         await up(
             config,
             arguments_of_start,
