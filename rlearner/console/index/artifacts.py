@@ -46,7 +46,7 @@ def _follow(
         if source.is_as_seen(status):
             continue
         _remove(connection, source)
-        source.ino, source.size, source.mtime = status.st_ino, status.st_size, status.st_mtime_ns
+        source.ino, source.size, source.mtime, source.whole = status.st_ino, status.st_size, status.st_mtime_ns, True
         read(connection, source, folder / name, match, status)
         followed.save(connection, source)
 

@@ -18,6 +18,7 @@ from rlearner.console.index.schema import PAGE_BYTES, PLAIN_TEXTS, SCHEMA, TEXT_
 NAME: Final = "console.sqlite"
 DAMAGED: Final = "console.damaged.sqlite"
 BUSY_S: Final = 10.0
+RESERVE_BYTES: Final = 64 * 2**20
 _UNAVAILABLE: Final = (
     *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED),
     *(sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_PROTOCOL),
@@ -148,6 +149,18 @@ def explained() -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG, errno.ENOENT, errno.EIO):
             raise DatabaseUnavailableError(error.strerror or str(error)) from error
         raise
+
+
+def require_room(path: Path) -> None:
+    """Check that the disk has more than ``RESERVE_BYTES`` left.
+
+    Raises:
+        DatabaseUnavailableError: if it has not.
+    """
+    with explained():
+        found = os.statvfs(path.parent)
+    if (free := found.f_bavail * found.f_frsize) < RESERVE_BYTES:
+        raise DatabaseUnavailableError(f"{free >> 20} MiB are free, it leaves {RESERVE_BYTES >> 20} MiB to the run")
 
 
 def identity(path: Path) -> int:

@@ -34,11 +34,13 @@ class Source:
     guard_at: int = 0
     guard: int = 0
     until: int = 0
+    whole: int = 0
     problem: str = ""
 
     def is_as_seen(self, status: os.stat_result) -> bool:
-        """Return whether nothing was written since ``note``."""
-        return (self.ino, self.size, self.mtime) == (status.st_ino, status.st_size, status.st_mtime_ns)
+        """Return whether it was read as far as possible, and nothing was written since."""
+        seen = (self.ino, self.size, self.mtime) == (status.st_ino, status.st_size, status.st_mtime_ns)
+        return bool(self.whole) and seen
 
     def has_only_grown(self, file: int, status: os.stat_result) -> bool:
         """Return whether what was read is still at its place."""
@@ -48,9 +50,9 @@ class Source:
             return False  # written in place
         return crc32(os.pread(file, self.offset - self.guard_at, self.guard_at)) == self.guard
 
-    def note(self, file: int, status: os.stat_result) -> None:
-        """Remember the file as it is, read up to ``offset``."""
-        self.ino, self.size, self.mtime = status.st_ino, status.st_size, status.st_mtime_ns
+    def note(self, file: int, status: os.stat_result, *, more: bool) -> None:
+        """Remember the file as it is, read up to ``offset``, behind which there may be ``more``."""
+        self.ino, self.size, self.mtime, self.whole = status.st_ino, status.st_size, status.st_mtime_ns, not more
         self.guard_at = max(0, self.offset - GUARD_BYTES)
         self.guard = crc32(os.pread(file, self.offset - self.guard_at, self.guard_at))
 

@@ -40,7 +40,8 @@ class RunFollower:
 
     def __init__(self, folder: Path, changed: Callable[[], None] = lambda: None, path: Path | None = None) -> None:
         self.folder, self.path = folder, path or database.place(folder)
-        self.queries = RunQueries(folder, self.path)
+        self._suspect = threading.Event()  # an answer found damage
+        self.queries = RunQueries(folder, self.path, self._suspect.set)
         self.live = LiveSpans()
         self._changed = changed
         self._stop = threading.Event()
@@ -99,6 +100,8 @@ class RunFollower:
                     self._state, self._problem = "gone", f"{self.folder} is no longer there"
                     self._stop.wait(POLL_S)
                     continue
+                if self._suspect.is_set():
+                    raise DatabaseDamagedError("an answer could not be read")
                 before = index.connection.total_changes
                 more = index.update()
                 if index.connection.total_changes != before or self._state != "current":
@@ -119,6 +122,7 @@ class RunFollower:
     def _set_aside(self) -> None:
         try:
             database.move_aside(self.path, self._inode)
+            self._suspect.clear()
         except (DatabaseUnavailableError, UserError) as error:
             self._wait(f"the console's damaged index cannot be moved aside ({error})")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,26 +31,28 @@ class RunQueries:
     Args:
         folder: of the run.
         path: of the database, by default ``database.place(folder)``.
+        damaged: called when an answer finds the database damaged.
 
     Raises:
         DatabaseUnavailableError: from every method, if there is no database yet.
         DatabaseDamagedError: from every method, if it is damaged; the follower rebuilds it.
     """
 
-    def __init__(self, folder: Path, path: Path | None = None) -> None:
+    def __init__(self, folder: Path, path: Path | None = None, damaged: Callable[[], None] = lambda: None) -> None:
         self.folder, self.path = folder, path or database.place(folder)
+        self._damaged = damaged
         self._local = threading.local()
 
     # -- steps
 
     def metric_names(self, search: str = "", limit: int = 500) -> list[str]:
         """Return the names of metrics that hold every word of ``search``, sorted."""
-        with database.explained():
+        with self._asking():
             return series.metric_names(self._connection(), search, limit)
 
     def last_values(self, names: Sequence[str] = ()) -> dict[str, float]:
         """Return the newest value of each of these metrics, or of all."""
-        with database.explained():
+        with self._asking():
             return series.last_values(self._connection(), names)
 
     def series(
@@ -60,29 +63,29 @@ class RunQueries:
         Args:
             max_points: of each; with more steps, the lowest and the highest value of each of half as many buckets.
         """
-        with database.explained():
+        with self._asking():
             return series.series(self._connection(), names, max_points, first_step, last_step)
 
     def events(self, start: float | None = None, end: float | None = None, kinds: Sequence[str] = ()) -> list[Event]:
         """Return events of a range of time in its order, those of unknown time first."""
-        with database.explained():
+        with self._asking():
             return events.events(self._connection(), self.folder, start, end, kinds)
 
     def step_at(self, time: float) -> int:
         """Return how many steps were completed at a time."""
-        with database.explained():
+        with self._asking():
             return series.step_at(self._connection(), time)
 
     def time_of(self, step: int) -> float | None:
         """Return when the line of a step was written, None if there is none."""
-        with database.explained():
+        with self._asking():
             return series.time_of(self._connection(), step)
 
     # -- timeline
 
     def extent(self) -> tuple[float, float]:
         """Return the time of the first and the last span; both 0 without any."""
-        with database.explained():
+        with self._asking():
             return timeline.extent(self._connection())
 
     def spans(self, start: float, end: float, resolution_s: float = 0.0, max_spans: int = 2000) -> Timeline:
@@ -91,14 +94,14 @@ class RunQueries:
         Args:
             resolution_s: length below which spans need not be told apart.
         """
-        with database.explained():
+        with self._asking():
             return timeline.spans(self._connection(), start, end, resolution_s, max_spans)
 
     # -- trajectories
 
     def domains(self) -> list[str]:
         """Return the domains of the trajectories, sorted."""
-        with database.explained():
+        with self._asking():
             return search.domains(self._connection())
 
     def search(
@@ -119,7 +122,7 @@ class RunQueries:
         Raises:
             ConfigError: if ``after`` or ``order`` is none of these.
         """
-        with database.explained():
+        with self._asking():
             return search.search(self._connection(), wanted, order, limit, after, count=count)
 
     def group(self, ticket: int) -> GroupView:
@@ -128,7 +131,7 @@ class RunQueries:
         Raises:
             UserError: if there is no such ticket, or its record is not in the archive.
         """
-        with database.explained():
+        with self._asking():
             return groups.group(self._connection(), self.folder, ticket)
 
     def provenance(self, ticket: int) -> Provenance:
@@ -137,27 +140,37 @@ class RunQueries:
         Raises:
             UserError: if there is no such ticket.
         """
-        with database.explained():
+        with self._asking():
             return groups.provenance(self._connection(), self.folder, ticket)[0]
 
     # -- evaluations
 
     def evaluations(self) -> list[EvaluationResult]:
         """Return all evaluations whose episodes are in the run's folder, by step and policy."""
-        with database.explained():
+        with self._asking():
             return evaluations.evaluations(self._connection())
 
     def evaluated_tasks(self, step: int, policy: str = "actor") -> list[EvaluatedTask]:
         """Return the tasks of an evaluation, in the order of its file."""
-        with database.explained():
+        with self._asking():
             return evaluations.evaluated_tasks(self._connection(), step, policy)
 
     def evaluated_task(self, step: int, policy: str, number: int) -> dict[str, Any]:
         """Return one task's row of the folder ``evals``: prompt, text, response, frames …; empty if it is not there."""
-        with database.explained():
+        with self._asking():
             return evaluations.evaluated_task(self._connection(), self.folder, step, policy, number)
 
     # -- the database
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        try:
+            with database.explained():
+                yield
+        except database.DatabaseDamagedError:
+            self.close()
+            self._damaged()
+            raise
 
     def close(self) -> None:
         """Close this thread's connection."""

@@ -76,9 +76,10 @@ def _read(connection: sqlite3.Connection, file: int, source: Source, until: int)
             break
         changed.add(_add(connection, source, frame))
         source.offset += archive.HEADER_BYTES + len(frame.data)
-    source.note(file, status)
+    more = stop_at <= source.offset < status.st_size
+    source.note(file, status, more=more)
     followed.save(connection, source)
-    return stop_at <= source.offset < status.st_size, changed
+    return more, changed
 
 
 @dataclass(frozen=True)

@@ -51,10 +51,13 @@ class RunIndex:
     def update(self) -> bool:
         """Read a piece of what is new, in one transaction; return whether there may be more.
 
+        The last ``RESERVE_BYTES`` of a disk are left to the run.
+
         Raises:
             DatabaseDamagedError: if the database is damaged.
             DatabaseUnavailableError: if it cannot be written now; nothing has changed.
         """
+        database.require_room(self.path)
         with database.explained():
             try:
                 self.connection.execute("BEGIN IMMEDIATE")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-VERSION: Final = 1  # of the tables; another one is rebuilt
+VERSION: Final = 2  # of the tables; another one is rebuilt
 PAGE_BYTES: Final = 8192
 
 SCHEMA: Final = """
@@ -19,7 +19,8 @@ CREATE TABLE sources (
     id INTEGER PRIMARY KEY, kind TEXT NOT NULL, name TEXT NOT NULL, first INTEGER NOT NULL DEFAULT 0,
     ino INTEGER NOT NULL DEFAULT 0, size INTEGER NOT NULL DEFAULT 0, mtime INTEGER NOT NULL DEFAULT 0,
     offset INTEGER NOT NULL DEFAULT 0, guard_at INTEGER NOT NULL DEFAULT 0, guard INTEGER NOT NULL DEFAULT 0,
-    until INTEGER NOT NULL DEFAULT 0, problem TEXT NOT NULL DEFAULT '', UNIQUE (kind, name)
+    until INTEGER NOT NULL DEFAULT 0, whole INTEGER NOT NULL DEFAULT 0, problem TEXT NOT NULL DEFAULT '',
+    UNIQUE (kind, name)
 );
 
 -- metrics.jsonl: a line ends at byte `end`; `crc` is that of the file up to there

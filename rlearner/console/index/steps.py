@@ -53,11 +53,12 @@ class StepsReader:
         self._add(connection, lines)
         if lines:
             source.offset = lines[-1].end
-        source.note(file, status)
+        more = bool(lines) and source.offset < status.st_size
+        source.note(file, status, more=more)
         wrong = connection.execute("SELECT count(*), min(start) FROM steps WHERE step < 0").fetchone()
         source.problem = f"{FILE}: {wrong[0]} lines cannot be read, the first at byte {wrong[1]}" if wrong[0] else ""
         followed.save(connection, source)
-        return bool(lines) and source.offset < status.st_size
+        return more
 
     def _add(self, connection: sqlite3.Connection, lines: list[Line]) -> None:
         steps, newest = [], dict[int, dict[str, float]]()

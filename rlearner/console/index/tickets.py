@@ -69,11 +69,12 @@ def _read(connection: sqlite3.Connection, file: int, source: Source) -> tuple[bo
     changed.update(int(row[4]) for row in rows_of if row[4])
     if lines:
         source.offset = lines[-1].end
-    if wrong := sum(row[5] == MALFORMED for row in rows_of):
-        source.problem = f"{FOLDER}/{source.name}: {wrong} lines cannot be read"
-    source.note(file, status)
+    if any(row[5] == MALFORMED for row in rows_of):
+        _count_malformed(connection, source)
+    more = bool(lines) and source.offset < status.st_size
+    source.note(file, status, more=more)
     followed.save(connection, source)
-    return bool(lines) and source.offset < status.st_size, changed
+    return more, changed
 
 
 def _row(source: Source, line: Line) -> tuple[int, int, int, int, int, str, int, int, bytes]:
@@ -95,11 +96,14 @@ def _cut(connection: sqlite3.Connection, source: Source, offset: int) -> set[int
         "SELECT DISTINCT ticket FROM ledger_lines WHERE source = ? AND end > ? AND ticket > 0", place
     ).fetchall()
     connection.execute("DELETE FROM ledger_lines WHERE source = ? AND end > ?", place)
-    wrong = connection.execute(
-        "SELECT count(*) FROM ledger_lines WHERE source = ? AND state = ?", (source.id, MALFORMED)
-    ).fetchone()[0]
-    source.problem = f"{FOLDER}/{source.name}: {wrong} lines cannot be read" if wrong else ""
+    _count_malformed(connection, source)
     return {ticket for (ticket,) in found}
+
+
+def _count_malformed(connection: sqlite3.Connection, source: Source) -> None:
+    own = (source.id, MALFORMED)
+    wrong = connection.execute("SELECT count(*) FROM ledger_lines WHERE source = ? AND state = ?", own).fetchone()[0]
+    source.problem = f"{FOLDER}/{source.name}: {wrong} lines cannot be read" if wrong else ""
 
 
 def lines_of(connection: sqlite3.Connection, ticket: int) -> list[LedgerLine]:
