@@ -19,10 +19,10 @@ from broker.system.entry import EXIT_STOPPED, enter
 from broker.system.visible_text import visible_json
 from learner.nodes import start as nodes
 from rlearner import offline_cli as pipelines_cli
+from rlearner.console import cli as console_cli
 from rlearner.doctor import cli as doctor_cli
 from rlearner.evaluate import cli as eval_cli
 from rlearner.examples import EXAMPLES
-from rlearner.exporter import cli as exporter_cli
 from rlearner.ops import cli as ops_cli
 from rlearner.plan import cli as plan_cli
 from rlearner.up import cli as up_cli
@@ -84,7 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
     pipelines_cli.add_parsers(commands)
     eval_cli.add_parser(commands)
     ops_cli.add_parsers(commands)
-    exporter_cli.add_parser(commands)
+    console_cli.add_parser(commands)
     completion = commands.add_parser("completion", help="print the shell code that completes these commands")
     shells = ["bash", "zsh", "fish"]
     completion.add_argument("shell", nargs="?", default="bash", choices=shells, help="which shell (%(default)s)")

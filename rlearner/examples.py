@@ -42,10 +42,6 @@ EXAMPLES: Final = {
         "rlearner logs quick --since 10m --level warning envhub rewardhub",
     ],
     "rlearner diff": ["rlearner diff quick quick-gspo", "rlearner diff runs/quick /data/runs/other --json"],
-    "rlearner exporter": [
-        "rlearner exporter quick     # http://127.0.0.1:9464/metrics",
-        "rlearner exporter quick --broker nats://10.0.0.1:4222 --metrics-bind 0.0.0.0 --metrics-port 9500",
-    ],
     "rlearner draw": ["rlearner draw quick"],
     "rlearner runs": ["rlearner runs", "rlearner runs /data/runs --json", "rlearner runs --prune"],
     "rlearner invite": ["rlearner invite envhub --run quick --expires 24h --out hub.token"],
@@ -60,6 +56,11 @@ EXAMPLES: Final = {
     "rlearner api-key revoke": ["rlearner api-key revoke alice"],
     "rlearner checkpoint-now": ["rlearner checkpoint-now quick", "rlearner checkpoint-now quick --no-wait --json"],
     "rlearner eval-now": ["rlearner eval-now quick"],
+    "rlearner console": [
+        "rlearner console",
+        "rlearner console quick --actions",
+        "rlearner console --bind 10.0.0.5 --tls-cert c.crt --tls-key c.key --password-file c.password",
+    ],
     "rlearner pause": ["rlearner pause quick --reason 'the disk is full'"],
     "rlearner resume": ["rlearner resume quick"],
     "rlearner drain": ["rlearner drain quick"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from base64 import b64encode
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Final
 
@@ -22,12 +22,12 @@ from broker.system.visible_text import visible, visible_json
 SHOWN_BYTES: Final = 512
 
 
-async def _letters(bus: Bus) -> AsyncIterator[LogRecord]:
-    """Yield every dead letter that exists now."""
+async def stored_letters(bus: Bus, newest: int | None = None) -> AsyncGenerator[LogRecord, None]:
+    """Yield every dead letter that exists now, or only the newest ones."""
     last = await bus.last_seq(DEAD)
     if await bus.first_seq(DEAD) > last:
         return
-    async with aclosing(bus.read_log(DEAD, 1)) as records:
+    async with aclosing(bus.read_log(DEAD, 1 if newest is None else max(1, last - newest + 1))) as records:
         async for record in records:
             yield record
             if record.seq >= last:
@@ -38,10 +38,10 @@ async def list_letters(bus: Bus, options: argparse.Namespace) -> None:
     """``broker dead list``: print a line for each, and the count to standard error."""
     await choose_run(bus, options.run)
     if options.json:
-        print(visible_json({"run": bus.run, "letters": [_summary(record) async for record in _letters(bus)]}))
+        print(visible_json({"run": bus.run, "letters": [_summary(record) async for record in stored_letters(bus)]}))
         return
     count = 0
-    async for record in _letters(bus):
+    async for record in stored_letters(bus):
         count += 1
         letter = record.message
         if isinstance(letter, wire.DeadLetter):
@@ -68,7 +68,7 @@ async def _letter(bus: Bus, number: int) -> LogRecord:
     Raises:
         UserError: if it does not exist.
     """
-    async for record in _letters(bus):
+    async for record in stored_letters(bus):
         if record.seq == number:
             return record
     raise UserError(f"no dead letter {number} in run {bus.run}")
@@ -130,13 +130,18 @@ def _show(record: LogRecord, *, raw: bool) -> None:
         for name in ("stream", "sequence", "ticket", "by", "reason"):
             print(visible(f"{name:9} {getattr(letter, name)}"))
     print(f"{'data':9} {len(data)} bytes")
+    print(described_data(data))
+
+
+def described_data(data: bytes | bytearray) -> str:
+    """Return the begin of what a dead letter's bytes hold, decoded as far as possible, on one line."""
     try:
-        print(visible(str(codec.decode(data, *wire.MESSAGES))[:SHOWN_BYTES]))
+        return visible(str(codec.decode(data, *wire.MESSAGES))[:SHOWN_BYTES])
     except WireError:
         try:
-            print(visible(repr(msgspec.msgpack.decode(data))[:SHOWN_BYTES]))
+            return visible(repr(msgspec.msgpack.decode(data))[:SHOWN_BYTES])
         except (msgspec.DecodeError, ValueError):
-            print(repr(data[:SHOWN_BYTES]))
+            return repr(data[:SHOWN_BYTES])
 
 
 async def purge_letters(bus: Bus, options: argparse.Namespace) -> None:

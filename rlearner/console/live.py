@@ -1,0 +1,213 @@
+"""What the broker says about a run now: its processes, queues, desired state; read only while a page shows it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from broker.contract import wire
+from broker.contract.streams import CONTROL, DEAD, EPISODES, EVALTICKETS, RUNS, SAMPLES, TICKETS, WEIGHTS, Stream
+from broker.errors import BrokerUnreachable, RlearnerError, UserError
+from broker.jetstream.bus import Bus
+from broker.jetstream.core_messages import watch_metrics
+from broker.nats.nats_errors import ApiError, Disconnected, NoStream
+from broker.runtime.presence import Roster
+from broker.settings.runspec import find_runs
+from learner.run_folder import broker_address
+
+log = logging.getLogger(__name__)
+
+LOOK_S: Final = 2.0  # between looks at queues and the desired state
+TELL_S: Final = 0.5  # between two calls of the listeners
+LINGER_S: Final = 15.0  # after the last page: reloading one does not connect again
+RETRY_S: Final = 15.0
+CONNECT_S: Final = 2.0
+QUEUES: Final = (TICKETS, EPISODES, SAMPLES, EVALTICKETS, DEAD)
+
+
+@dataclass
+class BrokerView:
+    """State of a run on its broker.
+
+    Attributes:
+        problem: why nothing is known, one line; empty while connected.
+        desired: state that the operator wants, and why (``reason``).
+        processes: those alive, by role and id.
+        metrics: newest of each process, by ``role.id``.
+        queues: messages waiting, by stream and key.
+        offered: version of the weights on offer, -1 if none is.
+    """
+
+    problem: str = "connecting to the run's broker"
+    broker: str = ""
+    desired: str = ""
+    reason: str = ""
+    processes: list[wire.Presence] = field(default_factory=list)
+    metrics: dict[str, wire.Metrics] = field(default_factory=dict)
+    queues: dict[str, dict[str, int]] = field(default_factory=dict)
+    offered: int = -1
+
+
+class LiveRun:
+    """Reader of one run's broker, connected while somebody listens.
+
+    Args:
+        named: the broker's address, if the operator named one.
+    """
+
+    def __init__(self, run: str, folder: Path, named: str | None) -> None:
+        self.run, self.folder, self._named = run, folder, named
+        self.view = BrokerView()
+        self.bus: Bus | None = None  # while connected
+        self._listeners: set[Callable[[], None]] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        self._settled = asyncio.Event()  # connected, or known why not
+
+    def listen(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Call ``listener`` after changes, at most twice a second; return what ends that."""
+        self._listeners.add(listener)
+        if self._task is None or self._task.done():
+            self._settled.clear()
+            self._task = asyncio.create_task(self._serve())
+
+        def end() -> None:
+            self._listeners.discard(listener)
+
+        return end
+
+    async def close(self) -> None:
+        """Disconnect."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def connected(self) -> Bus:
+        """Return a connection to the run's broker, which is kept while pages are open.
+
+        Raises:
+            UserError: if there is none.
+        """
+        self.listen(lambda: None)()  # connects, and stays so for a while
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(2 * CONNECT_S + 1):
+                await self._settled.wait()
+        if self.bus is None:
+            raise UserError(self.view.problem or "the run's broker does not answer")
+        return self.bus
+
+    async def _serve(self) -> None:
+        left_at: float | None = None
+        clock = asyncio.get_running_loop().time
+        while left_at is None or clock() - left_at < LINGER_S:
+            try:
+                await self._follow()
+                return
+            except (RlearnerError, ApiError, Disconnected, OSError) as error:
+                self._say(" ".join(str(error).split()))
+            await asyncio.sleep(RETRY_S)
+            left_at = None if self._listeners else left_at or clock()
+
+    def _say(self, problem: str) -> None:
+        self.bus = None
+        self.view = BrokerView(problem=problem)
+        self._settled.set()
+        self._tell()
+
+    async def _follow(self) -> None:
+        """Follow the run until nobody listens any more.
+
+        Raises:
+            UserError: if its broker does not answer or does not know it.
+        """
+        url = broker_address(self._named, self.folder)
+        try:
+            bus = await Bus.connect(url, self.run, name=f"console-{os.getpid()}", deadline_s=CONNECT_S)
+        except BrokerUnreachable as error:
+            raise UserError(f"no live data: {error}") from None
+        roster = Roster(bus)
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            if self.run not in await find_runs(bus):
+                raise UserError(f"no live data: the broker at {bus.link.where} does not know run {self.run}")
+            await roster.start()
+            self.bus, self.view = bus, BrokerView(problem="", broker=bus.link.where)
+            self._settled.set()
+            tasks = [asyncio.create_task(self._hear(bus))]
+            await self._look_while_heard(bus, roster, tasks[0])
+        finally:
+            self.bus = None
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await roster.close()
+            await bus.close()
+
+    async def _look_while_heard(self, bus: Bus, roster: Roster, hearing: asyncio.Task[None]) -> None:
+        clock = asyncio.get_running_loop().time
+        looked_at, left_at = -LOOK_S, clock()
+        while True:
+            now = clock()
+            if self._listeners:
+                left_at = now
+            elif now - left_at > LINGER_S:
+                return
+            if hearing.done():
+                hearing.result()
+            if not bus.link.connected.is_set():
+                self.view.problem = f"the broker at {self.view.broker} does not answer now"
+            elif now - looked_at >= LOOK_S and self._listeners:
+                looked_at = now
+                await self._look(bus)
+                self.view.problem = ""
+            present = [one for role in ("learner", "rollout", "envhub", "rewardhub") for one in roster.alive(role)]
+            if present != self.view.processes:
+                self.view.processes = present
+                self._changed.set()
+            if self._changed.is_set():
+                self._changed.clear()
+                self._tell()
+            await asyncio.sleep(TELL_S)
+
+    async def _look(self, bus: Bus) -> None:
+        """Read what is not announced."""
+        view = self.view
+        found = await bus.key_value(CONTROL).get(self.run)
+        if found is not None and isinstance(found[0], wire.DesiredState):
+            view.desired, view.reason = found[0].state, found[0].reason
+        for stream in QUEUES:
+            view.queues[stream.name] = await _depth(bus, stream)
+        with contextlib.suppress(ApiError, NoStream):
+            view.offered = await bus.last_seq(WEIGHTS)
+        self._changed.set()
+
+    async def _hear(self, bus: Bus) -> None:
+        async for metrics in watch_metrics(bus):
+            self.view.metrics[f"{metrics.role}.{metrics.id}"] = metrics
+            self._changed.set()
+
+    def _tell(self) -> None:
+        for listener in list(self._listeners):
+            try:
+                listener()
+            except Exception:  # a page that is gone must not end the others
+                log.exception("page of run %s", self.run)
+
+
+async def _depth(bus: Bus, stream: Stream) -> dict[str, int]:
+    try:
+        return await bus.depth(stream)
+    except (ApiError, NoStream):
+        return {}
+
+
+async def run_config(bus: Bus, run: str) -> dict[str, Any]:
+    """Return the settings of a run that has no folder here, empty if the broker does not know it."""
+    found = await bus.key_value(RUNS).get(run)
+    return found[0].config if found is not None and isinstance(found[0], wire.RunSpec) else {}

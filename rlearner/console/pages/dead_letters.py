@@ -1,0 +1,126 @@
+"""Messages that no process could use: why, by whom, what they hold; run again or deleted with ``--actions``."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any, Final
+
+from nicegui.element import Element
+from nicegui.events import GenericEventArguments
+
+from broker.contract import wire
+from broker.errors import UserError
+from broker.jetstream.bus import LogRecord
+from broker.operations.dead_letters import described_data
+from broker.system.visible_text import visible
+from rlearner.console import actions
+from rlearner.console.components import Grid, banner, tag
+from rlearner.console.pages.frame import Page, frame, perform
+from rlearner.console.state import ConsoleRun, ConsoleState
+
+COLUMNS: Final[list[dict[str, Any]]] = [
+    {"key": "number", "title": "number", "n": True},
+    {"key": "stream", "title": "stream"},
+    {"key": "ticket", "title": "ticket", "n": True},
+    {"key": "by", "title": "given up by"},
+    {"key": "bytes", "title": "bytes", "n": True},
+    {"key": "reason", "title": "reason", "wrap": True},
+    {"key": "look", "title": "", "kind": "button", "sort": False},
+]
+
+
+async def dead_letters_page(state: ConsoleState, run: ConsoleRun) -> None:
+    """Build the page."""
+    page = Page(state)
+    found: dict[int, LogRecord] = {}
+    problem = ""
+    try:
+        found = {record.seq: record for record in await actions.letters(await run.live.connected())}
+    except UserError as error:
+        problem = " ".join(str(error).split())
+    with frame(state, "Dead letters", run.name, "dead-letters"):
+        if problem:
+            banner(problem, "bad")
+        with tag("div", classes="head"):
+            tag("h1", "Dead letters")
+            count = tag("span", _count(found), "dim")
+        with tag("section", classes="panel"):
+            grid = Grid("dead letters", COLUMNS, _rows(found), empty="none")
+        detail = tag("section", aria_live="polite")
+        if state.actions and found:
+            with tag("section", classes="panel"):
+                tag("h2", "Delete all that are shown")
+                purged = tag("div", classes="mono", aria_live="polite")
+                button = tag("button", "Delete…", "btn danger")
+
+    def look(event: GenericEventArguments) -> None:
+        record = found.get(int(event.args["key"]))
+        if record is not None:
+            detail.clear()
+            with detail:
+                _detail(page, state, run, record)
+
+    async def again() -> None:
+        found.clear()
+        found.update({record.seq: record for record in await actions.letters(await run.live.connected())})
+        grid.change(_rows(found))
+        count._text = _count(found)
+        count.update()
+
+    async def purge() -> AsyncGenerator[str, None]:
+        through = max(found, default=0)
+        yield await actions.purge(await run.live.connected(), through, page.session)
+        await again()
+
+    grid.on("press", look)
+    if state.actions and found:
+        confirm(button, f"Delete {len(found)} dead letters of run {run.name}?")
+        button.on("confirmed", lambda: perform(purged, button, purge))
+    page.until_gone(run.live.listen(lambda: None))
+
+
+def confirm(button: Element, question: str) -> None:
+    """Make a button ask before it emits ``confirmed``."""
+    button._props["data-confirm"] = question
+
+
+def _count(found: dict[int, LogRecord]) -> str:
+    return f"{len(found)}, the newest first"
+
+
+def _rows(found: dict[int, LogRecord]) -> list[dict[str, Any]]:
+    rows = []
+    for seq, record in found.items():
+        letter = record.message
+        row: dict[str, Any] = {"key": str(seq), "number": seq, "look": "show", "bytes": len(record.data)}
+        if isinstance(letter, wire.DeadLetter):
+            where = f"{letter.stream} {letter.sequence}" if letter.sequence else letter.stream
+            row |= {"stream": where, "ticket": letter.ticket or None, "by": letter.by, "bytes": len(letter.data)}
+            row["reason"] = visible(letter.reason)
+        else:
+            row |= {"stream": None, "ticket": None, "by": None, "reason": f"does not decode: {visible(record.error)}"}
+        rows.append(row)
+    return rows
+
+
+def _detail(page: Page, state: ConsoleState, run: ConsoleRun, record: LogRecord) -> None:
+    letter = record.message
+    with tag("div", classes="panel"):
+        tag("h2", f"Dead letter {record.seq}")
+        if isinstance(letter, wire.DeadLetter):
+            tag("pre", visible(letter.reason, newlines=True), "log", tabindex="0", aria_label="reason and traceback")
+            tag("p", f"{len(letter.data)} bytes, begin of what they hold:", "dim")
+            tag("pre", described_data(letter.data), "log", tabindex="0", aria_label="content")
+        else:
+            tag("pre", visible(record.error), "log")
+        if not state.actions:
+            tag("p", "Run it again: broker dead retry, or start the console with --actions.", "dim")
+            return
+        output = tag("div", classes="mono", aria_live="polite")
+        button = tag("button", "Run it again", "btn", title="for inspection; nothing of it is stored or trained on")
+
+        async def retry() -> AsyncGenerator[str, None]:
+            async for line in actions.retry(await run.live.connected(), record, page.session):
+                yield line
+
+        button.on("click", lambda: perform(output, button, retry))

@@ -1,0 +1,219 @@
+"""One run: its newest figures, curves with events on the axis, evaluations with intervals, any metric by search."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+from nicegui import ui
+
+from rlearner.console.components import Chart, Grid, Stats, tag
+from rlearner.console.index.answers import EvaluationResult, Event, Series
+from rlearner.console.live import BrokerView
+from rlearner.console.pages.frame import Page, ask, frame, index_banners
+from rlearner.console.state import ConsoleRun, ConsoleState
+from rlearner.up.live_state import duration
+
+POINTS: Final = 700
+EVENTS_SHOWN: Final = 12
+MARKS: Final = 400
+CURVES: Final[tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...]] = (
+    ("Reward", ("reward/mean", "reward/max", "reward/min"), {}),
+    ("Success rate in training", ("env/success_rate", "env/valid_action_rate"), {"low": 0, "high": 1}),
+    ("Staleness in versions", ("staleness/mean", "staleness/max"), {"low": 0}),
+    ("Idle share", ("trainer/idle_ratio", "rollouter/idle_ratio"), {"low": 0, "high": 1}),
+    ("Throughput in tokens per second", ("perf/tokens_per_s",), {"low": 0}),
+    ("Seconds of a step", ("time/wait_for_batch", "time/train", "time/offer_weights"), {"low": 0}),
+    ("Loss and KL", ("actor/pg_loss", "actor/ppo_kl", "critic/vf_loss"), {}),
+    ("Entropy and gradient norm", ("actor/entropy", "actor/grad_norm"), {}),
+    ("Response length in tokens", ("response_length/mean", "response_length/max"), {"low": 0}),
+)
+SHOWN: Final = (
+    ("reward", "reward/mean", ""), ("success", "env/success_rate", ""), ("staleness", "staleness/max", "largest"),
+    ("learner idle", "trainer/idle_ratio", ""), ("generator idle", "rollouter/idle_ratio", ""),
+    ("tokens/s", "perf/tokens_per_s", ""), ("entropy", "actor/entropy", ""),
+)  # fmt: skip
+SHARES: Final = ("trainer/idle_ratio", "rollouter/idle_ratio")
+
+
+@dataclass
+class Curve:
+    """A chart and the metrics on it."""
+
+    chart: Chart
+    names: tuple[str, ...]
+
+
+async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None:
+    """Build the page of one run."""
+    page, queries = Page(state), run.queries
+    wanted = [name for name in more.split(",") if name][:12]
+    every = {name for _, names, _ in CURVES for name in names} | set(wanted)
+    found, events, results, last, metrics = await ask(
+        lambda: (
+            queries.series(sorted(every), POINTS), queries.events(), queries.evaluations(), queries.last_values(),
+            queries.metric_names(),
+        )
+    ) or ({}, [], [], {}, [])  # fmt: skip
+    with frame(state, "Overview", run.name, "") as banners:
+        refresh_banners = index_banners(run, banners)
+        with tag("div", classes="head"):
+            tag("h1", run.name)
+            tag("span", _subtitle(run), "dim")
+        stats = Stats(_stats(run, last, run.live.view))
+        with tag("form", classes="form", method="get"):
+            with tag("label", "any metric, or several with commas", "wide"):
+                search = {"placeholder": "for example actor/grad_norm", "list": "metrics", "value": more}
+                tag("input", classes="in", name="metrics", data_search="", **search)
+            with tag("datalist", id="metrics"):
+                for name in metrics:
+                    tag("option", value=name)
+            tag("button", "Show", "btn", type="submit")
+        marks = _marks(events)
+        curves: list[Curve] = []
+        with tag("div", classes="grid"):
+            for name in wanted:
+                _curve(curves, name, (name,), {}, found, marks)
+            with tag("section", classes="panel"):
+                evaluation = Chart("Evaluation, with 95 % intervals", _evaluations(results), marks, low=0, high=1)
+            for title, names, bounds in CURVES:
+                if any(name in found for name in names) or title in ("Reward", "Success rate in training"):
+                    _curve(curves, title, names, bounds, found, marks)
+        with tag("section", classes="panel"):
+            tag("h2", "Events")
+            columns: list[dict[str, Any]] = [
+                {"key": "when", "title": "when"}, {"key": "step", "title": "step", "n": True},
+                {"key": "kind", "title": "kind", "kind": "pill"}, {"key": "text", "title": "what", "wrap": True},
+            ]  # fmt: skip
+            list_of_events = Grid("events", columns, _event_rows(events), empty="no events yet")
+        notes = run.follower.status().notes
+        for note in notes:
+            tag("p", note, "dim")
+
+    newest = max([0, *(one.steps[-1] for one in found.values() if one.steps)])
+    num_events, num_results = len(events), len(results)
+
+    async def refresh() -> None:
+        nonlocal newest, num_events, num_results
+        refresh_banners()
+        fresh, values = await ask(
+            lambda: (queries.series(sorted(every), POINTS, newest + 1), queries.last_values())
+        ) or ({}, {})
+        for curve in curves:
+            points = {name: _points(fresh[name]) for name in curve.names if name in fresh and fresh[name].steps}
+            if points:
+                curve.chart.run_method("extend", points)
+        newest = max([newest, *(one.steps[-1] for one in fresh.values() if one.steps)])
+        stats.change(_stats(run, values, run.live.view))
+        now, measured = await ask(lambda: (queries.events(), queries.evaluations())) or ([], [])
+        if len(now) != num_events:
+            list_of_events.change(_event_rows(now))
+            for event in _marks(now[num_events:]):
+                for chart in (evaluation, *(curve.chart for curve in curves)):
+                    chart.run_method("mark", event)
+            num_events = len(now)
+        if len(measured) != num_results:
+            num_results = len(measured)
+            evaluation.run_method("set", _evaluations(measured))
+
+    async def refresh_live() -> None:
+        stats.change(_stats(run, await ask(queries.last_values) or {}, run.live.view))
+
+    page.until_gone(run.listen(page.soon(refresh)))
+    page.until_gone(run.live.listen(page.soon(refresh_live)))
+    page.until_gone(ui.timer(5.0, refresh_banners).cancel)
+
+
+def _subtitle(run: ConsoleRun) -> str:
+    domains = run.config.get("domains")
+    model = (run.config.get("model") or {}).get("path") or "small model of its own"
+    return f"{', '.join(sorted(domains)) if isinstance(domains, dict) else ''} · {model}"
+
+
+def _curve(
+    curves: list[Curve], title: str, names: tuple[str, ...], bounds: dict[str, Any], found: dict[str, Series],
+    marks: list[dict[str, Any]],
+) -> None:  # fmt: skip
+    there = [name for name in names if name in found] or list(names[:1])
+    with tag("section", classes="panel"):
+        series = [
+            {
+                "name": name,
+                "x": found[name].steps if name in found else [],
+                "y": found[name].values if name in found else [],
+            }
+            for name in there
+        ]
+        curves.append(Curve(Chart(title, series, marks, **bounds), tuple(there)))
+
+
+def _points(one: Series) -> list[tuple[int, float]]:
+    return list(zip(one.steps, one.values, strict=True))
+
+
+def _stats(run: ConsoleRun, last: dict[str, float], live: BrokerView) -> list[dict[str, Any]]:
+    step = run.follower.status().steps
+    learner = next((one for one in live.processes if one.role == "learner"), None)
+    heard = live.metrics.get("learner.learner")
+    state, note, tone = _state(run, step, live)
+    phase = heard.text.get("phase", "") if heard is not None else ""
+    found: list[dict[str, Any]] = [
+        {"key": "state", "label": "state", "value": state, "note": phase or note, "tone": tone},
+        {"key": "step", "label": "step", "value": f"{step:,}", "note": f"of {run.steps:,}{_left(run, step, last)}"},
+    ]
+    for label, name, note in SHOWN:
+        value = last.get(name)
+        text: Any = f"{value:.0%}" if value is not None and name in SHARES else value
+        found.append({"key": name, "label": label, "value": text, "note": note})
+    if "eval/success_rate" in last:
+        at = f"after step {last['eval/step']:.0f}" if "eval/step" in last else ""
+        found.append({"key": "eval", "label": "evaluation", "value": last["eval/success_rate"], "note": at})
+    if learner is not None:
+        found.append(
+            {"key": "version", "label": "version", "value": learner.policy_version, "note": f"epoch {learner.epoch}"}
+        )
+    return found
+
+
+def _state(run: ConsoleRun, step: int, live: BrokerView) -> tuple[str, str, str]:
+    if any(one.role == "learner" for one in live.processes):
+        if live.desired and live.desired != "running":
+            return live.desired, live.reason, "warn"
+        return "training", "", "good"
+    if run.steps and step >= run.steps:
+        return "finished", "", "good"
+    return "not running", live.problem or "no learner is running", "dim"
+
+
+def _left(run: ConsoleRun, step: int, last: dict[str, float]) -> str:
+    seconds = last.get("time/step")
+    return f", {duration(seconds * (run.steps - step))} left" if seconds and 0 < step < run.steps else ""
+
+
+def _evaluations(results: list[EvaluationResult]) -> list[dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for one in results:
+        line = found.setdefault(one.policy, {"name": one.policy, "x": [], "y": [], "low": [], "high": [], "dots": True})
+        for name, value in (("x", one.step), ("y", one.success_rate), ("low", one.low), ("high", one.high)):
+            line[name].append(value)
+    return list(found.values())
+
+
+def _marks(events: list[Event]) -> list[dict[str, Any]]:
+    marked = [one for one in events if one.step >= 0]
+    return [{"step": one.step, "kind": one.kind, "text": f"{one.kind}: {one.text}"[:160]} for one in marked[-MARKS:]]
+
+
+def _event_rows(events: list[Event]) -> list[dict[str, Any]]:
+    tones = {"death": "bad", "failed": "bad", "epoch": "warn", "evaluation": "live", "checkpoint": "good"}
+    rows = []
+    for number, one in list(enumerate(events))[::-1][:EVENTS_SHOWN]:
+        when = time.strftime("%m-%d %H:%M:%S", time.localtime(one.time)) if one.time else "–"
+        who = f"{one.who}: " if one.who and one.who not in one.text else ""
+        rows.append({
+            "key": f"{number} {one.kind} {one.text}", "when": ("≈ " if one.approximate else "") + when,
+            "step": one.step if one.step >= 0 else None, "kind": one.kind, "kind_tone": tones.get(one.kind, ""),
+            "text": f"{who}{one.text}",
+        })  # fmt: skip
+    return rows

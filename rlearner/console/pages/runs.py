@@ -1,0 +1,159 @@
+"""All runs: their state and newest figures, curves of several on one chart, and where their settings differ."""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlencode
+
+from nicegui import ui
+from nicegui.events import GenericEventArguments
+
+from broker.errors import UserError
+from rlearner.console.components import Chart, Grid, tag
+from rlearner.console.index.answers import RunRow, SettingDifference
+from rlearner.console.index.runs import setting_differences
+from rlearner.console.pages.frame import Page, ask, frame, link
+from rlearner.console.state import ConsoleState
+from rlearner.ops.listing import age
+
+METRIC: Final = "reward/mean"
+MAX_COMPARED: Final = 8
+POINTS: Final = 800
+REFRESH_S: Final = 5.0
+TONES: Final = {
+    "training": "live", "starting": "warn", "finished": "good", "broker away": "warn", "unreadable": "bad",
+}  # fmt: skip
+COLUMNS: Final[list[dict[str, Any]]] = [
+    {"key": "pick", "title": "", "kind": "pick", "sort": False},
+    {"key": "name", "title": "run"},
+    {"key": "state", "title": "state", "kind": "pill"},
+    {"key": "steps", "title": "steps", "n": True},
+    {"key": "reward", "title": "reward", "n": True},
+    {"key": "success", "title": "success", "n": True},
+    {"key": "eval", "title": "evaluation", "n": True},
+    {"key": "speed", "title": "tokens/s", "n": True},
+    {"key": "algorithm", "title": "algorithm"},
+    {"key": "domains", "title": "domains"},
+    {"key": "changed", "title": "last change", "n": True},
+]
+
+
+async def runs_page(state: ConsoleState, compare: str, metric: str) -> None:
+    """Build the page of all runs."""
+    page = Page(state)
+    rows = await state.rows()
+    known = {row.name for row in rows}
+    chosen = [name for name in compare.split(",") if name in known][:MAX_COMPARED]
+    metric = metric or METRIC
+    with frame(state, "Runs"):
+        with tag("div", classes="head"):
+            tag("h1", "Runs")
+            tag("span", f"{len(rows)} in {state.root}", "dim")
+            tag("span", classes="grow")
+            search = {"placeholder": "filter ( / )", "type": "search", "data_search": "", "aria_label": "filter runs"}
+            field = tag("input", classes="in", **search)
+            field.on(
+                "input", js_handler="(e) => dispatchEvent(new CustomEvent('grid-filter', {detail: e.target.value}))"
+            )
+        with tag("div", classes="panel"):
+            shown = _rows(rows, chosen)
+            grid = Grid("runs", COLUMNS, shown, filterable=True, empty=f"no runs in {state.root}")
+
+            def pick(event: GenericEventArguments) -> None:
+                now = [name for name in chosen if name != event.args]
+                now += [] if event.args in chosen else [event.args]
+                ui.navigate.to(_address(now[-MAX_COMPARED:], metric))
+
+            grid.on("pick", pick)
+        if chosen:
+            await _compared(state, chosen, metric)
+        else:
+            tag("p", "Tick runs to compare their curves and settings.", "dim")
+
+    async def again() -> None:
+        grid.change(_rows(await state.rows(), chosen))
+
+    timer = ui.timer(REFRESH_S, again)
+    page.until_gone(timer.cancel)
+
+
+def _address(names: list[str], metric: str) -> str:
+    return "/?" + urlencode({"compare": ",".join(names), "metric": metric}) if names else "/"
+
+
+def _rows(rows: list[RunRow], chosen: list[str]) -> list[dict[str, Any]]:
+    now = time.time()
+    return [
+        {
+            "key": row.name,
+            "on": row.name in chosen,
+            "name": row.name,
+            "name_href": link("run", row.name),
+            "name_color": f"var(--c{chosen.index(row.name)})" if row.name in chosen else None,
+            "state": row.state,
+            "state_tone": TONES.get(row.state, ""),
+            "steps": f"{row.step}/{row.steps}",
+            "steps_sort": row.step,
+            "reward": row.last.get("reward/mean"),
+            "success": row.last.get("env/success_rate"),
+            "eval": row.last.get("eval/success_rate"),
+            "speed": row.last.get("perf/tokens_per_s"),
+            "algorithm": row.algorithm,
+            "domains": ", ".join(row.domains),
+            "changed": f"{age(now - row.changed)} ago" if row.changed else "–",
+            "changed_sort": -row.changed,
+        }
+        for row in sorted(rows, key=lambda row: (row.state != "training", -row.changed))
+    ]
+
+
+async def _compared(state: ConsoleState, chosen: list[str], metric: str) -> None:
+    """Build the curves and the differences of several runs."""
+    series, names, folders = [], set[str](), list[Path]()
+    for number, name in enumerate(chosen):
+        try:
+            run = state.run(name)
+        except UserError:
+            continue
+        folders.append(run.folder)
+        found = await ask(partial(run.queries.series, [metric], POINTS)) or {}
+        names |= set(await ask(run.queries.metric_names) or [])
+        if (one := found.get(metric)) is not None:
+            series.append({"name": name, "x": one.steps, "y": one.values, "color": f"var(--c{number})"})
+    with tag("div", classes="panel"):
+        with tag("form", classes="form", method="get", action="/"):
+            tag("input", type="hidden", name="compare", value=",".join(chosen))
+            with tag("label", "metric", "wide"):
+                tag("input", classes="in", name="metric", value=metric, list="metrics", data_search="")
+            with tag("datalist", id="metrics"):
+                for known in sorted(names):
+                    tag("option", value=known)
+            tag("button", "Show", "btn", type="submit")
+            tag("a", "compare none", "btn", href="/")
+        Chart(metric, series, [], height=280)
+        if len(series) < len(chosen):
+            missing = [name for name in chosen if name not in {one["name"] for one in series}]
+            tag("p", f"without {metric}: {', '.join(missing)}", "dim")
+    if len(folders) > 1:
+        _differences(chosen, setting_differences(folders))
+
+
+def _differences(chosen: list[str], found: list[SettingDifference]) -> None:
+    columns: list[dict[str, Any]] = [{"key": "setting", "title": "setting", "mono": True}]
+    columns += [{"key": f"run_{i}", "title": name, "wrap": True} for i, name in enumerate(chosen)]
+    rows = [
+        {"key": one.key, "setting": one.key}
+        | {f"run_{i}": _text(one.values[name]) if name in one.values else "–" for i, name in enumerate(chosen)}
+        for one in found
+    ]
+    with tag("div", classes="panel"):
+        tag("h2", f"Settings that differ: {len(rows)}")
+        Grid("settings that differ", columns, rows, empty="the settings are the same")
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)[:400]

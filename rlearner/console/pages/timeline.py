@@ -1,0 +1,102 @@
+"""What every process did when: zoom from the whole run to one step, to see why something waited."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any, Final
+
+from nicegui.events import GenericEventArguments
+
+from broker.settings.arguments import natural
+from rlearner.console.components import Lanes, tag
+from rlearner.console.index.answers import Event, Timeline
+from rlearner.console.pages.frame import Page, ask, frame, index_banners
+from rlearner.console.state import ConsoleRun, ConsoleState
+
+MAX_SPANS: Final = 2500
+PIXELS: Final = 900
+MARKED: Final = ("epoch", "death", "failed", "stop", "start", "evaluation")
+MARKS: Final = 300
+AROUND: Final = 0.05  # of a step, before and after it
+
+
+async def timeline_page(state: ConsoleState, run: ConsoleRun, step: str) -> None:
+    """Build the page; ``step``: the one to show, empty: the whole run."""
+    page = Page(state)
+    start, end = await ask(run.queries.extent) or (0.0, 0.0)
+    view = await ask(lambda: step_range(run, step)) if step else None
+    shown = view or (start, max(end, start + 1.0))
+    data = await _data(run, *shown, PIXELS)
+    with frame(state, "Timeline", run.name, "timeline") as banners:
+        refresh_banners = index_banners(run, banners)
+        with tag("div", classes="head"):
+            tag("h1", "Timeline")
+            tag("span", _since(data["live_since"]), "dim")
+            tag("span", classes="grow")
+            with tag("form", classes="form", method="get", style="margin:0"):
+                with tag("label", "step"):
+                    tag("input", classes="in", name="step", value=step, inputmode="numeric", data_search="")
+                tag("button", "Show", "btn", type="submit")
+                if step:
+                    tag("a", "whole run", "btn", href="?")
+        if step and view is None:
+            tag("p", f"no step {step} in this run", "bad", role="alert")
+        with tag("section", classes="panel"):
+            lanes = Lanes({**data, "view": list(shown)}, f"/run/{run.name}", follow=not step)
+
+    async def answer(event: GenericEventArguments) -> None:
+        asked = event.args
+        first, last, pixels = float(asked["start"]), float(asked["end"]), int(asked.get("px") or PIXELS)
+        if last > first:
+            lanes.run_method("set", await _data(run, first, last, min(max(pixels, 100), 4000)))
+
+    async def refresh() -> None:
+        refresh_banners()
+        lanes.run_method("grown", list(await ask(run.queries.extent) or (start, end)))
+
+    lanes.on("range", answer)
+    page.until_gone(run.listen(page.soon(refresh)))
+
+
+def step_range(run: ConsoleRun, text: str) -> tuple[float, float] | None:
+    """Return a little more than the time of one step, None if there is no such step."""
+    try:
+        step = natural(text.strip())
+    except argparse.ArgumentTypeError:
+        return None
+    end, before = run.queries.time_of(step), run.queries.time_of(step - 1) if step > 1 else None
+    if end is None:
+        return None
+    start = before if before is not None else run.queries.extent()[0]
+    around = (end - start) * AROUND
+    return start - around, end + around
+
+
+async def _data(run: ConsoleRun, start: float, end: float, pixels: int) -> dict[str, Any]:
+    nothing = Timeline(start, end, [], [])
+    found, events, extent = await ask(
+        lambda: (
+            run.queries.spans(start, end, (end - start) / pixels, MAX_SPANS),
+            run.queries.events(start, end, MARKED), run.queries.extent(),
+        )
+    ) or (nothing, list[Event](), (start, end))  # fmt: skip
+    number = {name: i for i, name in enumerate(found.lanes)}
+    return {
+        "lanes": found.lanes,
+        "spans": [
+            [number[one.lane], one.kind, one.start, one.end, one.seconds, one.count, one.ticket, one.step]
+            for one in found.spans
+        ],
+        "bucket_s": found.bucket_s,
+        "extent": list(extent),
+        "marks": [{"time": one.time, "kind": one.kind, "text": one.text} for one in events[:MARKS] if one.time],
+        "live_since": found.live_since,
+    }
+
+
+def _since(live_since: float) -> str:
+    if not live_since:
+        return "only the learner's phases are known: the console was not open while the run trained"
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(live_since))
+    return f"all processes since {when}; before, the learner's phases"

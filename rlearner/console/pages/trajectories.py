@@ -1,0 +1,140 @@
+"""Trajectories by step, domain, reward, version and words."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final, get_args
+from urllib.parse import urlencode
+
+from broker.errors import UserError
+from rlearner.console.components import Grid, banner, tag
+from rlearner.console.index.answers import Order, TrajectoryFilter, TrajectoryPage
+from rlearner.console.pages.frame import ask, frame, index_banners, link
+from rlearner.console.state import ConsoleRun, ConsoleState
+
+LIMIT: Final = 50
+ORDERS: Final = {
+    "newest": "newest first", "oldest": "oldest first", "reward_high": "highest reward", "reward_low": "lowest reward",
+    "longest": "longest", "shortest": "shortest", "most_turns": "most turns", "stalest": "stalest",
+}  # fmt: skip
+NUMBERS: Final = (
+    ("min_step", "from step", int), ("max_step", "to step", int), ("min_reward", "reward from", float),
+    ("max_reward", "reward to", float), ("min_version", "version from", int), ("max_version", "version to", int),
+    ("ticket", "ticket", int),
+)  # fmt: skip
+STATES: Final = ("trained", "filtered", "dropped", "dead", "arrived", "duplicate")
+COLUMNS: Final[list[dict[str, Any]]] = [
+    {"key": "what", "title": "ticket / episode"},
+    {"key": "step", "title": "step", "n": True},
+    {"key": "domain", "title": "domain"},
+    {"key": "reward", "title": "reward", "n": True},
+    {"key": "solved", "title": "solved"},
+    {"key": "turns", "title": "turns", "n": True},
+    {"key": "tokens", "title": "sampled", "n": True},
+    {"key": "versions", "title": "versions", "n": True},
+    {"key": "state", "title": "state"},
+    {"key": "end", "title": "end"},
+    {"key": "preview", "title": "last response", "wrap": True},
+]
+
+
+async def trajectories_page(state: ConsoleState, run: ConsoleRun, query: dict[str, str]) -> None:
+    """Build the page for a query of its form."""
+    wanted, problem = parse(query)
+    order: Order = query["order"] if query.get("order") in get_args(Order) else "newest"  # type: ignore[assignment]
+    after = query.get("after", "")
+    found, domains = TrajectoryPage([]), list[str]()
+    if not problem:
+        try:
+            found, domains = await ask(
+                lambda: (run.queries.search(wanted, order, LIMIT, after), run.queries.domains())
+            ) or (found, domains)
+        except UserError as error:
+            problem = " ".join(str(error).split())
+    with frame(state, "Trajectories", run.name, "trajectories") as banners:
+        index_banners(run, banners)
+        if problem:
+            banner(problem, "bad")
+        with tag("div", classes="head"):
+            tag("h1", "Trajectories")
+            tag("span", f"{run.follower.status().trajectories:,} in the index", "dim")
+        _form(query, domains, order)
+        with tag("section", classes="panel"):
+            nothing = "nothing matches" if any(query.values()) else _why_none(run)
+            Grid("trajectories", COLUMNS, rows_of(run, found), empty=nothing)
+        with tag("div", classes="form"):
+            if after:
+                tag("a", "first page", "btn", href=_page(query, ""))
+            if found.after:
+                tag("a", "next page", "btn", href=_page(query, found.after), rel="next")
+
+
+def _why_none(run: ConsoleRun) -> str:
+    samples = run.config.get("samples")
+    kept = isinstance(samples, dict) and samples.get("keep")
+    return "none yet" if kept else "this run keeps none: set samples.keep=true"
+
+
+def parse(query: dict[str, str]) -> tuple[TrajectoryFilter, str]:
+    """Return the filter of a query, and what is wrong with it in one line, empty if nothing is."""
+    values: dict[str, Any] = {name: query[name] for name in ("text", "domain", "server", "hub") if query.get(name)}
+    for name, label, kind in NUMBERS:
+        text = query.get(name, "").strip()
+        if not text:
+            continue
+        try:
+            values[name] = kind(text)
+        except ValueError:
+            values[name] = math.nan
+        if not math.isfinite(values[name]) or abs(values[name]) > 2**53:
+            return TrajectoryFilter(), f"{label}: {text[:40]!r} is not allowed; use a number"
+    if query.get("success") in ("yes", "no"):
+        values["success"] = query["success"] == "yes"
+    if query.get("state") in STATES:
+        values["state"] = query["state"]
+    return TrajectoryFilter(**values), ""
+
+
+def rows_of(run: ConsoleRun, found: TrajectoryPage) -> list[dict[str, Any]]:
+    """Return the table of a page of trajectories."""
+    return [
+        {
+            "key": str(one.id), "what": f"{one.ticket} / {one.episode}",
+            "what_href": f"{link('run', run.name, 'group', one.ticket)}#episode-{one.episode}",
+            "what_sort": one.seq * 1000 + one.ordinal, "step": one.step or None, "domain": one.domain,
+            "reward": one.reward,
+            "solved": "yes" if one.success else "no", "solved_tone": "good" if one.success else "",
+            "turns": one.turns, "tokens": one.sampled, "state": one.state, "end": one.end,
+            "versions": f"{one.oldest}–{one.newest}" if one.newest != one.oldest else f"{one.newest}",
+            "versions_sort": one.newest, "preview": one.preview or one.prompt,
+        }
+        for one in found.rows
+    ]  # fmt: skip
+
+
+def _page(query: dict[str, str], after: str) -> str:
+    kept = {name: value for name, value in query.items() if value and name != "after"}
+    return "?" + urlencode(kept | ({"after": after} if after else {}))
+
+
+def _form(query: dict[str, str], domains: list[str], order: str) -> None:
+    with tag("form", classes="form", method="get", role="search"):
+        with tag("label", "words in prompt or last response", "wide"):
+            tag("input", classes="in", name="text", type="search", value=query.get("text", ""), data_search="")
+        for name, label, _ in NUMBERS:
+            with tag("label", label):
+                tag("input", classes="in", name=name, inputmode="decimal", value=query.get(name, ""))
+        _select("domain", "domain", {"": "any", **{one: one for one in domains}}, query.get("domain", ""))
+        _select("success", "solved", {"": "any", "yes": "yes", "no": "no"}, query.get("success", ""))
+        _select("state", "state", {"": "any", **{one: one for one in STATES}}, query.get("state", ""))
+        _select("order", "order", ORDERS, order)
+        tag("button", "Search", "btn primary", type="submit")
+        if any(query.values()):
+            tag("a", "clear", "btn", href="?")
+
+
+def _select(name: str, label: str, options: dict[str, str], chosen: str) -> None:
+    with tag("label", label), tag("select", classes="in", name=name, style="width:auto;min-width:84px"):
+        for value, text in options.items():
+            selected: dict[str, Any] = {"selected": True} if value == chosen else {}
+            tag("option", text, value=value, **selected)

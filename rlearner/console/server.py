@@ -1,0 +1,213 @@
+"""``rlearner console``: opens the port, makes the login, and serves until it is asked to stop."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from broker.errors import ConfigError, NotInstalled, UserError
+from broker.nats.addresses import INSECURE
+from broker.runtime.process import Stop
+from broker.system.connections import is_loopback
+from broker.system.private_files import private_folder, private_write
+from learner.run_folder import find_run
+from rlearner.console.access import LOOPBACK_NAMES, ConsoleAccess
+from rlearner.console.gate import ConsoleGate
+
+log = logging.getLogger(__name__)
+
+SAFER: Final = "add --tls-cert and --tls-key, or --insecure on a network that you trust"
+MIN_PASSWORD: Final = 12  # characters
+GRACE_S: Final = 2  # for pages to disconnect
+COMPRESSED_FROM: Final = 1000  # bytes
+COMPRESSION: Final = 4
+
+
+async def serve_console(options: argparse.Namespace, stop: Stop) -> int:
+    """Serve the console until a stop is requested; return the exit code.
+
+    Raises:
+        UserError: if there is no such run, the port is in use, or the options do not go together.
+    """
+    root, start = _place(options)
+    password = read_password(Path(options.password_file)) if options.password_file else None
+    tls = _tls(options)
+    try:
+        from rlearner.console.app import make_app
+        from rlearner.console.state import ConsoleState
+    except ImportError as error:
+        raise NotInstalled(f"the console needs {error.name}: pip install 'rlearner[console]'") from None
+    listener = open_port(options.bind, options.port)
+    with contextlib.closing(listener):
+        port = listener.getsockname()[1]
+        scheme = "https" if tls else "http"
+        host = options.host_name[0] if options.host_name else _shown(options.bind)
+        address = f"{scheme}://{host}:{port}"
+        state = ConsoleState(root, options.broker, options.actions)
+        if start:
+            state.run(start, keep=True)
+        target = f"/run/{start}" if start else "/"
+        with _links(address, target, port, announced=password is None) as said:
+            access = ConsoleAccess(password, said)
+            names = {*LOOPBACK_NAMES, *map(str.lower, options.host_name or [])}
+            names |= {options.bind.lower()} if not _is_any(options.bind) else set()
+            gate = ConsoleGate(make_app(state), access, names, f"rlearner_console_{port}", secure=bool(tls))
+            print(f"console of {root} at {address}, {_rights(options)}", flush=True)
+            access.new_link()
+            tidy = asyncio.create_task(state.tidy())
+            try:
+                await _serve(gate, listener, tls, stop)
+            finally:
+                tidy.cancel()
+                await asyncio.gather(tidy, return_exceptions=True)
+                await state.close()
+    return 0
+
+
+def _rights(options: argparse.Namespace) -> str:
+    return "with operator's actions" if options.actions else "read-only; --actions allows to pause, stop and the like"
+
+
+def _place(options: argparse.Namespace) -> tuple[Path, str]:
+    """Return the folder of the runs, and the name of the run to begin with.
+
+    Raises:
+        UserError: if there is no such run or folder.
+    """
+    if options.run_name:
+        place = find_run(options.run_name, options.dir)
+        return place.folder.parent, place.folder.name
+    root = Path(options.dir)
+    if not root.is_dir():
+        raise UserError(f"{root}: no such folder; name the folder that holds the runs with --dir")
+    return root.absolute(), ""
+
+
+def read_password(path: Path) -> str:
+    """Return the password in a file.
+
+    Raises:
+        ConfigError: if others can read it, it cannot be read, or the password is short.
+    """
+    try:
+        with path.open("rb") as file:
+            if (mode := stat.S_IMODE(os.fstat(file.fileno()).st_mode)) & 0o077:
+                raise ConfigError("--password-file", str(path), f"mode {mode:04o} lets others read it; chmod 600 it")
+            password = file.read(4096).decode("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        problem = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ConfigError("--password-file", str(path), f"it cannot be read: {problem}") from None
+    if len(password) < MIN_PASSWORD:
+        raise ConfigError("--password-file", str(path), f"a password of at least {MIN_PASSWORD} characters")
+    return password
+
+
+def _tls(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of the server for TLS, empty without.
+
+    Raises:
+        ConfigError: if the console would be reachable by others without TLS.
+    """
+    from rlearner_text.openai.certificates import server_tls
+
+    if bool(options.tls_cert) != bool(options.tls_key):
+        raise ConfigError("--tls-cert", options.tls_cert, "with --tls-key, its private key")
+    if options.tls_cert:
+        server_tls(
+            options.tls_cert, options.tls_key, cert_name="--tls-cert", key_name="--tls-key"
+        )  # says what is wrong
+        return {"ssl_certfile": options.tls_cert, "ssl_keyfile": options.tls_key}
+    if not is_loopback(options.bind) and not os.environ.get(INSECURE):
+        allowed = "an address of loopback without TLS, because others could read logins and runs; "
+        raise ConfigError("--bind", options.bind, f"{allowed}{SAFER}")
+    return {}
+
+
+def _is_any(bind: str) -> bool:
+    return bind in ("0.0.0.0", "::", "")
+
+
+def _shown(bind: str) -> str:
+    name = socket.getfqdn() if _is_any(bind) else bind
+    return f"[{name}]" if ":" in name else name
+
+
+def open_port(bind: str, port: int) -> socket.socket:
+    """Return a listening socket.
+
+    Raises:
+        ConfigError: if the port is in use, or the address is none of this host.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in bind else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((bind, port))
+        listener.listen(256)
+    except (OSError, UnicodeError) as error:
+        listener.close()
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        if isinstance(error, socket.gaierror):
+            raise ConfigError("--bind", bind, f"an address of this host ({why})") from None
+        raise ConfigError("--port", port, f"not available on {bind} ({why}); choose another, or 0 for any") from None
+    return listener
+
+
+@contextmanager
+def _links(address: str, target: str, port: int, *, announced: bool) -> Iterator[Any]:
+    """Yield what tells the operator each new link: on the terminal, else in a private file, never in a log."""
+    if sys.stdout.isatty():
+
+        def say(token: str) -> None:
+            print(f"log in (works once): {address}/login?token={token}&next={target}", flush=True)
+
+        yield say if announced else lambda token: None
+        return
+    folder = private_folder(Path(os.environ.get("XDG_RUNTIME_DIR") or Path.home() / ".cache") / "rlearner")
+    file = folder / f"console-{port}.url"
+
+    def write(token: str) -> None:
+        private_write(file, f"{address}/login?token={token}&next={target}\n".encode())
+
+    print(f"the link to log in, which works once, is in {file}", flush=True)
+    try:
+        yield write
+    finally:
+        file.unlink(missing_ok=True)
+
+
+async def _serve(gate: ConsoleGate, listener: socket.socket, tls: dict[str, Any], stop: Stop) -> None:
+    import uvicorn
+    from starlette.middleware.gzip import GZipMiddleware
+
+    class Server(uvicorn.Server):
+        """Server whose signals are handled by the process, not by uvicorn."""
+
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    compressed = GZipMiddleware(gate, minimum_size=COMPRESSED_FROM, compresslevel=COMPRESSION)
+    config = uvicorn.Config(
+        compressed, log_config=None, access_log=False, ws="websockets-sansio", lifespan="on", server_header=False,
+        timeout_graceful_shutdown=GRACE_S, proxy_headers=False, **tls,
+    )  # fmt: skip
+    server = Server(config)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    asked = asyncio.create_task(stop.asked.wait())
+    try:
+        await asyncio.wait({serving, asked}, return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True
+        await serving
+    finally:
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)

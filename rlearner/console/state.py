@@ -1,0 +1,145 @@
+"""The runs that the console shows, each with its index and its broker, opened while a page needs them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from broker.errors import UserError
+from learner.run_folder import RunPlace, find_run
+from rlearner.console.index.answers import RunRow
+from rlearner.console.index.follower import RunFollower
+from rlearner.console.index.runs import list_rows
+from rlearner.console.live import LiveRun
+
+log = logging.getLogger(__name__)
+
+IDLE_S: Final = 120.0  # without a page, after which a run's index is no longer followed
+LIST_S: Final = 3.0  # for which a list of runs is shown again
+
+
+class ConsoleRun:
+    """One run: its folder, its index and its broker.
+
+    Args:
+        is_kept: whether its index is followed without a page, too.
+    """
+
+    def __init__(self, place: RunPlace, named_broker: str | None, *, is_kept: bool) -> None:
+        self.name, self.folder, self.config = place.folder.name, place.folder, place.config
+        self.live = LiveRun(place.name, place.folder, named_broker)
+        self.is_kept = is_kept
+        self._loop = asyncio.get_running_loop()
+        self._listeners: set[Callable[[], None]] = set()
+        self.follower = RunFollower(self.folder, self._changed)
+        self.queries = self.follower.queries
+        self.follower.start()
+        self.used_at = self._loop.time()
+
+    @property
+    def steps(self) -> int:
+        """Steps that the run is to make, 0 if unknown."""
+        train = self.config.get("train")
+        return int(train.get("steps") or 0) if isinstance(train, dict) else 0
+
+    def listen(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Call ``listener`` when the index has new rows; return what ends that."""
+        self._listeners.add(listener)
+
+        def end() -> None:
+            self._listeners.discard(listener)
+            self.used_at = self._loop.time()
+
+        return end
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no page needs it any more."""
+        return not self.is_kept and not self._listeners and self._loop.time() - self.used_at > IDLE_S
+
+    async def close(self) -> None:
+        """Stop following."""
+        await asyncio.to_thread(self.follower.close)
+        await self.live.close()
+
+    def _changed(self) -> None:
+        """Called in the follower's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._tell)
+
+    def _tell(self) -> None:
+        for listener in list(self._listeners):
+            try:
+                listener()
+            except Exception:  # a page that is gone must not end the others
+                log.exception("page of run %s", self.name)
+
+
+@dataclass
+class ConsoleState:
+    """Everything that pages share.
+
+    Attributes:
+        root: folder of the runs.
+        broker: address that the operator named, None: each run's own.
+        actions: whether operator's actions are allowed.
+    """
+
+    root: Path
+    broker: str | None = None
+    actions: bool = False
+
+    def __post_init__(self) -> None:
+        self._runs: dict[str, ConsoleRun] = {}
+        self._listed: tuple[float, list[RunRow]] = (-LIST_S, [])
+        self._listing = asyncio.Lock()
+
+    def run(self, name: str, *, keep: bool = False) -> ConsoleRun:
+        """Return a run by the name of its folder, opening it if it is not open.
+
+        Raises:
+            UserError: if there is none, or its settings cannot be read.
+        """
+        found = self._runs.get(name)
+        if found is None or not (found.folder / "config.yaml").exists():
+            if "/" in name or name.startswith("."):
+                raise UserError(f"no run {name!r} below {self.root}")
+            place = find_run(name, str(self.root)) if found is None else None
+            if place is None or place.folder.parent != self.root.absolute():
+                if found is not None:
+                    return found  # its pages say that the folder is gone
+                raise UserError(f"no run {name!r} below {self.root}")
+            found = self._runs[name] = ConsoleRun(place, self.broker, is_kept=keep)
+        found.used_at = asyncio.get_running_loop().time()
+        return found
+
+    async def rows(self) -> list[RunRow]:
+        """Return the list of all runs, at most a few seconds old."""
+        async with self._listing:
+            at, rows = self._listed
+            now = asyncio.get_running_loop().time()
+            if now - at >= LIST_S:
+                rows = await list_rows(self.root)
+                self._listed = asyncio.get_running_loop().time(), rows
+        return rows
+
+    async def tidy(self) -> None:
+        """Close runs that no page needs, until cancelled."""
+        while True:
+            await asyncio.sleep(10.0)
+            for name in [name for name, run in self._runs.items() if run.is_idle]:
+                await self._runs.pop(name).close()
+
+    async def close(self) -> None:
+        """Close all runs."""
+        await asyncio.gather(*(run.close() for run in self._runs.values()))
+
+    def section(self, run: ConsoleRun, name: str) -> dict[str, Any]:
+        """Return a section of a run's settings, empty if it has none."""
+        found = run.config.get(name)
+        return found if isinstance(found, dict) else {}
