@@ -41,7 +41,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends ca-certificates
     && rm -rf /var/lib/apt/lists/* /var/cache/apt /var/cache/debconf/*-old /var/log/apt /var/log/dpkg.log \
     && groupadd --gid 10001 rlearner \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /var/lib/rlearner --shell /usr/sbin/nologin rlearner \
-    && install -d -m 0700 -o 10001 -g 10001 /var/lib/rlearner \
+    && install -d -m 0700 -o 10001 -g 10001 /var/lib/rlearner /keys /join /join/rollout /join/envhub /join/rewardhub \
     && python3 -m venv --without-pip /opt/rlearner
 ENV PATH=/opt/rlearner/bin:/usr/local/bin:/usr/bin:/bin \
     HOME=/var/lib/rlearner \
