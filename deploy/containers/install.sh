@@ -1,14 +1,17 @@
 #!/bin/sh
-# Installs into /opt/rlearner of the image being built, with the pip of the stage build, which is mounted at /build:
-# files of hashes with pip's options for them, or `own`: the project's wheel.
+# Installs into the image being built, with the pip of the stage `pip`, which is mounted at /pip:
+#
+#   install.sh OPTION…          files of hashes (-r FILE), into $INTO, by default /opt/rlearner
+#   install.sh resolve WHAT…    packages with what they need, for what has no hashes
+#   install.sh own              the project's wheel, below /opt/own
 set -eu
 pip() {
-    PYTHONPATH=$(echo /build/pip/lib/python3*/site-packages) \
-        python3 -m pip --python /opt/rlearner/bin/python --no-cache-dir --disable-pip-version-check "$@"
+    PYTHONPATH=$(echo /pip/lib/python3*/site-packages) python3 -m pip --python "${INTO:-/opt/rlearner}/bin/python" \
+        --no-cache-dir --disable-pip-version-check install --quiet "$@"
 }
 if test -e /run/secrets/ca.pem; then export PIP_CERT=/run/secrets/ca.pem; fi
-if test "$1" = own; then
-    pip install --quiet --no-index --no-deps /build/dist/*.whl
-else
-    pip install --quiet --find-links /wheels --no-deps --no-build-isolation --require-hashes "$@"
-fi
+case "$1" in
+    own) pip --no-index --no-deps --prefix /opt/own /dist/*.whl ;;
+    resolve) shift && pip --find-links /wheels "$@" ;;
+    *) pip --find-links /wheels --no-deps --no-build-isolation --require-hashes "$@" ;;
+esac

@@ -58,7 +58,9 @@ def policy(name: str, selector: dict[str, Any], **rules: list[dict[str, Any]]) -
     }
 
 
-def rule(direction: str, ports: list[int], *peers: dict[str, Any], protocols: tuple[str, ...] = ("TCP",)) -> dict[str, Any]:
+def rule(
+    direction: str, ports: list[int], *peers: dict[str, Any], protocols: tuple[str, ...] = ("TCP",)
+) -> dict[str, Any]:
     """Return one rule of a policy."""
     listed = [{"protocol": protocol, "port": port} for port in ports for protocol in protocols]
     return {direction: list(peers), "ports": listed}
