@@ -23,6 +23,7 @@ from rlearner.console import cli as console_cli
 from rlearner.doctor import cli as doctor_cli
 from rlearner.evaluate import cli as eval_cli
 from rlearner.examples import EXAMPLES
+from rlearner.new import cli as new_cli
 from rlearner.ops import cli as ops_cli
 from rlearner.plan import cli as plan_cli
 from rlearner.up import cli as up_cli
@@ -79,6 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
     check.add_argument("--no-trial", action="store_true", help=text)
     add_json(check, "print one JSON object: config, notes, and what this machine lacks as findings")
     check.set_defaults(run=_check)
+    new_cli.add_parser(commands)
     doctor_cli.add_parser(commands)
     plan_cli.add_parser(commands)
     pipelines_cli.add_parsers(commands)

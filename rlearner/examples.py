@@ -18,6 +18,7 @@ EXAMPLES: Final = {
         "rlearner check configs/quickstart.yaml train.max_staleness=2",
         "rlearner check runs/quick train.steps=100",
     ],
+    "rlearner new": ["rlearner new lakes     # then: cd lakes && rlearner up lakes.yaml"],
     "rlearner doctor": ["rlearner doctor", "rlearner doctor configs/code.yaml --json"],
     "rlearner plan": [
         "rlearner plan configs/gsm8k.yaml --gpus 8 --gpu-memory 80 model.path=Qwen/Qwen3-8B model.dtype=bfloat16",

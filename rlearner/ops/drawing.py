@@ -123,4 +123,5 @@ def render_before_and_after(folder: Path) -> list[Path]:
             made.append(out)
         except UserError as error:
             print(f"no {name}.gif: {error}", file=sys.stderr)
+            break  # the other one would fail alike
     return made

@@ -1,0 +1,1 @@
+"""``rlearner new``: a project folder with a configuration, an environment, a reward and their tests."""

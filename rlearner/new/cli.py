@@ -1,0 +1,71 @@
+"""``rlearner new NAME``. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from importlib import resources
+from pathlib import Path
+from typing import Any, Final
+
+from broker.contract.streams import token
+from broker.errors import UserError
+from broker.settings.arguments import add_json
+from broker.system.visible_text import visible_json
+
+FILES: Final = {  # in the project: of the template
+    "{name}.yaml": "config.yaml",
+    "environment.py": "environment.py",
+    "reward.py": "reward.py",
+    "test_project.py": "test_project.py",
+    "README.md": "README.md",
+    ".gitignore": "gitignore",
+}
+PLACE: Final = "@name@"  # in the files of the template
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``new NAME``."""
+    text = "make a project folder: a configuration, an environment, a reward and their tests, which run at once"
+    parser = subparsers.add_parser("new", help=text, description=text)
+    parser.add_argument("name", metavar="NAME", help="of the new folder: letters, digits, _ and -")
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the folder, print what to do next, and return the exit code.
+
+    Raises:
+        UserError: if the name has other characters, or there is such a file or folder.
+    """
+    name = token(options.name, "NAME")
+    folder = Path(name)
+    try:
+        folder.mkdir()
+        files = write_project(folder, name)
+    except FileExistsError:
+        raise UserError(f"{name}: exists already, and nothing is overwritten; choose another name") from None
+    except OSError as error:
+        raise UserError(f"{name}: {error.strerror}") from None
+    steps = [f"cd {shlex.quote(name)}", f"rlearner check {name}.yaml", "pytest", f"rlearner up {name}.yaml"]
+    if options.json:
+        print(visible_json({"folder": str(folder.absolute()), "files": files, "next": steps}))
+    else:
+        print("\n".join([f"wrote {folder}/: {', '.join(files)}", "", "next:", *(f"  {step}" for step in steps)]))
+    return 0
+
+
+def write_project(folder: Path, name: str) -> list[str]:
+    """Write the files of a project into an empty folder and return their names.
+
+    Raises:
+        OSError: if they cannot be written.
+    """
+    template = resources.files("rlearner.new") / "project"
+    files = {path.format(name=name): source for path, source in FILES.items()}
+    for path, source in files.items():
+        text = (template / source).read_text(encoding="utf-8").replace(PLACE, name)
+        with (folder / path).open("x", encoding="utf-8") as file:
+            file.write(text)
+    return list(files)
