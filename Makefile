@@ -9,7 +9,7 @@ LOCKED ?= 1
 TORCH ?=
 TORCH_INDEX ?= https://pypi.org/simple
 
-.PHONY: setup lock audit sbom check test test-fast test-options test-frameworks test-vllm vllm-env test-peers test-deepspeed test-megatron test-checkpoints chaos hosts nodes quickstart bench bubblewrap docs clean
+.PHONY: setup lock audit sbom check test test-fast test-options test-frameworks test-vllm vllm-env test-peers test-trackers test-deepspeed test-megatron test-checkpoints chaos hosts nodes quickstart bench bubblewrap docs clean
 
 setup: .venv/ready
 
@@ -71,6 +71,16 @@ test-fast: setup
 test-peers: setup
 	$(PIP) --no-deps --upgrade --target .venv/peers trl==1.16.0 accelerate datasets pandas dill multiprocess xxhash pytz python-dateutil six tzdata
 	PYTHONPATH=.venv/peers $(BIN)/python -m pytest tests/peers
+
+# The trackers against the packages themselves, without a network. They have an environment of their own, without torch:
+# two of them want an older protobuf and pillow than the rest.
+test-trackers: setup .venv-trackers/ready
+	RL_TRACKERS_PYTHON=$(CURDIR)/.venv-trackers/bin/python $(BIN)/python -m pytest -n 0 tests/trackers -v
+
+.venv-trackers/ready: requirements/trackers.txt
+	@test -x .venv-trackers/bin/python || $(PYTHON) -m venv .venv-trackers
+	@.venv-trackers/bin/pip --disable-pip-version-check install --quiet -r requirements/trackers.txt
+	@touch .venv-trackers/ready
 
 # The training backend deepspeed, every stage on two ranks of this CPU: some twelve minutes on two idle cores, for almost every test starts
 # processes that import it, and some compile. It is kept beside the environment: with it inside, transformers would import it wherever a model is saved.
@@ -153,4 +163,4 @@ docs: .venv-docs/ready
 	@touch .venv-docs/ready
 
 clean:
-	rm -rf site sbom.json .venv .venv-audit .venv-docs .venv-vllm .venv-frameworks build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf site sbom.json .venv .venv-audit .venv-docs .venv-vllm .venv-frameworks .venv-trackers build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -22,6 +22,7 @@ from learner.reporting.transcripts import Transcript, TranscriptFactory
 log = logging.getLogger(__name__)
 
 EACH: Final = 2  # evaluated episodes per domain that solved their task, and as many that did not
+COLUMNS: Final = ("step", "domain", "task", "episode", "reward", "success", "prompt", "text")  # of tables
 RENDER_TIMEOUT_S: Final = 60.0
 
 
@@ -48,12 +49,15 @@ class EpisodeShowcase:
         every = self._section.texts_every
         if not every or step % every:
             return
-        texts = {}
+        texts, rows = {}, []
         for domain, group in sorted(self._newest.items()):
             heading = f"task {group.task_index}, ticket {group.ticket}"
-            texts[f"samples/{domain}"] = self._transcripts.of(episodes(group)[0]).markdown(heading)
+            played = [self._transcripts.of(episode) for episode in episodes(group)]
+            texts[f"samples/{domain}"] = played[0].markdown(heading)
+            rows += [_row(step, domain, group.task_index, number, one) for number, one in enumerate(played)]
         self._newest.clear()
         self._trackers.texts(step, texts)
+        self._trackers.table(step, "trajectories/train", COLUMNS, rows)
 
     def evaluated(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Show episodes of each domain, evaluated after a step, from rows as in ``evals/``; blocks."""
@@ -62,7 +66,11 @@ class EpisodeShowcase:
             of_domain[row["domain"]].append(row)
         ordered = sorted(of_domain.items())
         if self._section.texts_every:
-            self._trackers.texts(step, {f"evaluated/{domain}": _texts(own) for domain, own in ordered})
+            chosen = {domain: _chosen(own) for domain, own in ordered}
+            self._trackers.texts(step, {f"evaluated/{domain}": _texts(own) for domain, own in chosen.items()})
+            rows_of = [(domain, row) for domain, own in chosen.items() for row in own]
+            table = [_row(step, domain, row["task_index"], 0, _of(row)) for domain, row in rows_of]
+            self._trackers.table(step, "trajectories/eval", COLUMNS, table)
         for domain, own in ordered:
             drawable = next((row for row in own if row["frames"]), None)
             if self._section.pictures and drawable is not None and domain not in self._undrawn:
@@ -80,15 +88,24 @@ class EpisodeShowcase:
             self._trackers.picture(step, f"episodes/{row['domain']}", out.read_bytes())
 
 
-def _texts(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a few episodes of one domain as Markdown, solved and not."""
+def _chosen(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return a few episodes of one domain, solved and not."""
     solved = [row for row in rows if row["success"][0]][:EACH]
-    failed = [row for row in rows if not row["success"][0]][:EACH]
-    texts = []
-    for row in [*solved, *failed]:
-        transcript = Transcript(row["prompt"], row["text"], row["reward"][0], row["success"][0])
-        texts.append(transcript.markdown(f"task {row['task_index']}"))
-    return "\n\n".join(texts)
+    return solved + [row for row in rows if not row["success"][0]][:EACH]
+
+
+def _of(row: Mapping[str, Any]) -> Transcript:
+    return Transcript(row["prompt"], row["text"], row["reward"][0], row["success"][0])
+
+
+def _texts(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return evaluated episodes as Markdown."""
+    return "\n\n".join(_of(row).markdown(f"task {row['task_index']}") for row in rows)
+
+
+def _row(step: int, domain: str, task: int, episode: int, shown: Transcript) -> tuple[Any, ...]:
+    """Return the values of ``COLUMNS``."""
+    return step, domain, task, episode, float(shown.reward), bool(shown.success), shown.prompt, shown.text
 
 
 def render(folder: Path, row: Mapping[str, Any], step: int, out: Path) -> None:

@@ -1,7 +1,8 @@
 """Registry of trackers, which receive metrics; a new one is one file plus one line here.
 
 A tracker is a class: ``Tracker(folder, run, project, config, args)`` with ``log(step, values)`` and ``close()``. If it
-also has ``texts(step, texts)`` and ``picture(step, name, gif)``, it receives sample texts and pictures of episodes.
+also has ``texts(step, texts)``, ``picture(step, name, gif)`` or ``table(step, name, columns, rows)``, it receives
+sample texts, pictures of episodes and tables of trajectories.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -21,6 +22,8 @@ log = logging.getLogger(__name__)
 TRACKERS: Final[dict[str, str]] = {
     "tensorboard": "learner.reporting.trackers.tensorboard:TensorBoard",
     "wandb": "learner.reporting.trackers.wandb:WandB",
+    "mlflow": "learner.reporting.trackers.mlflow:MLflow",
+    "trackio": "learner.reporting.trackers.trackio:Trackio",
     "swanlab": "learner.reporting.trackers.swanlab:SwanLab",
 }
 ALWAYS: Final = "tensorboard"
@@ -46,6 +49,7 @@ class Tracker(Protocol):
 
     # def texts(self, step: int, texts: Mapping[str, str]) -> None: optional; Markdown by name, for example samples/lake
     # def picture(self, step: int, name: str, gif: bytes) -> None: optional; an animated GIF
+    # def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None: optional
 
     def close(self) -> None:
         """Write pending data and close."""
@@ -75,6 +79,11 @@ class TrackerGroup:
     def picture(self, step: int, name: str, gif: bytes) -> None:
         """Send an animated GIF to the trackers that take pictures."""
         self._each(step, "picture", name, gif)
+
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Send a table to the trackers that take tables."""
+        if rows:
+            self._each(step, "table", name, columns, rows)
 
     def _each(self, step: int, method: str, *arguments: Any) -> None:
         with self._lock:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +10,27 @@ import swanlab
 
 
 class SwanLab:
-    """A ``Tracker``."""
+    """A ``Tracker``. A run of the same name and project continues; without the cloud its id is the same."""
 
     def __init__(
         self, folder: Path, run: str, project: str, config: Mapping[str, Any], args: Mapping[str, Any]
     ) -> None:
-        settings: dict[str, Any] = {"logdir": str(folder / "swanlab")} | dict(args)
-        swanlab.init(project=project, experiment_name=run, config=dict(config), **settings)
+        settings: dict[str, Any] = {"log_dir": str(folder / "swanlab"), "id": run, "resume": "allow"} | dict(args)
+        self._run = swanlab.init(project=project, name=run, config=dict(config), **settings)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        swanlab.log(dict(values), step=step)
+        self._run.log(dict(values), step=step)
 
     def texts(self, step: int, texts: Mapping[str, str]) -> None:
-        swanlab.log({name: swanlab.Text(text) for name, text in texts.items()}, step=step)
+        self._run.log({name: swanlab.Text(text) for name, text in texts.items()}, step=step)
 
     def picture(self, step: int, name: str, gif: bytes) -> None:
-        swanlab.log({name: swanlab.Video(gif)}, step=step)
+        self._run.log({name: swanlab.Video(gif)}, step=step)
+
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        table = swanlab.echarts.Table()
+        table.add(list(columns), [list(row) for row in rows])
+        self._run.log({name: table}, step=step)
 
     def close(self) -> None:
-        swanlab.finish()
+        self._run.finish()

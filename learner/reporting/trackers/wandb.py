@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,9 @@ class WandB:
 
     def picture(self, step: int, name: str, gif: bytes) -> None:
         self._add({name: wandb.Video(io.BytesIO(gif), caption=f"step {step}", format="gif")})
+
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        self._add({name: wandb.Table(columns=list(columns), data=[list(row) for row in rows])})
 
     def _add(self, values: Mapping[str, Any]) -> None:
         """Add values to the row of the newest step: earlier rows, which evaluations belong to, are closed."""

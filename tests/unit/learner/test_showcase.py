@@ -26,6 +26,7 @@ class Kept:
     def __init__(self, *_: object) -> None:
         self.texts_of: list[tuple[int, dict[str, str]]] = []
         self.pictures: list[tuple[int, str, bytes]] = []
+        self.tables: list[tuple[int, str, list[str], list[tuple[Any, ...]]]] = []
         made.append(self)
 
     def log(self, step: int, values: dict[str, float]) -> None: ...
@@ -35,6 +36,9 @@ class Kept:
 
     def picture(self, step: int, name: str, gif: bytes) -> None:
         self.pictures.append((step, name, gif))
+
+    def table(self, step: int, name: str, columns: list[str], rows: list[tuple[Any, ...]]) -> None:
+        self.tables.append((step, name, list(columns), rows))
 
     def close(self) -> None: ...
 
@@ -88,6 +92,13 @@ def test_one_training_episode_of_each_domain_every_so_many_steps(tmp_path: Path)
     ((step, texts),) = kept.texts_of
     assert (step, list(texts)) == (2, ["samples/lake"])
     assert texts["samples/lake"].startswith("**task 7, ticket 4**: reward 0, not solved\n\n    ")
+    ((step, name, columns, rows),) = kept.tables
+    assert (step, name) == (2, "trajectories/train")
+    assert [dict(zip(columns, row, strict=True)) for row in rows] == [
+        {"step": 2, "domain": "lake", "task": 7, "episode": i, "reward": float(i), "success": bool(i)}
+        | {"prompt": "6 7 8 9 10", "text": "11 12 13"}
+        for i in range(2)
+    ]
 
 
 def row(task: int, success: bool, domain: str = "lake", frames: list[str] | None = None) -> dict[str, Any]:
@@ -107,6 +118,13 @@ def test_evaluated_episodes_solved_and_not(tmp_path: Path) -> None:
         "**task 1**: reward 0, not solved",
     ]
     assert "    prompt 3\n\n    answer 3" in texts["evaluated/lake"]
+    ((step, name, columns, rows),) = kept.tables
+    assert (step, name) == (4, "trajectories/eval")
+    found = [dict(zip(columns, row, strict=True)) for row in rows]
+    assert [(one["domain"], one["task"], one["success"]) for one in found] == [
+        ("lake", 3, True), ("lake", 4, True), ("lake", 0, False), ("lake", 1, False), ("sea", 9, False)
+    ]  # fmt: skip
+    assert (found[0]["prompt"], found[0]["text"]) == ("prompt 3", "answer 3")
 
 
 def test_texts_and_pictures_can_be_turned_off(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from PIL import Image
 
 from broker.errors import ConfigError
 from learner.config import TrackersSection
-from learner.reporting.trackers import TRACKERS, TrackerGroup
+from learner.reporting.trackers import TrackerGroup
 
 
 def _shown(kind: str, content: Any, **more: Any) -> tuple[Any, ...]:
@@ -28,6 +28,10 @@ LATER = {
         (None, {"episodes/lake": ("Video", b"GIF89a", "step 3", "gif")}),
     ],
     "swanlab": [(3, {"samples/lake": ("Text", "a < b")}), (3, {"episodes/lake": ("Video", b"GIF89a")})],
+}
+TABLES = {  # as the library takes them
+    "wandb": (None, {"trajectories/eval": ("Table", ["step", "text"], [[3, "R"]])}),
+    "swanlab": (3, {"trajectories/eval": (["step", "text"], [[3, "R"]])}),
 }
 
 
@@ -95,13 +99,27 @@ def test_tensorboard_shows_settings_texts_and_pictures(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", [name for name in TRACKERS if name != "tensorboard"])
+class Echarts:
+    """SwanLab's module of tables."""
+
+    class Table:
+        def add(self, headers: list[str], rows: list[list[Any]]) -> None:
+            self.content = headers, rows
+
+
+def plain(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: one.content if isinstance(one, Echarts.Table) else one for name, one in values.items()}
+
+
+@pytest.mark.parametrize("name", sorted(LATER))  # the others are tested with the real libraries only
 def test_extras_hand_on_what_they_get(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder, module = Recorder(), types.ModuleType(name)
     for function in ("init", "log", "finish"):
         setattr(module, function, getattr(recorder, function))
     for kind in ("Html", "Text", "Video"):
         setattr(module, kind, partial(_shown, kind))
+    module.Table = lambda columns, data: ("Table", columns, data)  # type: ignore[attr-defined]
+    module.echarts = Echarts  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, f"learner.reporting.trackers.{name}", raising=False)
     section = TrackersSection(use=[name], project="lakes", args={name: {"mode": "offline"}})
@@ -109,14 +127,18 @@ def test_extras_hand_on_what_they_get(name: str, tmp_path: Path, monkeypatch: py
     trackers.log(4, {"reward/mean": 0.5})
     trackers.texts(3, {"samples/lake": "a < b"})
     trackers.picture(3, "episodes/lake", b"GIF89a")
+    trackers.table(3, "trajectories/eval", ("step", "text"), [(3, "R")])
+    trackers.table(3, "trajectories/eval", ("step", "text"), [])  # nothing to show
     trackers.close()
     monkeypatch.delitem(sys.modules, f"learner.reporting.trackers.{name}")
     kinds = [kind for kind, _ in recorder.calls]
-    assert kinds == ["init", "log", "log", "log", "finish"]
+    assert kinds == ["init", "log", "log", "log", "log", "finish"]
     settings = recorder.calls[0][1]
     assert (settings["project"], settings["mode"], settings["config"]) == ("lakes", "offline", {"train": {"steps": 3}})
-    assert "demo" in (settings.get("name"), settings.get("experiment_name"))
+    assert (settings["name"], settings["id"], settings["resume"]) == ("demo", "demo", "allow")
     assert [call[1] for call in recorder.calls[1:4]] == [(4, {"reward/mean": 0.5}), *LATER[name]]
+    step, values = recorder.calls[4][1]
+    assert (step, plain(values)) == TABLES[name]
 
 
 class Broken:
@@ -155,5 +177,5 @@ def test_what_comes_after_the_end_is_dropped(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_an_unknown_or_missing_one_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="known: swanlab, tensorboard, wandb"):
-        TrackerGroup(TrackersSection(use=["mlflow"]), tmp_path, "demo", {})
+    with pytest.raises(ConfigError, match="known: mlflow, swanlab, tensorboard, trackio, wandb"):
+        TrackerGroup(TrackersSection(use=["neptune"]), tmp_path, "demo", {})

