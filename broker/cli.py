@@ -18,6 +18,7 @@ from broker.runtime import process
 from broker.runtime.health import State
 from broker.runtime.process import Stop
 from broker.server.private_server import BrokerServer, ClusterConfig
+from broker.server.server_figures import server_figures
 from broker.server.server_supervisor import ServerSupervisor
 from broker.settings.arguments import ArgumentParser, add_broker, add_json, complete, natural, port, positive
 from broker.system import logs
@@ -179,6 +180,8 @@ async def _serve(options: argparse.Namespace, stop: Stop) -> None:
                 print(visible_json({"event": event}) if options.json else event, flush=True)
                 state: State = "failed" if keeper.full else "ready"
                 stop.health.set(state, event if keeper.full else f"broker at {server.url}")
+            if options.metrics_port is not None:
+                stop.figures.values = await asyncio.to_thread(server_figures, server)
             await _sleep_unless(stop, LOOK_EVERY_S)
         if not server.running:
             raise ServerDied(f"nats-server exited unexpectedly, see {server.log_path}")

@@ -181,7 +181,7 @@ class LearnerService:
         self.config, self.folder, self.member, self.roster, self.rivals = config, folder, member, roster, rivals
         self.bus, self.stop, self.devices = member.bus, member.stop, devices
         self.train = section(config, "train", TrainSection)
-        self.shown = LearnerStatus(self.stop, self.train.groups_per_step, lambda: self.watch.epoch)
+        self.shown = LearnerStatus(self.stop, self.train.groups_per_step, lambda: self.watch.epoch, folder)
         self.watch = EpochWatch(self.bus, self.stop, self.shown.say_waiting)
         self.checkpoints = folder / "checkpoints"
         self._damaged: list[Path] = []  # checkpoints that cannot be read

@@ -23,6 +23,7 @@ from rlearner.console import cli as console_cli
 from rlearner.doctor import cli as doctor_cli
 from rlearner.evaluate import cli as eval_cli
 from rlearner.examples import EXAMPLES
+from rlearner.exporter import cli as exporter_cli
 from rlearner.new import cli as new_cli
 from rlearner.ops import cli as ops_cli
 from rlearner.plan import cli as plan_cli
@@ -87,6 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
     eval_cli.add_parser(commands)
     ops_cli.add_parsers(commands)
     console_cli.add_parser(commands)
+    exporter_cli.add_parser(commands)
     completion = commands.add_parser("completion", help="print the shell code that completes these commands")
     shells = ["bash", "zsh", "fish"]
     completion.add_argument("shell", nargs="?", default="bash", choices=shells, help="which shell (%(default)s)")

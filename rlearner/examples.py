@@ -43,6 +43,10 @@ EXAMPLES: Final = {
         "rlearner logs quick --since 10m --level warning envhub rewardhub",
     ],
     "rlearner diff": ["rlearner diff quick quick-gspo", "rlearner diff runs/quick /data/runs/other --json"],
+    "rlearner exporter": [
+        "rlearner exporter quick     # http://127.0.0.1:9464/metrics",
+        "rlearner exporter quick --broker nats://10.0.0.1:4222 --metrics-bind 0.0.0.0 --metrics-port 9500",
+    ],
     "rlearner draw": ["rlearner draw quick"],
     "rlearner runs": ["rlearner runs", "rlearner runs /data/runs --json", "rlearner runs --prune"],
     "rlearner invite": ["rlearner invite envhub --run quick --expires 24h --out hub.token"],

@@ -6,11 +6,13 @@ import logging
 import os
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final, Literal
 
 from broker.contract import wire
 from broker.runtime.process import Stop
 from broker.system.batch_job import batch_job
+from broker.system.disk_space import disk_figures
 from broker.system.process_identity import this_process
 from learner.credit.ledger import Ledger
 from learner.reporting.metrics import count_tickets
@@ -27,10 +29,11 @@ class LearnerStatus:
     Args:
         slots: groups of a step.
         epoch: returns the epoch of this incarnation, 0 before it has taken one.
+        folder: of the run, whose disk may fill.
     """
 
-    def __init__(self, stop: Stop, slots: int, epoch: Callable[[], int]) -> None:
-        self._stop, self._slots, self._epoch = stop, slots, epoch
+    def __init__(self, stop: Stop, slots: int, epoch: Callable[[], int], folder: Path) -> None:
+        self._stop, self._slots, self._epoch, self._folder = stop, slots, epoch, folder
         self.phase = "starting"  # current activity, for users
         self.serving = False  # whether it trains, or is about to
         self.ledger: Ledger | None = None  # set once it is loaded
@@ -56,7 +59,8 @@ class LearnerStatus:
 
     def values(self) -> dict[str, float]:
         """Return the newest line, repeated for late subscribers, with current ticket counts."""
-        return (self.book.newest if self.book else {}) | (count_tickets(self.ledger) if self.ledger else {})
+        line = self.book.newest if self.book else {}
+        return line | (count_tickets(self.ledger) if self.ledger else {}) | disk_figures(self._folder)
 
     def text(self) -> dict[str, str]:
         """Return the texts that go with the values."""

@@ -14,12 +14,17 @@ from broker.telemetry.families import Families
 from broker.telemetry.names import COUNTERS, PATTERNS, prometheus_name
 
 ROOT = Path(__file__).parents[3]
-ROOMS = ("broker/weights", "learner", "rollout", "envhub", "rewardhub")
+ROOMS = ("broker/weights", "broker/server", "broker/system", "learner", "rollout", "envhub", "rewardhub")
 # beginnings of the names that processes report
 GROUPS = "reward|reward_parts|env|eval|response_length|staleness|off_policy|actor|critic|rollout_corr|filter|trainer"
-GROUPS += "|rollouter|time|perf|queue|ticket|weights|envhub|rewardhub|rollout|process|turns"
+GROUPS += "|disk|broker|rollouter|time|perf|queue|ticket|weights|envhub|rewardhub|rollout|process|turns"
 REPORTED = re.compile(rf'(f?)"((?:{GROUPS})/[a-z_{{}}./]+[a-z_}}])"')
-OTHER_USES = {"eval/loss", "eval/perplexity", "envhub/envs"}  # offline training, which no process reports; a folder
+OTHER_USES = {
+    "eval/loss",
+    "eval/perplexity",
+    "envhub/envs",
+    "rewardhub/rewards",
+}  # offline training, which no process reports; folders
 
 
 def reported() -> set[str]:

@@ -1,0 +1,21 @@
+"""Measures a private nats-server and the disk under its store, for the page ``/metrics`` of ``broker serve``."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import psutil
+
+from broker.server.private_server import BrokerServer
+from broker.system.disk_space import disk_figures
+
+
+def server_figures(server: BrokerServer) -> dict[str, float]:
+    """Return processor time and memory of the server, and the free space for its store."""
+    found = disk_figures(server.store)
+    with suppress(psutil.Error, AttributeError):  # it has ended, or did not start yet
+        process = psutil.Process(server.pid)
+        used = process.cpu_times()
+        found["broker/server_cpu_s"] = used.user + used.system
+        found["broker/server_resident_bytes"] = float(process.memory_info().rss)
+    return found

@@ -1,0 +1,184 @@
+"""Follows a run through its broker, and serves what it sees; a broker or a process that dies does not end it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+from contextlib import suppress
+from typing import Any, Final
+
+from broker.contract import wire
+from broker.contract.streams import CONTROL, DEAD, METRICS, ROLES, RUNS, STREAMS, WEIGHTS, Stream, StreamKind
+from broker.errors import LostState, UserError
+from broker.jetstream.api import ask
+from broker.jetstream.bus import Bus
+from broker.jetstream.stored_message import peek
+from broker.nats.client import Msg
+from broker.nats.nats_errors import ApiError, Disconnected
+from broker.runtime.presence import Roster
+from broker.runtime.process import Stop, serve_metrics, unless_stopped
+from broker.settings.runspec import find_runs
+from broker.system import logs
+from learner.credit.store_gate import replica_usage
+from learner.run_folder import broker_address, find_run
+from rlearner.exporter.run_figures import BrokerFigures, Queue, RunFigures
+
+log = logging.getLogger(__name__)
+
+ASK_EVERY_S: Final = 5.0
+ANSWER_WITHIN_S: Final = 10.0
+STORED: Final = (StreamKind.WORK_QUEUE, StreamKind.LOG, StreamKind.LAST_VALUE, StreamKind.KV)
+BEATS: Final = ("learner", "rollout")  # the others are known by their entries, at a twentieth of the messages
+
+
+async def export(options: argparse.Namespace, stop: Stop) -> None:
+    """Serve until a stop is requested; ``options`` are those of ``rlearner.exporter.cli``.
+
+    Raises:
+        UserError: if neither this machine nor the broker knows the run, or the port cannot be used.
+    """
+    logs.apply(options)
+    run, url, is_here = _where(options)
+    logs.identify(run=run, role="exporter", process_id=f"exporter-{os.getpid()}")
+    living: list[Roster] = []
+    figures = RunFigures(run, lambda: [one for roster in living for role in ROLES for one in roster.alive(role)])
+    serve_metrics(options, stop, figures)
+    stop.health.set("starting", "waiting for a broker")
+    connecting = Bus.connect(url, run, name=f"exporter-{os.getpid()}", deadline_s=options.connect_deadline)
+    bus = await unless_stopped(stop, connecting)
+    try:
+        stop.health.joined()
+        if not is_here and run not in (known := await unless_stopped(stop, find_runs(bus))):
+            names = ", ".join(sorted(known)) or "none"
+            raise UserError(f"no run {run!r} in {options.dir}, and the broker at {bus.link.where} has {names}")
+        await _follow(bus, figures, living, stop)
+    finally:
+        await bus.close()
+
+
+def _where(options: argparse.Namespace) -> tuple[str, str, bool]:
+    """Return the run's name, the address of its broker, and whether its folder is on this machine.
+
+    Raises:
+        UserError: if it is not and no broker is named.
+    """
+    try:
+        place = find_run(options.run_name, options.dir)
+    except UserError:
+        if not options.broker:
+            raise
+        return options.run_name, options.broker, False
+    return place.name, broker_address(options.broker, place.folder), True
+
+
+async def _follow(bus: Bus, figures: RunFigures, living: list[Roster], stop: Stop) -> None:
+    async def receive(message: Msg) -> None:
+        figures.hear(message.subject, message.data)
+
+    subscribed = await bus.link.subscribe(METRICS.all_subjects(bus.run), receive)
+    roster = Roster(bus, beats=BEATS, members=[role for role in ROLES if role not in BEATS])
+    starting: asyncio.Task[None] | None = None
+    asked = asyncio.create_task(stop.asked.wait())
+    try:
+        while not asked.done():
+            figures.is_connected = bus.link.connected.is_set()
+            if starting is None and figures.is_connected:
+                starting = asyncio.create_task(roster.start())
+            elif starting is not None and starting.done():
+                if starting.cancelled() or starting.exception() is not None:  # no bucket yet, or the broker has gone
+                    with suppress(OSError, Disconnected):
+                        await roster.close()
+                    starting = None
+                elif not living:
+                    living.append(roster)
+            await _ask_once(bus, figures, stop)
+            figures.forget_silent()
+            await asyncio.wait({asked}, timeout=ASK_EVERY_S)
+    finally:
+        if starting is not None:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+        asked.cancel()
+        with suppress(OSError, Disconnected):  # the broker has gone, and with it the subscriptions
+            await roster.close()
+            await subscribed.close()
+
+
+async def _ask_once(bus: Bus, figures: RunFigures, stop: Stop) -> None:
+    try:
+        async with asyncio.timeout(ANSWER_WITHIN_S):
+            figures.answer(await ask_broker(bus))
+    except (TimeoutError, Disconnected, LostState, ApiError) as error:
+        figures.fail()
+        figures.is_connected = bus.link.connected.is_set()
+        why = "its broker does not answer" if isinstance(error, TimeoutError | Disconnected) else str(error)
+        if stop.health.state != "failed":
+            log.warning("run %s: %s; asking again every %g s", bus.run, why, ASK_EVERY_S)
+        stop.health.set("failed", f"run {bus.run}: {why}")
+        return
+    if stop.health.state != "ready":
+        log.info("run %s: its broker answers", bus.run)
+    stop.health.set("ready", f"run {bus.run}")
+
+
+async def ask_broker(bus: Bus) -> BrokerFigures:
+    """Return what the broker knows about a run; one request per stream and queue.
+
+    Raises:
+        ApiError: if it refuses, for example because it has no stream of this run.
+        LostState: if it has no bucket of this run.
+    """
+    stored = [stream for stream in STREAMS if stream.kind in STORED]
+    details = {DEAD.name: {"subjects_filter": DEAD.all_subjects(bus.run)}}
+    infos = await asyncio.gather(*(bus.info(stream, details.get(stream.name)) for stream in stored))
+    states = {stream.name: info["state"] for stream, info in zip(stored, infos, strict=True)}
+    queues = await asyncio.gather(*(_queues(bus, one) for one in stored if one.kind is StreamKind.WORK_QUEUE))
+    spec, desired = await bus.key_value(RUNS).get(bus.run), await bus.key_value(CONTROL).get(bus.run)
+    config = spec[0].config if spec is not None and isinstance(spec[0], wire.RunSpec) else {}
+    replicas = int(infos[0]["config"].get("num_replicas", 1))
+    used, limit = replica_usage(await ask(bus.link, "INFO"), replicas)
+    configured = (config.get("broker") or {}).get("store_max_gib")
+    if configured is not None:
+        limit = min(limit or int(configured * 2**30), int(configured * 2**30))
+    return BrokerFigures(
+        queues=[queue for of_stream in queues for queue in of_stream],
+        messages={name: int(state["messages"]) for name, state in states.items()},
+        sizes={name: int(state["bytes"]) for name, state in states.items()},
+        dead=_dead_letters(states[DEAD.name]),
+        store_bytes=used,
+        store_limit_bytes=limit,
+        desired=desired[0].state if desired is not None and isinstance(desired[0], wire.DesiredState) else "running",
+        spec=spec[0] if spec is not None and isinstance(spec[0], wire.RunSpec) else None,
+        offer=await _offer(bus, int(states[WEIGHTS.name]["last_seq"])),
+    )
+
+
+def _dead_letters(state: dict[str, Any]) -> dict[str, int]:
+    """Return the dead letters by stream, 0 for a queue or log without any."""
+    sources = [one.name for one in STREAMS if one.kind in (StreamKind.WORK_QUEUE, StreamKind.LOG) and one.messages]
+    found = {subject.rpartition(".")[2]: int(count) for subject, count in (state.get("subjects") or {}).items()}
+    return dict.fromkeys(sources, 0) | found
+
+
+async def _queues(bus: Bus, stream: Stream) -> list[Queue]:
+    """Return the queue of each subject, also of those without a message."""
+    listed = await ask(bus.link, f"CONSUMER.LIST.{stream.stream_name(bus.run)}")
+    return [
+        Queue(
+            stream=stream.name,
+            subject=str(one["config"].get("filter_subject", "")),
+            pending=int(one["num_pending"]),
+            held=int(one["num_ack_pending"]),
+            redelivered=int(one["num_redelivered"]),
+            waiting_pulls=int(one["num_waiting"]),
+        )
+        for one in listed.get("consumers") or ()
+    ]
+
+
+async def _offer(bus: Bus, last: int) -> wire.WeightsOffer | None:
+    found = await peek(bus, WEIGHTS, last) if last else None
+    message = found.record.message if found is not None else None
+    return message if isinstance(message, wire.WeightsOffer) else None
