@@ -46,12 +46,12 @@ LOSSES: Final = (
     *(f"queue/{name}/depth" for name in ("tickets", "episodes", "evaltickets", "samples")),
     *(f"made_up/{name}" for name in range(20)),
 )
-STEP_S: Final = 9.0
+STEP_S: Final = 9.0  # mean
 SERVERS: Final = ("rollout-1", "rollout-2", "rollout-3", "rollout-4")
 
 
 class MadeUpRun:
-    """One run, from its first step or from where an earlier object stopped writing.
+    """One run, from its first step on.
 
     Args:
         folder: of the run; its last part is the run's name.

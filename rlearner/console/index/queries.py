@@ -61,7 +61,7 @@ class RunQueries:
         """Return metrics by name, without unknown ones.
 
         Args:
-            max_points: of each; with more steps, the lowest and the highest value of each of half as many buckets.
+            max_points: of each; with more, the lowest and the highest value of each of half as many ranges of steps.
         """
         with self._asking():
             return series.series(self._connection(), names, max_points, first_step, last_step)

@@ -25,7 +25,7 @@ _COLUMNS: Final = (
     "t.id, t.seq, t.ordinal, t.ticket, t.episode, t.domain, t.task_index, t.step, t.state, t.reward, t.success, "
     "t.ended, t.tokens, t.sampled, t.turns, t.oldest, t.newest, g.hub, t.servers, t.greedy, g.prompt, t.preview"
 )
-_FROM: Final = "FROM trajectories t JOIN groups g ON g.id = t.grp"
+_FROM: Final = "FROM trajectories t"
 
 
 def domains(connection: sqlite3.Connection) -> list[str]:
@@ -41,13 +41,21 @@ def search(
     where = " AND ".join(conditions) or "1"
     total = connection.execute(f"SELECT count(*) {_FROM} WHERE {where}", values).fetchone()[0] if count else None
     expression, direction = ORDERS[order]
+    # A scan and a sort take at most 0.1 s; walking an index until enough rows match may take several times that.
+    free = "+" if conditions else ""
     if after:
         sign = "<" if direction == "DESC" else ">"
-        where += f" AND ({expression}, t.seq, t.ordinal) {sign} (?, ?, ?)"
+        where += f" AND ({free}{expression}, t.seq, t.ordinal) {sign} (?, ?, ?)"
         values = [*values, *_cursor(after)]
-    ordered = ", ".join(f"{one} {direction}" for one in dict.fromkeys([expression, "t.seq", "t.ordinal"]))
-    query = f"SELECT {expression}, {_COLUMNS} {_FROM} WHERE {where} ORDER BY {ordered} LIMIT ?"
-    rows = connection.execute(query, [*values, limit + 1]).fetchall()
+    keys = dict.fromkeys([expression, "t.seq", "t.ordinal"])
+    inner = ", ".join(f"{free}{one} {direction}" for one in keys)
+    outer = ", ".join(f"{one} {direction}" for one in ("key", "t.seq", "t.ordinal"))
+    rows = connection.execute(
+        f"SELECT key, {_COLUMNS} FROM (SELECT t.id AS found, {expression} AS key {_FROM} WHERE {where}"
+        f" ORDER BY {inner} LIMIT ?) JOIN trajectories t ON t.id = found JOIN groups g ON g.id = t.grp"
+        f" ORDER BY {outer}",
+        [*values, limit + 1],
+    ).fetchall()
     shown = [_row(row[1:]) for row in rows[:limit]]
     last = json.dumps([rows[limit - 1][0], shown[-1].seq, shown[-1].ordinal]) if len(rows) > limit and shown else ""
     return TrajectoryPage(shown, last, total)
@@ -85,7 +93,7 @@ def _conditions(connection: sqlite3.Connection, wanted: TrajectoryFilter) -> tup
         ("t.ticket = ?", wanted.ticket),
         ("t.task_index = ?", wanted.task_index),
         ("instr(' ' || t.servers || ' ', ' ' || ? || ' ')", wanted.server or None),
-        ("g.hub = ?", wanted.hub or None),
+        ("t.grp IN (SELECT id FROM groups WHERE hub = ?)", wanted.hub or None),
     ]
     found = [(text, value) for text, value in given if value is not None]
     conditions, values = [text for text, _ in found], [value for _, value in found]

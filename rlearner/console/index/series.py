@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any, Final
-
-import numpy as np
-import numpy.typing as npt
+from typing import Final
 
 from rlearner.console.index.answers import Series
 
@@ -23,6 +19,7 @@ def metric_names(connection: sqlite3.Connection, search: str, limit: int) -> lis
     return [name for name, _ in zip(alive, range(limit), strict=False)]
 
 
+_OF: Final = "FROM points WHERE metric = (SELECT id FROM metrics WHERE name = ?) AND step BETWEEN ? AND ?"
 _ANY = "SELECT 1 FROM points WHERE metric = (SELECT id FROM metrics WHERE name = ?) LIMIT 1"
 _LAST = (
     "SELECT name, (SELECT value FROM points WHERE metric = metrics.id ORDER BY step DESC LIMIT 1) FROM metrics"
@@ -39,47 +36,43 @@ def series(
     connection: sqlite3.Connection, names: Sequence[str], max_points: int, first_step: int, last_step: int | None
 ) -> dict[str, Series]:
     until = MAX_STEP if last_step is None else last_step
-    time_steps, times = _points(connection, "time", first_step, until)
+    times: dict[int, float] = {}
     found = {}
     for name in dict.fromkeys(names):
-        steps, values = _points(connection, name, first_step, until)
-        if not len(steps):
+        points, total = _points(connection, name, first_step, until, max_points)
+        if not points:
             continue
-        kept = extremes(values, max_points)
-        chosen = steps[kept]
-        written = np.zeros(len(chosen))
-        if len(times):
-            at = np.searchsorted(time_steps, chosen).clip(0, len(times) - 1)
-            written = np.where(time_steps[at] == chosen, times[at], 0.0)
-        found[name] = Series(name, chosen.tolist(), written.tolist(), values[kept].tolist(), len(steps))
+        if not times:
+            times = dict(_all_points(connection, "time", first_step, until))
+        steps = [step for step, _ in points]
+        found[name] = Series(
+            name, steps, [times.get(step, 0.0) for step in steps], [value for _, value in points], total
+        )
     return found
 
 
-def extremes(values: npt.NDArray[np.float64], max_points: int) -> npt.NDArray[np.int64]:
-    """Return the positions of the lowest and the highest value of each of ``max_points // 2`` buckets, ascending."""
-    n, buckets = len(values), max(1, max_points // 2)
-    if n <= max(2, max_points):
-        return np.arange(n)
-    edges = np.linspace(0, n, buckets + 1).astype(np.int64)
-    kept = set[int]()
-    for start, end in pairwise(edges.tolist()):
-        part = values[start:end]
-        kept |= {start + int(part.argmin()), start + int(part.argmax())}
-    return np.array(sorted(kept), dtype=np.int64)
-
-
 def _points(
-    connection: sqlite3.Connection, name: str, first: int, last: int
-) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    rows = connection.execute(
-        "SELECT step, value FROM points WHERE metric = (SELECT id FROM metrics WHERE name = ?)"
-        " AND step BETWEEN ? AND ? ORDER BY step",
-        (name, first, last),
-    ).fetchall()
-    if not rows:
-        return np.zeros(0, np.int64), np.zeros(0)
-    both = np.array(rows)
-    return both[:, 0].astype(np.int64), both[:, 1]
+    connection: sqlite3.Connection, name: str, first: int, last: int, most: int
+) -> tuple[list[tuple[int, float]], int]:
+    """Return at most ``most`` points, the extremes of half as many ranges of steps, and how many there are in all."""
+    total, begin, end = connection.execute(
+        f"SELECT count(*), min(step), max(step) {_OF}", (name, first, last)
+    ).fetchone()
+    if total <= max(2, most):
+        return _all_points(connection, name, first, last), total
+    width = -(-(end - begin + 1) // max(1, most // 2))
+    kept = {
+        (step, value)
+        for extreme in ("min", "max")  # a column next to one of these is of the row that has it
+        for step, value in connection.execute(
+            f"SELECT step, {extreme}(value) {_OF} GROUP BY (step - ?) / ?", (name, first, last, begin, width)
+        )
+    }
+    return sorted(kept), total
+
+
+def _all_points(connection: sqlite3.Connection, name: str, first: int, last: int) -> list[tuple[int, float]]:
+    return connection.execute(f"SELECT step, value {_OF} ORDER BY step", (name, first, last)).fetchall()
 
 
 def step_at(connection: sqlite3.Connection, time: float) -> int:
