@@ -9,7 +9,7 @@ LOCKED ?= 1
 TORCH ?=
 TORCH_INDEX ?= https://pypi.org/simple
 
-.PHONY: setup lock audit sbom check test test-fast test-options test-frameworks test-vllm vllm-env test-peers test-trackers test-deepspeed test-megatron test-checkpoints chaos hosts nodes quickstart bench bubblewrap docs clean
+.PHONY: setup lock audit sbom check test test-fast test-options test-frameworks test-vllm vllm-env test-peers test-trackers test-deepspeed test-megatron test-checkpoints test-alerts chaos hosts nodes quickstart bench bubblewrap docs clean
 
 setup: .venv/ready
 
@@ -146,6 +146,11 @@ hosts: setup
 # A learner on two nodes, which are network namespaces of this machine: every backend, and whatever can die; needs root.
 nodes: setup
 	RL_NODES=1 PYTHONPATH=.venv/deepspeed:.venv/megatron OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 tests/nodes -v
+
+# Alerts on a real run, evaluated by a real Prometheus at sixty times the pace, which is installed from Debian: four minutes.
+test-alerts: setup
+	command -v promtool >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends prometheus; }
+	RL_ALERTS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 tests/contract/test_alerts.py -v
 
 quickstart: setup
 	$(BIN)/rlearner up configs/quickstart.yaml

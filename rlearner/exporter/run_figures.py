@@ -14,6 +14,7 @@ from broker.contract import wire
 from broker.contract.streams import METRICS, ROLES, SAMPLES
 from broker.jetstream.delivery import decode
 from broker.runtime.figures import newest_values
+from broker.runtime.presence import CENSUS_S
 from broker.telemetry.families import QUEUE_DEPTH, QUEUE_DEPTH_HELP, Families
 
 SILENT_S: Final = 10.0  # after which the metrics of a process are no longer shown; it reports every second
@@ -53,22 +54,25 @@ class RunFigures(Collector):
     """Everything that the exporter shows.
 
     Args:
-        alive: the processes that are heard.
         clock: seconds, monotonic.
 
     Attributes:
         is_connected: whether the connection to the broker is up.
     """
 
-    def __init__(
-        self, run: str, alive: Callable[[], Iterable[wire.Presence]], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._run, self._alive, self._clock = run, alive, clock
+    def __init__(self, run: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run, self._clock = run, clock
+        self._alive: Callable[[], Iterable[wire.Presence]] = list
+        self._heard_from = float("inf")
         self.is_connected = False
         self._raw: dict[str, tuple[float, bytes]] = {}  # newest message by subject, decoded when it is asked for
         self._learner: dict[str, tuple[float, dict[str, float]]] = {}  # by id
         self._broker, self._broker_at, self._asked_at = BrokerFigures(), -STALE_S, 0.0
         self._malformed = self._failures = 0
+
+    def listen(self, alive: Callable[[], Iterable[wire.Presence]]) -> None:
+        """Show the processes that are heard, once all have had time to be."""
+        self._alive, self._heard_from = alive, self._clock() + CENSUS_S
 
     def hear(self, subject: str, data: bytes) -> None:
         """Take a message with metrics."""
@@ -113,7 +117,7 @@ class RunFigures(Collector):
         families.counter("exporter_malformed", "Messages with metrics that did not decode.", run, self._malformed)
         for role, process_id, own in values:
             families.metrics(own, {**run, "role": role, "id": process_id})
-        if self.is_connected:
+        if self.is_connected and self._clock() >= self._heard_from:
             self._processes(families)
         if is_fresh:
             learners = [own for role, _, own in values if role == "learner"]

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import logging
 import os
+import time
 from contextlib import suppress
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ from broker.runtime.presence import Roster
 from broker.runtime.process import Stop, serve_metrics, unless_stopped
 from broker.settings.runspec import find_runs
 from broker.system import logs
+from broker.system.reminders import Reminders
 from learner.credit.store_gate import replica_usage
 from learner.run_folder import broker_address, find_run
 from rlearner.exporter.run_figures import BrokerFigures, Queue, RunFigures
@@ -28,8 +30,10 @@ from rlearner.exporter.run_figures import BrokerFigures, Queue, RunFigures
 log = logging.getLogger(__name__)
 
 ASK_EVERY_S: Final = 5.0
+WAIT_S: Final = 1.0
 ANSWER_WITHIN_S: Final = 10.0
 STORED: Final = (StreamKind.WORK_QUEUE, StreamKind.LOG, StreamKind.LAST_VALUE, StreamKind.KV)
+NO_ANSWER: Final = (TimeoutError, Disconnected, LostState, ApiError)
 BEATS: Final = ("learner", "rollout")  # the others are known by their entries, at a twentieth of the messages
 
 
@@ -37,29 +41,38 @@ async def export(options: argparse.Namespace, stop: Stop) -> None:
     """Serve until a stop is requested; ``options`` are those of ``rlearner.exporter.cli``.
 
     Raises:
-        UserError: if neither this machine nor the broker knows the run, or the port cannot be used.
+        UserError: if the run has no folder here and no broker is named, or the port cannot be used.
     """
     logs.apply(options)
-    run, url, is_here = _where(options)
+    run, url = _where(options)
     logs.identify(run=run, role="exporter", process_id=f"exporter-{os.getpid()}")
-    living: list[Roster] = []
-    figures = RunFigures(run, lambda: [one for roster in living for role in ROLES for one in roster.alive(role)])
+    figures = RunFigures(run)
     serve_metrics(options, stop, figures)
     stop.health.set("starting", "waiting for a broker")
     connecting = Bus.connect(url, run, name=f"exporter-{os.getpid()}", deadline_s=options.connect_deadline)
     bus = await unless_stopped(stop, connecting)
     try:
         stop.health.joined()
-        if not is_here and run not in (known := await unless_stopped(stop, find_runs(bus))):
-            names = ", ".join(sorted(known)) or "none"
-            raise UserError(f"no run {run!r} in {options.dir}, and the broker at {bus.link.where} has {names}")
-        await _follow(bus, figures, living, stop)
+        await unless_stopped(stop, _run_there(bus, stop))
+        await _follow(bus, figures, stop)
     finally:
         await bus.close()
 
 
-def _where(options: argparse.Namespace) -> tuple[str, str, bool]:
-    """Return the run's name, the address of its broker, and whether its folder is on this machine.
+async def _run_there(bus: Bus, stop: Stop) -> None:
+    """Wait until the broker knows the run: processes of a run may start in any order."""
+    reminders = Reminders()
+    while bus.run not in (known := await find_runs(bus)):
+        names = ", ".join(sorted(known)) or "none"
+        status = f"waiting for run {bus.run}; the broker at {bus.link.where} has {names}"
+        stop.health.set("starting", status)
+        if reminders.due(time.monotonic()):
+            log.warning("%s", status)
+        await asyncio.sleep(WAIT_S)
+
+
+def _where(options: argparse.Namespace) -> tuple[str, str]:
+    """Return the run's name and the address of its broker.
 
     Raises:
         UserError: if it is not and no broker is named.
@@ -69,48 +82,52 @@ def _where(options: argparse.Namespace) -> tuple[str, str, bool]:
     except UserError:
         if not options.broker:
             raise
-        return options.run_name, options.broker, False
-    return place.name, broker_address(options.broker, place.folder), True
+        return options.run_name, options.broker
+    return place.name, broker_address(options.broker, place.folder)
 
 
-async def _follow(bus: Bus, figures: RunFigures, living: list[Roster], stop: Stop) -> None:
+async def _follow(bus: Bus, figures: RunFigures, stop: Stop) -> None:
     async def receive(message: Msg) -> None:
         figures.hear(message.subject, message.data)
 
     subscribed = await bus.link.subscribe(METRICS.all_subjects(bus.run), receive)
     roster = Roster(bus, beats=BEATS, members=[role for role in ROLES if role not in BEATS])
-    starting: asyncio.Task[None] | None = None
+    listening = False
     asked = asyncio.create_task(stop.asked.wait())
     try:
         while not asked.done():
             figures.is_connected = bus.link.connected.is_set()
-            if starting is None and figures.is_connected:
-                starting = asyncio.create_task(roster.start())
-            elif starting is not None and starting.done():
-                if starting.cancelled() or starting.exception() is not None:  # no bucket yet, or the broker has gone
-                    with suppress(OSError, Disconnected):
-                        await roster.close()
-                    starting = None
-                elif not living:
-                    living.append(roster)
+            if not listening and figures.is_connected:
+                listening = await _listen(roster, figures)
             await _ask_once(bus, figures, stop)
             figures.forget_silent()
             await asyncio.wait({asked}, timeout=ASK_EVERY_S)
     finally:
-        if starting is not None:
-            starting.cancel()
-            await asyncio.gather(starting, return_exceptions=True)
         asked.cancel()
         with suppress(OSError, Disconnected):  # the broker has gone, and with it the subscriptions
             await roster.close()
             await subscribed.close()
 
 
+async def _listen(roster: Roster, figures: RunFigures) -> bool:
+    """Begin to hear processes; return whether that worked."""
+    try:
+        async with asyncio.timeout(ANSWER_WITHIN_S):
+            await roster.start()
+    except (*NO_ANSWER, OSError) as error:
+        log.debug("processes are not heard yet: %s", error)
+        with suppress(OSError, Disconnected):
+            await roster.close()
+        return False
+    figures.listen(lambda: [one for role in ROLES for one in roster.alive(role)])
+    return True
+
+
 async def _ask_once(bus: Bus, figures: RunFigures, stop: Stop) -> None:
     try:
         async with asyncio.timeout(ANSWER_WITHIN_S):
             figures.answer(await ask_broker(bus))
-    except (TimeoutError, Disconnected, LostState, ApiError) as error:
+    except NO_ANSWER as error:
         figures.fail()
         figures.is_connected = bus.link.connected.is_set()
         why = "its broker does not answer" if isinstance(error, TimeoutError | Disconnected) else str(error)

@@ -19,7 +19,6 @@ from broker.errors import UserError
 from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import publish_metrics
 from broker.runtime.member import Member, Stop
-from broker.runtime.presence import Roster
 from broker.runtime.vouching import PresenceSigner
 from broker.server.private_server import BrokerServer
 from rlearner.exporter.run_figures import BrokerFigures, Queue, RunFigures
@@ -77,11 +76,8 @@ async def test_a_run_is_shown_and_processes_that_left_are_not(bus: Bus, quick: N
     queue = await bus.work_queue(TICKETS, "lake")
     held = (await queue.fetch(1, 5.0))[0]
     await bus.dead_letter(TICKETS, seq=9, ticket=0, reason="broken", data=b"x")
-    living: list[Roster] = []
-    roles = ("learner", "envhub")
-    figures = RunFigures(bus.run, lambda: [one for roster in living for role in roles for one in roster.alive(role)])
-    stop = Stop()
-    following = asyncio.create_task(_follow(bus, figures, living, stop))
+    figures, stop = RunFigures(bus.run), Stop()
+    following = asyncio.create_task(_follow(bus, figures, stop))
     member = Member(bus, spec, "learner", "learner", Stop())
     member.announce(lambda: presence("learner", "learner", policy_version=7))
     line = {"reward/mean": 0.75, "queue/samples/depth": 4.0, "ticket/issued": 12.0}
@@ -137,7 +133,7 @@ async def test_a_run_is_shown_and_processes_that_left_are_not(bus: Bus, quick: N
 
 def test_what_is_silent_is_dropped_and_the_broker_goes_stale() -> None:
     now = [100.0]
-    figures = RunFigures("quick", list, clock=lambda: now[0])
+    figures = RunFigures("quick", clock=lambda: now[0])
     message = wire.Metrics(role="envhub", id="hub-1", time=0.0, values={"envhub/groups": 9.0})
     figures.is_connected = True
     figures.hear("rl.quick.metrics.envhub.hub-1", codec.encode(message))
@@ -166,9 +162,8 @@ async def test_a_broker_that_dies_and_returns(tmp_path: Path, quick: None, monke
         maker = await Bus.connect(server.url, "quick", name="maker", deadline_s=30)
         await maker.ensure_streams()
         bus = await Bus.connect(server.url, "quick", name="exporter", deadline_s=30)
-        living: list[Roster] = []
-        figures, stop = RunFigures("quick", lambda: [one for r in living for one in r.alive("rollout")]), Stop()
-        following = asyncio.create_task(_follow(bus, figures, living, stop))
+        figures, stop = RunFigures("quick"), Stop()
+        following = asyncio.create_task(_follow(bus, figures, stop))
         await until(figures, lambda found: found["rlearner_exporter_up",] == 1)
         assert (stop.health.state, stop.health.status) == ("ready", "run quick")
         await asyncio.to_thread(server.stop)
@@ -180,7 +175,7 @@ async def test_a_broker_that_dies_and_returns(tmp_path: Path, quick: None, monke
         await until(figures, lambda found: found["rlearner_exporter_up",] == 1, 40.0)
         beat = PresenceSigner(maker).signed(presence("rollout", "server-1"))
         await maker.link.ready()
-        for _ in range(50):
+        for _ in range(80):
             await maker.link.send(PRESENCE.subject("quick", "rollout.server-1"), codec.encode(beat))
             if scrape(figures).get(("rlearner_processes", "rollout")):
                 break
@@ -199,13 +194,31 @@ def options(run: str, broker: str | None, folder: Path) -> argparse.Namespace:
     )  # fmt: skip
 
 
-async def test_a_run_that_is_nowhere_is_one_line(bus: Bus, broker_url: str, tmp_path: Path) -> None:
+async def test_a_run_without_a_folder_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"^no run 'nothing' below {tmp_path}; there is none; name its folder"):
         await export(options("nothing", None, tmp_path), Stop())
+
+
+async def test_a_run_that_comes_later_is_awaited(
+    bus: Bus, broker_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stop = Stop()
+    exporting = asyncio.create_task(export(options(bus.run, broker_url, tmp_path), stop))
+    for _ in range(100):
+        if said := [record.message for record in caplog.records if "waiting for run" in record.message]:
+            break
+        await asyncio.sleep(0.1)
+    assert said == [stop.health.status]
+    assert said[0].startswith(f"waiting for run {bus.run}; the broker at {broker_url} has ")
     spec = wire.RunSpec(run=bus.run, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path="m")
     await bus.key_value(RUNS).put(bus.run, spec)
-    with pytest.raises(UserError, match=rf"^no run 'nothing' in {tmp_path}, and the broker at .* has .*{bus.run}"):
-        await export(options("nothing", broker_url, tmp_path), Stop())
+    for _ in range(100):
+        if stop.health.is_ready:
+            break
+        await asyncio.sleep(0.1)
+    assert stop.health.status == f"run {bus.run}"
+    stop.request("test")
+    await exporting
 
 
 async def test_the_broker_is_asked_for_every_stored_stream(bus: Bus) -> None:

@@ -176,13 +176,10 @@ def test_what_cannot_be_listened_on_is_one_line() -> None:
 
 
 def test_values_of_an_evaluation_stay_until_the_next() -> None:
-    before = {"eval/step": 4.0, "eval/success_rate": 0.5, "reward/mean": 0.1}
-    assert newest_values(before, {"reward/mean": 0.2}) == {
-        "eval/step": 4.0,
-        "eval/success_rate": 0.5,
-        "reward/mean": 0.2,
-    }
-    assert newest_values(before, {"eval/step": 8.0}) == {"eval/step": 8.0}
+    before = {"eval/step": 4.0, "eval/success_rate": 0.5, "eval/random/success_rate": 0.1, "reward/mean": 0.1}
+    assert newest_values(before, {"reward/mean": 0.2}) == before | {"reward/mean": 0.2}
+    after = {"eval/step": 8.0, "eval/success_rate": 0.5, "eval/random/success_rate": 0.1}
+    assert newest_values(before, {"eval/step": 8.0}) == after
 
 
 COMMANDS = {
