@@ -186,7 +186,7 @@ async def test_alerts_fire_for_what_they_name(tmp_path: Path) -> None:
         seen = Observer(target, beside)
         healthy = await seen.until(
             lambda found: found.get("rlearner_eval_policy_success_rate") and found["rlearner_step"].popitem()[1] >= 4,
-            120, "an evaluation and four steps",
+            240, "an evaluation and four steps",
         )  # fmt: skip
         assert seen.firing().keys() <= MOODS
         await _provoke(fleet, seen, tmp_path)
@@ -198,9 +198,9 @@ async def _provoke(fleet: RunFleet, seen: Observer, folder: Path) -> None:
     bus = await Bus.connect(fleet.url, RUN, name="test", deadline_s=60)
     await bus.link.send(TICKETS.subject(RUN, "lake"), b"\xff no message")
     await bus.close()
-    await seen.expect("RlearnerDeadLetters", 20, run=RUN, stream="tickets")
+    await seen.expect("RlearnerDeadLetters", 60, run=RUN, stream="tickets")
     (folder / "pace").write_text("half")
-    await seen.expect("RlearnerGroupsFailing", 60, run=RUN)
+    await seen.expect("RlearnerGroupsFailing", 150, run=RUN)
     if WHOLE:
         (folder / "pace").write_text("all")
         await seen.expect("RlearnerProcessTakesNoWork", 60, run=RUN, role="rewardhub")
@@ -217,10 +217,10 @@ async def _provoke(fleet: RunFleet, seen: Observer, folder: Path) -> None:
         end(server)
     (learner,) = fleet.of("learner")
     end(learner)
-    await seen.expect("RlearnerNoLearner", 30, run=RUN)
-    await seen.expect("RlearnerNoServer", 30, run=RUN)
+    await seen.expect("RlearnerNoLearner", 60, run=RUN)
+    await seen.expect("RlearnerNoServer", 60, run=RUN)
     fleet.kill_broker()
-    await seen.expect("RlearnerExporterDown", 30, run=RUN)
+    await seen.expect("RlearnerExporterDown", 60, run=RUN)
 
 
 def _check_names(seen: Observer, healthy: Series) -> None:
