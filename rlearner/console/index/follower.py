@@ -91,23 +91,26 @@ class RunFollower:
 
     def _follow(self) -> None:
         """Follow until stopped or until something fails."""
+        self._inode = database.identity(self.path)
         index = RunIndex(self.folder, self.path, self.live)
         try:
             self._inode = index.inode
             index.check()
+            seen = (-1, -1)
             while not self._stop.is_set():
                 if not (self.folder / "config.yaml").exists():
                     self._state, self._problem = "gone", f"{self.folder} is no longer there"
                     self._stop.wait(POLL_S)
                     continue
+                if database.identity(self.path) != index.inode:
+                    return  # deleted, or set aside by another console
                 if self._suspect.is_set():
                     raise DatabaseDamagedError("an answer could not be read")
-                before = index.connection.total_changes
-                more = index.update()
-                if index.connection.total_changes != before or self._state != "current":
+                more, before, seen = index.update(), seen, index.version()
+                if seen != before or self._state != "current":
                     self._notes, self._counts = tuple(index.notes()), index.counts()
                 self._note(more=more)
-                if index.connection.total_changes != before:
+                if seen != before:
                     self._changed()
                 self._stop.wait(PAUSE_S if more else POLL_S)
         finally:

@@ -94,6 +94,12 @@ class RunIndex:
             found.append("no trajectories: the run does not keep its records (samples.keep=true keeps them)")
         return found
 
+    def version(self) -> tuple[int, int]:
+        """Return what differs after each change of the database, by this process or another one."""
+        with database.explained():
+            (others,) = self.connection.execute("PRAGMA data_version").fetchone()
+        return self.connection.total_changes, int(others)
+
     def counts(self) -> tuple[float, int, int]:
         """Return the share of the files' bytes that was read, the newest step, and the number of trajectories."""
         with database.explained():
