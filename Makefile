@@ -9,7 +9,7 @@ LOCKED ?= 1
 TORCH ?=
 TORCH_INDEX ?= https://pypi.org/simple
 
-.PHONY: setup lock audit sbom check test test-fast test-options test-frameworks test-vllm vllm-env test-peers test-trackers test-deepspeed test-megatron test-checkpoints test-alerts chaos hosts nodes quickstart bench bubblewrap docs clean
+.PHONY: setup lock audit sbom check test test-fast test-options test-frameworks test-vllm vllm-env test-peers test-trackers test-deepspeed test-megatron test-checkpoints test-alerts chaos hosts nodes test-slurm quickstart bench bubblewrap docs clean
 
 setup: .venv/ready
 
@@ -151,6 +151,11 @@ nodes: setup
 test-alerts: setup
 	command -v promtool >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends prometheus; }
 	RL_ALERTS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 tests/contract/test_alerts.py -v
+
+# The batch scripts of deploy/slurm on a Slurm of three nodes on this machine, ten minutes; needs root and Debian for the packages.
+test-slurm: setup
+	@sh requirements/slurm.sh
+	RL_SLURM=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 -s tests/slurm tests/unit/project/test_batch_scripts.py
 
 quickstart: setup
 	$(BIN)/rlearner up configs/quickstart.yaml

@@ -19,6 +19,7 @@ from learner.nodes.placement import Placement
 
 FAREWELL_S: Final = 5.0  # after the first rank ended by itself
 POLL_S: Final = 0.1
+FORWARDED: Final = signal.SIGUSR1  # to ranks, for the first signal that stops their node
 
 
 class RankStart(msgspec.Struct, frozen=True):
@@ -91,7 +92,7 @@ def run_node(starts: Sequence[RankStart]) -> int:
         nonlocal count
         count += 1
         for rank in ranks:
-            rank.send_signal(number if count == 1 else signal.SIGKILL)
+            rank.send_signal(FORWARDED if count == 1 else signal.SIGKILL)
         if count > 1:
             os._exit(EXIT_STOPPED)
 

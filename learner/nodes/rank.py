@@ -37,7 +37,7 @@ from learner.backends.ranks.rendezvous import Meeting
 from learner.nodes.encrypted_link import OTHERS, RANK_0, EncryptedFrames, LinkWatch
 from learner.nodes.hello import greet
 from learner.nodes.key import APPEARS_S, NodeKey, read_key
-from learner.nodes.local_ranks import RankStart
+from learner.nodes.local_ranks import FORWARDED, RankStart
 from learner.nodes.meeting_keys import ARRIVALS, Farewell, answer_key, arrival_line, farewell_key
 from learner.nodes.model_folders import compare
 
@@ -192,17 +192,22 @@ def _unreachable(host: str, port: int) -> str:
 
 @contextmanager
 def _signals(rank: JoiningRank) -> Iterator[None]:
-    """End at the first signal before joining; afterwards rank 0 ends the run, and a second signal this process."""
-    count = 0
+    """End at the first signal before joining; afterwards rank 0 ends the run, and a second signal this process.
+
+    Slurm and systemd signal every process of a node, and so does the process that started this one; that it forwards a
+    signal is not a second one.
+    """
+    seen: list[int] = []
 
     def handle(number: int, _: FrameType | None) -> None:
-        nonlocal count
-        count += 1
-        if count > 1 or not rank.joined:
+        if not rank.joined or (number in seen and number != FORWARDED):
             os._exit(EXIT_STOPPED)
-        os.write(2, f"{signal.Signals(number).name}: this rank ends when rank 0 does\n".encode())
+        seen.append(number)
+        if len(seen) == 1:
+            os.write(2, f"{signal.Signals(number).name}: this rank ends when rank 0 does\n".encode())
 
-    before: dict[signal.Signals, Any] = {one: signal.signal(one, handle) for one in (signal.SIGINT, signal.SIGTERM)}
+    handled = (signal.SIGINT, signal.SIGTERM, FORWARDED)
+    before: dict[signal.Signals, Any] = {one: signal.signal(one, handle) for one in handled}
     try:
         yield
     finally:
