@@ -85,7 +85,7 @@ def add_config(
 ) -> None:
     """Add the arguments CONFIG and any number of key=value."""
     rest = "" if needed else "; without one, only the machine is checked"
-    text = f"YAML file, for example configs/{file}.yaml, or a run's folder{rest}"
+    text = f"YAML file, the name of one of the package ({file}), or a run's folder{rest}"
     parser.add_argument("config", metavar="CONFIG", nargs=None if needed else "?", help=text)
     text = f"settings that override the file, for example {setting}"
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)

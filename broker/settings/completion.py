@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 from broker.settings.config import Section
+from broker.settings.config_file import shipped_names
 from broker.settings.runspec import SECTIONS
 
 COMMANDS: Final = ("rlearner", "rollout-server", "envhub", "rewardhub", "broker")
@@ -23,7 +24,12 @@ def offer(parser: argparse.ArgumentParser, commands: Iterator[argparse.ArgumentP
     """Print the completions for the shell and exit."""
     import argcomplete
 
-    sources: dict[str, Callable[..., list[str]]] = {"overrides": settings, "run_name": runs, "other": runs}
+    sources: dict[str, Callable[..., list[str]]] = {
+        "overrides": settings,
+        "config": configs,
+        "run_name": runs,
+        "other": runs,
+    }
     for command in commands:
         for action in command._actions:
             if action.dest in sources:
@@ -55,6 +61,14 @@ def _keys(prefix: str, section: type[Section]) -> Iterator[str]:
 
 def _is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def configs(prefix: str, **_: object) -> list[str]:
+    """Return the configurations of the package, and YAML files and folders of this one, that begin with the prefix."""
+    from argcomplete.completers import FilesCompleter
+
+    shipped = sorted(name for name in shipped_names() if name.startswith(prefix))
+    return [*shipped, *FilesCompleter(("yaml", "yml"))(prefix)]
 
 
 def runs(prefix: str, parsed_args: argparse.Namespace | None = None, **_: object) -> list[str]:

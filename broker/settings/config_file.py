@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Sequence
 from importlib import resources
@@ -79,8 +80,14 @@ def locate(path: str) -> Path:
             return candidate
     if Path(path).is_dir():
         raise UserError(f"{path}: a folder without {RUN_CONFIG}; give a YAML file, or the folder of a run")
-    names = sorted(str(file.relative_to(shipped)) for file in shipped.glob("*.yaml"))
-    raise UserError(f"{path}: no such file; the package has {', '.join(names)}")
+    close = difflib.get_close_matches(name.removesuffix(".yaml"), shipped_names(), n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    raise UserError(f"{path}: no such file; {hint}the package has {', '.join(shipped_names())}")
+
+
+def shipped_names() -> list[str]:
+    """Return the names of the configurations that come with the package, by which commands find them."""
+    return sorted(file.stem for file in _shipped().glob("*.yaml"))
 
 
 def _shipped() -> Path:

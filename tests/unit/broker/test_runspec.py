@@ -112,12 +112,14 @@ def test_an_empty_override_is_refused(tmp_path: Path) -> None:
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"nothing\.yaml: no such file; the package has .*quickstart\.yaml"):
+    with pytest.raises(UserError, match=r"nothing\.yaml: no such file; the package has .*quickstart, "):
         runspec.load("nothing.yaml")
     with pytest.raises(UserError, match=r"inherit: 'gone\.yaml': no such file"):
         runspec.load(write(tmp_path, "x.yaml", "inherit: gone.yaml\n"))
     with pytest.raises(UserError, match=r"inherit: 'configs/gone\.yaml': no such file"):
         runspec.load(write(tmp_path, "x.yaml", "inherit: configs/gone.yaml\n"))
+    with pytest.raises(UserError, match=r"^quikstart: no such file; did you mean quickstart\? the package has agent, "):
+        runspec.load("quikstart")
 
 
 def test_a_file_may_inherit_from_one_of_the_package_and_its_own_folder_comes_first(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``make dist``: the same bytes in another folder, time zone and umask, and from the sdist itself; all files are there."""
+"""``make dist``: the same bytes in another folder, time zone and umask, and from the sdist; all files are there."""
 
 from __future__ import annotations
 

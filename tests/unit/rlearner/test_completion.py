@@ -45,9 +45,13 @@ def offered(line: str, folder: Path, module: str = "rlearner.cli") -> list[str]:
         ("rlearner up x.yaml --re", ["--rebase"]),
         ("rlearner up x.yaml checkpoint.k", ["checkpoint.keep="]),
         ("rlearner status f", ["first", "fourth"]),
+        ("rlearner diff first f", ["first", "fourth"]),
+        ("rlearner up qui", ["quickstart"]),
+        ("rlearner up mi", ["mine.yaml"]),
     ],
 )
 def test_commands_options_settings_and_runs(line: str, expected: list[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").touch()
     for name in ("first", "fourth", "second"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "config.yaml").touch()
