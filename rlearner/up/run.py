@@ -34,6 +34,7 @@ from learner.run_folder import STORE, noted_epoch
 from rlearner.ops.continue_line import continue_line
 from rlearner.ops.folder_cleanup import removed_on_failure
 from rlearner.up.artifacts import write_artifacts
+from rlearner.up.event_log import note_events
 from rlearner.up.fleet import FleetProcess, ProcessFleet, cpu_seconds
 from rlearner.up.live_state import LiveRunState
 from rlearner.up.output import Output
@@ -195,6 +196,7 @@ async def _show(
                 present = [p for role in ("learner", "rollout", "envhub", "rewardhub") for p in roster.alive(role)]
                 happened += board.see(present, time.monotonic())
                 events += happened
+                note_events(fleet.logs, happened)
                 news, board.news = board.news, []
                 if live is not None:
                     live.update(screen(board, events, fleet.logs))

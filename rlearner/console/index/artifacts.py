@@ -1,4 +1,4 @@
-"""Indexes evaluations and checkpoints, which are written whole under a name with their step."""
+"""Indexes evaluations, checkpoints and the events of ``rlearner up``: files that are read whole when they change."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ from typing import Any, Final
 from rlearner.console.index import followed
 from rlearner.console.index.followed import Source
 from rlearner.console.index.texts import preview
+from rlearner.up.event_log import FILE as EVENTS
 
 EVALS: Final = "evals"
 CHECKPOINTS: Final = "checkpoints"
+LOGS: Final = "logs"
+KINDS: Final = {" died ": "death", " started again ": "start", " ended with exit code ": "stop"}  # by part of the text
 _EVALUATION: Final = re.compile(r"(.+)-step-(\d{1,15})\.jsonl")
 _CHECKPOINT: Final = re.compile(r"step-(\d{1,15})")
 Reader = Callable[[sqlite3.Connection, Source, Path, re.Match[str], os.stat_result], None]
 
 
 def update(connection: sqlite3.Connection, folder: Path) -> None:
-    """Follow the files of both folders."""
+    """Follow the files of these folders."""
     _follow(connection, folder / EVALS, EVALS, _EVALUATION, "", _read_evaluation)
+    _follow(connection, folder / LOGS, LOGS, re.compile(re.escape(EVENTS)), "", _read_events)
     _follow(connection, folder / CHECKPOINTS, CHECKPOINTS, _CHECKPOINT, "learner/learner.json", _read_checkpoint)
 
 
@@ -97,9 +101,33 @@ def _read_checkpoint(
     _note(connection, source, status.st_mtime, step, "checkpoint", f"checkpoint of step {step}")
 
 
-def _note(connection: sqlite3.Connection, source: Source, time: float, step: int, kind: str, text: str) -> None:
-    row: tuple[Any, ...] = (source.id, "", time, step, kind, text)
-    connection.execute("INSERT INTO events (source, key, time, step, kind, text) VALUES (?, ?, ?, ?, ?, ?)", row)
+def _read_events(
+    connection: sqlite3.Connection, source: Source, path: Path, match: re.Match[str], status: os.stat_result
+) -> None:
+    for number, data in enumerate(path.read_bytes().splitlines()):
+        try:
+            row = json.loads(data)
+            time, text = float(row["time"]), " ".join(str(row["text"]).split())[:500]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue  # cut off at the begin, or not written to the end
+        kind = next((kind for part, kind in KINDS.items() if part in text), "note")
+        _note(connection, source, time, -1, kind, text, who=text.partition(" ")[0], key=str(number))
+
+
+def _note(
+    connection: sqlite3.Connection,
+    source: Source,
+    time: float,
+    step: int,
+    kind: str,
+    text: str,
+    who: str = "",
+    key: str = "",
+) -> None:
+    row: tuple[Any, ...] = (source.id, key, time, step, kind, text, who)
+    connection.execute(
+        "INSERT INTO events (source, key, time, step, kind, text, who) VALUES (?, ?, ?, ?, ?, ?, ?)", row
+    )
 
 
 def evaluated_row(folder: Path, name: str, start: int, end: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 from learner.credit import ledger_file
 from learner.resume_checks import changes, format_change
 from rlearner.console.index.answers import Event
+from rlearner.console.index.series import step_at
 
 MAX_CHANGES = 3  # named in one line
 
@@ -17,16 +18,20 @@ MAX_CHANGES = 3  # named in one line
 def events(
     connection: sqlite3.Connection, folder: Path, start: float | None, end: float | None, kinds: Sequence[str]
 ) -> list[Event]:
-    noted = connection.execute("SELECT time, step, kind, text, who FROM events")
-    found = [*_epochs(connection), *(Event(*row) for row in noted)]
+    noted = connection.execute("SELECT time, step, kind, text, who FROM events").fetchall()
+    found = [*_epochs(connection), *(_noted(connection, *row) for row in noted)]
     first, last = start if start is not None else 0.0, end if end is not None else float("inf")
     found = [one for one in found if (not kinds or one.kind in kinds) and first <= one.time <= last]
     return sorted(found, key=lambda one: (one.time, one.step, one.kind, one.text))
 
 
+def _noted(connection: sqlite3.Connection, time: float, step: int, kind: str, text: str, who: str) -> Event:
+    return Event(time, step if step >= 0 else step_at(connection, time), kind, text, who)
+
+
 def _epochs(connection: sqlite3.Connection) -> Iterator[Event]:
     """Yield an event for each record by which a learner set its rules when it started."""
-    before: dict[str, Any] | None = None
+    before = _first_rules(connection)
     for seq, body in connection.execute("SELECT seq, body FROM ledger_lines WHERE state = 'rules' ORDER BY first, end"):
         rules = ledger_file.decode(body).rules
         row = connection.execute("SELECT epoch FROM frames WHERE seq = ? AND kind = 'RulesChange'", (seq,)).fetchone()
@@ -37,6 +42,15 @@ def _epochs(connection: sqlite3.Connection) -> Iterator[Event]:
         step, time = _place(connection, seq)
         text = f"learner started, epoch {row[0]}{settings}" if row else f"learner started{settings}"
         yield Event(time, step, "epoch", text, "learner", approximate=True)
+
+
+def _first_rules(connection: sqlite3.Connection) -> dict[str, Any] | None:
+    """Return the rules that the run began with, None without a ledger."""
+    row = connection.execute(
+        "SELECT l.body FROM ledger_lines l JOIN sources s ON s.id = l.source WHERE s.kind = 'ledger' AND l.state = 'summary'"
+        " AND s.first = 0 ORDER BY l.end LIMIT 1"
+    ).fetchone()
+    return ledger_file.decode(row[0]).rules if row else None
 
 
 def _place(connection: sqlite3.Connection, seq: int) -> tuple[int, float]:
