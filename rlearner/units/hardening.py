@@ -37,7 +37,7 @@ NO_SANDBOX: Final = (
 )
 SANDBOX: Final = (
     "RestrictNamespaces=user mnt pid net ipc uts cgroup",
-    "SystemCallFilter=@system-service @mount @sandbox sethostname",
+    "SystemCallFilter=@system-service @mount seccomp sethostname",
 )
 NO_GPU: Final = ("PrivateDevices=yes",)
 # Names of /proc/devices; those that this host lacks match nothing.

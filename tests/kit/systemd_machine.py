@@ -42,7 +42,8 @@ class Machine:
         command = ["systemd-nspawn", "--quiet", "--directory", str(tree), "--volatile=overlay", "--boot"]
         command += ["--register=no", "--keep-unit", "--private-network", "--console=pipe", "--machine=rlearner-test"]
         command += [f"--bind-ro={host}:{inside}" for host, inside in binds.items()]
-        with (work / "console.log").open("wb") as console:
+        self._console = work / "console.log"
+        with self._console.open("wb") as console:
             self._nspawn = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=console, stderr=console)
         self._leader = 0
         try:
@@ -114,6 +115,10 @@ class Machine:
             raise AssertionError(
                 f"{unit} is not {state}:\n{self.run(f'systemctl status {unit}', check=False)}"
             ) from None
+
+    def console(self) -> str:
+        """Return what the machine has printed."""
+        return self._console.read_text(errors="replace")
 
     def close(self) -> None:
         """Switch it off."""

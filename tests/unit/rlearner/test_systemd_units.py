@@ -68,7 +68,7 @@ def test_a_sandbox_has_what_it_needs_and_the_others_have_less(name: str) -> None
     if name in SANDBOXED:
         assert not hidden & found.keys()
         assert set(found["RestrictNamespaces"][0].split()) == {"user", "mnt", "pid", "net", "ipc", "uts", "cgroup"}
-        assert filters == ["@system-service @mount @sandbox sethostname"]
+        assert filters == ["@system-service @mount seccomp sethostname"]
     else:
         assert hidden <= found.keys()
         assert found["RestrictNamespaces"] == ["yes"]
