@@ -9,7 +9,7 @@ LOCKED ?= 1
 TORCH ?=
 TORCH_INDEX ?= https://pypi.org/simple
 
-.PHONY: setup lock dist test-dist audit sbom check test test-fast test-options test-frameworks test-vllm vllm-env test-peers test-trackers test-deepspeed test-megatron test-checkpoints test-alerts chaos hosts nodes test-slurm quickstart bench bubblewrap docs clean
+.PHONY: setup lock dist test-dist audit sbom check test test-fast test-options test-frameworks test-vllm vllm-env test-peers test-trackers test-deepspeed test-megatron test-checkpoints test-alerts chaos hosts nodes test-slurm test-systemd quickstart bench bubblewrap docs clean
 
 setup: .venv/ready
 
@@ -169,6 +169,12 @@ test-alerts: setup
 test-slurm: setup
 	@sh requirements/slurm.sh
 	RL_SLURM=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 -s tests/slurm tests/unit/project/test_batch_scripts.py
+
+# The units of deploy/systemd under a real systemd, booted from a Debian tree by systemd-nspawn: every process killed, frozen, stopped; six
+# minutes, and one for the tree. Needs root, Debian 12 and its Python 3.11.
+test-systemd: setup
+	@sh requirements/systemd.sh build/systemd/tree
+	RL_SYSTEMD_TREE=$(CURDIR)/build/systemd/tree OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 tests/systemd -s
 
 quickstart: setup
 	$(BIN)/rlearner up configs/quickstart.yaml

@@ -27,6 +27,7 @@ from rlearner.exporter import cli as exporter_cli
 from rlearner.new import cli as new_cli
 from rlearner.ops import cli as ops_cli
 from rlearner.plan import cli as plan_cli
+from rlearner.units import cli as units_cli
 from rlearner.up import cli as up_cli
 
 log = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
     new_cli.add_parser(commands)
     doctor_cli.add_parser(commands)
     plan_cli.add_parser(commands)
+    units_cli.add_parser(commands)
     pipelines_cli.add_parsers(commands)
     eval_cli.add_parser(commands)
     ops_cli.add_parsers(commands)

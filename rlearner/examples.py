@@ -24,6 +24,10 @@ EXAMPLES: Final = {
         "rlearner plan configs/gsm8k.yaml --gpus 8 --gpu-memory 80 model.path=Qwen/Qwen3-8B model.dtype=bfloat16",
         "rlearner plan configs/gsm8k.yaml --gpus 16 --hosts 2 --write plan rollout.engine=vllm",
     ],
+    "rlearner units": [
+        "rlearner units configs/quickstart.yaml run.name=lake",
+        "rlearner units configs/gsm8k.yaml --gpus 16 --hosts train=10.0.0.1,gen1=10.0.0.2 --host gen1 --write gen1",
+    ],
     "rlearner completion": ['rlearner completion zsh     # use it: eval "$(rlearner completion)" in ~/.bashrc'],
     "rlearner sft": ["rlearner sft configs/sft.yaml model.path=Qwen/Qwen3-0.6B data.train=conversations.jsonl"],
     "rlearner dpo": ["rlearner dpo configs/dpo.yaml model.path=Qwen/Qwen3-0.6B data.train=pairs.jsonl"],

@@ -22,7 +22,7 @@ def plan_run(options: argparse.Namespace) -> int:
     Raises:
         UserError: if the configuration is wrong, or nothing fits.
     """
-    machine = _machine(options)
+    machine = machine_of(options.gpus, options.gpu_memory, options.hosts)
     if options.write is not None:
         check_folder(options.write)
     reader = WorkloadReader(options.config, options.overrides)
@@ -43,12 +43,17 @@ def plan_run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _machine(options: argparse.Namespace) -> Machine:
-    machine = Machine(options.gpus, options.gpu_memory * GIB, options.hosts)
+def machine_of(gpus: int, gpu_memory: float, hosts: int) -> Machine:
+    """Return the GPUs of --gpus, --gpu-memory in GiB and --hosts.
+
+    Raises:
+        UserError: if they cannot be spread, or have no memory.
+    """
+    machine = Machine(gpus, gpu_memory * GIB, hosts)
     if machine.gpus > MOST_GPUS:
         raise UserError(f"--gpus {machine.gpus}: too many; at most {MOST_GPUS}")
     if machine.gpus % machine.hosts:
         raise UserError(f"--hosts {machine.hosts}: hosts have equally many GPUs; it must divide --gpus {machine.gpus}")
     if machine.available <= 0:
-        raise UserError(f"--gpu-memory {options.gpu_memory:g}: too small; give the GiB of one GPU, for example 80")
+        raise UserError(f"--gpu-memory {gpu_memory:g}: too small; give the GiB of one GPU, for example 80")
     return machine

@@ -6,8 +6,8 @@ import shlex
 from typing import Final
 
 from rlearner.plan.candidates import Plan
-from rlearner.plan.changes import gpus_on
 from rlearner.plan.facts import Machine
+from rlearner.plan.launches import PROGRAMS, joining_roles, launches
 
 CONFIG: Final = "plan.yaml"
 BROKER: Final = ' --broker "tls://$HOST0:4222"'
@@ -70,25 +70,18 @@ def launch_lines(plan: Plan, machine: Machine, host: int, environments: int) -> 
         return ['rlearner up "$CONFIG" run.name="$RUN" --share-gpus']
     several, lines = machine.hosts > 1, list[str]()
     broker = BROKER if several else ""
-    join = {role: f' --join "$here/$RUN.{role}.token"' if host else broker for role in ("rollout", "rewardhub")}
-    here = gpus_on(plan, machine, host)
-    if host == 0:
-        lines.append("broker serve" + (' --bind "$HOST0" --port 4222 &' if several else " &"))
-        elsewhere = [gpus_on(plan, machine, other) for other in range(1, machine.hosts)]
-        roles = [role for role in join if any(gpus[role] for gpus in elsewhere)]
-        lines += [STARTED] * bool(roles) + [f"token {role}" for role in roles]
-        lines.append(f"envhub --n {environments}{broker} &")
-    else:
-        lines += [f"token {role}" for role in join if here[role]]
-    if host == 0 and not plan.servers:
-        lines.append(f"rollout-server --gpus cpu{broker} &")
-    elif here["rollout"]:
-        lines.append(f"rollout-server --gpus {here['rollout']}{join['rollout']} &")
-    gpus = f" --gpus {here['rewardhub']}" if here["rewardhub"] else ""
-    if gpus or (host == 0 and not plan.rewards):
-        lines.append(f"rewardhub{gpus}{join['rewardhub']} &")
-    if here["learner"]:
-        nodes = machine.hosts_of(0, plan.learner.ranks)
-        ranks = f' --nnodes {nodes} --node-rank {host} --rendezvous "$HOST0":29400' if nodes > 1 else ""
-        lines.append(f'rlearner start "$CONFIG" run.name="$RUN" --gpus {here["learner"]}{ranks}{broker}')
-    return lines
+    for launch in launches(plan, machine, host, environments):
+        login = f' --join "$here/$RUN.{launch.role}.token"' if launch.joins else broker
+        options = "".join(f" {option}" for option in launch.options)
+        match launch.role:
+            case "broker":
+                lines.append("broker serve" + (' --bind "$HOST0" --port 4222 &' if several else " &"))
+                roles = joining_roles(plan, machine)
+                lines += [STARTED] * bool(roles) + [f"token {role}" for role in roles]
+            case "learner":
+                nodes = f' --nnodes {launch.nodes} --node-rank {host} --rendezvous "$HOST0":29400'
+                options += nodes if launch.nodes > 1 else ""
+                lines.append(f'rlearner start "$CONFIG" run.name="$RUN"{options}{broker}')
+            case role:
+                lines.append(f"{PROGRAMS[role]}{options}{login} &")
+    return [f"token {role}" for role in joining_roles(plan, machine, host) if host] + lines

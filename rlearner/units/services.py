@@ -33,7 +33,9 @@ u rlearner - "rlearner" /var/lib/rlearner
 """
 JOIN: Final = """\
 # Processes on another host than the broker's join with a token: /etc/systemd/system/%p@.service.d/join.conf
+# Description: what the journal says when the file is missing
 [Unit]
+Description=rlearner %p %i, which joins with /etc/rlearner/%p.token
 AssertPathExists=/etc/rlearner/%p.token
 
 [Service]

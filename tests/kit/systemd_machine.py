@@ -34,12 +34,17 @@ class Machine:
     """
 
     def __init__(self, tree: Path, work: Path) -> None:
+        version = f"python3.{sys.version_info.minor}"
+        assert (tree / "usr/bin" / version).exists(), (
+            f"the tree has no {version}: use Debian 12's Python"
+        )
         binds = {
             str(REPOSITORY): "/opt/source",
             str(Path(sys.prefix, "lib", f"python3.{sys.version_info.minor}", "site-packages")): "/opt/packages",
             str(_installation(work)): PREFIX,
         }
-        command = ["systemd-nspawn", "--quiet", "--directory", str(tree), "--volatile=overlay", "--boot"]
+        command = ["setpriv", "--pdeathsig", "TERM"]  # a killed test session leaves no machine behind
+        command += ["systemd-nspawn", "--quiet", "--directory", str(tree), "--volatile=overlay", "--boot"]
         command += ["--register=no", "--keep-unit", "--private-network", "--console=pipe", "--machine=rlearner-test"]
         command += [f"--bind-ro={host}:{inside}" for host, inside in binds.items()]
         self._console = work / "console.log"
@@ -47,10 +52,8 @@ class Machine:
             self._nspawn = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=console, stderr=console)
         self._leader = 0
         try:
-            self.wait(lambda: self._find_leader(), 30, "the machine has no first process")
-            self.wait(
-                lambda: self.run("systemctl is-system-running", check=False).strip() in ("running", "degraded"), 60
-            )
+            self.wait(self._find_leader, 30, "the machine has no first process")
+            self.wait(self._is_up, 60, "the machine does not come up")
         except BaseException:
             self.close()
             raise

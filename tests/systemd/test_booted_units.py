@@ -45,7 +45,7 @@ domains:
     max_context_tokens: 256
     sampling: {temperature: 1.0, max_tokens: 4}
     rewards:
-      - {name: code, args: {timeout_s: 20, cpu_s: 4, memory_mib: 512}}
+      - {name: code, args: {timeout_s: 8, cpu_s: 4, memory_mib: 512}}
 train: {steps: STEPS, groups_per_step: 2}
 warm_start: {domain: lake, steps: 2, episodes: 16}
 eval: {every_steps: 0}
@@ -77,7 +77,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
                 made.put(f"/etc/systemd/system/{name}", text)
         made.put("/usr/lib/sysusers.d/rlearner.conf", static_files()["rlearner.sysusers"])
         made.put("/etc/rlearner/lake.yaml", CONFIG.replace("STEPS", "100000"))
-        made.put("/etc/rlearner/programs.jsonl", json.dumps(TASK) + "\n")
+        made.put("/etc/rlearner/programs.jsonl", (json.dumps(TASK) + "\n") * 40)
         made.put("/etc/rlearner/rlearner.env", "RL_RUN=lake\n")
         for name in ALL:
             made.put(f"/run/systemd/system/{name}.d/test.conf", f"[Service]\nWatchdogSec={WATCHDOG_S}\n")
@@ -180,7 +180,7 @@ def test_a_frozen_process_is_killed_by_the_watchdog(machine: Machine, unit: str)
     machine.wait(lambda: restarts(machine, unit) > before, WATCHDOG_S + 60)
     machine.wait_state(unit, "active")
     print(f"{unit}: active {time.monotonic() - began:.1f} s after it froze")
-    assert f"{unit}: Watchdog timeout (limit {WATCHDOG_S}s)!" in machine.journal(f"-u {unit} -n 60")
+    assert f"{unit}: Watchdog timeout (limit {WATCHDOG_S}s)!" in machine.journal(f"-u {unit}")
     trains(machine)
     assert restarts(machine, unit) == before + 1
 
@@ -208,8 +208,8 @@ def test_a_second_learner_is_told_whose_run_it_is(machine: Machine) -> None:
     machine.wait_state("rlearner@second", "failed")
     (error,) = machine.journal("-u rlearner@second -p err _TRANSPORT=stdout").splitlines()
     pid = machine.show(LEARNER, "MainPID")["MainPID"]
-    assert error.startswith("error: ")
-    assert f"pid {pid}" in error, error
+    assert error.startswith("error: run lake is being trained by a learner on ")
+    assert f", process {pid}; --take-over takes it over" in error
     assert machine.show("rlearner@second", "NRestarts")["NRestarts"] == "0"
     trains(machine)
 
@@ -219,7 +219,8 @@ def test_a_unit_without_its_token_says_which_file_and_with_it_joins(machine: Mac
     machine.put(f"/etc/systemd/system/{unit}.d/join.conf", static_files()["join.conf"])
     said = machine.run(f"systemctl daemon-reload; systemctl start {unit}", check=False)
     assert f"Assertion failed on job for {unit}." in said
-    assert "AssertPathExists=/etc/rlearner/envhub.token was not met" in machine.journal(f"-u {unit}")
+    line = f"Assertion failed for {unit} - rlearner envhub joined, which joins with /etc/rlearner/envhub.token."
+    assert machine.journal(f"-u {unit}").splitlines()[-1] == line
     assert machine.show(unit, "ActiveState", "NRestarts") == {"ActiveState": "inactive", "NRestarts": "0"}
 
     operator = "runuser -u rlearner -- env -C /var/lib/rlearner HOME=/var/lib/rlearner /opt/rlearner/bin/rlearner"
@@ -253,7 +254,7 @@ def test_sandboxed_programs_run_inside_and_little_else_does(machine: Machine, te
 def test_a_stop_drains_everything_within_its_time(machine: Machine) -> None:
     trains(machine)
     began = time.monotonic()
-    machine.run("systemctl stop rlearner.target", timeout_s=300)
+    machine.run(f"systemctl stop rlearner.target {' '.join(ALL)}", timeout_s=300)
     print(f"the whole target stopped in {time.monotonic() - began:.1f} s")
     for unit in ALL:
         shown = machine.show(unit, "ActiveState", "Result", "ExecMainStatus")
@@ -288,7 +289,11 @@ def test_the_target_starts_again_ends_with_its_run_and_nothing_is_lost(machine: 
     operator = "runuser -u rlearner -- env -C /var/lib/rlearner HOME=/var/lib/rlearner /opt/rlearner/bin/rlearner"
     audit = machine.run(f"{operator} audit lake")
     print(audit)
-    assert re.search(r"\b0 lost\b", audit)
+    counts = {name: int(number) for name, number in re.findall(r"^  (\w+) +(\d+)$", audit, re.MULTILINE)}
+    ends = ("trained", "filtered", "dropped", "dead", "open")
+    assert counts["tickets"] == sum(counts[name] for name in ends)
+    assert counts["open"] == counts["dead"] == counts["lost"] == counts["trained_twice"] == 0
+    assert audit.splitlines()[-1] == "ok"  # each record in the log once, and each step of it
 
 
 def test_the_folder_is_what_was_tested() -> None:
