@@ -35,9 +35,7 @@ class Machine:
 
     def __init__(self, tree: Path, work: Path) -> None:
         version = f"python3.{sys.version_info.minor}"
-        assert (tree / "usr/bin" / version).exists(), (
-            f"the tree has no {version}: use Debian 12's Python"
-        )
+        assert (tree / "usr/bin" / version).exists(), f"the tree has no {version}: use Debian 12's Python"
         binds = {
             str(REPOSITORY): "/opt/source",
             str(Path(sys.prefix, "lib", f"python3.{sys.version_info.minor}", "site-packages")): "/opt/packages",
