@@ -267,6 +267,8 @@ class EnvironmentHub:
         if not self.health.takes(domain):  # fetched just before the domain counted as broken
             self.outbox.hand_back(held, self.health.delay_s(domain), "its domain fails here")
             return asked.group_size
+        if stream is TICKETS and (traces := self.member.spans.traces) is not None:
+            traces.add("deliver", asked.number, delivery.stored_at, time.time(), deliveries=delivery.num_delivered)
         drop_late = (self.spec.config.get("train") or {}).get("on_late") == "drop"
         self._in_hand[asked.key] = held
         job = asked.job(delivery.num_delivered, drop_late=drop_late)

@@ -75,6 +75,7 @@ class TrainingLoop:
         self._requested, self._between_steps = requested, between_steps
         self._catch_up_to, self._steps, self._giveup = 0, steps, giveup
         self._offered = -1
+        self._arrived: dict[int, float] = {}  # unix seconds at which the record of a traced ticket was read
         self._began = time.monotonic()
         self.boundary = ledger.dump()  # at the last step boundary, which a checkpoint holds
 
@@ -172,6 +173,7 @@ class TrainingLoop:
             self._giveup.worked(domain)
             self._book.showcase.accepted(read.group)
         forgotten = [action.number for action in actions if isinstance(action, ForgetTicket)]
+        self._trace_record(entry.ticket, [action for action in actions if isinstance(action, ForgetTicket)])
         message, is_ours = entry.message, False
         if isinstance(message, wire.Closed) and forgotten:
             self._say_closed(message)
@@ -225,8 +227,10 @@ class TrainingLoop:
             return False
         trained, actions = made.trained, made.actions
         self.boundary = self._ledger.dump()
+        trained_at = time.time()
         await self._records.completed(made.taken, trained.tickets, actions)
         copy_s = await self._offer_if_current()
+        self._trace_step([one.number for one in made.taken], trained_at - trained.busy_s, trained_at, copy_s)
         self._perform([action for action in actions if isinstance(action, IssueTicket)])
         step = self._ledger.state.version
         line = self._book.compose(self._step_values(trained, waited_s, copy_s))
@@ -240,6 +244,28 @@ class TrainingLoop:
             await self._checkpoint(self.boundary)
         self._perform([action for action in actions if not isinstance(action, IssueTicket)])
         return True
+
+    def _trace_record(self, ticket: int, ended: list[ForgetTicket]) -> None:
+        """Send the ends of traced tickets, and note when the record of one was read."""
+        if (traces := self._training.spans.traces) is None:
+            return
+        if traces.samples(ticket):
+            self._arrived.setdefault(ticket, time.time())
+        for one in ended:
+            self._arrived.pop(one.number, None)
+            traces.end(one.number, one.outcome)
+
+    def _trace_step(self, tickets: list[int], began: float, ended: float, copy_s: float) -> None:
+        """Send what became of the traced tickets of a step: waiting in the learner, training, the offer of weights."""
+        if (traces := self._training.spans.traces) is None:
+            return
+        step, now = self._ledger.state.version, time.time()
+        for ticket in filter(traces.samples, tickets):
+            arrived = self._arrived.pop(ticket, began)
+            traces.add("consume", ticket, arrived, max(arrived, began))
+            traces.add("train", ticket, began, ended, step=step)
+            traces.add("weights", ticket, now - copy_s, now, version=step)
+            traces.end(ticket, "trained")
 
     def _step_values(self, trained: TrainingResult, waited_s: float, copy_s: float) -> dict[str, float]:
         now = time.monotonic()

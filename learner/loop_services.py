@@ -104,7 +104,7 @@ async def open_services(
     evaluator = Evaluator(bus, evaluations, roster, kept, baseline, retry, transcripts, against, show=show)
     await watch.refuse_if_fenced()
     await evaluator.open()
-    issuer = TicketIssuer(bus, TICKETS, gate.wait)
+    issuer = TicketIssuer(bus, TICKETS, gate.wait, member.spans.traces)
     timeout_s = seconds(section(config, "train", TrainSection).ticket_timeout_s)
     reaper = TicketReaper(bus, ledger, roster, timeout_s, lambda: watch.paused or training.on_device)
     pools = {reward.pool for domain in domains(config).values() for reward in domain.rewards}

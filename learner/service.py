@@ -18,10 +18,11 @@ from broker.jetstream.stored_message import peek
 from broker.runtime.presence import Roster
 from broker.runtime.process import Member, Stop, Stopped, unless_stopped
 from broker.runtime.shared_devices import SharedDevices, sharing
-from broker.settings.config import BrokerSection
+from broker.settings.config import BrokerSection, TelemetrySection
 from broker.settings.runspec import domains, section
 from broker.system import logs
 from broker.system.process_identity import this_process
+from broker.telemetry.traces import require_installed
 from learner.backends.parts.part_file import DamagedFileError
 from learner.checkpoints import checkpoint
 from learner.config import AlgorithmSection, EvalSection, FailuresSection, TrainSection
@@ -80,6 +81,8 @@ async def serve(
     """
     run, folder = config["run"]["name"], run_folder(config)
     logs.identify(run=run, role="learner", process_id=ID)
+    if section(config, "telemetry", TelemetrySection).traces:
+        require_installed()
     is_new = not (folder / "config.yaml").exists()
     refuse_fewer_steps(folder, run, section(config, "train", TrainSection).steps)
     for change in await asyncio.to_thread(check_changes, folder, config, force=force):

@@ -85,6 +85,12 @@ class Delivery:
         self.message, self.error = decoded
         self._parted = self.message if isinstance(self.message, wire.Parted) else None
 
+    @property
+    def stored_at(self) -> float:
+        """When the broker stored it, in unix seconds of its clock."""
+        tokens = self._subject.split(".")
+        return int(tokens[7 if len(tokens) == 9 else 9]) / 1e9
+
     async def load(self) -> wire.Message | None:
         """Return the message, fetching a group in parts first and setting ``error`` and ``data`` to the group's.
 

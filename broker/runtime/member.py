@@ -18,7 +18,10 @@ from broker.runtime.announce import Announcer
 from broker.runtime.figures import ProcessFigures
 from broker.runtime.health import Health, Report, report_of
 from broker.runtime.spans import SpanRecorder
+from broker.settings.config import TelemetrySection
+from broker.settings.runspec import section
 from broker.system.recent_warning import RecentWarning
+from broker.telemetry.traces import open_traces
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +90,8 @@ class Member:
 
     def __post_init__(self) -> None:
         self.stop.figures.bus = self.bus
+        every = section(self.spec.config, "telemetry", TelemetrySection).traces
+        self.spans.traces = open_traces(every, self.bus.run, self.role, self.id)
         self.follow(self.desired, "")
 
     @property
@@ -162,6 +167,8 @@ class Member:
         if self._announcer is not None:
             await self._announcer.close()
             self.stop.health.set("starting", f"left run {self.bus.run}")
+        if self.spans.traces is not None:
+            await asyncio.to_thread(self.spans.traces.close)
         if self._failure is not None:
             raise self._failure
 

@@ -18,6 +18,7 @@ from typing import Final
 import msgspec
 
 from broker.contract import wire
+from broker.telemetry.traces import TicketTraces
 
 GAP_S: Final = 0.05  # pieces with a shorter gap between them are one span
 MAX_PARTS: Final = 8  # spans of one kind and report; further ones are merged
@@ -83,10 +84,14 @@ class SpanRecorder:
     Args:
         clock: seconds, monotonic.
         wall: seconds since 1970, read at each report.
+
+    Attributes:
+        traces: also gets each piece of work of a ticket that is traced; None: none is.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
         self._clock, self._wall = clock, wall
+        self.traces: TicketTraces | None = None
         self._lock = threading.Lock()
         self._running = 0
         self._activities: dict[wire.SpanKind, _Activity] = {WAIT: _Activity()}
@@ -118,6 +123,9 @@ class SpanRecorder:
                 self._activities[WAIT].enter(now, -1, self._parts[WAIT])
             if len(self._samples) < MAX_SAMPLES and ticket:
                 self._samples.append((kind, began, now, ticket, step))
+        if ticket and self.traces is not None:
+            shift = self._wall() - now
+            self.traces.add(kind, ticket, began + shift, now + shift)
 
     @contextmanager
     def work(self, kind: wire.SpanKind, ticket: int = 0, step: int = -1) -> Iterator[None]:

@@ -73,6 +73,12 @@ class RunSection(Section):
 PRIVATE_STORE_GIB: Final = 8.0  # default of broker.store_max_gib for a private server
 
 
+class TelemetrySection(Section):
+    """Section ``telemetry``."""
+
+    traces: NonNegativeInt = 0  # each ticket whose number is a multiple of this is traced, 0: none
+
+
 class BrokerSection(Section):
     """How processes communicate."""
 

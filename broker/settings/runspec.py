@@ -70,6 +70,7 @@ SECTIONS: Final[dict[str, str]] = {
     "checkpoint": "learner.config:CheckpointSection",
     "samples": "learner.config:SamplesSection",
     "trackers": "learner.config:TrackersSection",
+    "telemetry": "broker.settings.config:TelemetrySection",
     "failures": "learner.config:FailuresSection",
     "rollout": "rollout.config:RolloutSection",
     "envhub": "envhub.config:EnvhubSection",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Final
 
@@ -12,6 +13,7 @@ from broker.contract.streams import SAMPLES, TICKETS, Stream
 from broker.errors import LostState
 from broker.jetstream.bus import Bus
 from broker.runtime.presence import Roster
+from broker.telemetry.traces import TicketTraces
 from learner.credit.ledger import Ledger
 
 log = logging.getLogger(__name__)
@@ -32,15 +34,24 @@ class TicketIssuer:
     Args:
         stream: TICKETS or EVALTICKETS.
         admit: awaited with the number of each ticket before it is published, for example until the broker has room.
+        traces: gets the grant of each ticket.
     """
 
-    def __init__(self, bus: Bus, stream: Stream, admit: Callable[[int], Awaitable[None]] | None = None) -> None:
-        self._bus, self._stream, self._admit = bus, stream, admit
+    def __init__(
+        self,
+        bus: Bus,
+        stream: Stream,
+        admit: Callable[[int], Awaitable[None]] | None = None,
+        traces: TicketTraces | None = None,
+    ) -> None:
+        self._bus, self._stream, self._admit, self._traces = bus, stream, admit, traces
         self._waiting: asyncio.Queue[AnyTicket | int] = asyncio.Queue()  # tickets to publish, numbers to withdraw
         self._last = 0  # newest sequence known to be stored
 
     def put(self, ticket: AnyTicket) -> None:
         """Queue a ticket for publishing."""
+        if self._traces is not None:
+            self._traces.granted(ticket.number, time.time())
         self._waiting.put_nowait(ticket)
 
     def withdraw(self, number: int) -> None:
@@ -79,8 +90,11 @@ class TicketIssuer:
                 raise LostState(f"{end}, but {missing[0].number - 1} were issued; {REBASE}")
 
     async def _store(self, ticket: AnyTicket) -> int | None:
-        key, number = ticket.domain, ticket.number
-        return await self._bus.publish(self._stream, ticket, key=key, ticket=number, expected_last_seq=number - 1)
+        key, number, began = ticket.domain, ticket.number, time.time()
+        stored = await self._bus.publish(self._stream, ticket, key=key, ticket=number, expected_last_seq=number - 1)
+        if self._traces is not None:
+            self._traces.add("grant", number, began, time.time())
+        return stored
 
 
 class TicketAges:

@@ -25,6 +25,7 @@ import chaos_run as chaos
 import promql
 import pytest
 import yaml
+from otlp_receiver import OtlpReceiver, ReceivedSpan
 from promql import History, Series, evaluate, parse_scrape
 
 from bench.support.fleet import RunFleet, RunProcess, free_port
@@ -32,6 +33,7 @@ from broker.contract.streams import TICKETS
 from broker.jetstream.bus import Bus
 from broker.runtime.process_collector import COUNTED
 from broker.system.children import spawn
+from broker.telemetry.traces import trace_ids
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "deploy/prometheus/alerts.yaml"
@@ -39,6 +41,7 @@ BOARDS = ROOT / "deploy/grafana"
 WHOLE = os.environ.get("RL_ALERTS") == "1"
 PACE = 60.0  # seconds of a rule in a second of the test
 RUN = "alerts"
+TRACED = 3  # each third ticket: both domains take turns
 BASELINE = {"every_steps": 2, "tasks": 2, "baseline": "random"}
 REWARD = '''"""A reward that fails for half of the questions, or for all, if a file says so."""
 
@@ -173,11 +176,16 @@ def end(child: RunProcess) -> None:
 
 
 @pytest.mark.timeout(600)
-async def test_alerts_fire_for_what_they_name(tmp_path: Path) -> None:
-    config = chaos.config(tmp_path, RUN, steps=100_000, pace_s=0.02, eval=BASELINE, broker={"store_max_gib": 4.0})
+async def test_alerts_fire_for_what_they_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also: each traced ticket is one trace of all hops, which the same run shows."""
+    sections: dict[str, Any] = {"eval": BASELINE, "broker": {"store_max_gib": 4.0}, "telemetry": {"traces": TRACED}}
+    config = chaos.config(tmp_path, RUN, steps=100_000, pace_s=0.02, **sections)
     file = chaos.write(tmp_path, config)
     (tmp_path / "length_reward.py").write_text(REWARD)
     async with AsyncExitStack() as stack:
+        receiver = stack.enter_context(OtlpReceiver())
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
+        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "500")
         fleet = await stack.enter_async_context(RunFleet(tmp_path / "fleet", RUN))
         chaos.start_all(fleet, file, each=1)
         fleet.add("rollout", "random-0", "--gpus", "cpu", "--engine", "random", "--policy", "random")
@@ -189,9 +197,37 @@ async def test_alerts_fire_for_what_they_name(tmp_path: Path) -> None:
             240, "an evaluation and four steps",
         )  # fmt: skip
         assert seen.firing().keys() <= MOODS
+        await asyncio.sleep(1.0)  # until the spans of the last batch are in
+        _check_traces(receiver.traces())
         await _provoke(fleet, seen, tmp_path)
         _check_names(seen, healthy)
     assert fleet.crashes == []
+
+
+def _check_traces(traces: dict[str, list[ReceivedSpan]]) -> None:
+    """Each traced ticket is one trace, in which every hop of its way stands below the learner's root span."""
+    whole = {trace: {span.name: span for span in spans} for trace, spans in traces.items()}
+    trained = {trace: spans for trace, spans in whole.items() if "ticket" in spans}
+    assert len(trained) >= 2
+    scored = 0
+    for trace, spans in trained.items():
+        ticket = spans["ticket"].attributes["rlearner.ticket"]
+        wanted, root = trace_ids(RUN, ticket)
+        assert (trace, spans["ticket"].span) == (f"{wanted:032x}", f"{root:016x}")
+        assert ticket % TRACED == 0
+        assert {span.parent for span in traces[trace]} == {"", f"{root:016x}"}
+        order = ["grant", "deliver", "generate", "env_step", "consume", "train", "weights"]
+        assert spans.keys() - {"reward"} == {"ticket", *order}
+        starts = [spans[name].start for name in ("grant", "generate", "consume")]
+        assert starts == sorted(starts)
+        assert spans["train"].attributes["rlearner.step"] >= 1
+        services = {name: spans[name].service for name in ("grant", "generate", "train")}
+        assert services == {"grant": "rlearner-learner", "generate": "rlearner-envhub", "train": "rlearner-learner"}
+        if "reward" in spans:  # only the domain sums has one
+            scored += 1
+            assert spans["reward"].service == "rlearner-rewardhub"
+            assert spans["generate"].start <= spans["reward"].start <= spans["reward"].end <= spans["consume"].end
+    assert scored
 
 
 async def _provoke(fleet: RunFleet, seen: Observer, folder: Path) -> None:
