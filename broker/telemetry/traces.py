@@ -124,7 +124,7 @@ class TicketTraces:
 
     def _end(self) -> None:
         logging.getLogger(type(self._exporter).__module__).setLevel(logging.ERROR)  # it warns of the second call
-        self._exporter.shutdown()  # first: it ends the pauses between attempts
+        self._exporter.shutdown()  # type: ignore[no-untyped-call]  # first: it ends the pauses between attempts
         self._processor.shutdown()
 
 
