@@ -124,8 +124,8 @@ class TicketTraces:
 
     def _end(self) -> None:
         logging.getLogger(type(self._exporter).__module__).setLevel(logging.ERROR)  # it warns of the second call
-        self._exporter.shutdown()  # type: ignore[no-untyped-call]  # first: it ends the pauses between attempts
-        self._processor.shutdown()
+        self._exporter.shutdown()  # first: it ends the pauses between attempts
+        self._processor.shutdown()  # type: ignore[no-untyped-call]
 
 
 def _nanoseconds(seconds: float) -> int:
