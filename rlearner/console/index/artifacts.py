@@ -38,7 +38,7 @@ def _follow(
     there: dict[str, tuple[re.Match[str], os.stat_result]] = {}
     for name, match in _named(folder, pattern):
         try:
-            there[name] = match, (folder / name / inside).stat()
+            there[name] = match, os.stat(f"{folder}/{name}/{inside}".rstrip("/"))
         except OSError:  # being deleted
             continue
     for name, source in known.items():

@@ -47,8 +47,8 @@ def _epochs(connection: sqlite3.Connection) -> Iterator[Event]:
 def _first_rules(connection: sqlite3.Connection) -> dict[str, Any] | None:
     """Return the rules that the run began with, None without a ledger."""
     row = connection.execute(
-        "SELECT l.body FROM ledger_lines l JOIN sources s ON s.id = l.source WHERE s.kind = 'ledger' AND l.state = 'summary'"
-        " AND s.first = 0 ORDER BY l.end LIMIT 1"
+        "SELECT l.body FROM ledger_lines l JOIN sources s ON s.id = l.source"
+        " WHERE s.kind = 'ledger' AND s.first = 0 AND l.state = 'summary' ORDER BY l.end LIMIT 1"
     ).fetchone()
     return ledger_file.decode(row[0]).rules if row else None
 

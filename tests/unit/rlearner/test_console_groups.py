@@ -175,7 +175,8 @@ def test_a_record_that_was_deleted_is_one_line(run: Path) -> None:
         ("left", {1}), ("LEFT down", {1}), ("lef", {1}), ('"lef"', set()), ('"then down"', {1}), ('"down then"', set()),
         ("turn_right", {2}), ("turn_right(3)", {2}), ("两步", {5}), ("步两", set()), ("左走 stop", {5}),
         ("große", {6}), ("elan", {6}), ("question 5", {5}), ("forty", {1, 2, 3, 5, 6, 7, 8, 9}),
-        ("left question", set()), ("...", set()), ('" AND (', set()), ("NOT left", set()), ("response_texts:left", set()), ("*", set()),
+        ("left question", set()), ("...", set()), ('" AND (', set()), ("NOT left", set()),
+        ("response_texts:left", set()), ("*", set()),
     ],
 )  # fmt: skip
 def test_words_are_found(run: Path, text: str, tickets: set[int]) -> None:
