@@ -87,14 +87,13 @@ async def publish(bus: Bus, size: int) -> None:
 
 async def observe(child: subprocess.Popen[bytes], log: Path, publishing: asyncio.Task[None]) -> dict[str, Any]:
     """Return share of a core, memory, and time and size of a scrape."""
-    while not (found := re.search(r"metrics at (\S+)", log.read_text())):
-        await asyncio.sleep(0.1)
+    url = await asyncio.to_thread(_address, log)
     await asyncio.sleep(SETTLE_S)
     process = psutil.Process(child.pid)
     before, began, scrapes, text = _cpu(process), time.monotonic(), list[float](), ""
     while time.monotonic() - began < WINDOW_S and not publishing.done():
         asked = time.monotonic()
-        text = await asyncio.to_thread(lambda: urllib.request.urlopen(found[1], timeout=30).read().decode())
+        text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=30).read().decode())
         scrapes.append(time.monotonic() - asked)
         await asyncio.sleep(SCRAPE_EVERY_S)
     seconds = time.monotonic() - began
@@ -106,6 +105,12 @@ async def observe(child: subprocess.Popen[bytes], log: Path, publishing: asyncio
         "scrape_mib": round(len(text) / 2**20, 2),
         "processes_shown": int(shown),
     }
+
+
+def _address(log: Path) -> str:
+    while not (found := re.search(r"metrics at (\S+)", log.read_text())):
+        time.sleep(0.1)
+    return found[1]
 
 
 def _cpu(process: psutil.Process) -> float:
