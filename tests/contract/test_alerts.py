@@ -179,6 +179,8 @@ def end(child: RunProcess) -> None:
 async def test_alerts_fire_for_what_they_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also: each traced ticket is one trace of all hops, which the same run shows."""
     sections: dict[str, Any] = {"eval": BASELINE, "broker": {"store_max_gib": 4.0}, "telemetry": {"traces": TRACED}}
+    if WHOLE:  # so many tickets at once that a queue can grow
+        sections["train"] = {"groups_per_step": 16}
     config = chaos.config(tmp_path, RUN, steps=100_000, pace_s=0.02, **sections)
     file = chaos.write(tmp_path, config)
     (tmp_path / "length_reward.py").write_text(REWARD)
