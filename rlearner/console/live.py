@@ -59,10 +59,12 @@ class LiveRun:
 
     Args:
         named: the broker's address, if the operator named one.
+        take: receives the metrics of every process, for what is to be kept of them.
     """
 
-    def __init__(self, run: str, folder: Path, named: str | None) -> None:
-        self.run, self.folder, self._named = run, folder, named
+    def __init__(self, run: str, folder: Path, named: str | None, take: Callable[[wire.Metrics], None]) -> None:
+        self.run, self.folder, self._named, self._take = run, folder, named, take
+        self._is_kept = False
         self.view = BrokerView()
         self.bus: Bus | None = None  # while connected
         self._listeners: set[Callable[[], None]] = set()
@@ -81,6 +83,11 @@ class LiveRun:
             self._listeners.discard(listener)
 
         return end
+
+    def keep(self) -> None:
+        """Stay connected without a page, so that the timeline has no gaps."""
+        self._is_kept = True
+        self.listen(lambda: None)()
 
     async def close(self) -> None:
         """Disconnect."""
@@ -105,7 +112,7 @@ class LiveRun:
     async def _serve(self) -> None:
         left_at: float | None = None
         clock = asyncio.get_running_loop().time
-        while left_at is None or clock() - left_at < LINGER_S:
+        while self._is_kept or left_at is None or clock() - left_at < LINGER_S:
             try:
                 await self._follow()
                 return
@@ -156,7 +163,7 @@ class LiveRun:
             now = clock()
             if self._listeners:
                 left_at = now
-            elif now - left_at > LINGER_S:
+            elif now - left_at > LINGER_S and not self._is_kept:
                 return
             if hearing.done():
                 hearing.result()
@@ -189,6 +196,7 @@ class LiveRun:
 
     async def _hear(self, bus: Bus) -> None:
         async for metrics in watch_metrics(bus):
+            self._take(metrics)
             self.view.metrics[f"{metrics.role}.{metrics.id}"] = metrics
             self._changed.set()
 

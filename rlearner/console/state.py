@@ -32,13 +32,15 @@ class ConsoleRun:
 
     def __init__(self, place: RunPlace, named_broker: str | None, *, is_kept: bool) -> None:
         self.name, self.folder, self.config = place.folder.name, place.folder, place.config
-        self.live = LiveRun(place.name, place.folder, named_broker)
         self.is_kept = is_kept
         self._loop = asyncio.get_running_loop()
         self._listeners: set[Callable[[], None]] = set()
         self.follower = RunFollower(self.folder, self._changed)
         self.queries = self.follower.queries
         self.follower.start()
+        self.live = LiveRun(place.name, place.folder, named_broker, self.follower.live.add)
+        if is_kept:
+            self.live.keep()
         self.used_at = self._loop.time()
 
     @property
