@@ -9,7 +9,7 @@ LOCKED ?= 1
 TORCH ?=
 TORCH_INDEX ?= https://pypi.org/simple
 
-.PHONY: setup lock dist test-dist audit sbom check test test-fast test-options test-frameworks test-vllm vllm-env test-peers test-trackers test-deepspeed test-megatron test-checkpoints test-alerts chaos hosts nodes test-slurm test-systemd quickstart bench bubblewrap docs clean
+.PHONY: setup lock dist test-dist audit sbom check test test-fast test-options test-frameworks test-console test-vllm vllm-env test-peers test-trackers test-deepspeed test-megatron test-checkpoints test-alerts chaos hosts nodes test-slurm test-systemd quickstart bench bubblewrap docs clean
 
 setup: .venv/ready
 
@@ -142,6 +142,18 @@ test-frameworks: setup .venv-frameworks/ready
 	@cp requirements/frameworks.json .venv-frameworks/package.json
 	@npm install --prefix .venv-frameworks --no-audit --no-fund --silent
 	@touch .venv-frameworks/ready
+
+# The console in a real headless Chromium, on a run that trains: four minutes. Playwright is kept beside the environment; it brings
+# its own driver, and the browser is Debian's. SCREENSHOTS=FOLDER keeps a picture of each page.
+CHROMIUM ?= /usr/bin/chromium
+test-console: setup .venv-console/ready
+	@test -x $(CHROMIUM) || { test "$$(id -u)" = 0 && apt-get update -q && apt-get install -y -q --no-install-recommends chromium fonts-dejavu-core; } \
+	|| { echo "error: no Chromium at $(CHROMIUM); install it, or name it: make test-console CHROMIUM=PATH"; exit 2; }
+	RL_CHROMIUM=$(CHROMIUM) RL_CONSOLE_SCREENSHOTS=$(SCREENSHOTS) PYTHONPATH=.venv-console OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 tests/console -v
+
+.venv-console/ready: requirements/console.txt
+	@$(PIP_INSTALL) --no-deps --upgrade --target .venv-console -r requirements/console.txt
+	@touch .venv-console/ready
 
 # The whole matrix, more than an hour on two cores: every role killed 50 times, the broker 20 times in a run of its own, both ends of a
 # broadcast behind every bucket, every role frozen for a minute, a learner 100 times slower than the hubs, 100,000 fuzzed inputs.

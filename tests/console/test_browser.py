@@ -18,13 +18,10 @@ import pytest
 import pytest_asyncio
 from waits import LONG_S, until
 
+from bench.support.console_browser import CHROMIUM, FLAGS
+
 playwright = pytest.importorskip("playwright.async_api", reason="needs Playwright and Chromium: make test-console")
 
-CHROMIUM = os.environ.get("RL_CHROMIUM", "/usr/bin/chromium")
-FLAGS = [
-    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
-    *("--disable-component-update", "--disable-sync"),
-]
 WIDTHS = (360, 800, 1440)
 SCREENSHOTS = os.environ.get("RL_CONSOLE_SCREENSHOTS")  # a folder that gets one of each page
 STEPS = 400
@@ -93,7 +90,7 @@ async def browser(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Async
         kit.console(runs, cache, "live", "--actions") as console,
         playwright.async_playwright() as driver,
     ):
-        chromium = await driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        chromium = await driver.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
         context = await chromium.new_context()
         page = await context.new_page()
         await page.goto(console.link)

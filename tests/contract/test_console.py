@@ -45,6 +45,17 @@ async def page(console: kit.Console, path: str, status: int = 200) -> str:
         return await answer.text()
 
 
+async def indexed(console: kit.Console, *runs: str) -> None:
+    """Wait until the indexes of these runs are complete, on a machine that is busy."""
+    for run in runs:
+
+        async def complete(run: str = run) -> bool:
+            text = await page(console, f"/run/{run}/trajectories")
+            return "being built" not in text and " 0 in the index" not in " ".join(["", *kit.texts(text)])
+
+        await until(complete)
+
+
 # ------------------------------------------------------------------------------------------------------- access
 
 
@@ -139,6 +150,7 @@ async def test_headers_allow_only_own_code(console: kit.Console) -> None:
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_markup_of_a_run_stays_text_on_every_page(console: kit.Console) -> None:
+    await indexed(console, "hostile")
     paths = ("", "/trajectories", "/trajectories?text=answer", "/group/1", "/fleet?log=learner.log", "/timeline")
     for path in paths:
         text = await page(console, f"/run/hostile{path}")
@@ -156,6 +168,7 @@ async def test_runs_are_listed_and_compared(console: kit.Console) -> None:
     states = {row["name"]: (row["state"], row["steps"]) for row in grid["rows"]}
     assert states["damaged"][0] == "unreadable"
     assert states["other"][1].endswith("/9")
+    await indexed(console, "hostile", "other")
     text = await page(console, "/?compare=hostile,other,none&metric=ticket/trained")
     (chart,) = kit.component(text, "chart")
     assert [one["name"] for one in chart["series"]] == ["hostile", "other"]
@@ -165,6 +178,7 @@ async def test_runs_are_listed_and_compared(console: kit.Console) -> None:
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_curves_are_the_lines_of_metrics(console: kit.Console, tmp_path_factory: pytest.TempPathFactory) -> None:
+    await indexed(console, "hostile")
     text = await page(console, "/run/hostile?metrics=ticket/trained,staleness/max")
     charts = {chart["title"]: chart for chart in kit.component(text, "chart")}
     root = next(one for one in kit.texts(await page(console, "/")) if " in /" in one).split(" in ")[1]
@@ -177,6 +191,7 @@ async def test_curves_are_the_lines_of_metrics(console: kit.Console, tmp_path_fa
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_trajectories_are_searched(console: kit.Console) -> None:
+    await indexed(console, "hostile")
     rows = kit.component(await page(console, "/run/hostile/trajectories?order=oldest&max_step=1"), "grid")[0]["rows"]
     assert rows
     assert {row["step"] for row in rows} == {1}
@@ -189,6 +204,7 @@ async def test_trajectories_are_searched(console: kit.Console) -> None:
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_tokens_are_those_of_the_command(console: kit.Console) -> None:
+    await indexed(console, "hostile")
     text = await page(console, "/run/hostile/group/1")
     (tokens,) = kit.component(text, "tokens")
     root = next(one for one in kit.texts(await page(console, "/")) if " in /" in one).split(" in ")[1]
