@@ -162,5 +162,5 @@ def open_traces(every: int, run: str, role: str, process_id: str) -> TicketTrace
     if not is_installed():
         log.warning("telemetry.traces: OpenTelemetry is not installed here, so this process sends no spans")
         return None
-    log.info("every %s ticket is traced", f"{every}th" if every > 1 else "single")
+    log.info("tickets whose number is a multiple of %d are traced", every)
     return TicketTraces(run, role, process_id, every)

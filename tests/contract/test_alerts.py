@@ -244,6 +244,8 @@ async def _provoke(fleet: RunFleet, seen: Observer, folder: Path) -> None:
         await seen.expect("RlearnerProcessTakesNoWork", 60, run=RUN, role="rewardhub")
         (folder / "pace").write_text("none")
         await seen.until(lambda _: "RlearnerProcessTakesNoWork" not in seen.firing(), 120, "the hub works again")
+        depth = f'sum by (run) (rlearner_queue_depth{{run="{RUN}", stream="episodes"}}) < 5'
+        await seen.until(lambda _: evaluate(depth, seen.history), 120, "the queue is short again")
         (hub,) = fleet.of("rewardhub")
         hub.freeze()
         await seen.expect("RlearnerQueueGrowing", 60, run=RUN, stream="episodes")
