@@ -17,7 +17,11 @@ EPILOG = """also:
   envhub render CONFIG   replay recorded actions into a GIF
 (each with --help)"""
 EXAMPLES: Final = {
-    "envhub": ["envhub --run quick --n 64", "envhub --domains lake"],
+    "envhub": [
+        "envhub --run quick --n 64",
+        "envhub --domains lake",
+        "envhub --run quick --metrics-port 9467 --log-format json",
+    ],
     "envhub demos": ["envhub demos configs/quickstart.yaml --episodes 100 --out demos.jsonl"],
     "envhub render": ["envhub render configs/quickstart.yaml --task-index 0 --seed 1 --actions R,D,R --out lake.gif"],
 }

@@ -12,7 +12,13 @@ from broker.settings.arguments import ArgumentParser, complete, count, names, to
 from broker.system.children import hide_memory
 from broker.system.entry import enter
 
-EXAMPLES: Final = {"rewardhub": ["rewardhub --run quick", "rewardhub --rewards judge --workers 2"]}
+EXAMPLES: Final = {
+    "rewardhub": [
+        "rewardhub --run quick",
+        "rewardhub --rewards judge --workers 2",
+        "rewardhub --run quick --metrics-port 9468 --metrics-bind 10.0.0.3",
+    ]
+}
 
 
 def parser() -> argparse.ArgumentParser:

@@ -13,6 +13,7 @@ EXAMPLES: Final = {
     "rlearner start": [
         "rlearner start configs/quickstart.yaml run.name=quick --broker nats://127.0.0.1:4222",
         "rlearner start configs/gsm8k.yaml --gpus 0-3 model.path=Qwen/Qwen3-0.6B",
+        "rlearner start configs/quickstart.yaml run.name=quick --metrics-port 9465 telemetry.traces=100",
     ],
     "rlearner check": [
         "rlearner check configs/quickstart.yaml train.max_staleness=2",

@@ -19,6 +19,7 @@ EXAMPLES: Final = {
         "rollout-server --gpus 0 --share-gpus",
         "rollout-server --engine random --policy random",
         "rollout-server max_running=32 --http=8000",
+        "rollout-server --gpus 4-7 --metrics-port 9470     # 9471 … for the servers of single GPUs",
         "rollout-server --http=8000 --http-bind 10.0.0.1 --tls-cert cert.pem --tls-key key.pem",
     ]
 }
