@@ -9,7 +9,7 @@ LOCKED ?= 1
 TORCH ?=
 TORCH_INDEX ?= https://pypi.org/simple
 
-.PHONY: setup lock dist test-dist audit sbom check test test-fast test-options test-frameworks test-console test-vllm vllm-env test-peers test-trackers test-deepspeed test-megatron test-checkpoints test-alerts test-image image chaos hosts nodes test-slurm test-systemd quickstart bench bubblewrap docs clean
+.PHONY: setup lock dist test-dist test-backup audit sbom check test test-fast test-options test-frameworks test-console test-vllm vllm-env test-peers test-trackers test-deepspeed test-megatron test-checkpoints test-alerts test-image image chaos hosts nodes test-slurm test-systemd quickstart bench bubblewrap docs clean
 
 setup: .venv/ready
 
@@ -84,6 +84,10 @@ test-dist: dist
 	|| .venv-dist/bin/pip --disable-pip-version-check install --quiet -c requirements/constraints.txt torch
 	.venv-dist/bin/pip --disable-pip-version-check install --quiet -c requirements/constraints.txt dist/*.whl
 	RL_DIST_BIN=$(CURDIR)/.venv-dist/bin $(BIN)/python -m pytest -n 0 tests/dist -v
+
+# A run that is copied while it trains, restored elsewhere: a minute.
+test-backup: setup
+	RL_BACKUP=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 tests/contract/test_backup.py -v
 
 # The trackers against the packages themselves, without a network. They have an environment of their own, without torch:
 # two of them want an older protobuf and pillow than the rest.

@@ -258,7 +258,8 @@ def _decode(run: str, data: bytes) -> wire.RunSpec:
         spec, problem, version = None, str(error), _version(data)
     if version != wire.WIRE_VERSION:
         found = f"run {run} uses wire version {version}, this program {wire.WIRE_VERSION}"
-        raise UserError(f"{found}; install the version that started the run")
+        remedy = "install the version that started the run, or see docs/operations.md#upgrading"
+        raise UserError(f"{found}; {remedy}")
     if spec is None:
         raise UserError(f"the RunSpec of run {run} does not decode: {problem}")
     return spec

@@ -47,7 +47,6 @@ def test_every_argument_says_what_it_is() -> None:
 WITHOUT_JSON = {
     "rlearner start": "a process of a run, which logs",
     "rlearner completion": "prints code for a shell",
-    "rlearner console": "a server, which logs",
     "broker permissions": "prints a configuration file of nats-server",
     "envhub": "a process of a run, which logs",
     "envhub demos": "always prints one JSON object",
