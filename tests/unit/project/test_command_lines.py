@@ -54,6 +54,7 @@ WITHOUT_JSON = {
     "rewardhub": "a process of a run, which logs",
     "rollout-server": "a process of a run, which logs",
     "rlearner exporter": "a process beside a run, which logs",
+    "rlearner console": "serves pages",
 }
 
 
