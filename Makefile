@@ -214,8 +214,8 @@ test-slurm: setup
 	@sh requirements/slurm.sh
 	RL_SLURM=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 -s tests/slurm tests/unit/project/test_batch_scripts.py
 
-# The units of deploy/systemd under a real systemd, booted from a Debian tree by systemd-nspawn: every process killed, frozen, stopped; six
-# minutes, and one for the tree. Needs root, Debian 12 and its Python 3.11.
+# The units of deploy/systemd under a real systemd, booted from a Debian tree by systemd-nspawn: every process killed, frozen, stopped; five to
+# nine minutes, and one for the tree. Needs root, Debian 12 and its Python 3.11.
 test-systemd: setup
 	@sh requirements/systemd.sh build/systemd/tree
 	RL_SYSTEMD_TREE=$(CURDIR)/build/systemd/tree OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 tests/systemd -s

@@ -104,7 +104,7 @@ class Machine:
             assert time.monotonic() < until, what or f"not within {within_s} s"
             time.sleep(0.2)
 
-    def wait_state(self, unit: str, state: str, within_s: float = 60.0) -> None:
+    def wait_state(self, unit: str, state: str, within_s: float = 120.0) -> None:
         """Wait until ``systemctl is-active`` shows a state."""
 
         def reached() -> bool:

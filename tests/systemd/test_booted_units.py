@@ -94,7 +94,7 @@ def step(machine: Machine) -> int:
     return int(found[1]) if found else -1
 
 
-def trains(machine: Machine, within_s: float = 90.0) -> None:
+def trains(machine: Machine, within_s: float = 240.0) -> None:
     """Wait until the learner has trained three more steps than at first."""
     first: list[int] = []
 
