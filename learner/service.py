@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -257,7 +258,9 @@ class LearnerService:
 
     async def _load(self, stack: AsyncExitStack, path: Path | None, model_path: str, *, rebase: bool) -> Recovery:
         """Load model and ledger from a checkpoint or from scratch, and inspect the broker; change nothing."""
-        from learner.weights.offering import WeightOffering  # imports torch
+        # in a thread: another one may be importing torch, and this one would wait for it with the event loop
+        await asyncio.to_thread(import_module, "learner.weights.offering")
+        from learner.weights.offering import WeightOffering
 
         resumed = checkpoint.read_checkpoint(path) if path is not None else None
         if resumed is not None:

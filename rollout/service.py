@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Final, Literal
 
 from broker.channel import carriers
@@ -309,7 +310,8 @@ class RolloutService:
         return await prepare_http(self.handle, served, self._section, bind=bind, port=port, trust_remote_code=trust)
 
     async def _follow_weights(self) -> None:
-        from broker.weights.receiver.receive import WeightReceiver  # imports torch
+        await asyncio.to_thread(import_module, "broker.weights.receiver.receive")  # imports torch
+        from broker.weights.receiver.receive import WeightReceiver
         from rollout.engine_workers import engine_workers
 
         train = self._spec.config.get("train") or {}

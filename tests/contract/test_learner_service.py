@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
+import time
 from collections.abc import Callable
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +115,28 @@ async def test_credit_steps_and_lines(
         assert 0 <= line["trainer/idle_ratio"] <= 1
         assert line["perf/tokens_per_s"] == pytest.approx(3 * line["perf/samples_per_s"])
         assert line["actor/grad_norm"] > 0
+
+
+class SlowImport(MetaPathFinder):
+    """Takes seconds to find a module, as a slow disk does."""
+
+    def find_spec(self, name: str, path: object, target: object = None) -> None:
+        if name == "learner.weights.offering":
+            time.sleep(4)
+
+
+async def test_imports_do_not_block_the_event_loop_which_a_watchdog_follows(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "learner.weights.offering", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [SlowImport(), *sys.meta_path])
+    stop = Stop()
+    stop.health.beat_every_s = 0.05
+    beating = asyncio.create_task(stop.health.keep_beating())
+    await run(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 1}), stop=stop)
+    beating.cancel()
+    assert "learner.weights.offering" in sys.modules
+    assert stop.health.lag_s < 3
 
 
 async def test_what_is_left_behind(
