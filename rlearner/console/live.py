@@ -24,7 +24,7 @@ from learner.run_folder import broker_address
 log = logging.getLogger(__name__)
 
 LOOK_S: Final = 2.0  # between looks at queues and the desired state
-TELL_S: Final = 0.5  # between two calls of the listeners
+TELL_S: Final = 1.0  # between two calls of the listeners
 LINGER_S: Final = 15.0  # after the last page: reloading one does not connect again
 RETRY_S: Final = 15.0
 CONNECT_S: Final = 2.0
@@ -73,7 +73,7 @@ class LiveRun:
         self._settled = asyncio.Event()  # connected, or known why not
 
     def listen(self, listener: Callable[[], None]) -> Callable[[], None]:
-        """Call ``listener`` after changes, at most twice a second; return what ends that."""
+        """Call ``listener`` after changes, at most once a second; return what ends that."""
         self._listeners.add(listener)
         if self._task is None or self._task.done():
             self._settled.clear()

@@ -15,7 +15,8 @@ from rlearner.console.pages.frame import Page, ask, frame, index_banners
 from rlearner.console.state import ConsoleRun, ConsoleState
 from rlearner.up.live_state import duration
 
-POINTS: Final = 700
+POINTS: Final = 360  # of a curve, a few hundred pixels wide
+SLOWLY_S: Final = 5.0  # between looks for events and evaluations
 EVENTS_SHOWN: Final = 12
 MARKS: Final = 400
 CURVES: Final[tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...]] = (
@@ -92,20 +93,30 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
             tag("p", note, "dim")
 
     newest = max([0, *(one.steps[-1] for one in found.values() if one.steps)])
-    num_events, num_results = len(events), len(results)
+    num_events, num_results, looked_at = len(events), len(results), -1
 
     async def refresh() -> None:
-        nonlocal newest, num_events, num_results
-        refresh_banners()
-        fresh, values = await ask(
-            lambda: (queries.series(sorted(every), POINTS, newest + 1), queries.last_values())
-        ) or ({}, {})
+        nonlocal newest, last
+        fresh, last = await ask(lambda: (queries.series(sorted(every), POINTS, newest + 1), queries.last_values())) or (
+            {},
+            last,
+        )
         for curve in curves:
             points = {name: _points(fresh[name]) for name in curve.names if name in fresh and fresh[name].steps}
             if points:
                 curve.chart.run_method("extend", points)
         newest = max([newest, *(one.steps[-1] for one in fresh.values() if one.steps)])
-        stats.change(_stats(run, values, run.live.view))
+        stats.change(_stats(run, last, run.live.view))
+
+    async def refresh_live() -> None:
+        stats.change(_stats(run, last, run.live.view))
+
+    async def refresh_slowly() -> None:
+        nonlocal num_events, num_results, looked_at
+        refresh_banners()
+        if newest == looked_at:
+            return
+        looked_at = newest
         now, measured = await ask(lambda: (queries.events(), queries.evaluations())) or ([], [])
         if len(now) != num_events:
             list_of_events.change(_event_rows(now))
@@ -117,12 +128,9 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
             num_results = len(measured)
             evaluation.run_method("set", _evaluations(measured))
 
-    async def refresh_live() -> None:
-        stats.change(_stats(run, await ask(queries.last_values) or {}, run.live.view))
-
     page.until_gone(run.listen(page.soon(refresh)))
     page.until_gone(run.live.listen(page.soon(refresh_live)))
-    page.until_gone(ui.timer(5.0, refresh_banners).cancel)
+    page.until_gone(ui.timer(SLOWLY_S, page.soon(refresh_slowly)).cancel)
 
 
 def _subtitle(run: ConsoleRun) -> str:
@@ -146,6 +154,15 @@ def _curve(
             for name in there
         ]
         curves.append(Curve(Chart(title, series, marks, **bounds), tuple(there)))
+
+
+def _line(one: Series | None) -> dict[str, list[Any]]:
+    """Return a curve with as many digits as a screen shows."""
+    return (
+        {"x": one.steps, "y": [float(f"{value:.6g}") for value in one.values]}
+        if one is not None
+        else {"x": [], "y": []}
+    )
 
 
 def _points(one: Series) -> list[tuple[int, float]]:

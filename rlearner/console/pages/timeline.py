@@ -14,7 +14,7 @@ from rlearner.console.index.answers import Event, Timeline
 from rlearner.console.pages.frame import Page, ask, frame, index_banners
 from rlearner.console.state import ConsoleRun, ConsoleState
 
-MAX_SPANS: Final = 2500
+MAX_SPANS: Final = 1500
 PIXELS: Final = 900
 MARKED: Final = ("epoch", "death", "failed", "stop", "start", "evaluation")
 MARKS: Final = 300
