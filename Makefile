@@ -209,7 +209,7 @@ test-alerts: setup
 	command -v promtool >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends prometheus; }
 	RL_ALERTS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 tests/contract/test_alerts.py -v
 
-# The batch scripts of deploy/slurm on a Slurm of three nodes on this machine, ten minutes; needs root and Debian for the packages.
+# The batch scripts of deploy/slurm on a Slurm of three nodes on this machine, 15 minutes; needs root and Debian for the packages.
 test-slurm: setup
 	@sh requirements/slurm.sh
 	RL_SLURM=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 -s tests/slurm tests/unit/project/test_batch_scripts.py

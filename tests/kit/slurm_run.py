@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -113,9 +114,17 @@ class SlurmRun:
             raise AssertionError(f"{jobs} are {self.slurm.states(jobs)}, not {state}: {logs}") from None
 
     async def requeued(self, *jobs: str, times: int = 1) -> None:
-        """Return once the jobs run again."""
+        """Return once the jobs run again.
+
+        A heterogeneous job is started only by the backfill scheduler, which waits for some change if nothing else is
+        going on.
+        """
         await until(lambda: all(self.slurm.shown(job).get("Restarts") == str(times) for job in jobs), WITHIN_S)
-        await self.in_state("RUNNING", *jobs)
+        async with asyncio.timeout(WITHIN_S):
+            while self.slurm.states(jobs) != ["RUNNING"] * len(jobs):
+                await asyncio.sleep(2.0)
+                for job in jobs:
+                    self.slurm.command("scontrol", "update", f"JobId={job}", "Comment=still waiting", check=False)
 
     def pid(self, job: str, word: str) -> int:
         """Return the process of a job that has a word in its command line, and is not srun."""

@@ -126,7 +126,8 @@ async def kill_in_checkpoint(run: SlurmRun, learner: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "heterogeneous"])
-async def test_a_whole_run_in_one_allocation_is_requeued_at_its_time_limit(slurm: SlurmCluster, kind: str) -> None:
+async def test_a_whole_run_in_one_allocation_is_requeued(slurm: SlurmCluster, kind: str) -> None:
+    """By its script when the time limit is near, and then by an operator, who lets Slurm signal the broker, too."""
     run = SlurmRun(slurm, kind)
     del run.environ["RL_BROKER"]
     run.environ |= {f"RL_{role}_OPTIONS": TRUST for role in ("SERVER", "ENVHUB", "REWARDHUB")}
@@ -137,6 +138,9 @@ async def test_a_whole_run_in_one_allocation_is_requeued_at_its_time_limit(slurm
     await run.past(2)
     slurm.command("scancel", "--batch", "--signal=USR1", job)
     await run.requeued(job)
+    await run.past(run.steps + 1)
+    slurm.command("scontrol", "requeue", job)
+    await run.requeued(job, times=2)
     run.hurry()
     await run.in_state("COMPLETED", job)
     assert "exit code 130; requeued" in run.log("run")
