@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
 import os
 import textwrap
@@ -24,6 +25,14 @@ class ArgumentParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with code 2."""
         self.exit(EXIT_USER_ERROR, f"error: {self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Name the commands in a line that begins with the one that was probably meant."""
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            close = difflib.get_close_matches(str(value), action.choices, n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise argparse.ArgumentError(None, f"no command {value!r}; {hint}known: {', '.join(action.choices)}")
+        super()._check_value(action, value)
 
 
 def count(text: str) -> int:

@@ -188,6 +188,12 @@ def test_bad_options_of_all_that_join(
             ["doctor", "train.steps=3"],
             "error: expected a YAML file, found 'train.steps=3'; give the file first",
         ),
+        (
+            "rlearner",
+            ["statsu"],
+            "error: rlearner: no command 'statsu'; did you mean status? known: up, start, check, ",
+        ),
+        ("broker", ["dead", "lst"], "error: broker dead: no command 'lst'; did you mean list? known: list, show, "),
         ("rlearner", ["up", "quickstart", "run.dir=/proc/nope"], "error: /proc/nope/quickstart-"),
         ("rlearner", ["trace", "run", "x"], "argument GROUP: 'x' is not allowed; a whole number of at least 0"),
     ],
