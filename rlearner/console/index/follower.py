@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 POLL_S: Final = 0.5  # between looks at the files
 RETRY_S: Final = 5.0  # while the database cannot be written
+CHECK_BYTES: Final = 2**28  # read in about a second at a start; damage of a larger one is found by its use
 PAUSE_S: Final = 0.002  # after each round of a long build, for the threads that answer
 
 
@@ -95,7 +96,8 @@ class RunFollower:
         index = RunIndex(self.folder, self.path, self.live)
         try:
             self._inode = index.inode
-            index.check()
+            if self.path.stat().st_size <= CHECK_BYTES:
+                index.check()
             seen = (-1, -1)
             while not self._stop.is_set():
                 if not (self.folder / "config.yaml").exists():

@@ -127,6 +127,17 @@ def test_a_damaged_index_is_set_aside_and_built_again(
     assert stat.S_IMODE((run / "console.sqlite").stat().st_mode) == 0o600
 
 
+def test_only_the_database_that_was_found_damaged_is_set_aside(run: Path) -> None:
+    RunIndex(run).close()
+    path = run / "console.sqlite"
+    found = database.identity(path)
+    database.move_aside(path, found + 1)  # another console has put a new one there
+    assert database.identity(path) == found
+    database.move_aside(path, found)
+    assert database.identity(path) == 0
+    assert database.identity(run / "console.damaged.sqlite") == found
+
+
 def test_damage_that_an_answer_finds_is_repaired(run: Path) -> None:
     with following(run) as one:
         reaches(one, "current")

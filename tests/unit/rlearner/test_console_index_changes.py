@@ -170,3 +170,35 @@ def test_two_indexers_at_once_read_everything_once(tmp_path: Path, lives: list[P
     found: dict[str, list[Any]] = kit.contents(index)
     index.close()
     assert found == kit.rebuilt(folder, tmp_path / "rebuilt.sqlite")
+
+
+def test_a_copy_that_differs_far_from_its_end_is_noticed(
+    tmp_path: Path, lives: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(followed, "GUARD_BYTES", 16)
+    folder = shutil.copytree(lives[-1], tmp_path / "run")
+    files, index = kit.Files(folder), RunIndex(folder)
+    kit.finish(index)
+    path = folder / "metrics.jsonl"
+    data = path.read_bytes()
+    files.replace(path, data.replace(b'"step": 1,', b'"step": 9,', 1) + data.splitlines(keepends=True)[-1])
+    kit.finish(index)
+    assert index.connection.execute("SELECT step FROM steps ORDER BY end").fetchone() == (9,)
+    assert kit.contents(index) == kit.rebuilt(folder, tmp_path / "rebuilt.sqlite")
+    index.close()
+
+
+def test_of_two_files_with_the_same_records_the_newer_one_counts(tmp_path: Path, lives: list[Path]) -> None:
+    folder = shutil.copytree(lives[-1], tmp_path / "run")
+    older, newer = sorted((folder / "samples").glob("*.frames"))[:2]
+    first, rest = int(newer.stem), newer.read_bytes()
+    files, index = kit.Files(folder), RunIndex(folder)
+    newer.unlink()
+    files.edit(older, lambda data: data.extend(rest))  # a learner that was taken over went on writing
+    kit.finish(index)
+    files.replace(newer, rest)
+    kit.finish(index)
+    names = "SELECT s.name FROM frames f JOIN sources s ON s.id = f.source WHERE f.seq >= ? ORDER BY f.seq"
+    assert older.name not in {name for (name,) in index.connection.execute(names, (first,))}
+    assert kit.contents(index) == kit.rebuilt(folder, tmp_path / "rebuilt.sqlite")
+    index.close()
