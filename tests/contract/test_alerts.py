@@ -43,13 +43,15 @@ PACE = 60.0  # seconds of a rule in a second of the test
 RUN = "alerts"
 TRACED = 3  # each third ticket: both domains take turns
 BASELINE = {"every_steps": 2, "tasks": 2, "baseline": "random"}
-REWARD = '''"""A reward that fails for half of the questions, or for all, if a file says so."""
+REWARD = '''"""A reward that fails for half of the questions or for all, or is slow, if a file says so."""
 
+import time
 from pathlib import Path
 
 
 def length(sample):
     mode = (Path(__file__).parent / "pace").read_text()
+    time.sleep(0.5 if mode == "slow" else 0.0)
     if mode == "all" or (mode == "half" and int(sample.reference) % 4 == 0):
         raise ValueError("made to fail")
     return min(1.0, len(sample.response) / 8)
@@ -242,6 +244,8 @@ async def _provoke(fleet: RunFleet, seen: Observer, folder: Path) -> None:
     if WHOLE:
         (folder / "pace").write_text("all")
         await seen.expect("RlearnerProcessTakesNoWork", 60, run=RUN, role="rewardhub")
+        (folder / "pace").write_text("slow")
+        await seen.expect("RlearnerLearnerIdle", 90, run=RUN)
         (folder / "pace").write_text("none")
         await seen.until(lambda _: "RlearnerProcessTakesNoWork" not in seen.firing(), 120, "the hub works again")
         depth = f'sum by (run) (rlearner_queue_depth{{run="{RUN}", stream="episodes"}}) < 5'
@@ -250,7 +254,6 @@ async def _provoke(fleet: RunFleet, seen: Observer, folder: Path) -> None:
         hub.freeze()
         await seen.expect("RlearnerQueueGrowing", 60, run=RUN, stream="episodes")
         await seen.expect("RlearnerQueueStands", 60, run=RUN, stream="episodes")
-        await seen.expect("RlearnerLearnerIdle", 60, run=RUN)
         await seen.expect("RlearnerNoProgress", 90, run=RUN)
         hub.thaw()
     for server in fleet.of("rollout"):
