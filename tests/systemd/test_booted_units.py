@@ -81,7 +81,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
         made.put("/etc/rlearner/rlearner.env", "RL_RUN=lake\n")
         for name in ALL:
             made.put(f"/run/systemd/system/{name}.d/test.conf", f"[Service]\nWatchdogSec={WATCHDOG_S}\n")
-        made.run(f"systemd-sysusers && systemctl daemon-reload && systemctl enable {' '.join(ALL)}")
+        made.run(f"systemd-sysusers && systemctl daemon-reload && systemctl enable rlearner.target {' '.join(ALL)}")
         yield made
         print(f"\n{made.console()}")
     finally:
@@ -143,7 +143,7 @@ def test_the_target_brings_up_the_learner_and_it_trains(machine: Machine) -> Non
     machine.run("systemctl start rlearner.target")
     machine.wait_state(LEARNER, "active")
     trains(machine)
-    assert "version" in machine.show(SERVER, "StatusText")["StatusText"]
+    machine.wait(lambda: "version" in machine.show(SERVER, "StatusText")["StatusText"], 30)
     assert [restarts(machine, unit) for unit in ALL] == [0] * 5
 
 
