@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar, cast
 
 from broker.errors import UserError
 from learner.run_folder import RunPlace, find_run
@@ -19,7 +19,10 @@ from rlearner.console.live import LiveRun
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 IDLE_S: Final = 120.0  # without a page, after which a run's index is no longer followed
+MAX_ANSWERS: Final = 32  # that are remembered of a run
 LIST_S: Final = 3.0  # for which a list of runs is shown again
 
 
@@ -35,6 +38,7 @@ class ConsoleRun:
         self.is_kept = is_kept
         self._loop = asyncio.get_running_loop()
         self._listeners: set[Callable[[], None]] = set()
+        self._answers: dict[str, Any] = {}
         self.follower = RunFollower(self.folder, self._changed)
         self.queries = self.follower.queries
         self.follower.start()
@@ -59,6 +63,20 @@ class ConsoleRun:
 
         return end
 
+    def remember(self, key: str, question: Callable[[], T]) -> Callable[[], T]:
+        """Return a question that is answered again only when the index has new rows."""
+
+        def answer() -> T:
+            answers = self._answers  # when rows come, others are begun
+            if key not in answers:
+                if len(answers) >= MAX_ANSWERS:
+                    answers.clear()
+                answers[key] = found = question()
+                return found
+            return cast(T, answers[key])
+
+        return answer
+
     @property
     def is_idle(self) -> bool:
         """Whether no page needs it any more."""
@@ -71,6 +89,7 @@ class ConsoleRun:
 
     def _changed(self) -> None:
         """Called in the follower's thread."""
+        self._answers = {}
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._tell)
 

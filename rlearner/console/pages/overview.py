@@ -15,7 +15,7 @@ from rlearner.console.pages.frame import Page, ask, frame, index_banners
 from rlearner.console.state import ConsoleRun, ConsoleState
 from rlearner.up.live_state import duration
 
-POINTS: Final = 360  # of a curve, a few hundred pixels wide
+POINTS: Final = 300  # of a curve, a few hundred pixels wide
 SLOWLY_S: Final = 5.0  # between looks for events and evaluations
 EVENTS_SHOWN: Final = 12
 MARKS: Final = 400
@@ -51,12 +51,17 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
     page, queries = Page(state), run.queries
     wanted = [name for name in more.split(",") if name][:12]
     every = {name for _, names, _ in CURVES for name in names} | set(wanted)
-    found, events, results, last, metrics = await ask(
+    question = run.remember(
+        f"overview {sorted(every)}",
         lambda: (
-            queries.series(sorted(every), POINTS), queries.events(), queries.evaluations(), queries.last_values(),
+            queries.series(sorted(every), POINTS),
+            queries.events(),
+            queries.evaluations(),
+            queries.last_values(),
             queries.metric_names(),
-        )
-    ) or ({}, [], [], {}, [])  # fmt: skip
+        ),
+    )
+    found, events, results, last, metrics = await ask(question) or ({}, [], [], {}, [])  # fmt: skip
     with frame(state, "Overview", run.name, "") as banners:
         refresh_banners = index_banners(run, banners)
         with tag("div", classes="head"):

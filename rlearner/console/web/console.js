@@ -3,7 +3,9 @@
   const root = document.documentElement;
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const chosen = () => localStorage.getItem("rlearner-theme");
+  const colors = new Map(); // asking for a computed style again and again would lay the page out each time
   const apply = () => {
+    colors.clear();
     root.dataset.theme = chosen() || (dark.matches ? "dark" : "light");
     window.dispatchEvent(new Event("themechange"));
   };
@@ -20,7 +22,8 @@
       if (dialog) dialog.open ? dialog.close() : dialog.showModal();
     },
     color(name) {
-      return getComputedStyle(root).getPropertyValue(name).trim();
+      if (!colors.get(name)) colors.set(name, getComputedStyle(root).getPropertyValue(name).trim());
+      return colors.get(name);
     },
     number(value) {
       if (value === null || value === undefined || Number.isNaN(value)) return "–";
