@@ -82,7 +82,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Span:
+class TimelineSpan:
     """What a process did from ``start`` to ``end``.
 
     Attributes:
@@ -120,7 +120,7 @@ class Timeline:
     start: float
     end: float
     lanes: list[str]
-    spans: list[Span]
+    spans: list[TimelineSpan]
     bucket_s: float = 0.0
     live_since: float = 0.0
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from broker.system.locks import lock
-from broker.system.private_files import open_private, private_folder
+from broker.system.private_files import open_private, private_folder, replace
 from rlearner.console.index.schema import PAGE_BYTES, PLAIN_TEXTS, SCHEMA, TEXT_TABLES, TEXTS, VERSION
 
 NAME: Final = "console.sqlite"
@@ -179,7 +179,7 @@ def move_aside(path: Path, found: int) -> None:
     """
     with explained(), lock(path.with_suffix(".lock"), f"{path} is being moved aside", wait_s=BUSY_S):
         if identity(path) == found:
-            os.replace(path, path.with_name(DAMAGED))
+            replace(path, path.with_name(DAMAGED))
             for suffix in ("-wal", "-shm"):
                 path.with_name(path.name + suffix).unlink(missing_ok=True)
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from rlearner.console.index.answers import Span, Timeline
+from rlearner.console.index.answers import TimelineSpan, Timeline
 from rlearner.console.index.live_spans import JOIN_UP_TO_S, WIDTHS, kept_since
 
 LEARNER: Final = "learner.learner"
@@ -66,7 +66,7 @@ def _lane_order(lane: str) -> tuple[int, str]:
 # ------------------------------------------------------------------------------------------------- single spans
 
 
-def _single(connection: sqlite3.Connection, start: float, end: float, most: int) -> list[Span] | None:
+def _single(connection: sqlite3.Connection, start: float, end: float, most: int) -> list[TimelineSpan] | None:
     """Return the reported spans of a range, None if there are more than ``most``."""
     rows = connection.execute(
         "SELECT l.name, s.kind, s.start, s.end, s.seconds, s.count, s.ticket, s.step, s.sample"
@@ -77,9 +77,9 @@ def _single(connection: sqlite3.Connection, start: float, end: float, most: int)
     return [_span(row) for row in rows] if len(rows) <= most else None
 
 
-def _span(row: Sequence[Any]) -> Span:
+def _span(row: Sequence[Any]) -> TimelineSpan:
     lane, kind, start, end, seconds, count, ticket, step, sample = row
-    return Span(lane, kind, start, end, seconds, count, ticket, step, bool(sample))
+    return TimelineSpan(lane, kind, start, end, seconds, count, ticket, step, bool(sample))
 
 
 def _phases(connection: sqlite3.Connection, start: float, end: float) -> list[tuple[int, float, float, float, float]]:
@@ -91,7 +91,9 @@ def _phases(connection: sqlite3.Connection, start: float, end: float) -> list[tu
     ).fetchall()
 
 
-def _phase_spans(phases: Sequence[tuple[int, float, float, float, float]], reported: Sequence[Span]) -> list[Span]:
+def _phase_spans(
+    phases: Sequence[tuple[int, float, float, float, float]], reported: Sequence[TimelineSpan]
+) -> list[TimelineSpan]:
     """Return the phases of the steps of which the learner reported nothing."""
     begins = np.array([one.start for one in reported])
     ends = np.maximum.accumulate(np.array([one.end for one in reported])) if reported else np.zeros(0)
@@ -104,7 +106,7 @@ def _phase_spans(phases: Sequence[tuple[int, float, float, float, float]], repor
         edges = _edges(time, wall, train, offer)
         for kind, first, last in zip(PHASES, edges, edges[1:], strict=False):
             if last > first:
-                found.append(Span(LEARNER, kind, float(first), float(last), float(last - first), 1, 0, step))
+                found.append(TimelineSpan(LEARNER, kind, float(first), float(last), float(last - first), 1, 0, step))
     return found
 
 
@@ -125,7 +127,7 @@ def _added_up(
     end: float,
     resolution_s: float,
     max_spans: int,
-) -> tuple[float, list[Span]]:
+) -> tuple[float, list[TimelineSpan]]:
     """Return the width of the buckets, and at most ``max_spans`` of them."""
     length = max(end - start, 1e-3)
     wanted = max(resolution_s, length * MAX_KINDS / max_spans)
@@ -150,7 +152,7 @@ def _level(connection: sqlite3.Connection, wanted: float, start: float) -> int |
     return max([width for width in kept if width <= wanted / 2], default=kept[0])
 
 
-def _reported(connection: sqlite3.Connection, start: float, end: float, level: int, width: float) -> list[Span]:
+def _reported(connection: sqlite3.Connection, start: float, end: float, level: int, width: float) -> list[TimelineSpan]:
     rows = connection.execute(
         "SELECT l.name, b.kind, (b.bucket * b.width) / ? AS wide, sum(b.seconds), sum(b.count)"
         " FROM buckets b JOIN lanes l ON l.id = b.lane WHERE b.width = ? AND b.bucket BETWEEN ? AND ?"
@@ -158,13 +160,14 @@ def _reported(connection: sqlite3.Connection, start: float, end: float, level: i
         (int(width), level, math.floor(start / level), math.floor(end / level)),
     )
     return [
-        Span(lane, kind, wide * width, (wide + 1) * width, seconds, count) for lane, kind, wide, seconds, count in rows
+        TimelineSpan(lane, kind, wide * width, (wide + 1) * width, seconds, count)
+        for lane, kind, wide, seconds, count in rows
     ]
 
 
 def _phase_buckets(
     phases: Sequence[tuple[int, float, float, float, float]], start: float, end: float, width: float, known: set[float]
-) -> list[Span]:
+) -> list[TimelineSpan]:
     """Return the learner's phases in buckets, except in those where it reported itself."""
     if not phases:
         return []
@@ -178,7 +181,7 @@ def _phase_buckets(
         ended = np.diff(np.searchsorted(np.sort(last), grid))
         for begin, seconds, count in zip(begins.tolist(), busy.tolist(), ended.tolist(), strict=True):
             if seconds > 0 and begin not in known:
-                found.append(Span(LEARNER, kind, begin, begin + width, seconds, count))
+                found.append(TimelineSpan(LEARNER, kind, begin, begin + width, seconds, count))
     return found
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from broker.contract import wire
 from rlearner.console.index import live_spans
-from rlearner.console.index.answers import Span, Timeline
+from rlearner.console.index.answers import TimelineSpan, Timeline
 from rlearner.console.index.live_spans import LiveSpans
 from rlearner.console.index.queries import RunQueries
 from rlearner.console.index.run_index import RunIndex
@@ -160,8 +160,8 @@ def test_processes_that_come_fail_and_go_are_events(run: Run) -> None:
 
 def test_a_second_console_adds_nothing(run: Run) -> None:
     whole = (
-        Span("rollout.rollout-1", "generate", T - 3.0, T - 1.0, 2.0, 0),
-        Span("rollout.rollout-1", "wait", T - 1, T, 1.0, 0),
+        TimelineSpan("rollout.rollout-1", "generate", T - 3.0, T - 1.0, 2.0, 0),
+        TimelineSpan("rollout.rollout-1", "wait", T - 1, T, 1.0, 0),
     )
     reports = [
         (-2.0, span("generate", -3.0, -2.0)),
