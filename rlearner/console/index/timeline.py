@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from rlearner.console.index.answers import TimelineSpan, Timeline
+from rlearner.console.index.answers import Timeline, TimelineSpan
 from rlearner.console.index.live_spans import JOIN_UP_TO_S, WIDTHS, kept_since
 
 LEARNER: Final = "learner.learner"

@@ -11,7 +11,7 @@ import pytest
 
 from broker.contract import wire
 from rlearner.console.index import live_spans
-from rlearner.console.index.answers import TimelineSpan, Timeline
+from rlearner.console.index.answers import Timeline, TimelineSpan
 from rlearner.console.index.live_spans import LiveSpans
 from rlearner.console.index.queries import RunQueries
 from rlearner.console.index.run_index import RunIndex
