@@ -41,6 +41,7 @@ BOARDS = ROOT / "deploy/grafana"
 WHOLE = os.environ.get("RL_ALERTS") == "1"
 PACE = 60.0  # seconds of a rule in a second of the test
 RUN = "alerts"
+HOPS = ("grant", "deliver", "generate", "env_step", "consume", "train", "weights")
 TRACED = 3  # each third ticket: both domains take turns
 BASELINE = {"every_steps": 2, "tasks": 2, "baseline": "random"}
 REWARD = '''"""A reward that fails for half of the questions or for all, or is slow, if a file says so."""
@@ -201,8 +202,13 @@ async def test_alerts_fire_for_what_they_name(tmp_path: Path, monkeypatch: pytes
             240, "an evaluation and four steps",
         )  # fmt: skip
         assert seen.firing().keys() <= MOODS
-        await asyncio.sleep(1.0)  # until the spans of the last batch are in
-        _check_traces(receiver.traces())
+        ended = {span.trace for span in list(receiver.spans) if span.name == "ticket"}
+        for _ in range(60):  # each process sends its spans by itself
+            traces = {trace: spans for trace, spans in receiver.traces().items() if trace in ended}
+            if all({span.name for span in spans} >= {*HOPS} for spans in traces.values()):
+                break
+            await asyncio.sleep(0.5)
+        _check_traces(traces)
         await _provoke(fleet, seen, tmp_path)
         _check_names(seen, healthy)
     assert fleet.crashes == []
@@ -220,8 +226,7 @@ def _check_traces(traces: dict[str, list[ReceivedSpan]]) -> None:
         assert (trace, spans["ticket"].span) == (f"{wanted:032x}", f"{root:016x}")
         assert ticket % TRACED == 0
         assert {span.parent for span in traces[trace]} == {"", f"{root:016x}"}
-        order = ["grant", "deliver", "generate", "env_step", "consume", "train", "weights"]
-        assert spans.keys() - {"reward"} == {"ticket", *order}
+        assert spans.keys() - {"reward"} == {"ticket", *HOPS}
         starts = [spans[name].start for name in ("grant", "generate", "consume")]
         assert starts == sorted(starts)
         assert spans["train"].attributes["rlearner.step"] >= 1
