@@ -198,7 +198,7 @@ async def test_alerts_fire_for_what_they_name(tmp_path: Path, monkeypatch: pytes
         beside = await stack.enter_async_context(prometheus(tmp_path, target)) if WHOLE else ""
         seen = Observer(target, beside)
         healthy = await seen.until(
-            lambda found: found.get("rlearner_eval_policy_success_rate") and found["rlearner_step"].popitem()[1] >= 4,
+            lambda found: found.keys() >= {"rlearner_eval_policy_success_rate", "rlearner_processes"} and found["rlearner_step"].popitem()[1] >= 4,
             240, "an evaluation and four steps",
         )  # fmt: skip
         assert seen.firing().keys() <= MOODS
