@@ -22,11 +22,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def containers() -> Iterator[Containers]:
-    made = Containers(Path(tempfile.mkdtemp(prefix="rlearner-images-", dir="/var/tmp")))
+    """RL_IMAGE_STORE names a folder that is kept, with the layers for the next time."""
+    kept = os.environ.get("RL_IMAGE_STORE")
+    folder = Path(kept or tempfile.mkdtemp(prefix="rlearner-images-", dir="/var/tmp"))
+    folder.mkdir(exist_ok=True)
+    made = Containers(folder)
     try:
         yield made
     finally:
-        made.close()
+        made.close(keep=bool(kept))
 
 
 @pytest.fixture(scope="session")

@@ -46,7 +46,8 @@ def test_an_image_is_small_and_runs_as_nobody_special(
     found = containers.inspect("image", image)
     config = found["Config"]
     assert (config["User"], config["Entrypoint"]) == ("10001:10001", ["/usr/bin/tini", "--"])
-    assert config["Healthcheck"]["Test"] == ["CMD", "rlearner-healthy"]
+    health = config.get("Healthcheck") or found.get("Healthcheck") or found.get("HealthCheck")  # podman 5 or 4
+    assert health["Test"] == ["CMD", "rlearner-healthy"]
     assert config["Labels"]["org.opencontainers.image.version"] == "0.1.0"
     layers = [int(one["size"]) for one in json.loads(containers.podman("history", "--format", "json", image))]
     print(f"\n{target}: {found['Size'] / MIB:.0f} MiB, layers {[round(one / MIB, 1) for one in layers if one]}, "
@@ -60,7 +61,20 @@ def test_an_image_holds_no_secret_cache_or_tool_of_its_build(
     target: str, containers: Containers, request: pytest.FixtureRequest
 ) -> None:
     image = request.getfixturevalue(target)
-    find = ("find", "/", "-xdev", "-not", "-path", "/proc/*", "-not", "-path", "/sys/*")
+    find = (
+        "find",
+        "/",
+        "-xdev",
+        "-not",
+        "-path",
+        "/proc/*",
+        "-not",
+        "-path",
+        "/sys/*",
+        "-not",
+        "-path",
+        "/usr/share/python-wheels/*",
+    )
     files = containers.podman("run", "--rm", "--user", "0:0", "--entrypoint", find[0], image, *find[1:]).splitlines()
     assert "/opt/rlearner/bin/envhub" in files
     own = [one for one in files if re.search(r"/(tests|bench|runs|\.git|\.venv[^/]*|Makefile)(/|$)", one)]
@@ -87,7 +101,7 @@ def test_a_run_trains_without_root_in_a_read_only_container(containers: Containe
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2]
     assert (run / "checkpoints" / "step-000002").is_dir()
-    assert {one.stat().st_uid for one in home.rglob("*")} == {10001}
+    assert {one.lstat().st_uid for one in home.rglob("*")} == {10001}
 
 
 def test_sigterm_drains_a_run_and_its_exit_code_comes_through(containers: Containers, cpu: str, home: Path) -> None:
@@ -137,19 +151,17 @@ def test_secrets_as_kubernetes_mounts_them_are_used(containers: Containers, hub:
     (job,) = [one for one in yaml.safe_load_all(LEARNER.read_text()) if one["kind"] == "Job"]
     (init,) = job["spec"]["template"]["spec"]["initContainers"]
     script = f"{init['args'][-1]}; cd /; exec rlearner invited --broker nats://10.255.255.1:4222"
-    options = ("-v", f"{secret}:/secret:ro", "-v", f"{secret}:/join:ro", "--tmpfs", "/keys:mode=1777")
+    options = ("-v", f"{secret}:/secret:ro", "-v", f"{secret}:/join:ro", "-v", "/keys")
     told = ("-e", "RL_RUN=main", "-e", "RL_BROKER_KEYS=/keys/folder")
     listed = containers.call("podman", "run", "--rm", *LOCKED, *options, *told, hub, *init["args"][:-1], script)
     assert "0 tokens" in listed.stderr, "it knows the folder, where no token is noted"
     join = ("envhub", "--join", "/join/token", "--insecure", "--connect-deadline", "3")
     joined = containers.call("podman", "run", "--rm", *LOCKED, *options, hub, *join, check=False)
-    assert "no broker at nats://10.255.255.1:4222" in joined.stderr, "the token was read"
+    assert "no broker answered at nats://10.255.255.1:4222" in joined.stderr, "the token was read"
 
 
 def test_the_health_check_sees_a_process_that_hangs(containers: Containers, cpu: str) -> None:
-    container = containers.start(
-        cpu, "broker", "serve", "--metrics-port", "9464", options=("--tmpfs", "/var/lib/rlearner")
-    )
+    container = containers.start(cpu, "broker", "serve", "--metrics-port", "9464", options=("-v", "/var/lib/rlearner"))
     asked = ("podman", "exec", container, "rlearner-healthy")
     containers.until(lambda: containers.call(*asked, "readyz", check=False).returncode == 0, "the broker is ready")
     assert containers.call(*asked).stdout.strip() == "ok"

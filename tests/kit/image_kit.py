@@ -68,6 +68,8 @@ class Containers:
         """Return the image that RL_IMAGE_BASE names, or make one of a Debian with Python."""
         if named := os.environ.get("RL_IMAGE_BASE"):
             return named
+        if self.call("podman", "image", "exists", "localhost/base", check=False).returncode == 0:
+            return "localhost/base"
         tree, archive = self.folder / "debian", self.folder / "debian.tar"
         self.call(
             "debootstrap", "--variant=minbase", "--include=python3,python3-venv,ca-certificates", DEBIAN, str(tree),
@@ -116,8 +118,12 @@ class Containers:
             time.sleep(0.5)
         return found
 
-    def close(self) -> None:
-        """Remove all of it."""
+    def close(self, keep: bool = False) -> None:
+        """Remove all of it, or all but the images."""
+        if keep:
+            self.podman("rm", "--all", "--force", check=False)
+            self.podman("volume", "prune", "--force", check=False)
+            return
         for words in (["rm", "--all", "--force"], ["volume", "prune", "--force"], ["network", "prune", "--force"],
                       ["rmi", "--all", "--force"]):  # fmt: skip
             self.podman(*words, check=False)
