@@ -99,7 +99,8 @@ def text_of(found: Mapping[str, Any], width: int = 0) -> Iterator[str]:
     rows: list[tuple[str, str, str, str]] = [("", *names, "")]
     for title in ("settings", *RECORDED):
         rows += [(title, "", "", "")] * bool(found[title])
-        rows += [(f"  {name}", _value(pair[0]), _value(pair[1]), "") for name, pair in found[title].items()]
+        pairs = _without_lone_domains(found[title]) if title == "settings" else found[title]
+        rows += [(f"  {name}", _value(pair[0]), _value(pair[1]), "") for name, pair in pairs.items()]
     steps = [run["step"] for run in found["runs"]]
     rows.append(("figures", f"at step {steps[0]}", f"at step {steps[1]}", ""))
     for name in FIGURES:
@@ -115,13 +116,28 @@ def text_of(found: Mapping[str, Any], width: int = 0) -> Iterator[str]:
         yield f"not recorded of {name}, which an earlier version started: versions, code, data, model"
 
 
+def _without_lone_domains(settings: Mapping[str, Pair]) -> dict[str, Pair]:
+    """Return the settings with one line for each domain that only one of the runs has: its environment."""
+    lone = {name.removesuffix("env") for name, pair in settings.items() if _is_domain(name) and None in pair}
+    return {
+        name: pair
+        for name, pair in settings.items()
+        if _is_domain(name) or not any(name.startswith(prefix) for prefix in lone)
+    }
+
+
+def _is_domain(name: str) -> bool:
+    parts = name.split(".")
+    return len(parts) == 3 and parts[0] == "domains" and parts[2] == "env"
+
+
 def _value(value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) >= 1e-4 or not value else f"{value:g}"
     if isinstance(value, str):
-        return value
+        return value or "''"
     return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")
 
 
