@@ -159,7 +159,7 @@ test-console: setup .venv-console/ready
 	@$(PIP_INSTALL) --no-deps --upgrade --target .venv-console -r requirements/console.txt
 	@touch .venv-console/ready
 # Container images, built and run here on a Debian of debootstrap (BASE= names another image), the compose file, and the
-# files of deploy/ against published schemas: some fifteen minutes and 5 GB of disk, which it gives back; needs root.
+# files of deploy/ against published schemas: some ten minutes and 6 GB of disk, which it gives back; needs root.
 test-image: setup .venv-deploy/ready
 	@sh requirements/containers.sh
 	RL_IMAGE=1 RL_IMAGE_BASE=$(BASE) RL_DEPLOY=$(CURDIR)/.venv-deploy/bin \

@@ -83,7 +83,7 @@ def test_the_components_change_what_they_say() -> None:
     assert sandboxed == {"envhub", "rewardhub"} == {name for name, pod in pods.items() if pod.get("hostUsers") is False}
     assert "--engine=vllm" in pods["rollout"]["containers"][0]["args"]
     assert {pod["containers"][0]["image"].split(":")[0] for pod in pods.values()} == {"registry.example.com/rlearner"}
-    assert "configs/gsm8k.yaml" in objects["ConfigMap", "run"]["data"]["run.yaml"]
+    assert "configs/frozenlake.yaml" in objects["ConfigMap", "run"]["data"]["run.yaml"]
 
 
 def test_skypilot_takes_its_example(tmp_path: Path) -> None:
