@@ -15,6 +15,7 @@ from https_kit import Issued
 
 from broker.contract import wire
 from broker.runtime.process import Member
+from broker.runtime.spans import SpanRecorder
 from broker.settings.registry import resolve
 from rlearner_text.openai.named_keys import KeyStore
 from rlearner_text.openai.server import HttpServer
@@ -65,7 +66,7 @@ async def api(
     )
     spec = wire.RunSpec(run="r", wire_version=wire.WIRE_VERSION, epoch=0, config={}, model_path=model_path)
     running = resolve("engines", engine, ENGINES)(EngineConfig(model_path, section, device="cpu", policy_version=0))
-    member = cast(Member, SimpleNamespace(spec=spec, bus=None, id="s1", poke=lambda: None))
+    member = cast(Member, SimpleNamespace(spec=spec, bus=None, id="s1", poke=lambda: None, spans=SpanRecorder()))
     service, tokenizer = RolloutService(member, spec, section, running), Tokenizer.load(model_path)
     served = served_model(running, section, model_path, lambda: state)
     server = HttpServer.with_key(service.handle, tokenizer, served, KEY, tls.server() if tls else None, named)

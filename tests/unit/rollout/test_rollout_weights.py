@@ -11,6 +11,7 @@ import pytest
 
 from broker.contract import wire
 from broker.runtime.member import Member
+from broker.runtime.spans import SpanRecorder
 from broker.weights.receiver import receive
 from rollout.config import RolloutSection
 from rollout.service import RolloutService
@@ -33,7 +34,7 @@ async def test_what_ends_the_weight_channel_ends_the_server(monkeypatch: pytest.
     monkeypatch.setattr(receive, "WeightReceiver", Broken)
     spawned: list[Coroutine[Any, Any, None]] = []
     spec = wire.RunSpec(run="r", wire_version=wire.WIRE_VERSION, epoch=0, config={}, model_path="m")
-    member = cast(Member, SimpleNamespace(spec=spec, bus=None, id="s1", spawn=spawned.append))
+    member = cast(Member, SimpleNamespace(spec=spec, bus=None, id="s1", spawn=spawned.append, spans=SpanRecorder()))
     engine = cast(Any, SimpleNamespace(weights=dict))
     service = RolloutService(member, spec, RolloutSection(), engine)
     await service._follow_weights()
