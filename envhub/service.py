@@ -164,7 +164,9 @@ class EnvironmentHub:
     async def _drain(self) -> None:
         self.slots.drain()
         self.member.poke()
-        until = time.monotonic() + (self.settings.drain_timeout_s if self.member.desired != "stopped" else 0.0)
+        # once the broker refuses the key, nothing can be published any more
+        ends_now = self.member.desired == "stopped" or self.member.bus.link.refused.done()
+        until = time.monotonic() + (0.0 if ends_now else self.settings.drain_timeout_s)
         while self.slots.jobs and time.monotonic() < until:
             await asyncio.sleep(TICK_S / 5)
             self._tick()

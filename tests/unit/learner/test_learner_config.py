@@ -46,7 +46,7 @@ def merged(**sections: Any) -> dict[str, Any]:
         (
             {"trackers": {"use": ["tensorbord"]}},
             "trackers.use",
-            "did you mean 'tensorboard'? known: swanlab, tensorboard, wandb",
+            "did you mean 'tensorboard'? known: mlflow, swanlab, tensorboard, trackio, wandb",
         ),
         ({"trackers": {"args": {"wandb": {}}}}, "trackers.args.wandb", "trackers.use does not name it"),
         ({"algorithm": {"pg_variant": "no.such:thing"}}, "algorithm.pg_variant", "there is no module 'no.such'"),
