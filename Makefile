@@ -147,7 +147,7 @@ test-frameworks: setup .venv-frameworks/ready
 	@npm install --prefix .venv-frameworks --no-audit --no-fund --silent
 	@touch .venv-frameworks/ready
 
-# The console in a real headless Chromium, on a run that trains: four minutes. Playwright is kept beside the environment; it brings
+# The console in a real headless Chromium, on a run that trains: four minutes. Playwright is kept next to the environment; it brings
 # its own driver, and the browser is Debian's. SCREENSHOTS=FOLDER keeps a picture of each page.
 CHROMIUM ?= /usr/bin/chromium
 test-console: setup .venv-console/ready

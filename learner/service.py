@@ -404,8 +404,8 @@ class LearnerService:
         self.member.spawn(watch_missing_roles(self.bus.run, roster, roles, lambda: bool(ledger.open), say))
         self.member.spawn(watch_hubs(giveup, roster, lambda: self.watch.paused, self.stop.request))
         tasks = section(self.config, "eval", EvalSection).tasks
-        beside = (services.saver, services.evaluator, self.stop, tasks)
-        self.member.spawn(OperatorRequests(self.bus, ledger, *beside).serve())
+        requests = OperatorRequests(self.bus, ledger, services.saver, services.evaluator, self.stop, tasks)
+        self.member.spawn(requests.serve())
         self.shown.serving = True
         self.shown.say("training")
         try:

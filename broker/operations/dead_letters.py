@@ -134,7 +134,7 @@ def _show(record: LogRecord, *, raw: bool) -> None:
 
 
 def described_data(data: bytes | bytearray) -> str:
-    """Return the begin of what a dead letter's bytes hold, decoded as far as possible, on one line."""
+    """Return the beginning of a dead letter's content on one line, decoded as far as possible."""
     try:
         return visible(str(codec.decode(data, *wire.MESSAGES))[:SHOWN_BYTES])
     except WireError:

@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-import msgspec
-
 from broker.contract import wire
 from broker.telemetry.traces import TicketTraces
 
@@ -159,10 +157,17 @@ class SpanRecorder:
             )
             for kind, one in parts
         ]
-        for kind, start, end, ticket, step in samples:
-            length, shown = end - start, (start + shift, end + shift)
-            one_of = wire.Span(
-                kind=kind, start=shown[0], end=shown[1], seconds=length, count=1, ticket=ticket, step=step
+        spans += [
+            wire.Span(
+                kind=kind,
+                start=start + shift,
+                end=end + shift,
+                seconds=end - start,
+                count=1,
+                ticket=ticket,
+                step=step,
+                sample=True,
             )
-            spans.append(msgspec.structs.replace(one_of, sample=True))
+            for kind, start, end, ticket, step in samples
+        ]
         return spans

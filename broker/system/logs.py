@@ -166,7 +166,7 @@ def say_error(text: str) -> None:
     plain = f"{ERROR_PREFIX}{redact(visible(text, newlines=True))}"
     is_json = os.environ.get(FORMAT) == "json"
     said = log.makeRecord(log.name, logging.ERROR, __file__, 0, f"{ERROR_PREFIX}%s", (text,), None)
-    # by the stream also to the journal: of a record of a process that has ended it cannot tell the unit
+    # by stderr even to the journal, which cannot tell the unit of a record whose process has ended
     level = journal.ERROR_LEVEL if journal.is_behind_stderr() else ""
     print(f"{level}{JsonFormatter().format(said) if is_json else plain}", file=sys.stderr)
     for handler in logging.getLogger().handlers:

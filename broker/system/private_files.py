@@ -63,8 +63,8 @@ def private_folder(path: Path) -> Path:
 def is_open_to_others(status: os.stat_result) -> bool:
     """Return whether other users can use a file with a secret.
 
-    As in PostgreSQL, a group may read root's: so Debian keeps TLS keys, and Kubernetes mounts secrets for processes
-    that are not root.
+    As in PostgreSQL, a group may read root's: Debian keeps TLS keys that way, and Kubernetes mounts secrets
+    that way for processes that are not root.
     """
     group = stat.S_IWGRP | stat.S_IXGRP if status.st_uid == 0 else stat.S_IRWXG
     return bool(status.st_mode & (stat.S_IRWXO | group))

@@ -21,7 +21,7 @@ class Launch:
     Attributes:
         options: apart from those that say where the broker is.
         joins: whether it needs a join token, because the broker is on another host.
-        nodes: of the learner, over so many hosts.
+        nodes: number of hosts of the learner.
     """
 
     role: Role

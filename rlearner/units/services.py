@@ -132,7 +132,7 @@ def render(service: Service) -> str:
         "Wants=network-online.target",
         f"After={after}",
         f"PartOf={TARGET_NAME}",
-        "# a process that crashes all the time: systemctl reset-failed, once it is mended",
+        "# a process that crashes all the time: systemctl reset-failed, once it is fixed",
         "StartLimitIntervalSec=900",
         "StartLimitBurst=20",
         "",

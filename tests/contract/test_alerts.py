@@ -84,7 +84,7 @@ def queries(name: str) -> list[str]:
 
 
 class Observer:
-    """Scrapes the exporter, and a Prometheus beside it if there is one."""
+    """Scrapes the exporter, and a Prometheus next to it if there is one."""
 
     def __init__(self, url: str, prometheus: str = "") -> None:
         self.url, self.prometheus = url, prometheus
@@ -182,7 +182,7 @@ def end(child: RunProcess) -> None:
 async def test_alerts_fire_for_what_they_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also: each traced ticket is one trace of all hops, which the same run shows."""
     sections: dict[str, Any] = {"eval": BASELINE, "broker": {"store_max_gib": 4.0}, "telemetry": {"traces": TRACED}}
-    if WHOLE:  # so many tickets at once that a queue can grow
+    if WHOLE:  # enough tickets at once for a queue to grow
         sections["train"] = {"groups_per_step": 16}
     config = chaos.config(tmp_path, RUN, steps=100_000, pace_s=0.02, **sections)
     file = chaos.write(tmp_path, config)
@@ -195,8 +195,8 @@ async def test_alerts_fire_for_what_they_name(tmp_path: Path, monkeypatch: pytes
         chaos.start_all(fleet, file, each=1)
         fleet.add("rollout", "random-0", "--gpus", "cpu", "--engine", "random", "--policy", "random")
         target = await exporter(fleet, tmp_path)
-        beside = await stack.enter_async_context(prometheus(tmp_path, target)) if WHOLE else ""
-        seen = Observer(target, beside)
+        address = await stack.enter_async_context(prometheus(tmp_path, target)) if WHOLE else ""
+        seen = Observer(target, address)
         healthy = await seen.until(_is_under_way, 240, "an evaluation and four steps")
         assert seen.firing().keys() <= MOODS
         ended = {span.trace for span in list(receiver.spans) if span.name == "ticket"}

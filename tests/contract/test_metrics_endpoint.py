@@ -64,7 +64,7 @@ async def test_a_blocked_event_loop_is_reported(endpoint: tuple[MetricsEndpoint,
     assert (await asyncio.to_thread(get, f"{made.url}/readyz"))[::2] == (503, "starting: starting\n")
     health.set("ready", "run quick: 3 of 8 episodes")
     assert (await asyncio.to_thread(get, f"{made.url}/readyz"))[::2] == (200, "ready: run quick: 3 of 8 episodes\n")
-    time.sleep(1.2)  # noqa: ASYNC251 - the event loop stands, and its thread answers meanwhile
+    time.sleep(1.2)  # noqa: ASYNC251 - the event loop stands still while the thread answers
     status, _, text = get(f"{made.url}/healthz")
     assert (status, text) == (503, "the event loop has not turned for 1 s\n")
     assert get(f"{made.url}/readyz")[0] == 503

@@ -21,7 +21,7 @@ def searchable(text: str) -> str:
 
 
 def preview(text: str) -> str:
-    """Return the begin of a text in one line."""
+    """Return the beginning of a text in one line."""
     return " ".join(text[: 2 * PREVIEW_CHARS].split())[:PREVIEW_CHARS]
 
 

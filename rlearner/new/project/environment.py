@@ -27,7 +27,7 @@ class Guess(Environment):
         return Observation(f"A number from 0 to {self.args.largest}?")
 
     def step(self, text: str) -> StepResult:
-        """Answer a guess. Text that is none is invalid, never an exception."""
+        """Answer a guess. Other text is invalid, never an exception."""
         found = re.search(r"[0-9]{1,9}", text)
         if found is None:
             return StepResult(Observation("A number!"), reward=0.0, done=False, valid=False)

@@ -53,7 +53,7 @@ WITHOUT_JSON = {
     "envhub render": "always prints one JSON object",
     "rewardhub": "a process of a run, which logs",
     "rollout-server": "a process of a run, which logs",
-    "rlearner exporter": "a process beside a run, which logs",
+    "rlearner exporter": "a process next to a run, which logs",
     "rlearner console": "serves pages",
 }
 

@@ -155,8 +155,8 @@ def test_two_rotations_between_two_looks_lose_nothing(tmp_path: Path) -> None:
         assert log.news() == []
         file.write("lf\n")
     assert [entry.message for entry in log.news()] == ["half"]
-    path.write_text(f"{line('12:00:05.000', 'INFO', 'anew')}\n")  # emptied
-    assert [entry.message for entry in log.news()] == ["anew"]
+    path.write_text(f"{line('12:00:05.000', 'INFO', 'again')}\n")  # emptied
+    assert [entry.message for entry in log.news()] == ["again"]
     log.close()
 
 
