@@ -1,7 +1,7 @@
 """Answers the operator's requests for a checkpoint or an evaluation now, outside the schedule.
 
-Nothing that is trained depends on them. A request names the step that an earlier reply named to learn how far it is,
-so that asking again, after a lost reply or by two people, begins nothing twice.
+Nothing that is trained depends on them. A poll repeats the step of an earlier reply, so asking again, after a lost
+reply or by two people, begins nothing twice.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ class OperatorRequests:
             return wire.OperatorReply(state="done", step=saver.written, detail=f"step {saver.written} is on disk")
         if saver.writing >= (version if is_new else step):
             return wire.OperatorReply(state="running", step=saver.writing, detail="it is being written")
-        if saver.problem:
-            return wire.OperatorReply(state="waiting", step=step, detail=saver.problem)
         if is_new:
             log.info("the operator asks for a checkpoint after step %d", version)
             saver.request()
+        if saver.problem:
+            return wire.OperatorReply(state="waiting", step=step, detail=saver.problem)
         when = f"it is taken when step {step} ends" if step > version else "it is taken before the next step begins"
         return wire.OperatorReply(state="waiting", step=step, detail=when)
 

@@ -1,4 +1,4 @@
-"""Notes with what a run was started each time, in ``starts.jsonl``: versions, and digests of code, data and model."""
+"""Logs each start of a run in ``starts.jsonl``: versions, and digests of code, data and model."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ SAMPLE_BYTES: Final = 1 << 14
 
 
 def note_start(folder: Path, config: Mapping[str, Any], epoch: int, data: Mapping[str, str], model: str) -> None:
-    """Append this start to the run's ``starts.jsonl``; a file that cannot be written is only warned of.
+    """Append this start to the run's ``starts.jsonl``; a file that cannot be read or written only causes a warning.
 
     Args:
         data: digest of each data file by its path.
         model: folder or hub name of the first weights.
     """
-    start = {
-        "time": time.time(),
-        "epoch": epoch,
-        "host": socket.gethostname(),
-        "versions": versions(),
-        "code": {"rlearner": own_digest(), **code_digests(config)},
-        "data": dict(data),
-        "model": {"path": model, "digest": model_digest(Path(model))},
-    }
     try:
+        start = {
+            "time": time.time(),
+            "epoch": epoch,
+            "host": socket.gethostname(),
+            "versions": versions(),
+            "code": {"rlearner": own_digest(), **code_digests(config)},
+            "data": dict(data),
+            "model": {"path": model, "digest": model_digest(Path(model))},
+        }
         file = open_private(folder / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:
             os.write(file, f"{json.dumps(start)}\n".encode())
@@ -55,7 +55,7 @@ def note_start(folder: Path, config: Mapping[str, Any], epoch: int, data: Mappin
         finally:
             os.close(file)
     except OSError as error:  # `rlearner diff` is all that reads it
-        log.warning("%s is not written: %s", folder / FILE, error.strerror)
+        log.warning("%s does not get this start: %s", folder / FILE, error)
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
@@ -122,8 +122,8 @@ def _texts(value: Any) -> Iterator[str]:
 def model_digest(folder: Path) -> str:
     """Return a digest of a model folder's files, empty for a hub name.
 
-    Of a file above 1 MiB its size and 64 samples of 16 KiB count, so that this takes no time; two trainings differ
-    nearly everywhere.
+    Of a file above 1 MiB its size and 64 samples of 16 KiB count, so this stays fast; two trained models differ
+    in almost every weight.
     """
     if not folder.is_dir():
         return ""

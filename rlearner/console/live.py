@@ -9,10 +9,10 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from broker.contract import wire
-from broker.contract.streams import CONTROL, DEAD, EPISODES, EVALTICKETS, RUNS, SAMPLES, TICKETS, WEIGHTS, Stream
+from broker.contract.streams import CONTROL, DEAD, EPISODES, EVALTICKETS, SAMPLES, TICKETS, WEIGHTS, Stream
 from broker.errors import BrokerUnreachable, RlearnerError, UserError
 from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import watch_metrics
@@ -118,6 +118,9 @@ class LiveRun:
                 return
             except (RlearnerError, ApiError, Disconnected, OSError) as error:
                 self._say(" ".join(str(error).split()))
+            except Exception as error:  # pages would show the last state as if it were the present one
+                log.exception("following run %s", self.run)
+                self._say(f"{type(error).__name__}: {' '.join(str(error).split())}")
             await asyncio.sleep(RETRY_S)
             left_at = None if self._listeners else left_at or clock()
 
@@ -213,9 +216,3 @@ async def _depth(bus: Bus, stream: Stream) -> dict[str, int]:
         return await bus.depth(stream)
     except (ApiError, NoStream):
         return {}
-
-
-async def run_config(bus: Bus, run: str) -> dict[str, Any]:
-    """Return the settings of a run that has no folder here, empty if the broker does not know it."""
-    found = await bus.key_value(RUNS).get(run)
-    return found[0].config if found is not None and isinstance(found[0], wire.RunSpec) else {}

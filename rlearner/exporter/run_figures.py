@@ -98,8 +98,8 @@ class RunFigures(Collector):
         """Drop the metrics of processes that have left."""
         since = self._clock() - SILENT_S
         for known in (self._raw, self._learner):
-            for key in [key for key, (at, _) in known.items() if at < since]:
-                del known[key]
+            for key in [key for key, (at, _) in list(known.items()) if at < since]:
+                known.pop(key, None)  # a scrape, in another thread, may have dropped it
 
     def describe(self) -> Iterable[Metric]:
         """Return nothing: names are known only when processes report them."""

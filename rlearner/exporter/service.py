@@ -62,9 +62,16 @@ async def export(options: argparse.Namespace, stop: Stop) -> None:
 async def _run_there(bus: Bus, stop: Stop) -> None:
     """Wait until the broker knows the run: processes of a run may start in any order."""
     reminders = Reminders()
-    while bus.run not in (known := await find_runs(bus)):
-        names = ", ".join(sorted(known)) or "none"
-        status = f"waiting for run {bus.run}; the broker at {bus.link.where} has {names}"
+    while True:
+        try:
+            known = await find_runs(bus)
+        except NO_ANSWER as error:
+            status = f"waiting for run {bus.run}; {_why(error)}"
+        else:
+            if bus.run in known:
+                return
+            names = ", ".join(sorted(known)) or "none"
+            status = f"waiting for run {bus.run}; the broker at {bus.link.where} has {names}"
         stop.health.set("starting", status)
         if reminders.due(time.monotonic()):
             log.warning("%s", status)
@@ -75,7 +82,7 @@ def _where(options: argparse.Namespace) -> tuple[str, str]:
     """Return the run's name and the address of its broker.
 
     Raises:
-        UserError: if it is not and no broker is named.
+        UserError: if the run has no folder here and ``--broker`` is not given.
     """
     try:
         place = find_run(options.run_name, options.dir)
@@ -130,7 +137,7 @@ async def _ask_once(bus: Bus, figures: RunFigures, stop: Stop) -> None:
     except NO_ANSWER as error:
         figures.fail()
         figures.is_connected = bus.link.connected.is_set()
-        why = "its broker does not answer" if isinstance(error, TimeoutError | Disconnected) else str(error)
+        why = _why(error)
         if stop.health.state != "failed":
             log.warning("run %s: %s; asking again every %g s", bus.run, why, ASK_EVERY_S)
         stop.health.set("failed", f"run {bus.run}: {why}")
@@ -199,3 +206,7 @@ async def _offer(bus: Bus, last: int) -> wire.WeightsOffer | None:
     found = await peek(bus, WEIGHTS, last) if last else None
     message = found.record.message if found is not None else None
     return message if isinstance(message, wire.WeightsOffer) else None
+
+
+def _why(error: Exception) -> str:
+    return "its broker does not answer" if isinstance(error, TimeoutError | Disconnected) else str(error)

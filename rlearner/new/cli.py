@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import shutil
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final
@@ -47,6 +48,7 @@ def run(options: argparse.Namespace) -> int:
     except FileExistsError:
         raise UserError(f"{name}: exists already, and nothing is overwritten; choose another name") from None
     except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)  # it was not there before
         raise UserError(f"{name}: {error.strerror}") from None
     steps = [f"cd {shlex.quote(name)}", f"rlearner check {name}.yaml", "pytest", f"rlearner up {name}.yaml"]
     if options.json:

@@ -177,6 +177,9 @@ class LogFile:
         for path in older[older.index(known[0]) + 1 :] if known else []:  # rotated more than once
             with suppress(OSError):
                 lines += [_text(line) for line in path.read_bytes().splitlines()]
+        if self._rest:  # the last line of the old file has no end
+            lines.append(_text(self._rest))
+            self._rest = b""
         self._open()
         return lines + self._drain()
 

@@ -86,3 +86,17 @@ def test_nothing_is_overwritten(
         assert capsys.readouterr().err == said
     assert list((tmp_path / "mine").iterdir()) == []
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_write_that_fails_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(folder: Path, name: str) -> list[str]:
+        (folder / "half.py").write_text("#")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("rlearner.new.cli.write_project", full)
+    assert main(["new", "mine"]) == 2
+    assert capsys.readouterr().err == "error: mine: No space left on device\n"
+    assert list(tmp_path.iterdir()) == []

@@ -24,6 +24,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
 ARGS: Final = ("tracking_uri", "experiment", "tags")
 RUN: Final = "rlearner.run"  # tag by which a run continues
 PARAMS_PER_CALL: Final = 100  # of MLflow
+TABLES_LISTED: Final = 50  # the newest, in a tag of at most 8,000 characters; the others stay as files
 _OTHER: Final = re.compile(r"[^\w\-./ ]")  # characters that its names cannot have
 
 
@@ -100,10 +101,14 @@ class MLflow:
         path = f"{_name(name)}/step-{step:06d}.json"
         self._client.log_text(self._run_id, json.dumps({"columns": list(columns), "data": [*map(list, rows)]}), path)
         tags = self._client.get_run(self._run_id).data.tags
-        listed = json.loads(tags.get(MLFLOW_LOGGED_ARTIFACTS, "[]"))
+        try:
+            listed = json.loads(tags.get(MLFLOW_LOGGED_ARTIFACTS, "[]"))
+        except ValueError:  # MLflow cuts a tag off at 8,000 characters
+            listed = []
         entry = {"path": path, "type": "table"}
         if entry not in listed:
-            self._client.set_tag(self._run_id, MLFLOW_LOGGED_ARTIFACTS, json.dumps([*listed, entry]))
+            newest = [*listed, entry][-TABLES_LISTED:]
+            self._client.set_tag(self._run_id, MLFLOW_LOGGED_ARTIFACTS, json.dumps(newest))
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)

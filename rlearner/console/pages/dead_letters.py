@@ -49,7 +49,7 @@ async def dead_letters_page(state: ConsoleState, run: ConsoleRun) -> None:
         detail = tag("section", aria_live="polite")
         if state.actions and found:
             with tag("section", classes="panel"):
-                tag("h2", "Delete all that are shown")
+                tag("h2", "Delete")
                 purged = tag("div", classes="mono", aria_live="polite")
                 button = tag("button", "Delete…", "btn danger")
 
@@ -74,7 +74,7 @@ async def dead_letters_page(state: ConsoleState, run: ConsoleRun) -> None:
 
     grid.on("press", look)
     if state.actions and found:
-        confirm(button, f"Delete {len(found)} dead letters of run {run.name}?")
+        confirm(button, f"Delete all dead letters of run {run.name} up to number {max(found)}, also those not shown?")
         button.on("confirmed", lambda: perform(purged, button, purge))
     page.until_gone(run.live.listen(lambda: None))
 

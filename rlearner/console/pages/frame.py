@@ -13,7 +13,8 @@ from urllib.parse import quote
 from nicegui import background_tasks, ui
 from nicegui.element import Element
 
-from broker.errors import UserError
+from broker.errors import RlearnerError
+from broker.nats.nats_errors import ApiError, Disconnected
 from rlearner.console.components import banner, tag
 from rlearner.console.index.database import DatabaseDamagedError, DatabaseUnavailableError
 from rlearner.console.state import ConsoleRun, ConsoleState
@@ -35,6 +36,7 @@ SHORTCUTS: Final = (
 HEAD: Final = '<link rel="stylesheet" href="/assets/console.css"><script src="/assets/console.js"></script>'
 NO_INDEX: Final = (DatabaseUnavailableError, DatabaseDamagedError, sqlite3.Error)
 WAIT_FOR_INDEX_S: Final = 2.0
+ACTION_ERRORS: Final = (RlearnerError, ApiError, Disconnected, OSError)  # a refusal, or a broker that went away
 
 
 class Page:
@@ -181,7 +183,7 @@ async def ask(question: Callable[[], T]) -> T | None:
 
 
 async def perform(output: Element, button: Element | None, lines: Callable[[], Any]) -> None:
-    """Run an action, writing its lines into ``output``; a refusal is one line."""
+    """Run an action, writing its lines into ``output``; an error is one line."""
     output.clear()
     if button is not None:
         button._props["disabled"] = True
@@ -190,7 +192,7 @@ async def perform(output: Element, button: Element | None, lines: Callable[[], A
         async for line in lines():
             with output:
                 tag("div", line)
-    except UserError as error:
+    except ACTION_ERRORS as error:
         with output:
             tag("div", " ".join(str(error).split()), "bad", role="alert")
     finally:

@@ -90,7 +90,7 @@ async def _data(run: ConsoleRun, start: float, end: float, pixels: int) -> dict[
         ],
         "bucket_s": found.bucket_s,
         "extent": list(extent),
-        "marks": [{"time": one.time, "kind": one.kind, "text": one.text} for one in events[:MARKS] if one.time],
+        "marks": [{"time": one.time, "kind": one.kind, "text": one.text} for one in events[-MARKS:] if one.time],
         "live_since": found.live_since,
     }
 

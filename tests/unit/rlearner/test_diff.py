@@ -130,4 +130,16 @@ def test_a_torn_line_of_a_crash_is_left_out(tmp_path: Path) -> None:
 def test_a_start_that_cannot_be_noted_is_only_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "starts.jsonl").mkdir()
     starts.note_start(tmp_path, {}, 1, {}, "hub/model")
-    assert f"{tmp_path / 'starts.jsonl'} is not written: Is a directory" in caplog.text
+    assert f"{tmp_path / 'starts.jsonl'} does not get this start: [Errno 21] Is a directory" in caplog.text
+
+
+def test_a_model_file_that_cannot_be_read_does_not_fail_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unreadable(folder: Path) -> str:
+        raise PermissionError(13, "Permission denied", str(folder / "model.safetensors"))
+
+    monkeypatch.setattr(starts, "model_digest", unreadable)
+    starts.note_start(tmp_path, {}, 1, {}, str(tmp_path))
+    assert "model.safetensors" in caplog.text
+    assert starts.read_starts(tmp_path) == []

@@ -160,6 +160,20 @@ def test_two_rotations_between_two_looks_lose_nothing(tmp_path: Path) -> None:
     log.close()
 
 
+def test_a_last_line_without_end_is_not_joined_to_the_next_file(tmp_path: Path) -> None:
+    path = tmp_path / "envhub.log"
+    write(path, line("12:00:00.000", "INFO", "old"))
+    log = LogFile(path, "envhub")
+    assert [entry.message for entry in log.entries()] == ["old"]
+    with path.open("a") as file:
+        file.write(line("12:00:01.000", "INFO", "killed here"))
+    assert log.news() == []
+    rotate(str(path))
+    write(path, line("12:00:02.000", "INFO", "next life"))
+    assert [entry.message for entry in log.news()] == ["killed here", "next life"]
+    log.close()
+
+
 def test_following_shows_new_lines_new_processes_and_restarts(run: Path) -> None:
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "rlearner.cli", "logs", str(run), "-f", "-n", "1", "--json"]
