@@ -97,40 +97,42 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
         for note in notes:
             tag("p", note, "dim")
 
-    newest = max([0, *(one.steps[-1] for one in found.values() if one.steps)])
-    num_events, num_results, looked_at = len(events), len(results), -1
+    newest, has_changed = _newest(found), False
 
     async def refresh() -> None:
-        nonlocal newest, last
-        fresh, last = await ask(lambda: (queries.series(sorted(every), POINTS, newest + 1), queries.last_values())) or (
+        nonlocal newest, last, has_changed
+        has_changed = True
+        goes_back = run.follower.status().steps < newest  # the learner resumed from an earlier checkpoint
+        first = 0 if goes_back else newest + 1
+        fresh, last = await ask(lambda: (queries.series(sorted(every), POINTS, first), queries.last_values())) or (
             {},
             last,
         )
         for curve in curves:
-            points = {name: _points(fresh[name]) for name in curve.names if name in fresh and fresh[name].steps}
-            if points:
+            if goes_back:
+                curve.chart.run_method("set", _series(curve.names, fresh))
+            elif points := {name: _points(fresh[name]) for name in curve.names if name in fresh and fresh[name].steps}:
                 curve.chart.run_method("extend", points)
-        newest = max([newest, *(one.steps[-1] for one in fresh.values() if one.steps)])
+        newest = _newest(fresh) if goes_back else max(newest, _newest(fresh))
         stats.change(_stats(run, last, run.live.view))
 
     async def refresh_live() -> None:
         stats.change(_stats(run, last, run.live.view))
 
     async def refresh_slowly() -> None:
-        nonlocal num_events, num_results, looked_at
+        nonlocal events, results, has_changed
         refresh_banners()
-        if newest == looked_at:
+        if not has_changed:
             return
-        looked_at = newest
-        now, measured = await ask(lambda: (queries.events(), queries.evaluations())) or ([], [])
-        if len(now) != num_events:
+        has_changed = False
+        now, measured = await ask(lambda: (queries.events(), queries.evaluations())) or (events, results)
+        if now != events:
+            events = now
             list_of_events.change(_event_rows(now))
-            for event in _marks(now[num_events:]):
-                for chart in (evaluation, *(curve.chart for curve in curves)):
-                    chart.run_method("mark", event)
-            num_events = len(now)
-        if len(measured) != num_results:
-            num_results = len(measured)
+            for chart in (evaluation, *(curve.chart for curve in curves)):
+                chart.run_method("mark", _marks(now))
+        if measured != results:
+            results = measured
             evaluation.run_method("set", _evaluations(measured))
 
     page.until_gone(run.listen(page.soon(refresh)))
@@ -148,26 +150,23 @@ def _curve(
     curves: list[Curve], title: str, names: tuple[str, ...], bounds: dict[str, Any], found: dict[str, Series],
     marks: list[dict[str, Any]],
 ) -> None:  # fmt: skip
-    there = [name for name in names if name in found] or list(names[:1])
+    there = tuple(name for name in names if name in found) or names[:1]
     with tag("section", classes="panel"):
-        series = [
-            {
-                "name": name,
-                "x": found[name].steps if name in found else [],
-                "y": found[name].values if name in found else [],
-            }
-            for name in there
-        ]
-        curves.append(Curve(Chart(title, series, marks, **bounds), tuple(there)))
+        curves.append(Curve(Chart(title, _series(there, found), marks, **bounds), there))
 
 
-def _line(one: Series | None) -> dict[str, list[Any]]:
-    """Return a curve with as many digits as a screen shows."""
-    return (
-        {"x": one.steps, "y": [float(f"{value:.6g}") for value in one.values]}
-        if one is not None
-        else {"x": [], "y": []}
-    )
+def _series(names: tuple[str, ...], found: dict[str, Series]) -> list[dict[str, Any]]:
+    """Return curves as ``chart.js`` takes them, with as many digits as a screen shows."""
+    return [
+        {"name": name, "x": one.steps, "y": [float(f"{value:.6g}") for value in one.values]}
+        if (one := found.get(name))
+        else {"name": name, "x": [], "y": []}
+        for name in names
+    ]
+
+
+def _newest(found: dict[str, Series]) -> int:
+    return max([0, *(one.steps[-1] for one in found.values() if one.steps)])
 
 
 def _points(one: Series) -> list[tuple[int, float]]:

@@ -45,20 +45,18 @@ export default {
   },
   methods: {
     take(series) { this.lines = series.map((s) => Object.freeze({ ...s })); },
-    set(series, events) { this.take(series); if (events) this.marks = events; this.draw(); },
-    mark(event) { this.marks = [...this.marks, event]; this.draw(); },
+    set(series) { this.take(series); this.draw(); },
+    mark(events) { this.marks = events; this.draw(); },
     extend(points) { // {name: [[step, value], …]}
-      let fits = true;
       this.lines = this.lines.map((s) => {
         const more = points[s.name];
         if (!more) return s;
-        const x = [...s.x], y = [...s.y];
+        let x = [...s.x], y = [...s.y];
         for (const [step, value] of more) if (!x.length || step > x[x.length - 1]) { x.push(step); y.push(value); }
-        if (x.length > this.size) fits = false;
+        if (x.length > this.size) [x, y] = [x, y].map((all) => all.filter((_, i) => i % 2 || i > x.length - 100));
         return Object.freeze({ ...s, x, y });
       });
       this.draw();
-      if (!fits) this.$emit("resample");
     },
     css(i, s) { return s.color || `var(--c${i % 8})`; },
     ink(i, s) { return rlearner.color(s.color ? s.color.slice(4, -1) : `--c${i % 8}`); },
