@@ -158,6 +158,7 @@ test-console: setup .venv-console/ready
 .venv-console/ready: requirements/console.txt
 	@$(PIP_INSTALL) --no-deps --upgrade --target .venv-console -r requirements/console.txt
 	@touch .venv-console/ready
+
 # Container images, built and run here on a Debian of debootstrap (BASE= names another image), the compose file, and the
 # files of deploy/ against published schemas: some ten minutes and 6 GB of disk, which it gives back; needs root.
 test-image: setup .venv-deploy/ready
@@ -236,4 +237,4 @@ docs: .venv-docs/ready
 	@touch .venv-docs/ready
 
 clean:
-	rm -rf site sbom.json .venv .venv-audit .venv-docs .venv-vllm .venv-frameworks .venv-trackers .venv-dist .venv-deploy dist build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf site sbom.json .venv .venv-audit .venv-console .venv-docs .venv-vllm .venv-frameworks .venv-trackers .venv-dist .venv-deploy dist build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -70,13 +70,24 @@ def find_run(run: str, folder: str) -> RunPlace:
     """
     for path in (Path(folder) / run, Path(run)):
         if (path / "config.yaml").is_file():
-            try:
-                config = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
-                return RunPlace(str(config["run"]["name"]), path.absolute(), config)
-            except (OSError, yaml.YAMLError, TypeError, KeyError) as error:
-                raise UserError(f"{path / 'config.yaml'}: cannot be read: {error}") from None
+            return _read_place(path)
+    for path in (Path(folder) / run, Path(run)):
+        if path.is_dir() and run not in ("", "."):
+            raise UserError(f"{path}: has no config.yaml, so it is not the folder of a run")
     known = ", ".join(sorted(path.parent.name for path in Path(folder).glob("*/config.yaml"))) or "none"
     raise UserError(f"no run {run!r} below {folder}; there is {known}; name its folder, or give --dir")
+
+
+def _read_place(path: Path) -> RunPlace:
+    file = path / "config.yaml"
+    try:
+        config = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{file}: cannot be read: {' '.join(str(error).split())}") from None
+    try:
+        return RunPlace(str(config["run"]["name"]), path.absolute(), config)
+    except (TypeError, KeyError):
+        raise UserError(f"{file}: does not hold the settings of a run; expected run.name") from None
 
 
 def broker_address(named: str | None, folder: Path) -> str:

@@ -155,13 +155,16 @@ def _rows_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a JSONL file up to the first malformed line."""
+    """Return the objects of a JSONL file up to the first line that does not hold one."""
     lines: list[dict[str, Any]] = []
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    for row in path.read_bytes().split(b"\n") if path.exists() else []:
         try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
+            line = json.loads(row)
+        except ValueError:  # the bytes may not even be text
             break
+        if not isinstance(line, dict):
+            break
+        lines.append(line)
     return lines
 
 

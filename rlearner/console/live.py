@@ -131,7 +131,7 @@ class LiveRun:
         self._tell()
 
     async def _follow(self) -> None:
-        """Follow the run until nobody listens any more.
+        """Follow the run until no page listens.
 
         Raises:
             UserError: if its broker does not answer or does not know it.

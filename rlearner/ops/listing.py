@@ -87,7 +87,7 @@ async def look(folder: Path, *, sized: bool = True) -> RunSummary:
         config = yaml.safe_load(file.read_text(encoding="utf-8"))
         steps = int(config["train"]["steps"])
         state = await _state(folder, str(config["run"]["name"]), finished=step >= steps)
-    except (yaml.YAMLError, TypeError, KeyError, ValueError):
+    except (OSError, yaml.YAMLError, TypeError, KeyError, ValueError):
         steps, state = 0, "unreadable"
     return RunSummary(folder.name, str(folder), state, step, steps, _size(folder) if sized else 0, changed)
 

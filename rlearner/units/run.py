@@ -136,7 +136,7 @@ def _programs(folder: str) -> str:
 
 
 def _write(folder: Path, files: dict[str, str]) -> None:
-    """Write the files, all or none; those that are there already stay.
+    """Write the files; refuse before writing if one exists with other contents.
 
     Raises:
         UserError: if one holds something else, or cannot be written.

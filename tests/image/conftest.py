@@ -1,4 +1,4 @@
-"""One store of images for all tests here, which only `make test-image` runs: ten minutes, four gigabytes."""
+"""One store of images for all tests here, which only `make test-image` runs."""
 
 from __future__ import annotations
 

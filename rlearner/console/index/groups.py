@@ -26,7 +26,7 @@ from rlearner_text.tokenizer import Tokenizer
 
 ARCHIVE: Final = "the archive"
 NOWHERE: Final = "not in the archive (samples.keep)"
-NOT_RECORDED: Final = "neither a run's metrics nor its archive record it per token"
+NOT_RECORDED: Final = "it is not recorded per token"
 KEPT_TOKENIZERS: Final = 4
 
 _tokenizers: OrderedDict[tuple[str, int], tuple[Tokenizer | None, str]] = OrderedDict()

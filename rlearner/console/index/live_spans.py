@@ -1,4 +1,4 @@
-"""Records what processes say that they did: single spans for a while, and sums in buckets for the whole run.
+"""Records the spans that processes report: single spans for a while, and sums in buckets for the whole run.
 
 Kept are the newest single spans and the newest buckets of each width, a bounded number of rows however long the run.
 """

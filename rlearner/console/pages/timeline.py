@@ -65,6 +65,8 @@ def step_range(run: ConsoleRun, text: str) -> tuple[float, float] | None:
         step = natural(text.strip())
     except argparse.ArgumentTypeError:
         return None
+    if step > run.follower.status().steps:
+        return None
     end, before = run.queries.time_of(step), run.queries.time_of(step - 1) if step > 1 else None
     if end is None:
         return None

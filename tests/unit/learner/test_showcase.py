@@ -82,7 +82,7 @@ def test_markdown_shows_markup_as_it_is() -> None:
     assert shown == "**task 3**: reward 0.5, solved\n\n    <|user|>\n    # no heading\n\n    **bold**"
 
 
-def test_one_training_episode_of_each_domain_every_so_many_steps(tmp_path: Path) -> None:
+def test_one_training_episode_of_each_domain_every_n_steps(tmp_path: Path) -> None:
     shows, kept = showcase(tmp_path, texts_every=2)
     shows.accepted(group(3))
     shows.step_completed(1)

@@ -265,7 +265,7 @@ def test_every_file_of_the_base_is_a_resource() -> None:
 # ------------------------------------------------------------------------------------------------------------- compose
 
 
-def test_compose_restarts_what_crashed_and_not_what_the_user_must_mend() -> None:
+def test_compose_restarts_crashes_and_not_user_errors() -> None:
     services = compose()["services"]
     for name, service in services.items():
         tini = service["entrypoint"]
