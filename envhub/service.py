@@ -332,7 +332,9 @@ class EnvironmentHub:
             self.turnstile.poke()
 
     async def _play(self, key: str, held: InHand, episode: int, attempt: int) -> None:
-        played_as = task(held.asked, held.domain, episode, f"{self.member.id}.{key}.{episode}.{attempt}")
+        name = f"{self.member.id}.{key}.{episode}.{attempt}"
+        groups_per_step = (self.spec.config.get("train") or {}).get("groups_per_step", 0)
+        played_as = task(held.asked, held.domain, episode, name, step=held.asked.step(groups_per_step))
 
         def sampled(oldest_version: int) -> None:
             if self._in_hand.get(key) is held:

@@ -27,6 +27,7 @@ class EpisodeTask:
         id: name of the conversation at the servers; unique among running episodes.
         seed: of the environment; the episodes of a group share it.
         ticket: number of the ticket, 0 for evaluations and trials.
+        step: training step that the group is expected in, -1 unknown.
         episode: number in the group, from 0.
         record: whether to keep text frames for a replay.
     """
@@ -43,6 +44,7 @@ class EpisodeTask:
     greedy: bool = False  # a baseline at temperature 0
     record: bool = False
     ticket: int = 0
+    step: int = -1
 
 
 @dataclass

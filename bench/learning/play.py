@@ -74,6 +74,9 @@ class InlineHub:
             min_version=ask.min_version,
             deadline_s=ask.timeout_s,
             expected_tokens=ask.expected_tokens,
+            expected_high=ask.expected_high,
+            priority=ask.priority,
+            step=ask.step,
         )
         future = self._waiting[request.request_id] = asyncio.get_running_loop().create_future()
         self._core.submit(request, time.monotonic())

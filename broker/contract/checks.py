@@ -97,7 +97,7 @@ RANGES: Final[dict[type, dict[str, ValueRange]]] = {
         "seed": NATURAL, "frequency_penalty": PENALTY, "presence_penalty": PENALTY, "top_logprobs": NATURAL,
     },
     wire.GenerateRequest: {"min_version": VERSION, "deadline_s": REQUEST_S, "expected_tokens": NATURAL,
-        "prompt_top_k": NATURAL},
+        "expected_high": NATURAL, "priority": NATURAL, "step": OPTIONAL, "prompt_top_k": NATURAL},
     wire.AbortRequest: {},
     wire.GenerateReply: {"policy_version": OPTIONAL, "prefix_hit_tokens": NATURAL},
     wire.Span: {"start": NATURAL, "end": NATURAL, "seconds": NATURAL, "count": NATURAL, "ticket": NATURAL,
@@ -372,7 +372,8 @@ def _check_session(session: wire.WeightsSession) -> None:
 
 def _check_request(request: wire.GenerateRequest) -> None:
     """There is a request_id and at least one token id; token ids are >= 0; stop strings are not empty; biases are from
-    -100 to 100, guides have at most 2^16 characters, request_id and conversation_id at most 256."""
+    -100 to 100, guides have at most 2^16 characters, request_id and conversation_id at most 256. expected_high is 0 or
+    at least expected_tokens."""
     sampling, ids = request.sampling, request.token_ids
     _numbers(sampling)
     if sampling.stop and "" in sampling.stop:
@@ -389,6 +390,9 @@ def _check_request(request: wire.GenerateRequest) -> None:
         _check_request_id(request)
     if len(request.conversation_id) > MAX_ID_CHARS:
         raise _too_long("GenerateRequest", "conversation_id", request.conversation_id, MAX_ID_CHARS)
+    if 0 < request.expected_high < request.expected_tokens:
+        must = f"must be 0 or at least expected_tokens, {request.expected_tokens}"
+        raise _wrong("GenerateRequest", "expected_high", request.expected_high, must)
 
 
 def _check_reshaping(sampling: wire.SamplingParams) -> None:

@@ -76,6 +76,7 @@ EXAMPLES: Final[dict[type[wire.Message], wire.Message]] = {
         wire.GenerateRequest(
             request_id="lake-417-0-1", conversation_id="lake-417-0", token_ids=wire.column([1, 318, 27], "<i4"),
             sampling=_SAMPLING, min_version=10, deadline_s=60.0, expected_tokens=24,
+            expected_high=90, priority=1, step=12,
         ),
         wire.AbortRequest(request_id="lake-417-0-1"),
         wire.GenerateReply(

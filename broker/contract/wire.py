@@ -22,7 +22,7 @@ import numpy.typing as npt
 from broker.contract import sizes
 from broker.contract.sizes import MAX_GROUP_BYTES, MAX_SMALL_BYTES
 
-WIRE_VERSION: Final = 13
+WIRE_VERSION: Final = 14
 MAX_PAYLOAD_BYTES: Final = sizes.MAX_PAYLOAD_BYTES
 ACTOR: Final = "actor"  # the policy being trained
 EVAL_HEADER: Final = "Rl-Eval-Step"  # eval_step of messages of an evaluation; absent in training
@@ -305,7 +305,10 @@ class GenerateRequest(Message, frozen=True, tag="GenerateRequest"):
     sampling: SamplingParams  # how to sample
     min_version: int = 0  # oldest version that may answer; the server waits for it
     deadline_s: float = 60.0  # seconds after receipt at which the partial output is returned
-    expected_tokens: int = 0  # expected output length, 0 unknown; the longest are scheduled first
+    expected_tokens: int = 0  # predicted length of this request's output, its median; 0 unknown
+    expected_high: int = 0  # 0.9 quantile of the predicted length, at least expected_tokens; 0 unknown
+    priority: int = 0  # higher ones start first; a hub raises it for the last open episodes of a group
+    step: int = -1  # training step that its group is expected in, as a policy version; later ones give way; -1 unknown
     prompt_top_k: int = 0  # above 0: sample nothing, return this many likeliest tokens at each context position
 
 

@@ -207,6 +207,7 @@ class AgentSession:
             sticky=base.turns[-1].server if base is not None else "",
             timeout_s=self._means.generate_timeout_s,
             expected_tokens=self._means.expected.tokens(),
+            step=task.step,
         )
 
     def _state(self) -> str:

@@ -150,6 +150,7 @@ class Episode:
             sticky=self._server,
             timeout_s=self._means.generate_timeout_s,
             expected_tokens=self._means.expected.tokens(),
+            step=task.step,
         )
         started, began = time.perf_counter(), self._means.spans.enter("generate")
         try:

@@ -16,6 +16,7 @@ import msgspec
 from broker.channel.carriers import ChannelClient
 from broker.contract import wire
 from broker.contract.checks import MAX_REQUEST_S
+from broker.contract.lengths import remaining
 from broker.errors import RequestFailed, RlearnerError, WireError
 from envhub.servers.choose import ServerLoad, choose
 
@@ -44,6 +45,9 @@ class TurnRequest(msgspec.Struct, frozen=True):
         token_ids: the whole context; an array of 4-byte integers is the cheapest to send.
         sticky: id of the server that answered the conversation's last turn.
         timeout_s: for the whole turn, retries included.
+        expected_tokens, expected_high: predicted length of the whole turn, see ``broker.contract.lengths``.
+        priority: higher ones start first.
+        step: training step that the turn's group is expected in, -1 unknown.
     """
 
     conversation_id: str
@@ -54,6 +58,9 @@ class TurnRequest(msgspec.Struct, frozen=True):
     sticky: str = ""
     timeout_s: float = 120.0
     expected_tokens: int = 0
+    expected_high: int = 0
+    priority: int = 0
+    step: int = -1
 
 
 @dataclass
@@ -172,10 +179,12 @@ class TurnGenerator:
 
     def _request(self, ask: TurnRequest, done: SampledTurn | None, deadline_s: float) -> wire.GenerateRequest:
         context, sampling = ask.token_ids, ask.sampling
+        expected, high = ask.expected_tokens, ask.expected_high
         if done is not None and (count := len(done.token_ids)):
             context = array("i", context) + done.token_ids
             seed = None if sampling.seed is None else mix(sampling.seed, count)
             sampling = msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens - count, seed=seed)
+            expected, high = remaining(expected, high, count, sampling.max_tokens)
         return wire.GenerateRequest(
             request_id=f"{self._name}.{next(self._numbers)}",
             conversation_id=ask.conversation_id,
@@ -183,7 +192,10 @@ class TurnGenerator:
             sampling=sampling,
             min_version=ask.min_version,
             deadline_s=min(deadline_s, MAX_REQUEST_S),
-            expected_tokens=ask.expected_tokens,
+            expected_tokens=expected,
+            expected_high=high,
+            priority=ask.priority,
+            step=ask.step,
         )
 
     async def _ask(self, server: ServerLoad, request: wire.GenerateRequest) -> wire.GenerateReply:

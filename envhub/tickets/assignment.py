@@ -47,14 +47,28 @@ class TicketAssignment:
         """Return whether an episode is one of the group's last, which are sampled at temperature 0 as a baseline."""
         return episode >= self.group_size - self.num_greedy
 
+    def step(self, groups_per_step: int) -> int:
+        """Return the step, as a policy version, that the group is expected in; -1 for evaluations, or if it is unknown.
+
+        A ticket issued at version v counts in one of the steps v to v + max_staleness. Its number says in which, except
+        that replacements of other tickets raise it.
+
+        Args:
+            groups_per_step: of the run, 0 unknown.
+        """
+        if self.max_staleness is None or not groups_per_step:
+            return -1
+        steps_before = (self.number - 1) // groups_per_step
+        return min(max(steps_before, self.min_version), self.min_version + self.max_staleness)
+
     def job(self, num_delivered: int, *, drop_late: bool) -> GroupJob:
         """Return the ticket as the slots see it; with ``drop_late`` it is given up once it cannot be in time."""
         staleness, sizes = self.max_staleness if drop_late else None, (self.group_size, self.min_group_size)
         return GroupJob(self.key, *sizes, self.deadline_s, staleness, num_delivered, self.num_redundant)
 
 
-def task(asked: TicketAssignment, domain: Domain, episode: int, name: str) -> EpisodeTask:
-    """Return the task of one episode of an assignment; ``name`` must be unique at the servers."""
+def task(asked: TicketAssignment, domain: Domain, episode: int, name: str, *, step: int = -1) -> EpisodeTask:
+    """Return the task of one episode of an assignment; ``name`` must be unique at the servers, ``step`` is its step."""
     is_greedy = asked.is_greedy(episode)
     return EpisodeTask(
         name,
@@ -69,6 +83,7 @@ def task(asked: TicketAssignment, domain: Domain, episode: int, name: str) -> Ep
         greedy=is_greedy,
         record=asked.split == "eval" and episode == 0,
         ticket=asked.number if asked.split == "train" else 0,
+        step=step,
     )
 
 

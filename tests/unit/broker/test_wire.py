@@ -194,6 +194,15 @@ def test_numbers_of_nested_structs_are_checked() -> None:
     refused(replace(offer, probe=replace(offer.probe, tolerance=math.nan)), r"Probe\.tolerance: nan; >= 0")
 
 
+def test_the_upper_quantile_of_a_length_is_not_below_its_median() -> None:
+    assert isinstance(REQUEST, wire.GenerateRequest)
+    assert (REQUEST.expected_tokens, REQUEST.expected_high) == (24, 90)
+    for high in (0, 24, 25):
+        codec.decode(codec.encode(replace(REQUEST, expected_high=high)), wire.GenerateRequest)
+    problem = r"GenerateRequest\.expected_high: 23; must be 0 or at least expected_tokens, 24"
+    refused(replace(REQUEST, expected_high=23), problem)
+
+
 # -------------------------------------------------------------------------------------------------- trajectories
 
 

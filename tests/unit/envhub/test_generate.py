@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from broker.contract import wire
+from broker.contract.lengths import remaining
 from broker.errors import RequestFailed, WireError
 from envhub.servers.awake_clock import AwakeClock
 from envhub.servers.generate import ExpectedTokens, TurnFailed, TurnGenerator, TurnRequest, mix, stirred
@@ -88,7 +89,9 @@ def fails(request: wire.GenerateRequest) -> wire.GenerateReply:
 
 async def test_one_answer_is_one_turn() -> None:
     client = Client(a=lambda request: reply(request, [7, 8]))
-    sampled = await generator(client, presence("a")).turn(ask(min_version=4, expected_tokens=3))
+    sampled = await generator(client, presence("a")).turn(
+        ask(min_version=4, expected_tokens=3, expected_high=7, priority=2, step=5)
+    )
     assert (list(sampled.token_ids), list(sampled.logprobs), list(sampled.version_runs)) == (
         [7, 8],
         [-1.0, -1.0],
@@ -98,6 +101,7 @@ async def test_one_answer_is_one_turn() -> None:
     request = client.asked[0][1]
     assert request.token_ids.array().tolist() == [1, 2, 3]
     assert (request.min_version, request.expected_tokens, request.conversation_id) == (4, 3, "c")
+    assert (request.expected_high, request.priority, request.step) == (7, 2, 5)
     assert 0 < request.deadline_s <= 5 / 3  # a third of the turn's time each, for two retries
 
 
@@ -135,6 +139,18 @@ async def test_a_partial_output_is_continued_not_thrown_away(reason: str) -> Non
     assert again.sampling.max_tokens == 6
     assert again.sampling.seed == mix(5, 2)
     assert client.asked[1][0] == ("b" if reason == "abort" else "a")
+
+
+async def test_a_continued_request_expects_what_is_still_to_come() -> None:
+    def first(request: wire.GenerateRequest) -> wire.GenerateReply:
+        client.servers["a"] = lambda request: reply(request, [9])
+        return reply(request, [7, 8], "deadline")
+
+    client = Client(a=first)
+    await generator(client, presence("a")).turn(ask(expected_tokens=4, expected_high=8, priority=1, step=2))
+    asked = [(one.expected_tokens, one.expected_high, one.priority, one.step) for _, one in client.asked]
+    assert asked == [(4, 8, 1, 2), (*remaining(4, 8, 2, 6), 1, 2)]
+    assert asked[1][:2] == (2, 6)
 
 
 async def test_a_partial_output_of_full_length_is_complete() -> None:
