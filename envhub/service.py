@@ -55,6 +55,7 @@ log = logging.getLogger(__name__)
 TICK_S: Final = 0.25
 PLAYED_ELSEWHERE_S: Final = 30.0  # before a ticket that another hub plays alone is delivered again
 FAREWELL_S: Final = 10.0  # for the last publishes and hand-backs
+UNSERVED_S: Final = 2.0  # without any rollout server, before a drain waits no longer: nothing could be sampled
 
 
 class TooManyHung(RlearnerError):
@@ -166,8 +167,10 @@ class EnvironmentHub:
         self.member.poke()
         # once the broker refuses the key, nothing can be published any more
         ends_now = self.member.desired == "stopped" or self.member.bus.link.refused.done()
-        until = time.monotonic() + (0.0 if ends_now else self.settings.drain_timeout_s)
-        while self.slots.jobs and time.monotonic() < until:
+        served_at = time.monotonic()
+        until = served_at + (0.0 if ends_now else self.settings.drain_timeout_s)
+        while self.slots.jobs and (now := time.monotonic()) < min(until, served_at + UNSERVED_S):
+            served_at = now if self.servers.all() else served_at
             await asyncio.sleep(TICK_S / 5)
             self._tick()
         self._perform(self.slots.expire())

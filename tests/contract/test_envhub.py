@@ -229,6 +229,22 @@ async def test_a_drain_that_takes_too_long_hands_back(world: World) -> None:
     assert await world.bus.last_seq(SAMPLES) == 0
 
 
+async def test_a_drain_without_any_server_hands_back_at_once(world: World) -> None:
+    await world.publish_spec({"lake": LAKE}, sections={"envhub": {"drain_timeout_s": 60}})
+    holding = await world.server("s1", lambda *_: asyncio.Event().wait())  # type: ignore[arg-type,return-value]
+    await world.ticket()
+    child = world.spawn()
+    await until(lambda: len(holding.asked) == 2)
+    await holding.close()
+    child.send_signal(signal.SIGTERM)
+    started = time.monotonic()
+    assert await asyncio.to_thread(child.wait, 100) == 0
+    assert time.monotonic() - started < 40, "waited for episodes that no server could continue"
+    (delivery,) = await (await world.bus.work_queue(TICKETS, "lake")).fetch(1, 10)
+    assert delivery.num_delivered == 2
+    await delivery.ack()
+
+
 async def test_a_run_that_is_stopped_ends_the_hub_at_once(world: World) -> None:
     await world.publish_spec({"lake": LAKE}, sections={"envhub": {"drain_timeout_s": 60}})
     holding = await world.server("s1", lambda *_: asyncio.Event().wait())  # type: ignore[arg-type,return-value]
