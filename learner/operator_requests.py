@@ -71,6 +71,8 @@ class OperatorRequests:
         if is_new:
             log.info("the operator asks for a checkpoint after step %d", version)
             saver.request()
+        elif not saver.pending:
+            return self._refused(f"no checkpoint of step {step} is pending: the learner was restarted; ask again")
         if saver.problem:
             return wire.OperatorReply(state="waiting", step=step, detail=saver.problem)
         when = f"it is taken when step {step} ends" if step > version else "it is taken before the next step begins"

@@ -124,6 +124,11 @@ class CheckpointSaver:
             await self._take(ledger)
 
     @property
+    def pending(self) -> bool:
+        """Whether the operator asked for a checkpoint that is not taken yet."""
+        return self._by_operator
+
+    @property
     def written(self) -> int:
         """Step of the newest checkpoint on disk, -1 if there is none."""
         return self._written

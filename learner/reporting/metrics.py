@@ -168,6 +168,12 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def damaged_line(path: Path) -> int:
+    """Return the number of the first complete line that ``read_lines`` stops at; 0 if there is none."""
+    number = len(read_lines(path)) + 1
+    return number if path.exists() and path.read_bytes().count(b"\n") >= number else 0
+
+
 def newest_line(path: Path) -> dict[str, Any]:
     """Return the last complete line of metrics.jsonl that can be read; empty without one."""
     if not path.exists():

@@ -10,7 +10,7 @@ from typing import Any
 from broker.errors import UserError
 from learner.checkpoints import checkpoint
 from learner.credit import archive, ledger_file, ledger_segments
-from learner.reporting.metrics import read_lines
+from learner.reporting.metrics import damaged_line, read_lines
 from rlearner.audit import sources, tap_records
 from rlearner.audit.ledger_audit import LedgerAudit
 from rlearner.audit.report import AuditReport, ranges
@@ -45,7 +45,10 @@ def read_books(folder: Path) -> RunRecords:
     if not ledger_segments.segment_files(path):
         raise UserError(f"{path}: no ledger files; the learner has not begun to train")
     problems: list[str] = []
-    rows, checkpoints = read_lines(folder / "metrics.jsonl"), _checkpoints(folder / "checkpoints", problems)
+    metrics = folder / "metrics.jsonl"
+    rows, checkpoints = read_lines(metrics), _checkpoints(folder / "checkpoints", problems)
+    if number := damaged_line(metrics):
+        problems.append(f"{metrics}: line {number} does not hold the metrics of a step; later lines were not read")
     read = ledger_segments.LedgerLines(path)
     lines = list(read)
     if read.problem:

@@ -13,11 +13,12 @@ from typing import Any, Final, Literal
 
 from broker.contract import wire
 from broker.contract.streams import REQUESTS
-from broker.errors import RequestFailed, UserError
+from broker.errors import BrokerUnreachable, RequestFailed, UserError
 from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import request
 from broker.runtime.presence import census
 from broker.system.visible_text import visible
+from learner.reporting.metrics import newest_line
 from learner.reporting.status import ID
 from learner.run_folder import broker_address, find_run
 
@@ -76,7 +77,13 @@ async def request_now(options: argparse.Namespace) -> int:
     place = find_run(options.run_name, options.dir)
     url = broker_address(options.broker, Path(place.folder))
     deadline_s = options.connect_deadline
-    bus = await Bus.connect(url, place.name, name=f"operator-{os.getpid()}", deadline_s=deadline_s)
+    try:
+        bus = await Bus.connect(url, place.name, name=f"operator-{os.getpid()}", deadline_s=deadline_s)
+    except BrokerUnreachable:
+        step = newest_line(place.folder / "metrics.jsonl").get("step", 0)
+        if step < place.config["train"]["steps"]:
+            raise
+        raise UserError(f"run {place.name} ended after its last step, {step}, and wrote a checkpoint of it") from None
     try:
         async with asyncio.timeout(None if options.no_wait else options.timeout), aclosing(follow(bus, action)) as each:
             async for reply in each:

@@ -77,6 +77,8 @@ def _hosts(options: argparse.Namespace) -> dict[str, str]:
             raise UserError(f"--hosts: {word!r} is not allowed; {wanted}") from None
         if found.is_loopback or found.is_unspecified:
             raise UserError(f"--hosts: {word!r} is not allowed; an address by which the other hosts reach {name}")
+        if str(found) in hosts.values():
+            raise UserError(f"--hosts: {word!r} is not allowed; another host has this address")
         hosts[name] = str(found)
     if options.gpus is None and len(hosts) > 1:
         raise UserError("--hosts: several hosts need --gpus, for the plan says what runs on which")

@@ -404,6 +404,9 @@ async def test_checkpoints_and_metrics_that_disagree_fail(tmp_path: Path) -> Non
     assert check(world).problems == ["metrics.jsonl has more than one line for steps 2"]
     put(metrics, [lines[0].replace('"ticket/trained": 2', '"ticket/trained": 3'), *lines[1:]])
     assert check(world).problems == ["step 1: metrics.jsonl and the ledger file disagree on trained"]
+    put(metrics, [*lines[:2], "{", *lines[3:]])
+    damaged = f"{metrics}: line 3 does not hold the metrics of a step; later lines were not read"
+    assert check(world).problems == [damaged, "metrics.jsonl has no line for steps 3"]
     put(metrics, lines)
     assert check(world).ok
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.reporting.metrics import read_lines
+from learner.reporting.metrics import damaged_line, read_lines
 from rlearner.cli import main
 
 JUNK = bytes(range(128, 200))
@@ -59,3 +59,21 @@ def test_lines_are_read_up_to_the_first_that_is_not_an_object(tmp_path: Path, ba
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2}\n' + bad + b'\n{"step": 4}\n')
     assert read_lines(path) == [{"step": 1}, {"step": 2}]
+    assert damaged_line(path) == 3
+
+
+def test_a_line_that_is_being_written_is_not_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"st')
+    assert damaged_line(path) == 0
+    assert damaged_line(tmp_path / "none.jsonl") == 0
+
+
+def test_checkpoint_of_a_run_that_has_ended(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["checkpoint-now", str(run), "--broker", "nats://127.0.0.1:1", "--connect-deadline", "0.1"]
+    (run / "metrics.jsonl").write_bytes(b'{"step": 2}\n')
+    assert main(command) == 2
+    assert "127.0.0.1:1" in capsys.readouterr().err
+    (run / "metrics.jsonl").write_bytes(b'{"step": 2}\n{"step": 3}\n')
+    assert main(command) == 2
+    assert capsys.readouterr().err == "error: run r ended after its last step, 3, and wrote a checkpoint of it\n"

@@ -115,6 +115,10 @@ def test_a_host_without_gpus_runs_everything(capsys: Captured, tmp_path: Path) -
         (["--gpus", "4", "--hosts", "a=127.0.0.1,b=10.0.0.2", "--host", "a"], "by which the other hosts reach a"),
         (["--gpus", "4", "--hosts", "a,b", "--host", "a"], "--hosts: 'a' is not allowed; NAME=ADDRESS"),
         (["--gpus", "4", "--hosts", "a=10.0.0.1,a=10.0.0.2", "--host", "a"], "each name once"),
+        (
+            ["--gpus", "4", "--hosts", "a=10.0.0.1,b=10.0.0.1", "--host", "a"],
+            "another host has this address",
+        ),
         (["--bin", "/root/.venv/bin"], "--bin: '/root/.venv/bin' is not allowed; units do not see /home, /root"),
         (["--bin", "bin"], "--bin: 'bin' is not allowed; an absolute path"),
         (["--write", QUICK], "--write configs/quickstart.yaml: expected a folder"),
