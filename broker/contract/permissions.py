@@ -12,11 +12,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from broker.contract.streams import BEST_EFFORT, KV, LAST_VALUE, LOG, REQUEST, ROLES, STREAMS, WORK_QUEUE, Stream
+from broker.contract.streams import (
+    BEST_EFFORT,
+    CONTROL,
+    KV,
+    LAST_VALUE,
+    LOG,
+    MEMBERS,
+    METRICS,
+    PRESENCE,
+    REQUEST,
+    ROLES,
+    RUNS,
+    STREAMS,
+    WEIGHTS,
+    WORK_QUEUE,
+    Stream,
+)
 from broker.errors import ConfigError
 
 LEARNER: Final = "learner"
 OPERATOR: Final = "operator"
+OBSERVER: Final = "observer"  # sees the figures of a run, no message of it, and changes nothing
 INBOX: Final = "_INBOX"
 API: Final = "$JS.API"
 WORK_QUEUE_READS: Final = ("STREAM.INFO.{}", "CONSUMER.INFO.{}.*", "CONSUMER.LIST.{}", "CONSUMER.MSG.NEXT.{}.*")
@@ -29,6 +46,7 @@ MANAGES: Final = (
     *("CONSUMER.DURABLE.CREATE.{}.*", "CONSUMER.INFO.{}.*", "CONSUMER.LIST.{}"),
 )
 STORED: Final = (WORK_QUEUE, LOG, LAST_VALUE, KV)
+OBSERVED: Final = (METRICS, PRESENCE, MEMBERS, CONTROL, RUNS, WEIGHTS)  # of the others, an observer sees the sizes
 
 
 @dataclass(frozen=True)
@@ -56,7 +74,7 @@ def permissions(role: str, run: str, name: str = "") -> Permissions:
     """Return the permissions of one identity.
 
     Args:
-        role: one of ``ROLES``, or ``OPERATOR``, which may do everything in every run.
+        role: one of ``ROLES``, ``OBSERVER``, or ``OPERATOR``, which may do everything in every run.
         run: the run; ignored for the operator.
         name: of the token that brought its key to another host; empty on the broker's own host.
 
@@ -65,13 +83,13 @@ def permissions(role: str, run: str, name: str = "") -> Permissions:
     """
     if role == OPERATOR:
         return Permissions((">",), (">",), replies=True)
-    if role not in ROLES:
-        raise ConfigError("role", role, f"one of {', '.join(ROLES)}, {OPERATOR}")
+    if role not in (*ROLES, OBSERVER):
+        raise ConfigError("role", role, f"one of {', '.join(ROLES)}, {OBSERVER}, {OPERATOR}")
     publish, subscribe = dict[str, None](), {f"{inbox(role, run, name)}.>": None}
     for stream in STREAMS:
         publish |= dict.fromkeys(_publishes(stream, role, run))
         subscribe |= dict.fromkeys(_subscribes(stream, role, run))
-    if role == LEARNER:
+    if role in (LEARNER, OBSERVER):
         publish[f"{API}.INFO"] = None  # how full the store is
     publish[f"{inbox(role, run, name)}.>"] = None  # a link measures its own delay with messages to itself
     replies = any(stream.kind is REQUEST and stream.reads(role) for stream in STREAMS)
@@ -80,6 +98,11 @@ def permissions(role: str, run: str, name: str = "") -> Permissions:
 
 def _publishes(stream: Stream, role: str, run: str) -> list[str]:
     allowed, requests = list[str](), list[str]()
+    if role == OBSERVER:
+        requests += ["STREAM.INFO.{}"] if stream.kind in STORED else []
+        requests += ["CONSUMER.LIST.{}"] if stream.kind is WORK_QUEUE else []
+        requests += LOG_READS if stream in OBSERVED else []
+        return [f"{API}.{one.format(stream.stream_name(run))}" for one in requests]
     if stream.writes(role):
         allowed.append(_written(stream, role, run))
         requests += ["STREAM.INFO.{}"] if stream.kind in STORED else []
@@ -94,7 +117,7 @@ def _publishes(stream: Stream, role: str, run: str) -> list[str]:
 
 
 def _subscribes(stream: Stream, role: str, run: str) -> list[str]:
-    if not stream.reads(role):
+    if stream not in OBSERVED if role == OBSERVER else not stream.reads(role):
         return []
     if stream.kind is KV:
         return [f"{stream.key_prefix(run)}>"]

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
+from broker.contract.permissions import OBSERVER
 from broker.contract.streams import token
 from broker.errors import ConfigError, UserError
 from broker.identity import cluster_login, vouchers
@@ -23,6 +24,7 @@ from broker.identity.login import Login
 from broker.system.private_files import is_open_to_others
 
 JOINING: Final = ("rollout", "envhub", "rewardhub")  # the roles that join a run; the learner starts it
+INVITED: Final = (*JOINING, OBSERVER)
 SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 MOST_BYTES: Final = 16_384
 
@@ -92,8 +94,8 @@ def invite(keys: KeyFolder, broker: str, role: str, run: str, *, name: str = "",
     Raises:
         UserError: if the name is taken, or the role does not join runs.
     """
-    if role not in JOINING:
-        raise ConfigError("role", role, f"one of {', '.join(JOINING)}")
+    if role not in INVITED:
+        raise ConfigError("role", role, f"one of {', '.join(INVITED)}")
     name = token(name or f"{role}-{secrets.token_hex(3)}", "--name")
     if any(user.name == name for user in keys.users()):
         raise UserError(f"--name {name}: the broker already has a token of this name; `rlearner revoke {name}` ends it")

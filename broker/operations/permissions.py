@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from broker.contract.permissions import OPERATOR
+from broker.contract.permissions import OBSERVER, OPERATOR
 from broker.contract.streams import ROLES, token
 from broker.errors import UserError
 from broker.identity.key_folder import KeyFolder, as_server_user
@@ -37,8 +37,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     add = parser.add_argument
     add("--run", metavar="NAME", action="append", required=True, help="a run; repeat it for several")
-    roles = (*ROLES, OPERATOR)
-    add("--role", choices=roles, nargs="+", default=list(roles), help="only these roles (all and the operator)")
+    roles = (*ROLES, OBSERVER, OPERATOR)
+    text = f"only these roles (all; without --login nkey all but {OBSERVER})"
+    add("--role", choices=roles, nargs="+", help=text)
     text = "an account of rlearner's own, or the users of the server's only account (%(default)s)"
     add("--format", choices=FORMATS, default=FORMATS[0], help=text)
     text = "what the users log in with (%(default)s)"
@@ -54,7 +55,9 @@ def show_permissions(options: argparse.Namespace) -> None:
         UserError: if the folder of keys is not named, or cannot be used.
     """
     runs = [token(run, "--run") for run in dict.fromkeys(options.run)]
-    roles = [role for role in (*ROLES, OPERATOR) if role in options.role]
+    every = (*ROLES, OBSERVER, OPERATOR)
+    usual = every if options.login == "nkey" else (*ROLES, OPERATOR)
+    roles = [role for role in every if role in (options.role or usual)]
     users = list(_users(options, runs, roles))
     require_distinct(users)
     print(ABOUT.format(runs=", ".join(runs), roles=", ".join(roles)), end="")

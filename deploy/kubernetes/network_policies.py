@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import yaml
 
+from broker.contract.permissions import OBSERVER, OPERATOR
 from broker.contract.streams import GENERATE, REQUEST, REQUESTS, RERUNS, ROLES, STREAMS, WEIGHTSYNC, Stream
 
 TARGET: Final = Path(__file__).parent / "base" / "network-policies.yaml"
@@ -30,8 +31,9 @@ def pods(role: str) -> dict[str, Any]:
 
 
 def broker_roles() -> list[str]:
-    """Return the roles that some row makes write to or read from the broker, the operator last."""
-    return [role for role in ROLES if any(one.writes(role) or one.reads(role) for one in STREAMS)] + ["operator"]
+    """Return the roles that some row makes write to or read from the broker, then those that only look or command."""
+    working = [role for role in ROLES if any(one.writes(role) or one.reads(role) for one in STREAMS)]
+    return [*working, OBSERVER, OPERATOR]
 
 
 def direct() -> list[tuple[str, str, int]]:

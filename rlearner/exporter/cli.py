@@ -20,6 +20,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("exporter", help=text, description=text)
     add_run_options(parser)
     add_broker(parser, is_noted=True)
+    text = "token for an observer, from `rlearner invite observer`; - reads standard input"
+    parser.add_argument("--join", metavar="FILE", help=text)
     text = "give up if no broker answers in time (never)"
     parser.add_argument("--connect-deadline", metavar="SECONDS", type=positive, help=text)
     add_metrics_options(parser, default=PORT, text="of the run")

@@ -7,12 +7,16 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any, Final
 
 from broker.contract import wire
+from broker.contract.permissions import OBSERVER, OPERATOR
 from broker.contract.streams import CONTROL, DEAD, METRICS, ROLES, RUNS, STREAMS, WEIGHTS, Stream, StreamKind
 from broker.errors import LostState, UserError
+from broker.identity import tokens
+from broker.identity.login import Login
 from broker.jetstream.api import ask
 from broker.jetstream.bus import Bus
 from broker.jetstream.stored_message import peek
@@ -44,12 +48,13 @@ async def export(options: argparse.Namespace, stop: Stop) -> None:
         UserError: if the run has no folder here and no broker is named, or the port cannot be used.
     """
     logs.apply(options)
-    run, url = _where(options)
+    run, url, login = _where(options)
     logs.identify(run=run, role="exporter", process_id=f"exporter-{os.getpid()}")
     figures = RunFigures(run)
     serve_metrics(options, stop, figures)
     stop.health.set("starting", "waiting for a broker")
-    connecting = Bus.connect(url, run, name=f"exporter-{os.getpid()}", deadline_s=options.connect_deadline)
+    name, role = f"exporter-{os.getpid()}", OBSERVER if login is not None else OPERATOR
+    connecting = Bus.connect(url, run, name=name, role=role, login=login, deadline_s=options.connect_deadline)
     bus = await unless_stopped(stop, connecting)
     try:
         stop.health.joined()
@@ -64,7 +69,7 @@ async def _run_there(bus: Bus, stop: Stop) -> None:
     reminders = Reminders()
     while True:
         try:
-            known = await find_runs(bus)
+            known = await _known(bus)
         except NO_ANSWER as error:
             status = f"waiting for run {bus.run}; {_why(error)}"
         else:
@@ -78,19 +83,31 @@ async def _run_there(bus: Bus, stop: Stop) -> None:
         await asyncio.sleep(WAIT_S)
 
 
-def _where(options: argparse.Namespace) -> tuple[str, str]:
-    """Return the run's name and the address of its broker.
+async def _known(bus: Bus) -> Collection[str]:
+    """Return the runs of the broker, as far as this login may know them."""
+    if bus.link.login.role != OBSERVER:
+        return await find_runs(bus)
+    return [bus.run] if await bus.key_value(RUNS).get_bytes(bus.run) is not None else []
+
+
+def _where(options: argparse.Namespace) -> tuple[str, str, Login | None]:
+    """Return the run's name, the address of its broker, and the login of an observer's token, if there is one.
 
     Raises:
-        UserError: if the run has no folder here and ``--broker`` is not given.
+        UserError: if the run has no folder here and ``--broker`` is not given, or the token cannot be used.
     """
+    if options.join is not None:
+        made = tokens.read(options.join, OBSERVER)
+        if options.run_name != made.run:
+            raise UserError(f"exporter {options.run_name}: the token {options.join} is for run {made.run}")
+        return made.run, made.broker, made.login
     try:
         place = find_run(options.run_name, options.dir)
     except UserError:
         if not options.broker:
             raise
-        return options.run_name, options.broker
-    return place.name, broker_address(options.broker, place.folder)
+        return options.run_name, options.broker, None
+    return place.name, broker_address(options.broker, place.folder), None
 
 
 async def _follow(bus: Bus, figures: RunFigures, stop: Stop) -> None:
@@ -101,14 +118,17 @@ async def _follow(bus: Bus, figures: RunFigures, stop: Stop) -> None:
     roster = Roster(bus, beats=BEATS, members=[role for role in ROLES if role not in BEATS])
     listening = False
     asked = asyncio.create_task(stop.asked.wait())
+    ends: list[asyncio.Future[Any]] = [asked, bus.link.refused]
     try:
         while not asked.done():
+            if bus.link.refused.done():
+                raise bus.link.refused.result()
             figures.is_connected = bus.link.connected.is_set()
             if not listening and figures.is_connected:
                 listening = await _listen(roster, figures)
             await _ask_once(bus, figures, stop)
             figures.forget_silent()
-            await asyncio.wait({asked}, timeout=ASK_EVERY_S)
+            await asyncio.wait(ends, timeout=ASK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
     finally:
         asked.cancel()
         with suppress(OSError, Disconnected):  # the broker has gone, and with it the subscriptions

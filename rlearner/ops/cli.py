@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from importlib import import_module
 from typing import Any
 
-from broker.identity.tokens import JOINING, duration
+from broker.identity.tokens import INVITED, duration
 from broker.runtime.process import Stop, main, unless_stopped
 from broker.settings.arguments import add_broker, add_json, count, natural, positive
 from broker.system.entry import EXIT_STOPPED
@@ -108,7 +108,7 @@ def _add_invitations(subparsers: Any) -> None:
         add_json(parser)
         parser.set_defaults(run=lambda options, name=name: _run(f"invitations:{name}", options))
     add = parsers["invite"].add_argument
-    add("role", choices=JOINING, help="what the token's processes do")
+    add("role", choices=INVITED, help="what the token's processes do; observer: `rlearner exporter`, which only reads")
     add("--run", dest="run_name", metavar="NAME", required=True, help="the run")
     add("--out", metavar="FILE", required=True, help="a new file, which only you can read")
     text = "until the broker refuses it, for example 30m, 24h or 7d (%(default)s)"

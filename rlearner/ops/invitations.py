@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+from broker.contract.permissions import OBSERVER
 from broker.errors import UserError
 from broker.identity import tokens
 from broker.identity.key_folder import KeyFolder
@@ -33,7 +34,7 @@ async def invite(options: argparse.Namespace) -> int:
         keys.revoke(next(user for user in keys.users() if user.name == made.name))
         raise
     until = time.strftime("%Y-%m-%d %H:%M", time.localtime(made.expires_at))
-    command = "rollout-server" if options.role == "rollout" else options.role
+    command = {"rollout": "rollout-server", OBSERVER: f"rlearner exporter {made.run}"}.get(options.role, options.role)
     if options.json:
         found = {"file": str(path), "role": made.role, "run": made.run, "name": made.name}
         print(visible_json({**found, "expires_at": made.expires_at, "command": f"{command} --join {path}"}))

@@ -198,13 +198,13 @@ def test_seeds_stay_in_the_folder(tmp_path: Path) -> None:
     files = sorted(keys.rglob("*.key"))
     assert [str(file.relative_to(keys)) for file in files] == [
         "operator.key",
-        *(f"{RUN}/{role}.key" for role in ("envhub", "learner", "owner", "rewardhub", "rollout")),
+        *(f"{RUN}/{role}.key" for role in ("envhub", "learner", "observer", "owner", "rewardhub", "rollout")),
     ]
     for file in files:
         assert file.stat().st_mode & 0o777 == 0o600
         assert file.read_text().strip() not in made.stdout + made.stderr
     assert permissions("--run", RUN, "--keys", str(keys)).stdout == made.stdout
-    assert made.stdout.count("nkey:") == 5
+    assert made.stdout.count("nkey:") == 6
 
 
 def test_only_the_runs_and_roles_that_are_named(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from broker.contract import codec, wire
 from broker.contract.streams import MEMBERS, PRESENCE, RUNS, TICKETS
 from broker.errors import UserError
+from broker.identity import tokens
+from broker.identity.login import keys_of
 from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import publish_metrics
 from broker.runtime.member import Member, Stop
@@ -189,7 +191,7 @@ async def test_a_broker_that_dies_and_returns(tmp_path: Path, quick: None, monke
 
 def options(run: str, broker: str | None, folder: Path) -> argparse.Namespace:
     return argparse.Namespace(
-        run_name=run, dir=str(folder), broker=broker, connect_deadline=10.0, metrics_port=None,
+        run_name=run, dir=str(folder), broker=broker, join=None, connect_deadline=10.0, metrics_port=None,
         metrics_bind="127.0.0.1", log_level="INFO", log_format="text", log_file=None,
     )  # fmt: skip
 
@@ -197,6 +199,45 @@ def options(run: str, broker: str | None, folder: Path) -> argparse.Namespace:
 async def test_a_run_without_a_folder_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"^no run 'nothing' below {tmp_path}; there is none; name its folder"):
         await export(options("nothing", None, tmp_path), Stop())
+
+
+async def test_an_observers_token_sees_the_run_until_it_is_revoked(
+    bus: Bus, broker_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlearner.exporter.service.ASK_EVERY_S", 0.2)
+    await bus.ensure_consumers(TICKETS, ["lake"])
+    await bus.publish(TICKETS, ticket(1), key="lake", ticket=1)
+    keys, place = keys_of(broker_url), tmp_path / "observer.token"
+    tokens.write(tokens.invite(keys, broker_url, "observer", bus.run, name="grafana", expires_s=600), place)
+    made, stop, shown = options(bus.run, None, tmp_path), Stop(), list[RunFigures]()
+    monkeypatch.setattr("rlearner.exporter.service.serve_metrics", lambda _, __, figures: shown.append(figures))
+    made.join = str(place)
+    exporting = asyncio.create_task(export(made, stop))
+    await asyncio.sleep(0.5)
+    spec = wire.RunSpec(run=bus.run, wire_version=wire.WIRE_VERSION, epoch=5, config={}, model_path="m")
+    await bus.key_value(RUNS).put(bus.run, spec)
+    member = Member(bus, spec, "server-1", "rollout", Stop())
+    member.announce(lambda: presence("rollout", "server-1"))
+    values = await until(shown[0], lambda found: found.get(("rlearner_processes", "rollout")) == 1)
+    assert values["rlearner_run_epoch",] == 5
+    assert values["rlearner_queue_depth", "tickets", f"rl.{bus.run}.tickets.lake"] == 1
+    await member.leave()
+    keys.revoke(next(user for user in keys.users() if user.name == "grafana"))
+    with pytest.raises(UserError, match="refuses the key"):
+        await asyncio.wait_for(exporting, 30)
+
+
+async def test_a_token_of_another_run_or_role_is_one_line(bus: Bus, broker_url: str, tmp_path: Path) -> None:
+    for role in ("observer", "envhub"):
+        made = tokens.invite(keys_of(broker_url), broker_url, role, bus.run, name=role, expires_s=600)
+        tokens.write(made, tmp_path / role)
+    other = options("other", None, tmp_path)
+    other.join = str(tmp_path / "observer")
+    with pytest.raises(UserError, match=f"^exporter other: the token {other.join} is for run {bus.run}$"):
+        await export(other, Stop())
+    other.join = str(tmp_path / "envhub")
+    with pytest.raises(UserError, match="this token is for envhub envhub, not for observer"):
+        await export(other, Stop())
 
 
 async def test_a_run_that_comes_later_is_awaited(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from broker.contract.permissions import OPERATOR, Permissions, inbox, permissions
+from broker.contract.permissions import OBSERVER, OPERATOR, Permissions, inbox, permissions
 from broker.contract.streams import ROLES
 from broker.errors import ConfigError
 
@@ -82,12 +82,23 @@ def test_who_may_subscribe(subject: str) -> None:
     assert {role for role in ROLES if allows(permissions(role, "r").subscribe, subject)} == SUBSCRIBERS[subject]
 
 
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("subject", [*PUBLISHERS, *SUBSCRIBERS])
+def test_an_observer_changes_nothing_and_reads_no_message(subject: str) -> None:
+    allowed = permissions(OBSERVER, "r")
+    reads = {"$JS.API.STREAM.MSG.GET.KV_rl_r_runs", "$JS.API.INFO"}
+    hears = {"rl.r.metrics.envhub.h1", "rl.r.presence.rollout.s1", "$KV.rl_r_control.r", "$KV.rl_r_runs.r"}
+    hears |= {"$KV.rl_r_members.r.envhub.h1", "$KV.rl_r_members.r.rollout.s1"}
+    assert allows(allowed.publish, subject) == (subject in reads)
+    assert allows(allowed.subscribe, subject) == (subject in hears)
+    assert not allowed.replies
+
+
+@pytest.mark.parametrize("role", [*ROLES, OBSERVER])
 def test_no_subject_of_another_run_and_no_other_inbox(role: str) -> None:
     allowed, others = permissions(role, "r", "host2"), permissions(role, "r2")
     for name in ("publish", "subscribe"):
         mine, theirs = getattr(allowed, name), getattr(others, name)
-        assert set(mine) & set(theirs) == ({"$JS.API.INFO"} if (role, name) == ("learner", "publish") else set())
+        assert set(mine) & set(theirs) == ({"$JS.API.INFO"} & set(mine))
         assert not any(allows(mine, one.replace("*", "x").replace(">", "x")) for one in theirs if "INFO" not in one)
         assert ">" not in mine
     assert allows(allowed.subscribe, f"{inbox(role, 'r', 'host2')}.a.1")
