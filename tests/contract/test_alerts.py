@@ -7,6 +7,7 @@ A second of the run counts as a minute, so that ranges of minutes are over soon.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
 import re
@@ -289,6 +290,12 @@ def _check_names(seen: Observer, healthy: Series) -> None:
     assert {name for name in known if re.fullmatch(own, name)} - documented == set()
     single = History([(0.0, healthy)])
     assert evaluate(f'rlearner_processes{{run="{RUN}", role="rollout"}}', single).popitem()[1] == 2
+
+
+def test_every_alert_fires_in_some_test() -> None:
+    """Those that `_provoke` provokes, in full or in CI, and those on a changed scrape."""
+    provoked = set(re.findall(r'seen\.expect\("(\w+)"', inspect.getsource(_provoke)))
+    assert provoked | RARE.keys() == rules().keys()
 
 
 def changed(series: Series, name: str, value: Callable[[float], float], **labels: str) -> Series:
