@@ -29,6 +29,7 @@ class EnvhubSection(Section):
     max_hung_threads: PositiveInt = 256  # a hub that has lost this many threads in environments exits
     # failed tickets of a domain in a row (at most those played at once, at least 2) before it waits for a good trial
     broken_after: PositiveInt = 5
+    score_wait_s: PositiveFloat = 10.0  # how long a complete group waits for scores that reward hubs are computing
     drain_timeout_s: PositiveFloat = 30.0
 
 

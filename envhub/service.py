@@ -42,6 +42,7 @@ from envhub.tally import HubMetrics
 from envhub.task import EpisodeFailed
 from envhub.tickets.assignment import assignment, task
 from envhub.tickets.attempts import AttemptNotes
+from envhub.tickets.early_scores import EarlyScores
 from envhub.tickets.feed import QueueTurns, TicketFeed
 from envhub.tickets.outbox import InHand, TicketOutbox
 from envhub.workers import sandboxed
@@ -268,7 +269,9 @@ class EnvironmentHub:
         if held is not None:
             held.delivery = delivery  # a redelivery: acknowledge the newest
             return asked.group_size
-        held = InHand(asked, delivery, self.domains[domain])
+        of_domain = self.domains[domain]
+        early = EarlyScores(self.member.bus, asked, of_domain.section, self.settings.score_wait_s)
+        held = InHand(asked, delivery, of_domain, early)
         if not self.health.takes(domain):  # fetched just before the domain counted as broken
             self.outbox.hand_back(held, self.health.delay_s(domain), "its domain fails here")
             return asked.group_size
@@ -359,6 +362,9 @@ class EnvironmentHub:
             held.played[episode] = played
             held.tasks.pop(episode, None)
             self._perform(self.slots.finished(key, episode))
+            # the last one is scored with its group, unless that waits for others anyway
+            if self._in_hand.get(key) is held or held.early.pending:
+                held.early.begin(played)
             self.turnstile.poke()
 
     def _failed(self, key: str, held: InHand, episode: int, error: EpisodeFailed) -> None:

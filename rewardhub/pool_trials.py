@@ -28,7 +28,7 @@ class PoolTrials:
         """Keep the failed episode for later trials of its pool."""
         failed = [one for one in scoring.group.trajectories if one.episode == scoring.failed_episode]
         kept = self._kept.setdefault(pool, deque(maxlen=MAX_KEPT))
-        kept.append(msgspec.structs.replace(scoring.group, trajectories=failed))
+        kept.append(msgspec.structs.replace(scoring.group, trajectories=failed, scores=[]))
 
     def forget(self, pool: str) -> None:
         """Drop the episodes of a pool that works."""

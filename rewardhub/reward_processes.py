@@ -207,6 +207,10 @@ class RewardProcesses:
                 self.num_busy -= 1
         return score_of_reply(answer)
 
+    def has_room(self, reward: RewardConfig) -> bool:
+        """Return whether a sample would be scored at once."""
+        return not self._kind(reward).room.locked()
+
     async def close(self) -> None:
         """Kill all of them."""
         living = [process for kind in self._kinds.values() for process in kind.processes if process is not None]

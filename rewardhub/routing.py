@@ -5,8 +5,10 @@ Events go in (``start``, ``scored``, ``failed``), actions come out. A group ends
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Final
 
 import msgspec
@@ -70,6 +72,36 @@ def find_refusal(
     return None
 
 
+def rewards_digest(rewards: Sequence[RewardConfig]) -> str:
+    """Return the digest of a domain's rewards, which tells scores of other rewards or other arguments apart."""
+    plain = json.dumps([reward.model_dump(mode="json") for reward in rewards], sort_keys=True)
+    return blake2b(plain.encode(), digest_size=8).hexdigest()
+
+
+def add_scores(
+    reward: float, parts: Mapping[str, float], scores: Mapping[int, Scored], rewards: Sequence[RewardConfig]
+) -> tuple[float, dict[str, float], bool | None]:
+    """Return an episode's reward, its parts and its success with these scores; None: they do not decide about success.
+
+    Args:
+        scores: by index in ``rewards``, all rewards of the domain.
+    """
+    names, total, success, seen = reward_labels(rewards), reward, None, dict(parts)
+    for r, scored in scores.items():
+        value, notes = scored.value, scored.notes
+        amount = sum(value.values()) if isinstance(value, dict) else value
+        total += rewards[r].weight * amount
+        if isinstance(value, dict):
+            seen |= {f"{names[r]}/{part}": number for part, number in value.items()}
+        else:
+            seen[names[r]] = value
+        seen |= {f"{names[r]}/{note}": number for note, number in notes.items()}  # not part of the total
+        # If the environment gives no reward, the domain's first reward decides about success.
+        if r == 0 and ENV not in parts:
+            success = amount >= 1
+    return total, seen, success
+
+
 class GroupScoring:
     """State machine of one group in one pool.
 
@@ -86,7 +118,9 @@ class GroupScoring:
         self._values: dict[tuple[int, int], Scored] = {}
         # Step-independent samples share their episode's number; the last one has its end and is scored for all.
         self._last = {trajectory.episode: index for index, trajectory in enumerate(group.trajectories)}
-        self.num_retries = 0
+        self._brought = self._scored_before()
+        self._values |= self._brought
+        self.num_retries = self.num_asked = 0
         self.failed_episode = group.trajectories[0].episode  # the one that failed, if any
         self.ended = False
 
@@ -97,7 +131,9 @@ class GroupScoring:
 
     def start(self) -> list[Action]:
         """Return all scores to compute, or the group itself if there are none."""
-        asks: list[Action] = [ScoreAction(t, r) for t in sorted(self._last.values()) for r in self._mine]
+        needed = [(t, r) for t in sorted(self._last.values()) for r in self._mine]
+        asks: list[Action] = [ScoreAction(t, r) for t, r in needed if (t, r) not in self._values]
+        self.num_asked = len(asks)
         return asks or self._forward()
 
     def scored(self, ask: ScoreAction, value: Scored | Value) -> list[Action]:
@@ -118,33 +154,36 @@ class GroupScoring:
         self.ended = True
         self.failed_episode = self.group.trajectories[ask.trajectory].episode
         tries = f" (after {ask.attempt + 1} tries)" if ask.attempt else ""
-        works_here = any(reward == ask.reward for _, reward in self._values)
+        works_here = any(reward == ask.reward for _, reward in self._values.keys() - self._brought.keys())
         why = f"episode {self.failed_episode}: {detail}{tries}"
         return [CloseAction("reward_error", why, own=works_here or not retry)]
 
     def _forward(self) -> list[Action]:
         self.ended = True
         trajectories = [self._add(self._last[trajectory.episode], trajectory) for trajectory in self.group.trajectories]
-        group = msgspec.structs.replace(self.group, trajectories=trajectories, pools=self.group.pools[1:])
+        pools = self.group.pools[1:]
+        scores = self.group.scores if pools else []
+        group = msgspec.structs.replace(self.group, trajectories=trajectories, pools=pools, scores=scores)
         stream, key = (EPISODES, group.pools[0]) if group.pools else (result_log(evaluation=group.eval_step >= 0), "")
         return [ForwardAction(group, stream, key)]
 
     def _add(self, index: int, trajectory: wire.Trajectory) -> wire.Trajectory:
-        names = reward_labels(self._rewards)
-        total, parts, success = trajectory.reward, dict(trajectory.reward_parts), trajectory.success
-        for r in self._mine:
-            value, notes = self._values[index, r].value, self._values[index, r].notes
-            amount = sum(value.values()) if isinstance(value, dict) else value
-            total += self._rewards[r].weight * amount
-            if isinstance(value, dict):
-                parts |= {f"{names[r]}/{part}": number for part, number in value.items()}
-            else:
-                parts[names[r]] = value
-            parts |= {f"{names[r]}/{note}": number for note, number in notes.items()}  # not part of the total
-            # If the environment gives no reward, the domain's first reward decides about success.
-            if r == 0 and ENV not in trajectory.reward_parts:
-                success = amount >= 1
+        scores = {r: self._values[index, r] for r in self._mine}
+        total, parts, success = add_scores(trajectory.reward, trajectory.reward_parts, scores, self._rewards)
+        success = trajectory.success if success is None else success
         return msgspec.structs.replace(trajectory, reward=total, reward_parts=parts, success=success)
+
+    def _scored_before(self) -> dict[tuple[int, int], Scored]:
+        """Return the scores of this pool that the group brings along, unless they are of other rewards."""
+        labels = {label: r for r, label in enumerate(reward_labels(self._rewards)) if r in self._mine}
+        digest = rewards_digest(self._rewards) if self.group.scores else ""
+        return {
+            (self._last[one.episode], labels[score.reward]): Scored(score.value, score.notes)
+            for one in self.group.scores
+            if one.rewards == digest and one.episode in self._last
+            for score in one.scores
+            if score.reward in labels
+        }
 
 
 def sample_of(group: wire.Group, trajectory: wire.Trajectory) -> Sample:

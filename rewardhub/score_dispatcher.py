@@ -62,6 +62,18 @@ class ScoreDispatcher:
         many = loading.concurrency_of(reward) is not None
         return await (self._hosts.score(reward, sample) if many else self._workers.score(reward, sample))
 
+    def has_room(self, rewards: Sequence[RewardConfig], promised: int = 0) -> bool:
+        """Return whether one sample would be scored by these rewards at once.
+
+        Args:
+            promised: scores that are about to be asked for.
+        """
+        singles = [reward for reward in rewards if loading.concurrency_of(reward) is None]
+        hosts = [reward for reward in rewards if loading.concurrency_of(reward) is not None]
+        return self._workers.num_idle >= len(singles) + promised * bool(singles) and all(
+            map(self._hosts.has_room, hosts)
+        )
+
     async def close(self) -> None:
         """Kill all processes."""
         await self._workers.close()

@@ -52,9 +52,9 @@ async def rescore_group(
         return None  # nothing to score
     ending: ForwardAction | CloseAction | None = find_refusal(message, message.pools[0], domains, 1)
     if ending is None:
-        rewards = domains[message.domain].rewards
+        rewards, unscored = domains[message.domain].rewards, msgspec.structs.replace(message, scores=[])
         try:
-            ending = await score_group(GroupScoring(message, rewards, 0), rewards, scorers)
+            ending = await score_group(GroupScoring(unscored, rewards, 0), rewards, scorers)
         except NoWorkerError as error:
             ending = CloseAction("aborted", str(error))
     if isinstance(ending, ForwardAction):

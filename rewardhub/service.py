@@ -36,6 +36,7 @@ from rewardhub.config import RewardhubSection, all_pools, pools_of_kinds
 from rewardhub.metrics import RewardhubMetrics
 from rewardhub.pool_trials import PoolTrials
 from rewardhub.routing import CloseAction, ForwardAction, GroupScoring, find_refusal
+from rewardhub.score_ahead import AheadScorer
 from rewardhub.score_dispatcher import ScoreDispatcher
 from rewardhub.scoring_job import rescore_group, score_group
 from rewardhub.worker_pool import NoWorkerError
@@ -107,6 +108,7 @@ class RewardhubService:
         most = self.settings.broken_after
         self.health = WorkHealth("pool", self.pools, lambda _: most, trial=self._trial, changed=member.poke)
         self.tally = RewardhubMetrics()
+        self.ahead = AheadScorer(self.bus, self.workers, lambda: self.domains, self._takes_ahead, member.spans)
         self._jobs: dict[int, _Job] = {}  # by sequence in the stream
         self._tasks: set[asyncio.Task[None]] = set()
         self._room = asyncio.Event()
@@ -140,6 +142,7 @@ class RewardhubService:
             self.member.poke()
             self._open_feeds()
             while not asked.done():
+                await self.ahead.serve(self.pools)
                 await asyncio.wait({asked, *self._feeds.values()}, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
                 for feed in self._feeds.values():
                     if feed.done():
@@ -149,10 +152,15 @@ class RewardhubService:
         finally:
             if reruns is not None:
                 await reruns.close()
+            await self.ahead.close()
             for task in (asked, *self._feeds.values()):
                 task.cancel()
             await asyncio.gather(asked, *self._feeds.values(), return_exceptions=True)
             await self._drain()
+
+    def _takes_ahead(self, pool: str) -> bool:
+        """Decide whether this hub scores episodes of incomplete groups of a pool at present."""
+        return self.member.running.is_set() and self._state == "serving" and self.health.takes(pool)
 
     def _open_feeds(self) -> None:
         for pool in self.pools:
@@ -263,8 +271,9 @@ class RewardhubService:
         self.tally.cost += scoring.cost
         key = ticket_key(group.ticket, evaluation=group.eval_step >= 0)
         if isinstance(ending, ForwardAction):
-            self.health.succeeded(job.pool)
-            self.trials.forget(job.pool)
+            if scoring.num_asked:  # else others have scored it
+                self.health.succeeded(job.pool)
+                self.trials.forget(job.pool)
         elif self._fails(job, key, scoring, ending):
             await self._hand_back(job, HAND_BACK_S, ending.detail)
             return
@@ -344,6 +353,7 @@ class RewardhubService:
         return {
             **self.tally.report(),
             "rewardhub/running": len(self._jobs),
+            "rewardhub/scored_ahead": self.ahead.num_scored,
             "rewardhub/busy_workers": self.workers.num_busy,
             "rewardhub/killed_workers": self.workers.num_killed,
             "process/cpu_s": time.process_time() + self.workers.cpu_s(),

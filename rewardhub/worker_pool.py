@@ -148,6 +148,11 @@ class RewardWorkerPool:
         self.num_killed = 0  # after a timeout or a crash
         self.num_busy = 0
 
+    @property
+    def num_idle(self) -> int:
+        """Workers that can take a sample now."""
+        return self._free.qsize()
+
     def adopt(self, rewards: Sequence[RewardConfig]) -> None:
         """Use these rewards from now on; each worker is replaced before its next score."""
         if list(rewards) != self._rewards:

@@ -83,6 +83,13 @@ RANGES: Final[dict[type, dict[str, ValueRange]]] = {
         "ticket": COUNT, "task_index": NATURAL, "min_version": VERSION, "deliveries": COUNT, "eval_step": OPTIONAL,
         "generate_s": NATURAL, "env_step_s": NATURAL, "reward_s": NATURAL, "temperature": NATURAL,
     },
+    wire.RewardScore: {},
+    wire.EpisodeScores: {"episode": NATURAL},
+    wire.EpisodeScoreRequest: {
+        "ticket": COUNT, "task_index": NATURAL, "episode": NATURAL, "reward": ANY, "num_turns": NATURAL,
+        "num_tokens": NATURAL, "eval_step": OPTIONAL,
+    },
+    wire.EpisodeScoreReply: {"reward": ANY},
     wire.Closed: {"ticket": COUNT, "eval_step": OPTIONAL},
     wire.RulesChange: {"epoch": COUNT},
     wire.Parted: {"ticket": COUNT, "size": BODY, "part_bytes": PART, "eval_step": OPTIONAL},
@@ -123,6 +130,7 @@ NAMES: Final[dict[type, tuple[str, ...]]] = {
     wire.Ticket: ("domain",),
     wire.EvalTicket: ("domain",),
     wire.Group: ("domain", "pools"),
+    wire.EpisodeScoreRequest: ("domain",),
     wire.Closed: ("domain",),
     wire.Parted: ("domain", "upload"),
     wire.Metrics: ("role", "id"),
@@ -304,10 +312,31 @@ def _check_version_runs(message: str, column: wire.Column, sampled: int) -> None
 
 
 def _check_group(group: wire.Group) -> None:
-    """There is at least one trajectory, and each keeps its rules."""
+    """There is at least one trajectory, and each keeps its rules. Scores are finite."""
     if not group.trajectories:
         raise _wrong("Group", "trajectories", "[]", "at least one")
     check_trajectories(group.trajectories)
+    for one in group.scores:
+        _numbers(one)
+        _check_scores(one.scores)
+
+
+def _check_scores(scores: list[wire.RewardScore]) -> None:
+    for score in scores:
+        _finite("RewardScore", "value", score.value if isinstance(score.value, dict) else {"": score.value})
+        _finite("RewardScore", "notes", score.notes)
+
+
+def _check_score_request(request: wire.EpisodeScoreRequest) -> None:
+    """reward_parts and metrics are finite."""
+    _finite("EpisodeScoreRequest", "reward_parts", request.reward_parts)
+    _finite("EpisodeScoreRequest", "metrics", request.metrics)
+
+
+def _check_score_reply(reply: wire.EpisodeScoreReply) -> None:
+    """Scores and reward_parts are finite."""
+    _check_scores(reply.scores)
+    _finite("EpisodeScoreReply", "reward_parts", reply.reward_parts)
 
 
 def _check_ticket(ticket: wire.Ticket) -> None:
@@ -573,6 +602,8 @@ _IN_RANGE: Final = {kind: _in_range(kind) for kind in RANGES}
 RULES: Final[dict[type, Callable[[Any], None]]] = {
     wire.Ticket: _check_ticket,
     wire.Group: _check_group,
+    wire.EpisodeScoreRequest: _check_score_request,
+    wire.EpisodeScoreReply: _check_score_reply,
     wire.WeightsOffer: _check_offer,
     wire.DeviceLease: _check_lease,
     wire.WeightsJoin: _check_join,

@@ -50,6 +50,15 @@ EXAMPLES: Final[dict[type[wire.Message], wire.Message]] = {
             ticket=417, domain="lake", task_index=208, min_version=10, hub="envhub-2f0", deliveries=1, pools=["judge"],
             trajectories=[_EPISODE], prompt="Reach the goal.", generate_s=0.84, env_step_s=0.002,
         ),
+        wire.EpisodeScoreRequest(
+            ticket=417, domain="lake", task_index=208, episode=0, prompt="Reach the goal.", reference="",
+            response="Right", reward=1.0, reward_parts={"env": 1.0}, success=True, end="terminated",
+            metrics={"num_turns": 2.0}, num_turns=2, num_tokens=4,
+        ),
+        wire.EpisodeScoreReply(
+            rewards="4c1f09b2ad7e6532", scores=[wire.RewardScore(reward="judge", value=0.75, notes={"asked": 1.0})],
+            reward=1.75, reward_parts={"env": 1.0, "judge": 0.75, "judge/asked": 1.0}, success=True,
+        ),
         wire.Closed(
             ticket=418, domain="lake", reason="env_error", detail="step() raised ValueError: no such move",
             by="envhub-2f0",

@@ -83,6 +83,9 @@ TICKETS: Final = Stream("tickets", WORK_QUEUE, (wire.Ticket,), "domain", "learne
 EPISODES: Final = Stream(
     "episodes", WORK_QUEUE, (wire.Group, wire.Parted), "pool", "envhub, rewardhub", "rewardhub", "until acknowledged"
 )
+SCORES: Final = Stream(
+    "scores", REQUEST, (wire.EpisodeScoreRequest, wire.EpisodeScoreReply), "pool", "envhub", "rewardhub"
+)
 SAMPLES: Final = Stream(
     "samples",
     LOG,
@@ -153,7 +156,7 @@ RESERVE: Final = Stream(
 )
 
 STREAMS: Final[tuple[Stream, ...]] = (
-    *(TICKETS, EPISODES, SAMPLES, PARTS, EVALTICKETS, EVALS, WEIGHTS, WEIGHTSYNC, GENERATE, RERUNS),
+    *(TICKETS, EPISODES, SCORES, SAMPLES, PARTS, EVALTICKETS, EVALS, WEIGHTS, WEIGHTSYNC, GENERATE, RERUNS),
     *(REQUESTS, METRICS, PRESENCE, DEAD, ATTEMPTS, CONTROL, MEMBERS, RUNS, MODELS, DEVICES, RESERVE),
 )
 

@@ -144,6 +144,22 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     greedy: bool = False  # sampled at temperature 0 as a baseline, never trained on
 
 
+class RewardScore(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """One reward's score of one episode."""
+
+    reward: str  # the reward's name, as in reward_parts
+    value: float | dict[str, float]  # a number, or one of each part, which add up
+    notes: dict[str, float] = {}  # numbers that are shown and not part of the reward, by name
+
+
+class EpisodeScores(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """Scores that an episode got before its group was complete."""
+
+    episode: int  # index of the episode in the group
+    rewards: str  # digest of the domain's rewards that gave them; with other rewards they are not used
+    scores: list[RewardScore]  # of the rewards of the pools that have scored it
+
+
 class Group(Message, frozen=True, tag="Group"):
     """The finished episodes of one ticket, completely scored when `pools` is empty."""
 
@@ -165,6 +181,38 @@ class Group(Message, frozen=True, tag="Group"):
     reward_hubs: list[str] = []  # ids of the reward hubs that scored it, in order
     frames: list[str] = []  # text frames of episode 0, for replays; evaluation only
     temperature: float = 1.0  # sampling temperature of the trained tokens
+    scores: list[EpisodeScores] = []  # not yet part of the rewards; the pools compute those that are missing
+
+
+class EpisodeScoreRequest(Message, frozen=True, tag="EpisodeScoreRequest"):
+    """Asks an idle reward hub for the scores of one pool for an episode whose group is not complete yet."""
+
+    ticket: int  # the ticket's number
+    domain: str  # the ticket's domain
+    task_index: int  # the ticket's task
+    episode: int  # index of the episode in the group
+    prompt: str  # the group's
+    reference: str  # the group's
+    response: str  # as in the episode's last trajectory, like the following
+    reward: float  # total reward so far, with the scores of earlier pools
+    reward_parts: dict[str, float]  # value of each reward so far
+    success: bool  # whether the task was solved, as far as known
+    end: EpisodeEnd  # why the episode ended
+    metrics: dict[str, float]  # numbers from the environment
+    num_turns: int  # turns of the episode
+    num_tokens: int  # tokens in them
+    eval_step: int = -1  # of the EvalTicket, -1 for training
+
+
+class EpisodeScoreReply(Message, frozen=True, tag="EpisodeScoreReply"):
+    """The scores, and the episode's reward with them; without scores they are left to the group."""
+
+    rewards: str = ""  # digest of the domain's rewards
+    scores: list[RewardScore] = []  # of every reward of the pool
+    reward: float = 0.0  # total reward so far
+    reward_parts: dict[str, float] = {}  # value of each reward so far
+    success: bool = False  # whether the task was solved, as far as known
+    busy: bool = False  # nothing was tried: ask again later, while the group is not complete
 
 
 class Closed(Message, frozen=True, tag="Closed"):
@@ -477,7 +525,8 @@ class ModelPart(Message, frozen=True, tag="ModelPart"):
 
 
 MESSAGES: Final[tuple[type[Message], ...]] = (
-    Ticket, EvalTicket, Group, Closed, RulesChange, Parted, WeightsOffer, WeightsJoin, WeightsSession, GenerateRequest,
+    Ticket, EvalTicket, Group, EpisodeScoreRequest, EpisodeScoreReply, Closed, RulesChange, Parted, WeightsOffer,
+    WeightsJoin, WeightsSession, GenerateRequest,
     AbortRequest, GenerateReply, Metrics, DeadLetter, Attempt, DesiredState, OperatorRequest,
     OperatorReply, DeviceLease, Presence, RunSpec, ModelPart,
 )  # fmt: skip

@@ -87,10 +87,13 @@ async def request(
         raise RequestFailed(f"{subject}: {error}") from None
 
 
-async def respond(bus: Bus, stream: Stream, key: str, handle: Handler) -> LinkSubscription:
+async def respond(bus: Bus, stream: Stream, key: str, handle: Handler, *, shared: bool = False) -> LinkSubscription:
     """Answer requests, each in its own task, until the returned subscription is closed.
 
     A handler that returns None sends no reply. A request that does not decode becomes a dead letter and times out.
+
+    Args:
+        shared: whether each request goes to one of all processes that answer those of this key, instead of to all.
     """
     tasks: set[asyncio.Task[None]] = set()
 
@@ -111,4 +114,4 @@ async def respond(bus: Bus, stream: Stream, key: str, handle: Handler) -> LinkSu
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
-    return await bus.link.subscribe(stream.subject(bus.run, key), receive)
+    return await bus.link.subscribe(stream.subject(bus.run, key), receive, queue=stream.name if shared else "")

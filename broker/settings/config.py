@@ -138,6 +138,7 @@ class DomainSection(Section):
     deadline_s: PositiveFloat | None = None  # per group; null: derived, see broker.settings.timeouts
     sampling: Sampling = Sampling()
     rewards: list[RewardConfig] = []
+    score_ahead: bool = True  # score each episode when it ends, if a reward hub is idle; false: with its group
 
 
 def takes_steps(context: str, adv_estimator: str) -> bool:

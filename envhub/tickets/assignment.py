@@ -113,6 +113,7 @@ def group(
     hub: str,
     deliveries: int,
     temperature: float,
+    scores: Sequence[wire.EpisodeScores] = (),
 ) -> wire.Group:
     """Return the group of an assignment's episodes.
 
@@ -123,6 +124,7 @@ def group(
         hub: id of this process.
         deliveries: of the ticket.
         temperature: of the domain's sampling, used if the assignment has none.
+        scores: that episodes have already.
     """
     return wire.Group(
         ticket=asked.number,
@@ -141,4 +143,5 @@ def group(
         env_step_s=sum(one.env_step_s for one in played) / len(played),
         frames=played[0].frames,
         temperature=temperature if asked.temperature is None else asked.temperature,
+        scores=list(scores),
     )

@@ -19,6 +19,7 @@ from envhub.tally import HubMetrics
 from envhub.task import EpisodeResult
 from envhub.tickets.assignment import TicketAssignment, destination, group, reward_pools
 from envhub.tickets.attempts import AttemptNotes
+from envhub.tickets.early_scores import EarlyScores
 from envhub.tickets.suspicion import TicketJudgement
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ class InHand:
     """A ticket that this hub has taken.
 
     Attributes:
+        early: scores of episodes before the group is complete.
         judgement: of a redelivered ticket, None until it is known.
         beginning: held while the note is written that this hub plays a redelivered ticket.
         begun: that note is written.
@@ -37,6 +39,7 @@ class InHand:
     asked: TicketAssignment
     delivery: Delivery
     domain: Domain
+    early: EarlyScores
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     played: dict[int, EpisodeResult] = field(default_factory=dict)
     judgement: TicketJudgement | None = None
@@ -56,6 +59,7 @@ class TicketOutbox:
         self._member, self._bus, self._tally, self._attempts = member, member.bus, tally, attempts
         self.failure: BaseException | None = None
         self._ending: set[asyncio.Task[None]] = set()
+        self._hurry = asyncio.Event()
 
     def finish(self, held: InHand, played: Sequence[EpisodeResult]) -> None:
         """End a ticket with the group of these episodes."""
@@ -63,10 +67,12 @@ class TicketOutbox:
 
     def close(self, held: InHand, reason: wire.ClosedReason, detail: str) -> None:
         """End a ticket without a group."""
+        held.early.cancel()
         self._background(self._close(held, reason, detail))
 
     def hand_back(self, held: InHand, delay_s: float, detail: str) -> None:
         """Return a ticket to the queue for another hub."""
+        held.early.cancel()
         self._background(self._hand_back(held, delay_s, detail))
 
     def refuse(self, stream: Stream, domain: str, delivery: Delivery, problem: str) -> None:
@@ -79,15 +85,24 @@ class TicketOutbox:
         return not self._ending
 
     async def empty(self, timeout_s: float) -> None:
-        """Wait until everything is stored and acknowledged."""
+        """Wait until everything is stored and acknowledged; groups wait no longer for early scores."""
+        self._hurry.set()
         if self._ending:
             await asyncio.wait(self._ending, timeout=timeout_s)
 
     async def _finish(self, held: InHand, played: Sequence[EpisodeResult]) -> None:
         asked, pools = held.asked, reward_pools(held.domain.section)
         deliveries, temperature = held.delivery.num_delivered, held.domain.section.sampling.temperature
-        hub = self._member.id
-        message = group(asked, played, pools=pools, hub=hub, deliveries=deliveries, temperature=temperature)
+        scores = await held.early.take([one.trajectory.episode for one in played], self._hurry)
+        message = group(
+            asked,
+            played,
+            pools=pools,
+            hub=self._member.id,
+            deliveries=deliveries,
+            temperature=temperature,
+            scores=scores,
+        )
         stream, key = destination(asked, pools)
         try:
             await self._bus.publish(stream, message, key=key, ticket=asked.number, message_id=asked.key)

@@ -74,6 +74,15 @@ def flaky(sample: Any, *, folder: str) -> float:
     return 5.0
 
 
+def slow(sample: Any, *, folder: str, seconds: float = 0.0) -> float:
+    """Takes its time, and leaves one file for each score."""
+    began = Path(folder) / f"{sample.task_index}.{time.time_ns()}.began"
+    began.touch()
+    time.sleep(seconds)
+    began.rename(began.with_suffix(".done"))
+    return float(sample.num_turns)
+
+
 def forks(sample: Any, *, folder: str) -> float:
     """Leaves a grandchild that outlives it, and hangs."""
     child = os.fork()

@@ -14,8 +14,17 @@ from hypothesis import strategies as st
 from broker.contract import codec, wire
 from broker.contract.streams import EPISODES, EVALS, MAX_DELIVERIES, SAMPLES
 from broker.settings.config import DomainSection, RewardConfig
+from rewardhub.config import reward_labels
 from rewardhub.rewards.base import Scored, Value
-from rewardhub.routing import CloseAction, ForwardAction, GroupScoring, ScoreAction, find_refusal, sample_of
+from rewardhub.routing import (
+    CloseAction,
+    ForwardAction,
+    GroupScoring,
+    ScoreAction,
+    find_refusal,
+    rewards_digest,
+    sample_of,
+)
 
 REWARDS = [
     RewardConfig(name="math_answer", weight=2.0),
@@ -177,6 +186,73 @@ def test_any_order_gives_the_same_group_or_exactly_one_closing(data: st.DataObje
     else:
         undisturbed = finish(GroupScoring(before, rewards, 0), dict(value))
         assert ending == undisturbed
+
+
+def brought(
+    values: Mapping[tuple[int, int], Scored], rewards: list[RewardConfig] = REWARDS
+) -> list[wire.EpisodeScores]:
+    """Scores by episode and reward, as an environment hub attaches them to a group."""
+    labels, digest = reward_labels(rewards), rewards_digest(rewards)
+    return [
+        wire.EpisodeScores(
+            episode=episode,
+            rewards=digest,
+            scores=[
+                wire.RewardScore(reward=labels[r], value=scored.value, notes=scored.notes)
+                for (e, r), scored in values.items()
+                if e == episode
+            ],
+        )
+        for episode in sorted({episode for episode, _ in values})
+    ]
+
+
+@given(st.data())
+def test_scores_that_a_group_brings_along_give_the_same_group_and_are_not_computed_again(data: st.DataObject) -> None:
+    num = data.draw(st.integers(1, 4))
+    before = group(["default", "slow"], *(trajectory(i, reward=0.1 * i) for i in range(num)))
+    value = {(t, r): Scored(0.3 * t + 0.7 * r, {"n": float(t)}) for t in range(num) for r in range(3)}
+    known = data.draw(st.sets(st.sampled_from(sorted(value))))
+    mine = {0, 2}
+    without = finish(GroupScoring(before, REWARDS, 0), {key: one for key, one in value.items() if key[1] in mine})
+    ahead = msgspec.structs.replace(before, scores=brought({key: value[key] for key in known}))
+    ahead = codec.decode(codec.encode(ahead), wire.Group)
+    scoring = GroupScoring(ahead, REWARDS, 0)
+    actions = scoring.start()
+    asked = {(one.trajectory, one.reward) for one in actions if isinstance(one, ScoreAction)}
+    assert asked == {key for key in value if key[1] in mine} - known
+    assert scoring.num_asked == len(asked)
+    for one in list(actions):
+        if isinstance(one, ScoreAction):
+            actions = scoring.scored(one, value[one.trajectory, one.reward])
+    (forward,) = actions
+    assert isinstance(forward, ForwardAction)
+    assert msgspec.structs.replace(forward.group, scores=[]) == without.group
+    slow = {key: one for key, one in value.items() if key[1] == 1}
+    last = finish(GroupScoring(without.group, REWARDS, 0), slow)
+    second = GroupScoring(forward.group, REWARDS, 0)
+    todo = second.start()
+    while isinstance(todo[0], ScoreAction):
+        todo = [*todo[1:], *second.scored(todo[0], value[todo[0].trajectory, 1])]
+    assert todo == [last]  # without scores: the record is as it always was
+
+
+def test_scores_of_other_rewards_are_not_used() -> None:
+    changed = [REWARDS[0].model_copy(update={"args": {"strict": False}}), *REWARDS[1:]]
+    scores = brought({(0, 0): Scored(1.0), (0, 2): Scored(1.0)}, changed)
+    there = msgspec.structs.replace(group(["default"], trajectory(0)), scores=scores)
+    assert GroupScoring(there, REWARDS, 0).start() == [ScoreAction(0, 0), ScoreAction(0, 2)]
+    unknown = [wire.EpisodeScores(episode=5, rewards=rewards_digest(REWARDS), scores=scores[0].scores)]
+    there = msgspec.structs.replace(there, scores=unknown)
+    assert GroupScoring(there, REWARDS, 0).start() == [ScoreAction(0, 0), ScoreAction(0, 2)]
+
+
+def test_scores_of_another_hub_do_not_prove_that_a_reward_works_here() -> None:
+    there = msgspec.structs.replace(group(["default"]), scores=brought({(0, 0): Scored(1.0)}, REWARDS[:1]))
+    scoring = GroupScoring(there, REWARDS[:1], 0)
+    assert scoring.start() == [ScoreAction(1, 0)]
+    (close,) = scoring.failed(ScoreAction(1, 0), "no memory", retry=True)
+    assert close == CloseAction("reward_error", "episode 1: no memory", own=False)
 
 
 DOMAINS = {"qa": DomainSection(env="qa", rewards=REWARDS)}

@@ -1,0 +1,124 @@
+"""Has episodes scored while their group is still being played, by reward hubs with idle workers.
+
+Each finished episode visits its reward pools by request and reply. What comes back is attached to the group, and the
+reward hubs that take the group compute only what is missing. Nothing depends on these requests: if one is lost, refused
+or fails, the group's own way through the pools replaces it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any, Final
+
+from msgspec.structs import replace
+
+from broker.contract import wire
+from broker.contract.streams import SCORES
+from broker.errors import RequestFailed
+from broker.jetstream.bus import Bus
+from broker.jetstream.core_messages import request
+from broker.settings.config import DomainSection
+from envhub.task import EpisodeResult
+from envhub.tickets.assignment import TicketAssignment, reward_pools
+
+ASK_AGAIN_S: Final = (0.1, 2.0)  # after the first and the last of several refusals
+REPLY_S: Final = 3600.0  # a reward hub that has accepted a sample keeps its own time limits
+
+
+class EarlyScores:
+    """The scores that the episodes of one group have before it is complete.
+
+    Args:
+        wait_s: how long a complete group waits for scores that are being computed.
+    """
+
+    def __init__(self, bus: Bus, asked: TicketAssignment, section: DomainSection, wait_s: float) -> None:
+        self._bus, self._asked, self._wait_s = bus, asked, wait_s
+        self._pools = reward_pools(section) if section.score_ahead else []
+        self._found: dict[int, wire.EpisodeScores] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._complete = asyncio.Event()  # the group; then nothing is asked again
+
+    def begin(self, played: EpisodeResult) -> None:
+        """Have a finished episode scored, unless its group has ended."""
+        if self._pools and not self._complete.is_set():
+            self._tasks.add(task := asyncio.create_task(self._visit(played)))
+            task.add_done_callback(self._tasks.discard)
+
+    @property
+    def pending(self) -> bool:
+        """Whether episodes are being scored."""
+        return bool(self._tasks)
+
+    async def take(self, episodes: Iterable[int], hurry: asyncio.Event) -> list[wire.EpisodeScores]:
+        """Return the scores of the complete group's episodes, after those that are on their way; once ``hurry`` is set
+        without waiting."""
+        self._complete.set()
+        if self._tasks and not hurry.is_set():
+            scored: asyncio.Future[Any] = asyncio.gather(*self._tasks, return_exceptions=True)
+            leaving: asyncio.Future[Any] = asyncio.ensure_future(hurry.wait())
+            await asyncio.wait({scored, leaving}, timeout=self._wait_s, return_when=asyncio.FIRST_COMPLETED)
+            leaving.cancel()
+        self.cancel()
+        return [self._found[episode] for episode in episodes if episode in self._found]
+
+    def cancel(self) -> None:
+        """Give up what is on its way; the group has ended."""
+        self._complete.set()
+        for task in self._tasks:
+            task.cancel()
+
+    async def _visit(self, played: EpisodeResult) -> None:
+        message = score_request(self._asked, played)
+        for pool in self._pools:
+            reply = await self._ask(pool, message)
+            if reply is None or not reply.scores:
+                return
+            before = self._found.get(message.episode)
+            if before is not None and before.rewards != reply.rewards:
+                return  # the run's rewards have changed in between
+            scores = [*(before.scores if before is not None else []), *reply.scores]
+            self._found[message.episode] = wire.EpisodeScores(
+                episode=message.episode, rewards=reply.rewards, scores=scores
+            )
+            message = replace(message, reward=reply.reward, reward_parts=reply.reward_parts, success=reply.success)
+
+    async def _ask(self, pool: str, message: wire.EpisodeScoreRequest) -> wire.EpisodeScoreReply | None:
+        """Ask until a reward hub is there and has time, or the group is complete."""
+        delay_s, most_s = ASK_AGAIN_S
+        while True:
+            with suppress(RequestFailed):
+                reply = await request(self._bus, SCORES, pool, message, timeout_s=REPLY_S, reply=wire.EpisodeScoreReply)
+                if not reply.busy:
+                    return reply
+            try:
+                await asyncio.wait_for(self._complete.wait(), delay_s * random.uniform(0.5, 1.5))
+            except TimeoutError:
+                delay_s = min(2 * delay_s, most_s)
+            else:
+                return None
+
+
+def score_request(asked: TicketAssignment, played: EpisodeResult) -> wire.EpisodeScoreRequest:
+    """Return the request for the scores of one episode, which a reward sees as it would see it in its group."""
+    last, turns = played.trajectory, [turn for one in played.trajectories for turn in one.turns]
+    return wire.EpisodeScoreRequest(
+        ticket=asked.number,
+        domain=asked.domain,
+        task_index=asked.task_index,
+        episode=last.episode,
+        prompt=played.prompt,
+        reference=played.reference,
+        response=last.response,
+        reward=last.reward,
+        reward_parts=last.reward_parts,
+        success=last.success,
+        end=last.end,
+        metrics=last.metrics,
+        num_turns=len(turns),
+        num_tokens=sum(turn.end - turn.start for turn in turns),
+        eval_step=asked.eval_step,
+    )

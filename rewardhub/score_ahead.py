@@ -1,0 +1,103 @@
+"""Scores episodes whose group is not complete yet, with workers that would otherwise be idle.
+
+The scores are only a head start: they travel back to the environment hub, which attaches them to the group, and the
+reward hub that takes the group computes those that are missing. A request that gets lost or fails costs only time.
+Groups never wait for such a request: it is taken only if a worker is idle, and refused as busy otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from broker.contract import wire
+from broker.contract.streams import SCORES
+from broker.jetstream.bus import Bus
+from broker.jetstream.core_messages import respond
+from broker.nats.subscription import LinkSubscription
+from broker.runtime.spans import SpanRecorder
+from broker.settings.config import DomainSection, RewardConfig
+from rewardhub.config import reward_labels
+from rewardhub.rewards.base import Sample, Scored
+from rewardhub.routing import add_scores, rewards_digest
+from rewardhub.score_dispatcher import ScoreDispatcher
+from rewardhub.worker_pool import NoWorkerError, ScoreError
+
+BUSY = wire.EpisodeScoreReply(busy=True)
+
+
+class AheadScorer:
+    """Answers the requests of environment hubs for the scores of single episodes.
+
+    Args:
+        domains: returns the domains of the run at present.
+        takes: whether a pool takes work at present.
+
+    Attributes:
+        num_scored: episodes scored so far.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        scorers: ScoreDispatcher,
+        domains: Callable[[], dict[str, DomainSection]],
+        takes: Callable[[str], bool],
+        spans: SpanRecorder,
+    ) -> None:
+        self._bus, self._scorers, self._domains, self._takes, self._spans = bus, scorers, domains, takes, spans
+        self._answering: dict[str, LinkSubscription] = {}  # by pool
+        self._promised = 0  # scores of samples that workers are about to get
+        self.num_scored = 0
+
+    async def serve(self, pools: Iterable[str]) -> None:
+        """Answer for these pools, and no longer for others."""
+        wanted = set(pools)
+        for pool in self._answering.keys() - wanted:
+            await self._answering.pop(pool).close()
+        for pool in wanted - self._answering.keys():
+            self._answering[pool] = await respond(self._bus, SCORES, pool, partial(self.answer, pool), shared=True)
+
+    async def answer(self, pool: str, request: wire.Message) -> wire.EpisodeScoreReply | None:
+        """Return the scores of one episode by the rewards of a pool; without any if one of them fails."""
+        if not isinstance(request, wire.EpisodeScoreRequest) or request.domain not in (domains := self._domains()):
+            return wire.EpisodeScoreReply()
+        rewards = domains[request.domain].rewards
+        mine = {index: reward for index, reward in enumerate(rewards) if reward.pool == pool}
+        if not self._takes(pool) or not self._scorers.has_room(list(mine.values()), self._promised):
+            return BUSY
+        sample = sample_of_request(request)
+        self._promised += len(mine)
+        ticket = request.ticket if request.eval_step < 0 else 0
+        with self._spans.work("reward", ticket=ticket):
+            found = await asyncio.gather(*(self._score(one, sample) for one in mine.values()), return_exceptions=True)
+        scores = {r: one for r, one in zip(mine, found, strict=True) if isinstance(one, Scored)}
+        for one in found:
+            if not isinstance(one, Scored | ScoreError | NoWorkerError):
+                raise one
+        if len(scores) < len(mine):
+            return wire.EpisodeScoreReply()  # the group's pool tries again, and decides
+        self.num_scored += 1
+        total, parts, success = add_scores(request.reward, request.reward_parts, scores, rewards)
+        labels = reward_labels(rewards)
+        return wire.EpisodeScoreReply(
+            rewards=rewards_digest(rewards),
+            scores=[wire.RewardScore(reward=labels[r], value=s.value, notes=s.notes) for r, s in scores.items()],
+            reward=total,
+            reward_parts=parts,
+            success=request.success if success is None else success,
+        )
+
+    async def _score(self, reward: RewardConfig, sample: Sample) -> Scored:
+        self._promised -= 1
+        return await self._scorers.score(reward, sample)
+
+    async def close(self) -> None:
+        """Answer no more requests."""
+        await self.serve(())
+
+
+def sample_of_request(request: wire.EpisodeScoreRequest) -> Sample:
+    """Return the sample that the episode's group will hold."""
+    return Sample(**{name: getattr(request, name) for name in Sample.__struct_fields__})

@@ -1,0 +1,183 @@
+"""Episodes are scored before their group is complete: by real hubs, once each, and whatever becomes of the scores."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from envhub_world import LAKE, World
+from waits import until
+
+from broker.contract import wire
+from broker.contract.streams import EPISODES, SCORES
+from broker.jetstream.bus import Bus
+from broker.jetstream.core_messages import respond
+from envhub.task import EpisodeResult
+from envhub.tickets.assignment import assignment, group
+from envhub.tickets.early_scores import score_request
+from rewardhub.routing import sample_of
+from rewardhub.score_ahead import sample_of_request
+
+FUNCTIONS = str(Path(__file__).parents[1] / "kit" / "reward_functions.py")
+REWARDHUB = ("-m", "rewardhub.cli")
+SIZE = 4
+
+
+@pytest.fixture
+async def world(bus: Bus, broker_url: str, tmp_path: Path) -> AsyncIterator[World]:
+    made = World(bus, broker_url, tmp_path)
+    yield made
+    await made.close()
+
+
+def done(folder: Path) -> int:
+    return len(list(folder.glob("*.done")))
+
+
+async def prepare(world: World, *, pools: tuple[str, ...] = ("default",), seconds: float = 0.0, **domain: Any) -> None:
+    """A domain whose rewards give an episode's turns; the last episode of a group ends when ``release`` is there."""
+    rewards = [
+        {"name": f"{FUNCTIONS}:slow", "pool": pool, "args": {"folder": str(world.folder), "seconds": seconds}}
+        for pool in pools
+    ]
+    envhub = {"drain_timeout_s": 10, "score_wait_s": 1.5}
+    await world.publish_spec(
+        {"lake": {**LAKE, "max_turns": 1, "rewards": rewards, **domain}},
+        sections={"envhub": envhub, "rewardhub": {"workers": 2}},
+    )
+
+    async def last() -> str:
+        await until((world.folder / "release").exists)
+        return "R"
+
+    await world.server(script=lambda request, _: last() if f".{SIZE - 1}." in request.conversation_id else "R")
+
+
+async def test_episodes_are_scored_while_their_group_is_played_and_never_twice(world: World) -> None:
+    await prepare(world, pools=("first", "second"))
+    world.spawn("--id", "rewards1", program=REWARDHUB)
+    number = await world.ticket(group_size=SIZE)
+    async with world.hub("--n", "8"):
+        await until(lambda: done(world.folder) == 2 * (SIZE - 1))  # both pools, for all that have ended
+        (world.folder / "release").touch()
+        record = (await world.groups(1))[number]
+        await world.settled()
+    assert done(world.folder) == 2 * SIZE
+    assert record.scores == []
+    assert record.reward_hubs == ["rewards1", "rewards1"]
+    for one in record.trajectories:
+        own = one.reward_parts["env"]
+        assert one.reward_parts == {"env": own, "slow": 1.0, "slow_2": 1.0}
+        assert one.reward == own + 2.0
+
+
+async def test_a_domain_may_have_its_episodes_scored_together(world: World) -> None:
+    await prepare(world, score_ahead=False)
+    world.spawn("--id", "rewards1", program=REWARDHUB)
+    number = await world.ticket(group_size=SIZE)
+    async with world.hub("--n", "8"):
+        await until(lambda: len(world.servers[0].asked) == SIZE)
+        await asyncio.sleep(0.5)
+        assert done(world.folder) == 0
+        (world.folder / "release").touch()
+        record = (await world.groups(1))[number]
+        await world.settled()
+    assert done(world.folder) == SIZE
+    assert [one.reward_parts["slow"] for one in record.trajectories] == [1.0] * SIZE
+
+
+async def test_a_reward_hub_that_dies_costs_its_scores_only_time(world: World) -> None:
+    await prepare(world, seconds=3.0)
+    doomed = world.spawn("--id", "rewards1", program=REWARDHUB)
+    number = await world.ticket(group_size=SIZE)
+    async with world.hub("--n", "8"):
+        await until(lambda: len(list(world.folder.glob("*.began"))) == 2)  # its two workers
+        doomed.send_signal(signal.SIGKILL)
+        (world.folder / "release").touch()
+        world.spawn("--id", "rewards2", program=REWARDHUB)
+        record = (await world.groups(1))[number]
+        await world.settled()
+    assert record.reward_hubs == ["rewards2"]
+    assert [one.reward_parts["slow"] for one in record.trajectories] == [1.0] * SIZE
+
+
+async def test_a_group_waits_for_scores_on_their_way_but_not_for_ever(world: World) -> None:
+    """A process that accepts samples and never scores them holds a group for envhub.score_wait_s."""
+    await prepare(world)
+    asked: list[wire.Message] = []
+
+    async def swallow(message: wire.Message) -> None:
+        asked.append(message)
+
+    swallowing = await respond(world.bus, SCORES, "default", swallow, shared=True)
+    number = await world.ticket(group_size=SIZE)
+    loop = asyncio.get_running_loop()
+    async with world.hub("--n", "8"):
+        await until(lambda: len(asked) == SIZE - 1)
+        (world.folder / "release").touch()
+        began = loop.time()
+        queue = await world.bus.work_queue(EPISODES, "default")
+        (delivery,) = await queue.fetch(1, 30)
+        took = loop.time() - began
+        await delivery.ack()
+        await world.settled()
+    await swallowing.close()
+    assert 1.4 < took < 10
+    assert isinstance(delivery.message, wire.Group)
+    assert (delivery.message.ticket, delivery.message.scores) == (number, [])
+
+
+async def test_a_stopping_hub_publishes_a_complete_group_without_waiting_for_scores(world: World) -> None:
+    await prepare(world)
+    asked: list[wire.Message] = []
+
+    async def swallow(message: wire.Message) -> None:
+        asked.append(message)
+
+    swallowing = await respond(world.bus, SCORES, "default", swallow, shared=True)
+    await world.ticket(group_size=SIZE)
+    async with world.hub("--n", "8") as stop:
+        await until(lambda: len(asked) == SIZE - 1)
+        stop.request("test")
+        await asyncio.sleep(0.2)
+        (world.folder / "release").touch()
+        await world.settled()
+    await swallowing.close()
+    assert sum((await world.bus.depth(EPISODES)).values()) == 1
+
+
+def test_a_reward_sees_the_same_sample_before_and_with_its_group() -> None:
+    def trajectory(turns: int, reward: float) -> wire.Trajectory:
+        n = 2 * turns + 1
+        return wire.Trajectory(
+            episode=3,
+            token_ids=wire.column(range(n), "<i4"),
+            loss_mask=wire.column([0] + [1] * (n - 1), "|u1"),
+            logprobs=wire.column([0] + [-1] * (n - 1), "<f4"),
+            version_runs=wire.column([4, n - 1], "<i4"),
+            turns=[
+                wire.Turn(start=2 * i + 1, end=2 * i + 3, reward=0.5, valid=True, finish_reason="stop", server="r")
+                for i in range(turns)
+            ],
+            reward=reward,
+            reward_parts={"env": reward},
+            success=True,
+            end="truncated",
+            response=f"after {turns}",
+            metrics={"moves": 2.0},
+        )
+
+    played = EpisodeResult([trajectory(1, 0.0), trajectory(2, 1.5)], "question", "answer", 1.0, 0.1, [], 4)
+    ticket = wire.Ticket(
+        number=7, domain="qa", task_index=5, seed=1, min_version=0, max_staleness=1, group_size=4, min_group_size=4,
+        deadline_s=60.0,
+    )  # fmt: skip
+    asked = assignment(ticket)
+    complete = group(asked, [played], pools=["default"], hub="h", deliveries=1, temperature=1.0)
+    expected = sample_of(complete, complete.trajectories[-1])
+    assert sample_of_request(score_request(asked, played)) == expected
+    assert (expected.num_turns, expected.num_tokens, expected.reward) == (3, 6, 1.5)
