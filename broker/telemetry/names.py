@@ -43,6 +43,7 @@ COUNTERS: Final = frozenset(
         *(f"envhub/{name}" for name in ("groups", "closed", "handed_back", "failed_episodes", "generate_retries")),
         *("envhub/died_workers", "envhub/tokens"),
         *(f"rewardhub/{name}" for name in ("groups", "cost", "closed", "handed_back", "retries", "killed_workers")),
+        "rewardhub/scored_ahead",
         "broker/server_cpu_s",
         *("weights/failures", "weights/communicators", "weights/deltas"),
     }
