@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from broker.contract.wire import ACTOR
 from broker.settings.config import Section
@@ -31,6 +31,8 @@ class RolloutSection(Section):
     max_context_tokens: PositiveInt = 4096  # prompt and output together
     prefill_tokens: PositiveInt = 4096  # context tokens in one forward pass
     prefix_cache: bool = True
+    # how long a request waits before a running one of a later training step makes way for it; null: none ever does
+    preempt_after_s: NonNegativeFloat | None = 2.0
     update_mode: Literal["keep", "recompute", "abort"] = "keep"  # what happens to requests in flight at new weights
     http_port: Annotated[int, Field(ge=0, le=65535)] | None = None  # OpenAI-compatible API; 0: any free port
     http_bind: Annotated[str, AfterValidator(_address)] | None = None  # where it listens; null: at broker.bind

@@ -1,8 +1,9 @@
 """Decides which request runs next and in which KV slot: a pure state machine without I/O or clock.
 
-- The longest expected output goes first, to keep the long tail off the critical path; a request that has waited for
-  half of its time goes before all others, so that short ones never starve.
+- ``rollout.job_queue`` orders the waiting requests.
 - A request waits until the served version is at least its ``min_version``.
+- If no slot is free and a request of an earlier step has waited for ``preempt_after_s``, the youngest running request
+  of a later step makes way: it ends with its output so far, and its hub continues it, elsewhere or later.
 - A finished conversation's slot stays idle. A later request of that conversation takes it and reuses the common prefix.
   Idle slots are evicted least recently used first, those that a waiting request can reuse last.
 - New weights drop every idle slot; a slot that is running then is not kept when it finishes, unless its KV was rebuilt.
@@ -11,54 +12,18 @@
 from __future__ import annotations
 
 import heapq
-import math
+import sys
 from collections import Counter, OrderedDict
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from broker.contract import wire
+from broker.contract.lengths import remaining
+from rollout.job_queue import ENDED, WAITING, GenerationJob, JobQueue, Tokens
 
-Tokens = npt.NDArray[np.int32]
-
-WAITING: Final = -1  # Job.slot of a queued request
-ENDED: Final = -2  # Job.slot of a request that has ended
-
-
-@dataclass(eq=False, slots=True)
-class GenerationJob:
-    """One request.
-
-    Attributes:
-        tokens: the whole context, shape (n,).
-        expected_tokens: expected output length; the longest go first.
-        min_version: oldest policy version that may serve it.
-        submitted, deadline: seconds on the caller's clock.
-        slot: where it runs, or WAITING or ENDED.
-    """
-
-    request_id: str
-    conversation_id: str
-    tokens: Tokens
-    expected_tokens: int
-    min_version: int
-    submitted: float
-    deadline: float
-    slot: int = WAITING
-
-    @classmethod
-    def of(cls, request: wire.GenerateRequest, now: float) -> GenerationJob:
-        """Return the job of a request that arrives now."""
-        identity, until = (request.request_id, request.conversation_id), now + request.deadline_s
-        expected = request.expected_tokens or request.sampling.max_tokens
-        return cls(*identity, request.token_ids.array(), expected, request.min_version, now, until)
-
-    @property
-    def urgent_at(self) -> float:
-        """Time at which half of its time is spent."""
-        return (self.submitted + self.deadline) / 2
+ENDS_SOON: Final = 32  # a job with at most this many tokens still to come keeps its slot: reading it again costs more
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,32 +41,6 @@ class _Idle:
     tokens: Tokens  # whose KV the slot holds
 
 
-@dataclass(eq=False, slots=True)
-class _Queue:
-    """The waiting jobs that may run, in two orders at once; a job taken from one is skipped in the other."""
-
-    longest: list[tuple[float, int, GenerationJob]] = field(default_factory=list)
-    oldest: list[tuple[float, int, GenerationJob]] = field(default_factory=list)
-    pushed: int = 0
-
-    def push(self, job: GenerationJob) -> None:
-        self.pushed += 1
-        heapq.heappush(self.longest, (-job.expected_tokens, self.pushed, job))
-        heapq.heappush(self.oldest, (job.urgent_at, self.pushed, job))
-
-    def pop(self, now: float) -> GenerationJob | None:
-        """Take the first urgent job, else the longest."""
-        return _pop_waiting(self.oldest, now) or _pop_waiting(self.longest, math.inf)
-
-
-def _pop_waiting(heap: list[tuple[float, int, GenerationJob]], most: float) -> GenerationJob | None:
-    while heap and (heap[0][2].slot != WAITING or heap[0][0] <= most):
-        _, _, job = heapq.heappop(heap)
-        if job.slot == WAITING:
-            return job
-    return None
-
-
 class Scheduler:
     """Queue, slots and prefixes of one engine.
 
@@ -110,16 +49,26 @@ class Scheduler:
         max_running: concurrent jobs, at most ``num_slots``.
         prefix_cache: whether finished conversations keep their slot.
         version: served policy version, -1 for none.
+        preempt_after_s: how long a job waits before one of a later step makes way for it; None: none ever does.
     """
 
-    def __init__(self, *, num_slots: int, max_running: int, prefix_cache: bool = True, version: int = -1) -> None:
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        max_running: int,
+        prefix_cache: bool = True,
+        version: int = -1,
+        preempt_after_s: float | None = None,
+    ) -> None:
         if not 1 <= max_running <= num_slots:
             raise ValueError(f"max_running={max_running} must be between 1 and num_slots={num_slots}")
         self.num_slots, self.max_running, self.prefix_cache = num_slots, max_running, prefix_cache
-        self.version = version
+        self.version, self.preempt_after_s = version, preempt_after_s
+        self._leaving: GenerationJob | None = None  # makes way, and has not ended yet
         self._jobs: dict[str, GenerationJob] = {}
         self._running: dict[int, GenerationJob] = {}
-        self._queue = _Queue()
+        self._queue = JobQueue()
         self._held: list[GenerationJob] = []  # waiting for a version
         self._deadlines: list[tuple[float, int, GenerationJob]] = []
         self._order = 0
@@ -168,8 +117,33 @@ class Scheduler:
             job = self._queue.pop(now)
             if job is None:
                 break
-            started.append(self._start(job))
+            started.append(self._start(job, now))
         return started
+
+    def preempt(self, now: float, generated: Callable[[GenerationJob], int]) -> GenerationJob | None:
+        """Return a running job that makes way for a waiting one, if any must; the caller ends it with its output.
+
+        One makes way at a time, only for a job of an earlier step, and never one with a priority, so a hub bounds how
+        often a turn is interrupted by raising its priority. One that soon ends by itself stays.
+
+        Args:
+            generated: returns the tokens of a running job's output so far.
+        """
+        first, due = self._kept_waiting()
+        if first is None or due > now:
+            return None
+        able = [job for job in self._running.values() if job.resumable and not job.priority and job.step > first.step]
+        for job in sorted(able, key=lambda job: (-job.step, -job.started, job.slot)):
+            count = generated(job)
+            if remaining(job.expected_tokens, job.expected_high, count, sys.maxsize)[0] > ENDS_SOON:
+                self._leaving = job
+                return job
+        return None
+
+    def next_preemption(self, now: float) -> float | None:
+        """Return the time after ``now`` at which ``preempt`` should be called, if nothing ends or arrives before."""
+        first, due = self._kept_waiting()
+        return due if first is not None and due > now else None
 
     def expire(self, now: float) -> list[GenerationJob]:
         """Return the jobs past their deadline; waiting ones are removed, the caller must ``finish`` running ones."""
@@ -201,6 +175,8 @@ class Scheduler:
         job = self._running.pop(slot)
         del self._jobs[job.request_id]
         job.slot = ENDED
+        if job is self._leaving:
+            self._leaving = None
         stale = slot in self._stale
         self._stale.discard(slot)
         if self.prefix_cache and tokens is not None and len(tokens) and not stale:
@@ -222,7 +198,7 @@ class Scheduler:
             self.drop_prefixes()
             self._stale.update(self._running)
         waiting = [job for job in self._jobs.values() if job.slot == WAITING]
-        self._queue, self._held = _Queue(), []
+        self._queue, self._held = JobQueue(), []
         for job in waiting:
             self._enqueue(job)
         return [job for job in self.running if job.min_version > version]
@@ -236,9 +212,18 @@ class Scheduler:
         """Note that a running slot's KV was rebuilt from the newest weights."""
         self._stale.discard(slot)
 
+    def _kept_waiting(self) -> tuple[GenerationJob | None, float]:
+        """Return the job that another may make way for, and from when on."""
+        if self.preempt_after_s is None or self._leaving is not None or len(self._running) < self.max_running:
+            return None, 0.0
+        first = self._queue.first()
+        if first is None or first.step < 0:
+            return None, 0.0
+        return first, first.submitted + self.preempt_after_s
+
     def _enqueue(self, job: GenerationJob) -> None:
         if job.min_version <= self.version and self.version >= 0:
-            self._queue.push(job)
+            self._queue.push(job, self.version)
         else:
             self._held.append(job)
 
@@ -255,7 +240,7 @@ class Scheduler:
         if not self._wanted[job.conversation_id]:
             del self._wanted[job.conversation_id]
 
-    def _start(self, job: GenerationJob) -> JobStart:
+    def _start(self, job: GenerationJob, now: float) -> JobStart:
         slot = self._idle_of.get(job.conversation_id)
         reused = 0
         if slot is not None:
@@ -269,7 +254,7 @@ class Scheduler:
         heapq.heapify(self._free)
         self._unwant(job)
         self._running[slot] = job
-        job.slot = slot
+        job.slot, job.started = slot, now
         return JobStart(job, slot, reused)
 
     def _victim(self) -> int:

@@ -22,6 +22,7 @@ from envhub.servers.choose import ServerLoad, choose
 
 GRACE_S: Final = 2.0  # for a reply that the server sends at its deadline
 NOTHING_PAUSE_S: Final = 0.02  # after a reply without tokens, before the next request
+INTERRUPTIONS_MOST: Final = 2  # of one turn, before it gets a priority: no server interrupts those for other work
 KEPT_S: Final = 30.0  # a server stays followed for this long after a request: it holds the conversation's prefix
 EXPECTED_DECAY: Final = 0.05
 
@@ -145,6 +146,7 @@ class TurnGenerator:
         until = self._clock() + ask.timeout_s
         attempt_s = ask.timeout_s / (self._max_retries + 1)
         avoid: frozenset[str] = frozenset()
+        interrupted = 0
         done, problem, failures, sticky, oldest = None, "there is no rollout server", 0, ask.sticky, ask.min_version
         while (left_s := until - self._clock()) > 0:
             server = choose(self.servers(ask.policy), self._rng, min_version=oldest, sticky=sticky, avoid=avoid)
@@ -169,6 +171,9 @@ class TurnGenerator:
                 return done
             problem = f"{server.id}: {reply.finish_reason} before the turn was complete"
             sticky, avoid = server.id, frozenset({server.id} if reply.finish_reason == "abort" else ())
+            interrupted += reply.finish_reason == "abort"
+            if interrupted == INTERRUPTIONS_MOST:
+                ask = msgspec.structs.replace(ask, priority=max(ask.priority, 1))
             if len(done.token_ids) >= ask.sampling.max_tokens:
                 done.finish_reason = "length"
                 return done

@@ -127,6 +127,7 @@ def request(
     conversation: str = "",
     min_version: int = 0,
     deadline_s: float = 60.0,
+    step: int = -1,
     **sampling: Any,
 ) -> wire.GenerateRequest:
     """A request for 8 tokens unless told otherwise, end tokens ignored."""
@@ -137,4 +138,5 @@ def request(
         sampling=wire.SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **sampling}),
         min_version=min_version,
         deadline_s=deadline_s,
+        step=step,
     )

@@ -27,7 +27,8 @@ from rollout.engines.hf.model import SlotModel, end_tokens
 from rollout.engines.hf.request_row import RequestRow, request_end_tokens
 from rollout.engines.hf.sampling import SamplingBatch, likeliest, probability_moved, sample, uniforms
 from rollout.engines.stop_strings import StopStrings
-from rollout.scheduler import GenerationJob, Scheduler
+from rollout.job_queue import GenerationJob
+from rollout.scheduler import Scheduler
 
 MAX_FAILURES: Final = 3  # consecutive failed passes before the engine gives up
 
@@ -43,6 +44,7 @@ class EngineCore:
             max_running=self.model.max_running,
             prefix_cache=section.prefix_cache,
             version=config.policy_version,
+            preempt_after_s=section.preempt_after_s,
         )
         self.outbox: list[tuple[str, GenerationOutput]] = []
         self.told: list[tuple[str, TokenEvent]] = []  # of requests with a tap, until the engine takes them
@@ -135,6 +137,13 @@ class EngineCore:
             self._end(job, "deadline")
         if self._stalled or self.asleep:
             return
+        self._start(now)
+        while (yielding := self.scheduler.preempt(now, lambda job: len(self._rows[job.slot].logprobs))) is not None:
+            self._end(yielding, "abort")
+            self._start(now)
+
+    def _start(self, now: float) -> None:
+        """Start waiting jobs in the free slots."""
         for start in self.scheduler.admit(now):
             params = self._requests[start.job.request_id].sampling
             stops = StopStrings(self._tokenizer, params.stop) if params.stop and self._tokenizer else None

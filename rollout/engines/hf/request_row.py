@@ -10,7 +10,7 @@ from broker.contract.wire import FinishReason, SamplingParams
 from rollout.engines.base import GenerationOutput
 from rollout.engines.hf.logit_offsets import LogitOffsets
 from rollout.engines.stop_strings import StopStrings
-from rollout.scheduler import GenerationJob, Tokens
+from rollout.job_queue import GenerationJob, Tokens
 
 
 class RequestRow:

@@ -28,7 +28,8 @@ from rollout.engines.sglang.client import (
 )
 from rollout.engines.sglang.running_request import RunningRequest
 from rollout.engines.stop_strings import StopStrings
-from rollout.scheduler import GenerationJob, Scheduler
+from rollout.job_queue import GenerationJob
+from rollout.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class SGLangRequestQueue:
             max_running=section.max_running,
             prefix_cache=False,
             version=config.policy_version,
+            preempt_after_s=section.preempt_after_s,
         )
         self.open = asyncio.Event()
         self.updating = asyncio.Lock()
@@ -195,9 +197,13 @@ class SGLangRequestQueue:
                 if self.scheduler.num_running == 1:
                     self._busy_since = now
                 self._spawn(self._run(self._requests[start.job.request_id]))
+            yielding = self.scheduler.preempt(now, lambda _: 0)  # SGLang does not say how far a request is
+            if yielding is not None:
+                self._end(self._requests[yielding.request_id], "abort")
         if self._timer is not None:
             self._timer.cancel()
-        due = self.scheduler.next_deadline()
+        times = (self.scheduler.next_deadline(), self.scheduler.next_preemption(now))
+        due = min((time for time in times if time is not None), default=None)
         loop = asyncio.get_running_loop()
         waits = due is not None and not self._closed
         self._timer = loop.call_later(max(0.0, due - now), self._admit) if due is not None and waits else None

@@ -10,7 +10,7 @@ from rollout.engines.base import NO_VERSION, GenerationOutput
 from rollout.engines.hf.logit_offsets import is_reshaped
 from rollout.engines.sglang.client import GenerateLeg, merge_runs, shift_runs, truncate_runs
 from rollout.engines.stop_strings import StopStrings
-from rollout.scheduler import GenerationJob
+from rollout.job_queue import GenerationJob
 
 
 class RunningRequest:

@@ -92,6 +92,12 @@ class LLMClient:
         requests = [state for state in states if not state.external_req_id.startswith(INTERNAL)]
         return sum(state.detokenizer.num_output_tokens() for state in requests)
 
+    def generated(self, request_id: str) -> int:
+        """Return the number of tokens sampled by a request, 0 if vLLM does not know it."""
+        processor = self._llm.output_processor
+        states = [processor.request_states.get(name) for name in processor.external_req_ids.get(request_id, ())]
+        return sum(state.detokenizer.num_output_tokens() for state in states if state is not None)
+
     def tokenless(self, request_ids: Sequence[str]) -> list[str]:
         """Return the requests that are in vLLM and have no token yet."""
         processor, found = self._llm.output_processor, []

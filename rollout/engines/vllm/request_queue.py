@@ -18,7 +18,8 @@ from rollout.engines.vllm.completion_stream import CompletionStream
 from rollout.engines.vllm.conversion import NOT_FINITE, output_of, sampling_fields
 from rollout.engines.vllm.llm_client import as_deltas, final_only, first_line
 from rollout.engines.vllm.weight_loader import VLLMWeightLoader
-from rollout.scheduler import GenerationJob, Scheduler
+from rollout.job_queue import GenerationJob
+from rollout.scheduler import Scheduler
 
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
 
@@ -60,6 +61,7 @@ class VLLMRequestQueue:
             max_running=section.max_running,
             prefix_cache=False,
             version=config.policy_version,
+            preempt_after_s=section.preempt_after_s,
         )
         self.held = False
         self.pause_s = 0.0
@@ -179,11 +181,15 @@ class VLLMRequestQueue:
                 self._spawn(self._drive(loading, self._runs[start.job.request_id]))
             if not before and self.scheduler.num_running:
                 self._busy_since = now
+            yielding = self.scheduler.preempt(now, lambda job: loading.asking.generated(job.request_id))
+            if yielding is not None:
+                self._end(self._runs[yielding.request_id], "abort")
         self._arm(now)
 
     def _arm(self, now: float) -> None:
-        """Set the timer for the next deadline."""
-        due = self.scheduler.next_deadline()
+        """Set the timer for the next deadline, or for the next request that another makes way for."""
+        times = (self.scheduler.next_deadline(), self.scheduler.next_preemption(now))
+        due = min((time for time in times if time is not None), default=None)
         if due is None or (self._timer is not None and self._due <= due):
             return
         if self._timer is not None:

@@ -153,6 +153,16 @@ async def test_a_continued_request_expects_what_is_still_to_come() -> None:
     assert asked[1][:2] == (2, 6)
 
 
+async def test_a_turn_is_interrupted_twice_at_most() -> None:
+    def interrupted(request: wire.GenerateRequest) -> wire.GenerateReply:
+        return reply(request, [7], "stop" if request.priority else "abort")
+
+    client = Client(a=interrupted)
+    sampled = await generator(client, presence("a")).turn(ask(step=3))
+    assert [request.priority for _, request in client.asked] == [0, 0, 1]
+    assert (list(sampled.token_ids), sampled.finish_reason) == ([7, 7, 7], "stop")
+
+
 async def test_a_partial_output_of_full_length_is_complete() -> None:
     client = Client(a=lambda request: reply(request, list(range(8)), "abort"))
     sampled = await generator(client, presence("a")).turn(ask())

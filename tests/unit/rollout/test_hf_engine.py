@@ -162,6 +162,26 @@ def test_more_requests_than_slots_longest_first(qwen3: Path) -> None:
 # --------------------------------------------------------------------------------------------------- prefixes
 
 
+def test_an_answer_of_a_later_step_makes_way_and_goes_on_where_it_was(qwen3: Path) -> None:
+    context, fields = prompt(9), {"max_tokens": 60, "seed": 3}
+    with opened(qwen3, max_running=1, preempt_after_s=1.0) as core:
+        core.submit(models.request("whole", context, **fields), 0.0)
+        whole = drained(core)["whole"]
+        core.submit(models.request("later", context, conversation="c", step=5, **fields), 0.0)
+        turn(core, 4)
+        core.submit(models.request("needed", prompt(5), max_tokens=3, step=4), 0.5)
+        turn(core, now=1.4)
+        assert not core.outbox
+        answers = drained(core, now=1.5)
+        part = answers["later"]
+        assert (part.finish_reason, list(part.token_ids)) == ("abort", list(whole.token_ids[:5]))
+        assert len(answers["needed"].token_ids) == 3
+        rest = models.request("rest", [*context, *part.token_ids], conversation="c", **fields | {"max_tokens": 55})
+        core.submit(rest, 2.0)
+        end = drained(core, now=2.0)["rest"]
+        assert [*part.token_ids, *end.token_ids] == list(whole.token_ids)
+
+
 def test_a_longer_conversation_runs_only_what_is_new(qwen3: Path) -> None:
     context = prompt(20)
     with opened(qwen3) as core:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from rollout.scheduler import ENDED, GenerationJob, Scheduler, common_prefix
+from broker.contract import wire
+from rollout.job_queue import ENDED, GenerationJob
+from rollout.scheduler import Scheduler, common_prefix
 
 
 def tokens(*ids: int) -> np.ndarray:
@@ -20,8 +24,15 @@ def job(
     version: int = 0,
     at: float = 0.0,
     until: float = 100.0,
+    **more: Any,
 ) -> GenerationJob:
-    return GenerationJob(name, conversation or name, tokens(*(ids or (1, 2, 3))), expected, version, at, until)
+    context = tokens(*(ids or (1, 2, 3)))
+    return GenerationJob(name, conversation or name, context, expected, version, at, until, **more)
+
+
+def work(name: str, step: int, expected: int = 500, **more: Any) -> GenerationJob:
+    """Return a job of a hub, which continues it."""
+    return job(name, expected=expected, step=step, resumable=True, **more)
 
 
 def started(scheduler: Scheduler, now: float = 0.0) -> list[str]:
@@ -33,6 +44,67 @@ def test_the_longest_go_first_and_equals_in_order() -> None:
     for name, expected in (("a", 3), ("b", 9), ("c", 3), ("d", 5)):
         scheduler.submit(job(name, expected=expected))
     assert started(scheduler) == ["b", "d", "a", "c"]
+
+
+def test_a_priority_goes_first_then_an_earlier_step_then_the_longest() -> None:
+    scheduler = Scheduler(num_slots=8, max_running=8, version=4)
+    for name, priority, step, expected in (
+        ("next", 0, 5, 900), ("short", 0, 4, 10), ("evaluation", 0, -1, 50), ("long", 0, 4, 70),
+        ("last of its group", 1, 5, 3), ("late", 0, 3, 1),
+    ):  # fmt: skip
+        scheduler.submit(job(name, expected=expected, priority=priority, step=step))
+    assert started(scheduler) == ["last of its group", "late", "long", "evaluation", "short", "next"]
+
+
+def test_the_youngest_of_the_latest_step_makes_way_for_an_earlier_one() -> None:
+    scheduler = Scheduler(num_slots=4, max_running=3, version=0, preempt_after_s=2.0)
+    for at, one in enumerate((work("old", 2), work("young", 2), work("first", 1))):
+        scheduler.submit(one)
+        scheduler.admit(at)
+    scheduler.submit(work("needed", 0, at=5.0))
+    assert scheduler.next_preemption(5.0) == 7.0
+    assert scheduler.preempt(6.9, lambda _: 0) is None
+    way = scheduler.preempt(7.0, lambda _: 0)
+    assert way is not None
+    assert way.request_id == "young"
+    assert scheduler.preempt(7.0, lambda _: 0) is None  # one at a time
+    assert scheduler.next_preemption(7.0) is None
+    scheduler.finish(way.slot, None)
+    assert started(scheduler, 7.0) == ["needed"]
+
+
+def test_who_never_makes_way() -> None:
+    def yields(running: GenerationJob, waiting: GenerationJob, generated: int = 0, after: float | None = 0.0) -> bool:
+        scheduler = Scheduler(num_slots=1, max_running=1, version=0, preempt_after_s=after)
+        scheduler.submit(running)
+        scheduler.admit(0.0)
+        scheduler.submit(waiting)
+        return scheduler.preempt(1.0, lambda _: generated) is running
+
+    assert yields(work("a", 1), work("b", 0))
+    assert not yields(work("a", 1), work("b", 0), after=None)  # off
+    assert not yields(work("a", 1), work("b", 1, priority=1))  # of the same step
+    assert not yields(work("a", 1, priority=1), work("b", 0))  # interrupted often enough
+    assert not yields(job("a", step=1), work("b", 0))  # nobody continues it
+    assert not yields(work("a", 1), job("b", expected=9999))  # of no step
+    assert not yields(work("a", 1, expected=40), work("b", 0), generated=30)  # ends soon
+    assert yields(work("a", 1, expected=40, expected_high=200), work("b", 0), generated=60)  # outgrew it
+
+
+def test_only_what_a_hub_continues_exactly_is_resumable() -> None:
+    def resumable(step: int = 3, **sampling: Any) -> bool:
+        params = wire.SamplingParams(max_tokens=8, **sampling)
+        request = wire.GenerateRequest(
+            request_id="r", conversation_id="c", token_ids=wire.column([1], "<i4"), sampling=params, step=step
+        )
+        return GenerationJob.of(request, 0.0).resumable
+
+    assert resumable(temperature=0.5, top_p=0.9, seed=1)
+    assert not resumable(step=-1)
+    assert not resumable(stop=["a"])  # it may begin in one output and end in the next
+    assert not resumable(frequency_penalty=0.1)
+    assert not resumable(logit_bias={1: 2.0})
+    assert not resumable(top_logprobs=1)
 
 
 def test_no_more_than_max_running_and_the_lowest_slots() -> None:

@@ -7,9 +7,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rollout.scheduler import ENDED, WAITING, GenerationJob, Scheduler
+from broker.contract.lengths import remaining
+from rollout.job_queue import ENDED, WAITING, GenerationJob
+from rollout.scheduler import ENDS_SOON, Scheduler
 
-SLOTS, RUNNING = 5, 3
+SLOTS, RUNNING, AFTER_S = 5, 3, 1.0
 
 
 class Machine(RuleBasedStateMachine):
@@ -17,7 +19,8 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler = Scheduler(num_slots=SLOTS, max_running=RUNNING, version=0)
+        self.scheduler = Scheduler(num_slots=SLOTS, max_running=RUNNING, version=0, preempt_after_s=AFTER_S)
+        self.leaving: GenerationJob | None = None
         self.now = 0.0
         self.weights = 0  # counts loads
         self.jobs: list[GenerationJob] = []
@@ -26,12 +29,17 @@ class Machine(RuleBasedStateMachine):
 
     @rule(conversation=st.sampled_from("abcd"), new=st.lists(st.integers(0, 2), min_size=1, max_size=4),
         fresh=st.booleans(),
-          expected=st.integers(1, 5), ahead=st.integers(0, 2), time=st.floats(0.5, 20))  # fmt: skip
-    def submit(self, conversation: str, new: list[int], fresh: bool, expected: int, ahead: int, time: float) -> None:
+          expected=st.integers(1, 99), ahead=st.integers(0, 2), time=st.floats(0.5, 20),
+          step=st.integers(-1, 2), priority=st.integers(0, 1))  # fmt: skip
+    def submit(
+        self, conversation: str, new: list[int], fresh: bool, expected: int, ahead: int, time: float, step: int,
+        priority: int,
+    ) -> None:  # fmt: skip
         history = ([] if fresh else self.histories.get(conversation, [])) + new
         self.histories[conversation] = history
         job = GenerationJob(f"r{len(self.jobs)}", conversation, np.array(history, np.int32), expected,
-                  max(0, self.scheduler.version + ahead - 1), self.now, self.now + time)  # fmt: skip
+                  max(0, self.scheduler.version + ahead - 1), self.now, self.now + time,
+                  priority=priority, step=step, resumable=step >= 0)  # fmt: skip
         self.jobs.append(job)
         self.scheduler.submit(job)
 
@@ -46,8 +54,8 @@ class Machine(RuleBasedStateMachine):
         if urgent and starts:
             assert starts[0].job.urgent_at == min(j.urgent_at for j in urgent)
         if not urgent:
-            chosen = [start.job.expected_tokens for start in starts]
-            assert chosen == sorted((j.expected_tokens for j in able), reverse=True)[: len(chosen)]
+            chosen = [self.rank(start.job) for start in starts]
+            assert chosen == sorted(self.rank(j) for j in able)[: len(chosen)]
         for start in starts:
             tokens = start.job.tokens.tolist()
             assert start.reused < len(tokens)
@@ -55,6 +63,30 @@ class Machine(RuleBasedStateMachine):
             # equal tokens, and of these weights
             assert kept == [(token, self.weights) for token in tokens[: start.reused]]
             self.held[start.slot] = [(token, self.weights) for token in tokens]
+
+    def rank(self, job: GenerationJob) -> tuple[int, int, int]:
+        step = job.step if job.step >= 0 else self.scheduler.version
+        return -job.priority, step, -job.expected_tokens
+
+    @rule(generated=st.integers(0, 200))
+    def preempt(self, generated: int) -> None:
+        able = [j for j in self.jobs if j.slot == WAITING and j.min_version <= self.scheduler.version]
+        first = min(able, key=self.rank, default=None)
+        job = self.scheduler.preempt(self.now, lambda _: generated)
+        if job is None:
+            return
+        assert self.leaving is None or self.leaving.slot == ENDED  # one at a time
+        assert first is not None
+        assert self.scheduler.num_running == RUNNING
+        assert self.now >= first.submitted + AFTER_S
+        assert job.slot >= 0
+        assert job.step > first.step >= 0
+        assert job.priority == 0
+        left = [(j, remaining(j.expected_tokens, 0, generated, 10**9)[0]) for j in self.scheduler.running]
+        able = [j for j, tokens in left if j.resumable and not j.priority and tokens > ENDS_SOON]
+        assert job in able
+        assert job.step == max(j.step for j in able)
+        self.leaving = job
 
     @precondition(lambda self: self.scheduler.num_running)
     @rule(pick=st.integers(0, RUNNING - 1), keep=st.booleans())
