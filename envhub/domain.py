@@ -17,6 +17,7 @@ from envhub.context import Memory, StepContext, load_memory
 from envhub.envs import AGENTS, ENVS
 from envhub.envs.agent import AgentEnvironment
 from envhub.envs.base import Environment, Isolation, Split
+from envhub.lengths.selection import EstimatorChoice, load_estimator
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,23 @@ class Domain:
         found = self.environment.tools(self.args)
         return json.dumps(found) if found else ""
 
-    def check(self) -> None:
-        """Check that the environment can run with its arguments; reads data files.
+    @cached_property
+    def make_estimator(self) -> EstimatorChoice:
+        """Makes the estimator of the lengths of its turns; worker processes do not import it.
 
         Raises:
-            ConfigError: names ``domains.<name>.env_args.<key>``.
+            ConfigError: if there is none of that name, or an argument is not allowed.
+        """
+        return load_estimator(self.name, self.section.length_estimator, self.section.length_estimator_args)
+
+    def check(self) -> None:
+        """Check that the environment can run with its arguments, and the length estimator; reads data files.
+
+        Raises:
+            ConfigError: names ``domains.<name>.env_args.<key>``, or the key of the estimator.
             DataError: if a row is malformed.
         """
+        self.make_estimator  # noqa: B018 - resolves it
         try:
             self.environment.check(self.args)
         except ConfigError as error:

@@ -14,6 +14,7 @@ import random
 import socket
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Final
 
@@ -35,6 +36,8 @@ from envhub.domain import Domain, load_domains
 from envhub.episodes.rerun import TicketReruns
 from envhub.episodes.runners import EpisodeLimits, EpisodeRunners
 from envhub.episodes.trial import trial
+from envhub.lengths.predictor import LengthPredictor
+from envhub.lengths.shared import LengthStore
 from envhub.scheduling import slots
 from envhub.servers.generate import TurnGenerator
 from envhub.servers.servers import ServerRoster
@@ -57,6 +60,7 @@ TICK_S: Final = 0.25
 PLAYED_ELSEWHERE_S: Final = 30.0  # before a ticket that another hub plays alone is delivered again
 FAREWELL_S: Final = 10.0  # for the last publishes and hand-backs
 UNSERVED_S: Final = 2.0  # without any rollout server, before a drain waits no longer: nothing could be sampled
+LAST_EXCHANGE_S: Final = 2.0  # for what the hub has learnt about lengths
 
 
 class TooManyHung(RlearnerError):
@@ -103,6 +107,7 @@ class EnvironmentHub:
         self.players = EpisodeRunners(tokenizer, self.generator, calls, limits, nurseries, max_workers=self.slots.n)
         self.players.clock, self.players.spans = clock, member.spans
         self.health = WorkHealth("domain", self.domains, self._broken_after, trial=self._trial, changed=member.poke)
+        self.lengths = LengthStore(member.bus, self._predictors)
         self.tally = HubMetrics()
         self.turnstile = QueueTurns(self.slots)
         self.attempts = AttemptNotes(member.bus, member.id)
@@ -121,6 +126,7 @@ class EnvironmentHub:
         self.member.report(self.metrics)
         self.member.spawn(self.servers.serve())
         self.member.spawn(self._watch_servers())
+        self.member.spawn(self.lengths.serve())
         self.member.spawn(TicketReruns(self.member, self.players, self.domains).serve())
         for name in self.domains:
             self._open_feeds(name)
@@ -177,6 +183,10 @@ class EnvironmentHub:
         self._perform(self.slots.expire())
         await self.health.close()
         await self.outbox.empty(FAREWELL_S)
+        if not ends_now:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LAST_EXCHANGE_S):
+                    await self.lengths.exchange()
         await self.client.close()
         await self.players.close()
         if self.outbox.failure is not None:
@@ -254,6 +264,14 @@ class EnvironmentHub:
     def _ready(self, domain: str, stream: Stream) -> bool:
         """Decide whether a queue's tickets can be played here at present."""
         return self.health.takes(domain) and self._serves_someone(stream)
+
+    def _predictors(self) -> dict[str, tuple[str, LengthPredictor]]:
+        """Return the predictor of each domain's lengths, with the name of its estimator."""
+        lengths = self.players.lengths
+        return {
+            name: (domain.section.length_estimator, lengths.of(name, domain.make_estimator, wire.ACTOR))
+            for name, domain in self.domains.items()
+        }
 
     # -- tickets in
 
@@ -413,6 +431,7 @@ class EnvironmentHub:
         """Return this hub's metrics of the last second."""
         return {
             **self.tally.report(),
+            **self.players.lengths.calibration.report(),
             "process/cpu_s": time.process_time() + self.players.nurseries.cpu_s(),
             "envhub/running": self.slots.running,
             "envhub/waiting": self.slots.waiting,

@@ -31,6 +31,8 @@ MAX_SPANS: Final = 256
 MAX_REQUEST_S: Final = 86_400.0  # of a request's deadline
 MAX_ID_CHARS: Final = 256  # of a request or a conversation
 MAX_SERVES: Final = 1024
+MAX_TASKS: Final = 4096  # of a record of lengths
+MAX_MEAN: Final = 1_000_000
 # characters of the texts of a presence
 PRESENCE_CHARS: Final = {
     "host": 256, "address": 256, "channel": 64, "policy": 256, "engine": 1024, "problem": 2048, "process": 256,
@@ -107,6 +109,7 @@ RANGES: Final[dict[type, dict[str, ValueRange]]] = {
         "expected_high": NATURAL, "priority": NATURAL, "step": OPTIONAL, "prompt_top_k": NATURAL},
     wire.AbortRequest: {},
     wire.GenerateReply: {"policy_version": OPTIONAL, "prefix_hit_tokens": NATURAL},
+    wire.LengthRecord: {"turns": COUNT},
     wire.Span: {"start": NATURAL, "end": NATURAL, "seconds": NATURAL, "count": NATURAL, "ticket": NATURAL,
         "step": OPTIONAL},
     wire.Metrics: {"time": NATURAL},
@@ -133,6 +136,7 @@ NAMES: Final[dict[type, tuple[str, ...]]] = {
     wire.EpisodeScoreRequest: ("domain",),
     wire.Closed: ("domain",),
     wire.Parted: ("domain", "upload"),
+    wire.LengthRecord: ("domain",),
     wire.Metrics: ("role", "id"),
     wire.DeadLetter: ("stream",),
     wire.Presence: ("role", "id"),
@@ -524,6 +528,22 @@ def _check_model_part(part: wire.ModelPart) -> None:
         raise _wrong("ModelPart", "data", f"{len(part.data)} bytes", f"1 to {PART_BYTES} bytes")
 
 
+def _check_length_record(record: wire.LengthRecord) -> None:
+    """estimator has 1 to 256 characters. tasks, counts and means have k values each, k at most 4096. All numbers are
+    finite, at most 10^6 from 0, counts not below 0."""
+    if not 0 < len(record.estimator) <= MAX_ID_CHARS:
+        raise _wrong("LengthRecord", "estimator", f"{len(record.estimator)} characters", f"1 to {MAX_ID_CHARS}")
+    num_tasks = _check_column("LengthRecord", "tasks", record.tasks, "<i4")
+    if num_tasks > MAX_TASKS:
+        raise _wrong("LengthRecord", "tasks", num_tasks, f"at most {MAX_TASKS}")
+    for name, least, n in (("values", -MAX_MEAN, None), ("counts", 0, num_tasks), ("means", -MAX_MEAN, num_tasks)):
+        numbers = getattr(record, name)
+        _check_column("LengthRecord", name, numbers, "<f4", n)
+        found = numbers.array()
+        if not np.all((found >= least) & (found <= MAX_MEAN)):  # false for NaN
+            raise _wrong("LengthRecord", name, "another value", f"must be numbers from {least} to {MAX_MEAN}")
+
+
 def _check_rules_change(change: wire.RulesChange) -> None:
     """rules hold only what JSON can express, and finite numbers."""
     _plain("RulesChange", "rules", change.rules)
@@ -617,6 +637,7 @@ RULES: Final[dict[type, Callable[[Any], None]]] = {
     wire.RulesChange: _check_rules_change,
     wire.RunSpec: _check_run_spec,
     wire.ModelPart: _check_model_part,
+    wire.LengthRecord: _check_length_record,
 }
 
 _CHECKS: Final[dict[type, tuple[Callable[[Any], None], ...]]] = {

@@ -93,6 +93,11 @@ EXAMPLES: Final[dict[type[wire.Message], wire.Message]] = {
             logprobs=wire.column([-0.25, -0.0625], "<f4"), version_runs=wire.column([11, 2], "<i4"),
             finish_reason="stop", policy_version=11, prefix_hit_tokens=2, reshaped=wire.column([1, 0], "|u1"),
         ),
+        wire.LengthRecord(
+            domain="lake", estimator="mean", turns=1200, values=wire.column([38.5], "<f4"),
+            tasks=wire.column([-559038737], "<i4"), counts=wire.column([8.0], "<f4"),
+            means=wire.column([0.25], "<f4"),
+        ),
         wire.Metrics(
             role="rollout", id="rollout-7c1", time=1_767_225_600.0, values={"perf/tokens_per_s": 4120.5},
             text={"state": "serving"},

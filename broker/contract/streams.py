@@ -137,6 +137,7 @@ DEAD: Final = Stream("dead", LOG, (wire.DeadLetter,), "stream", "all", "operator
 ATTEMPTS: Final = Stream(
     "attempts", KV, (wire.Attempt,), "run.stream.ticket", "envhub", "envhub", "a day", ttl_s=86_400.0, memory=True
 )
+LENGTHS: Final = Stream("lengths", KV, (wire.LengthRecord,), "run.domain", "envhub", "envhub", "last value")
 CONTROL: Final = Stream(
     "control", KV, (wire.DesiredState,), "run", "operator, learner", "all", "last value", essential=True, signed=True
 )
@@ -157,7 +158,7 @@ RESERVE: Final = Stream(
 
 STREAMS: Final[tuple[Stream, ...]] = (
     *(TICKETS, EPISODES, SCORES, SAMPLES, PARTS, EVALTICKETS, EVALS, WEIGHTS, WEIGHTSYNC, GENERATE, RERUNS),
-    *(REQUESTS, METRICS, PRESENCE, DEAD, ATTEMPTS, CONTROL, MEMBERS, RUNS, MODELS, DEVICES, RESERVE),
+    *(REQUESTS, METRICS, PRESENCE, DEAD, ATTEMPTS, CONTROL, MEMBERS, RUNS, MODELS, DEVICES, LENGTHS, RESERVE),
 )
 
 ACK_WAIT_S: Final = 6.0  # redelivery after this long without an in-progress mark

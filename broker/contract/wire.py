@@ -360,6 +360,21 @@ class GenerateRequest(Message, frozen=True, tag="GenerateRequest"):
     prompt_top_k: int = 0  # above 0: sample nothing, return this many likeliest tokens at each context position
 
 
+class LengthRecord(Message, frozen=True, tag="LengthRecord"):
+    """What the hubs of a run have learnt about the lengths of a domain's turns; see envhub/lengths.
+
+    All numbers are running means, so that a hub can average them with its own, by the turns that they come from.
+    """
+
+    domain: str  # the domain
+    estimator: str  # its length_estimator; another one ignores the record
+    turns: int  # turns that all hubs together learnt from
+    values: Column  # <f4, shape (n,): the estimator's means, in its order
+    tasks: Column  # <i4, shape (k,): tasks by the hash of their first prompt, each once, at most 4096
+    counts: Column  # <f4, shape (k,): turns that a task's mean is made of
+    means: Column  # <f4, shape (k,): mean log length of a task relative to others
+
+
 class AbortRequest(Message, frozen=True, tag="AbortRequest"):
     """Stops a request; its reply has finish_reason `abort` and the partial output."""
 
@@ -527,12 +542,12 @@ class ModelPart(Message, frozen=True, tag="ModelPart"):
 MESSAGES: Final[tuple[type[Message], ...]] = (
     Ticket, EvalTicket, Group, EpisodeScoreRequest, EpisodeScoreReply, Closed, RulesChange, Parted, WeightsOffer,
     WeightsJoin, WeightsSession, GenerateRequest,
-    AbortRequest, GenerateReply, Metrics, DeadLetter, Attempt, DesiredState, OperatorRequest,
+    AbortRequest, GenerateReply, LengthRecord, Metrics, DeadLetter, Attempt, DesiredState, OperatorRequest,
     OperatorReply, DeviceLease, Presence, RunSpec, ModelPart,
 )  # fmt: skip
 
 # only messages with columns or bytes may be large
 MAX_BYTES: Final[dict[type[Message], int]] = {kind: MAX_SMALL_BYTES for kind in MESSAGES} | {
     Group: MAX_GROUP_BYTES, GenerateRequest: MAX_PAYLOAD_BYTES, GenerateReply: MAX_PAYLOAD_BYTES,
-    DeadLetter: (1 << 20) + MAX_SMALL_BYTES, ModelPart: (1 << 20) + MAX_SMALL_BYTES,
+    LengthRecord: 1 << 16, DeadLetter: (1 << 20) + MAX_SMALL_BYTES, ModelPart: (1 << 20) + MAX_SMALL_BYTES,
 }  # fmt: skip

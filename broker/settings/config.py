@@ -137,6 +137,10 @@ class DomainSection(Section):
     max_context_tokens: PositiveInt = 4096
     deadline_s: PositiveFloat | None = None  # per group; null: derived, see broker.settings.timeouts
     sampling: Sampling = Sampling()
+    # predicts how long turns will be, for servers, which start the longest first: a name of the registry in envhub/lengths,
+    # or a dotted path or file path to a class or function
+    length_estimator: str = "regression"
+    length_estimator_args: dict[str, Any] = {}
     rewards: list[RewardConfig] = []
     score_ahead: bool = True  # score each episode when it ends, if a reward hub is idle; false: with its group
 

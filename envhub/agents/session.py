@@ -14,7 +14,10 @@ from broker.contract import wire
 from broker.errors import ConfigError
 from broker.runtime.spans import SpanRecorder
 from envhub.agents.record import EpisodeRecord
-from envhub.servers.generate import ExpectedTokens, SampledTurn, TurnFailed, TurnRequest, mix
+from envhub.lengths.base import UpcomingTurn
+from envhub.lengths.predictor import LengthPrediction, LengthPredictor
+from envhub.lengths.selection import task_key
+from envhub.servers.generate import SampledTurn, TurnFailed, TurnRequest, mix
 from envhub.task import EpisodeTask
 from rlearner_text.incremental_tokenization import Conversation
 from rlearner_text.openai import tool_calls
@@ -36,13 +39,13 @@ class SessionContext:
 
     Attributes:
         turn: samples one turn; see ``envhub.servers.generate.TurnGenerator``.
-        expected: tokens of a turn of the domain.
+        lengths: of the turns of the domain.
         spans: of the hub.
     """
 
     tokenizer: Tokenizer
     turn: Callable[[TurnRequest], Awaitable[SampledTurn]]
-    expected: ExpectedTokens
+    lengths: LengthPredictor
     generate_timeout_s: float
     spans: SpanRecorder
 
@@ -74,7 +77,7 @@ class AgentSession:
         self.generate_s = 0.0
         self._said: dict[str, str] = {}  # texts of answers, by the prefix of their calls' ids
         self._with_specials: list[str] = []  # those with sampled special tokens, which the record has to find again
-        self._begun = 0
+        self._begun = self._task_key = 0
         self._newest = -1
         self._over = False
 
@@ -142,7 +145,8 @@ class AgentSession:
         prompt = array("i", ask.token_ids.array().tolist())
         started, began = time.perf_counter(), self._means.spans.enter("generate")
         try:
-            sampled = await self._means.turn(self._ask(ask, prompt))
+            turn, predicted = self._ask(ask, prompt)
+            sampled = await self._means.turn(turn)
         except TurnFailed as error:
             self._begun -= 1
             self.failed = str(error)
@@ -157,7 +161,7 @@ class AgentSession:
         if ask.sampling.top_logprobs and not sampled.top:
             problem = "top_logprobs is not supported: the run's engine does not return the likeliest tokens"
             raise HttpError(400, problem, param="top_logprobs")
-        self._means.expected.add(len(sampled.token_ids))
+        self._means.lengths.add(predicted, len(sampled.token_ids))
         self.record.sampled(prompt, sampled)
         self.cut = sampled.finish_reason == "length"
         reply_id, _, index = ask.request_id.removeprefix("http.").partition(".")
@@ -180,15 +184,19 @@ class AgentSession:
             policy_version=max(versions, default=-1),
         )
 
-    def _ask(self, asked: wire.GenerateRequest, prompt: array[int]) -> TurnRequest:
+    def _ask(self, asked: wire.GenerateRequest, prompt: array[int]) -> tuple[TurnRequest, LengthPrediction]:
         task, section, sampling = self._task, self._section, self._section.sampling
         base = self.record.goes_on(prompt)
-        room = section.max_context_tokens - len(prompt)
-        return TurnRequest(
+        most = min(asked.sampling.max_tokens, sampling.max_tokens, section.max_context_tokens - len(prompt))
+        self._task_key = self._task_key or task_key(prompt)
+        last = base.turns[-1] if base is not None else None
+        place = self._task_key, self._begun - 1, last.end - last.start if last else 0, task.task_index, task.split
+        predicted = self._means.lengths.predict(UpcomingTurn(prompt, most, *place))
+        turn = TurnRequest(
             conversation_id=f"{task.id}.{len(self.record.samples) if base is None else base.number}",
             token_ids=prompt,
             sampling=wire.SamplingParams(
-                max_tokens=min(asked.sampling.max_tokens, sampling.max_tokens, room),
+                max_tokens=most,
                 temperature=sampling.temperature if task.temperature is None else task.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
@@ -204,11 +212,13 @@ class AgentSession:
             ),
             policy=task.policy,
             min_version=task.min_version,
-            sticky=base.turns[-1].server if base is not None else "",
+            sticky=last.server if last is not None else "",
             timeout_s=self._means.generate_timeout_s,
-            expected_tokens=self._means.expected.tokens(),
+            expected_tokens=predicted.expected,
+            expected_high=predicted.high,
             step=task.step,
         )
+        return turn, predicted
 
     def _state(self) -> str:
         return "over" if self._over else "serving"

@@ -13,7 +13,10 @@ from broker.runtime.spans import SpanRecorder
 from broker.system.workers.fault import told, trace
 from envhub.envs.base import Environment, Observation, StepResult
 from envhub.episodes.frames import first_frame, frame
-from envhub.servers.generate import ExpectedTokens, SampledTurn, TurnRequest, stirred
+from envhub.lengths.base import UpcomingTurn
+from envhub.lengths.predictor import LengthPredictor
+from envhub.lengths.selection import task_key
+from envhub.servers.generate import SampledTurn, TurnRequest, stirred
 from envhub.task import EpisodeFailed, EpisodeResult, EpisodeTask
 from envhub.workers.calls import EnvironmentCalls
 from envhub.workers.returned import observation, step_result, text
@@ -37,7 +40,7 @@ class EpisodeContext:
     """What an episode is played with.
 
     Attributes:
-        expected: tokens of a turn of the domain.
+        lengths: of the turns of the domain.
         generate_timeout_s: longest wait for a turn.
         spans: of the hub.
     """
@@ -45,7 +48,7 @@ class EpisodeContext:
     tokenizer: Tokenizer
     turns: TurnSampler
     calls: EnvironmentCalls
-    expected: ExpectedTokens
+    lengths: LengthPredictor
     generate_timeout_s: float
     spans: SpanRecorder
 
@@ -66,6 +69,7 @@ class Episode:
         self._generate_s = self._env_step_s = 0.0
         self._carried = 0
         self._server = self._response = ""
+        self._task_key = self._previous = 0  # for the prediction of lengths
         self._role: Role = "user"  # whose words come next
 
     async def run(self) -> EpisodeResult:
@@ -140,16 +144,20 @@ class Episode:
         return "truncated" if len(self._turns) >= self._section.max_turns else None
 
     async def _sample(self) -> SampledTurn:
-        conversation, task = self._conversation, self._task
+        conversation, task, sampling = self._conversation, self._task, self._sampling()
+        self._task_key = self._task_key or task_key(conversation.token_ids)
+        place = self._task_key, len(self._turns), self._previous, task.task_index, task.split
+        predicted = self._means.lengths.predict(UpcomingTurn(conversation.token_ids, sampling.max_tokens, *place))
         ask = TurnRequest(
             conversation_id=task.id if self._steps is None else f"{task.id}.{len(self._turns)}",
             token_ids=conversation.token_ids,
-            sampling=self._sampling(),
+            sampling=sampling,
             policy=task.policy,
             min_version=task.min_version,
             sticky=self._server,
             timeout_s=self._means.generate_timeout_s,
-            expected_tokens=self._means.expected.tokens(),
+            expected_tokens=predicted.expected,
+            expected_high=predicted.high,
             step=task.step,
         )
         started, began = time.perf_counter(), self._means.spans.enter("generate")
@@ -159,7 +167,8 @@ class Episode:
             self._means.spans.leave("generate", began, task.ticket)
         self._generate_s += time.perf_counter() - started
         self._server = sampled.server
-        self._means.expected.add(len(sampled.token_ids))
+        self._previous = len(sampled.token_ids)
+        self._means.lengths.add(predicted, self._previous)
         conversation.sampled(sampled.token_ids, sampled.logprobs, sampled.version_runs)
         if sampled.version_runs:
             self._on_tokens(min(sampled.version_runs[::2]))

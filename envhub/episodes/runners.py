@@ -12,8 +12,9 @@ from envhub.domain import Domain
 from envhub.envs.agent import AgentEnvironment
 from envhub.envs.base import WORKER, Environment
 from envhub.episodes.episode import Episode, EpisodeContext, TurnSampler
+from envhub.lengths.predictor import HubLengths, LengthPredictor
 from envhub.servers.awake_clock import AwakeClock
-from envhub.servers.generate import ExpectedTokens, TurnFailed
+from envhub.servers.generate import TurnFailed
 from envhub.task import EpisodeFailed, EpisodeResult, EpisodeTask
 from envhub.workers.calls import CallFailed, EnvironmentCalls
 from envhub.workers.returned import ReturnedValueError
@@ -40,6 +41,7 @@ class EpisodeRunners:
         nurseries: for environments in worker processes.
         max_workers: worker processes, including idle ones, beyond which an idle one makes way for another domain's.
         idle: environments of finished episodes, by domain, for the next ones.
+        lengths: predicts how long turns will be.
         spans: of the hub, for the timeline.
     """
 
@@ -50,7 +52,7 @@ class EpisodeRunners:
     nurseries: WorkerPools = field(default_factory=lambda: WorkerPools(None))
     max_workers: int = 64
     idle: dict[str, list[Environment]] = field(default_factory=dict)
-    expected: dict[str, ExpectedTokens] = field(default_factory=dict)
+    lengths: HubLengths = field(default_factory=HubLengths)
     clock: AwakeClock = field(default_factory=AwakeClock)  # of the timeouts of episodes
     agents: AgentRunner | None = None  # made for the first episode of an agent
     spans: SpanRecorder = field(default_factory=SpanRecorder)
@@ -64,11 +66,11 @@ class EpisodeRunners:
         environment: Environment | None = None
         try:
             async with self.clock.timeout(self.limits.episode_timeout_s) as limit:
-                expected = self.expected.setdefault(task.domain.name, ExpectedTokens())
+                lengths = self.lengths.of(task.domain.name, task.domain.make_estimator, task.policy)
                 if issubclass(task.domain.environment, AgentEnvironment):
-                    return await self._play_agent(task, expected, on_tokens)
+                    return await self._play_agent(task, lengths, on_tokens)
                 environment = await self._environment(task.domain)
-                shared = (self.tokenizer, self.turns, self.calls, expected)
+                shared = (self.tokenizer, self.turns, self.calls, lengths)
                 means = EpisodeContext(*shared, self.limits.generate_timeout_s, self.spans)
                 played = await Episode(task, environment, means, on_tokens).run()
         except CallFailed as error:
@@ -104,13 +106,13 @@ class EpisodeRunners:
             await self.agents.close()
 
     async def _play_agent(
-        self, task: EpisodeTask, expected: ExpectedTokens, on_tokens: Callable[[int], None]
+        self, task: EpisodeTask, lengths: LengthPredictor, on_tokens: Callable[[int], None]
     ) -> EpisodeResult:
         from envhub.agents.run_episode import AgentRunner  # a web server, which other hubs need not load
         from envhub.agents.session import SessionContext
 
         self.agents = self.agents or AgentRunner(self.tokenizer, self.nurseries.passed)
-        means = SessionContext(self.tokenizer, self.turns.turn, expected, self.limits.generate_timeout_s, self.spans)
+        means = SessionContext(self.tokenizer, self.turns.turn, lengths, self.limits.generate_timeout_s, self.spans)
         return await self.agents.play(task, means, on_tokens)
 
     async def _environment(self, domain: Domain) -> Environment:

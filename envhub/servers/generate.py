@@ -24,7 +24,6 @@ GRACE_S: Final = 2.0  # for a reply that the server sends at its deadline
 NOTHING_PAUSE_S: Final = 0.02  # after a reply without tokens, before the next request
 INTERRUPTIONS_MOST: Final = 2  # of one turn, before it gets a priority: no server interrupts those for other work
 KEPT_S: Final = 30.0  # a server stays followed for this long after a request: it holds the conversation's prefix
-EXPECTED_DECAY: Final = 0.05
 
 
 class TurnFailed(RlearnerError):
@@ -226,21 +225,6 @@ class TurnGenerator:
         if seen is None or seen[0] is not presence:
             seen = self._seen[presence.id] = (presence, ours)
         return max(ours, presence.running + presence.waiting + ours - seen[1])
-
-
-class ExpectedTokens:
-    """Running mean of the tokens in a turn, for servers that start the longest first."""
-
-    def __init__(self) -> None:
-        self._mean = 0.0
-
-    def add(self, tokens: int) -> None:
-        """Add a complete turn."""
-        self._mean += (tokens - self._mean) * EXPECTED_DECAY if self._mean else tokens
-
-    def tokens(self) -> int:
-        """Return the tokens to expect, 0 before the first turn."""
-        return round(self._mean)
 
 
 def mix(*values: int) -> int:

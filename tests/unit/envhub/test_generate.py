@@ -11,7 +11,7 @@ from broker.contract import wire
 from broker.contract.lengths import remaining
 from broker.errors import RequestFailed, WireError
 from envhub.servers.awake_clock import AwakeClock
-from envhub.servers.generate import ExpectedTokens, TurnFailed, TurnGenerator, TurnRequest, mix, stirred
+from envhub.servers.generate import TurnFailed, TurnGenerator, TurnRequest, mix, stirred
 
 Answer = Callable[[wire.GenerateRequest], wire.GenerateReply | Awaitable[wire.GenerateReply]]
 
@@ -224,16 +224,6 @@ def test_seeds_are_spread_and_stable() -> None:
     assert len({mix(seed, episode, at) for seed in range(10) for episode in range(10) for at in range(10)}) == 1000
     assert all(0 <= mix(seed) < 2**48 for seed in range(100))
     assert mix(1, 2, 3) == stirred(stirred(0, 1, 2), 3) >> 16
-
-
-def test_the_expected_length_follows_the_mean() -> None:
-    expected = ExpectedTokens()
-    assert expected.tokens() == 0
-    expected.add(10)
-    assert expected.tokens() == 10
-    for _ in range(200):
-        expected.add(40)
-    assert expected.tokens() == 40
 
 
 async def test_time_in_which_the_servers_sleep_is_no_time_of_a_turn() -> None:

@@ -1,0 +1,103 @@
+"""Corrects the predictions of a length estimator, and measures how well they are calibrated.
+
+Two corrections are learnt for each estimator, one of its median and one of its 0.9 quantile: each moves up a little if
+a turn was longer than predicted and down a little if it was not, so that in the long run a tenth of the turns is longer
+than the 0.9 quantile, whatever the estimator says.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from dataclasses import dataclass, field
+from typing import Final
+
+from broker.contract.lengths import HIGH
+from envhub.lengths.base import LengthEstimator, UpcomingTurn
+
+FIRST_SPREAD: Final = 0.7  # of log lengths, before any error is known
+STEP: Final = 0.02  # of a correction, as a part of the mean error
+FIRST_STEPS: Final = 20  # turns during which it moves faster
+ERROR_MEMORY: Final = 200
+MOST_TOKENS: Final = 1e12  # of a prediction
+
+Quantiles = tuple[float, float]
+
+
+@dataclass(slots=True)
+class LengthCalibration:
+    """How a hub's predictions compare with what came, as means over its newest turns; see docs/metrics.md."""
+
+    memory: int = 500
+    error: float = 0.0
+    below_median: float = 0.0
+    below_high: float = 0.0
+    _counts: list[int] = field(default_factory=lambda: [0, 0, 0])
+
+    def add(self, predicted: Quantiles, actual: float, limit: float) -> None:
+        """Add a turn; all in log tokens. A quantile at the limit cannot be exceeded and does not count."""
+        median, high = predicted
+        self.error += self._share(0) * (abs(actual - min(median, limit)) - self.error)
+        if median < limit:
+            self.below_median += self._share(1) * ((actual <= median) - self.below_median)
+        if high < limit:
+            self.below_high += self._share(2) * ((actual <= high) - self.below_high)
+
+    def report(self) -> dict[str, float]:
+        """Return the metrics; those without a turn are absent."""
+        names = ("length/error", "length/calibration_50", "length/calibration_90")
+        values = (self.error, self.below_median, self.below_high)
+        return {name: value for name, value, count in zip(names, values, self._counts, strict=True) if count}
+
+    def _share(self, which: int) -> float:
+        self._counts[which] = min(self._counts[which] + 1, self.memory)
+        return 1 / self._counts[which]
+
+
+class CorrectedEstimator:
+    """An estimator with its two corrections and its error, the mean of ``abs(log(tokens / median))``."""
+
+    def __init__(self, estimator: LengthEstimator) -> None:
+        self.estimator = estimator
+        self.error, self.num_turns = FIRST_SPREAD / 2, 0
+        self._median = self._high = 0.0  # corrections
+        self._has_high = True
+
+    def predict(self, turn: UpcomingTurn) -> Quantiles | None:
+        """Return the logs of median and 0.9 quantile; not limited by ``max_tokens``.
+
+        Raises:
+            Exception: what the estimator raises.
+            ValueError: if it returns anything but positive numbers in order, or None.
+        """
+        found = self.estimator.predict(turn)
+        if found is None:
+            return None
+        try:
+            median, high = map(float, found) if isinstance(found, tuple) else (float(found), 0.0)
+        except (TypeError, ValueError):
+            median = high = math.nan
+        if not (0 < median <= MOST_TOKENS and (not high or median <= high <= MOST_TOKENS)):
+            raise ValueError(f"it predicts {reprlib.repr(found)}, not a number above 0, or two in order")
+        if self._has_high and not high:
+            self._has_high, self._high = False, FIRST_SPREAD
+        middle = math.log(median)
+        return (now := middle + self._median), max(math.log(high or median) + self._high, now)
+
+    def learn(self, predicted: Quantiles | None, turn: UpcomingTurn, tokens: int) -> None:
+        """Correct the corrections and let the estimator learn.
+
+        Raises:
+            Exception: what the estimator raises.
+        """
+        if predicted is not None:
+            actual, limit, (median, high) = math.log(max(tokens, 1)), math.log(turn.max_tokens), predicted
+            self.num_turns += 1
+            step = self.error * max(STEP, 1 / (FIRST_STEPS + self.num_turns))
+            # a turn that was cut off says nothing about a quantile beyond the limit
+            if actual < limit or median < limit:
+                self._median += step * ((actual > median) - 0.5)
+            if actual < limit or high < limit:
+                self._high += step * ((actual > high) - (1 - HIGH)) / HIGH
+            self.error += (abs(actual - min(median, limit)) - self.error) / min(self.num_turns + 10, ERROR_MEMORY)
+        self.estimator.observe(turn, tokens)

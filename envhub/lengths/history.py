@@ -1,0 +1,136 @@
+"""Predicts a turn from earlier ones of the same task, as far as there are any, and of the domain.
+
+A mixed model of log lengths: ``log(tokens) = level of the turn + effect of the task + noise``, all three normal. Tasks
+recur, within a group and in later epochs; the fewer of a task's turns are known, the more its effect is drawn to zero,
+by the ratio of the variance within tasks to that between them (the usual empirical Bayes estimate). Everything is a
+running mean that forgets slowly, because the policy changes.
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+from typing import Any, Final
+
+import numpy as np
+
+from broker.contract.lengths import HIGH
+from envhub.lengths.base import LengthEstimator, LengthKnowledge, UpcomingTurn
+
+NUM_TASKS: Final = 4096  # with an entry of their own; another task with the same remainder takes the place
+LEVELS: Final = 8  # later turns share the last one
+LEVEL_MEMORY: Final = 256  # turns over which a level is a mean
+TASK_MEMORY: Final = 32
+SPREAD_MEMORY: Final = 512
+LEAST_VARIANCE: Final = 1e-4  # of log lengths
+LONGEST: Final = 30.0  # log length; no turn is longer, and its exponential is still a number
+_Z_HIGH: Final = NormalDist().inv_cdf(HIGH)
+
+
+class TaskEffects:
+    """Running means of tasks, in a table of fixed size. A task is any 32-bit number; 0 has no entry."""
+
+    def __init__(self) -> None:
+        self._tasks, self._counts, self._means = [0] * NUM_TASKS, [0.0] * NUM_TASKS, [0.0] * NUM_TASKS
+
+    def get(self, task: int) -> tuple[float, float]:
+        """Return (number of turns, mean), zeros for an unknown task."""
+        place = task % NUM_TASKS
+        return (self._counts[place], self._means[place]) if self._tasks[place] == task else (0.0, 0.0)
+
+    def add(self, task: int, value: float) -> None:
+        """Add one turn's value; the oldest ones fade."""
+        if task == 0:
+            return
+        place = task % NUM_TASKS
+        count = self._counts[place] if self._tasks[place] == task else 0.0
+        mean = self._means[place] if count else 0.0
+        self._tasks[place], self._counts[place] = task, min(count + 1, TASK_MEMORY)
+        self._means[place] = mean + (value - mean) / self._counts[place]
+
+    def arrays(self) -> tuple[Any, Any, Any]:
+        """Return tasks (int32), counts and means (float32) of all entries."""
+        tasks = np.array(self._tasks, np.uint32)
+        used = np.flatnonzero(tasks)
+        counts, means = (np.array(one, np.float32)[used] for one in (self._counts, self._means))
+        return tasks[used].view(np.int32), counts, means
+
+    def adopt(self, tasks: Any, counts: Any, means: Any) -> None:
+        """Replace all entries."""
+        self.__init__()  # type: ignore[misc]
+        for task, count, mean in zip(tasks.view(np.uint32).tolist(), counts.tolist(), means.tolist(), strict=True):
+            place = task % NUM_TASKS
+            self._tasks[place], self._counts[place], self._means[place] = task, min(count, TASK_MEMORY), mean
+
+
+class TaskHistory(LengthEstimator):
+    """Levels of turns, effects of tasks; see the module."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__(args)
+        self._effects = TaskEffects()
+        self._levels, self._counts = [0.0] * LEVELS, [0.0] * LEVELS
+        self._between, self._total, self._pairs, self._seen = 0.0, 0.0, 0.0, 0.0
+
+    def predict(self, turn: UpcomingTurn) -> tuple[float, float] | None:
+        """Return both quantiles, None before the first turn of the domain."""
+        if not self._seen:
+            return None
+        middle, _ = turn.notes = self._without_task(turn)
+        count, mean = self._effects.get(turn.task)
+        known, within, between = self._known(count)
+        spread = math.sqrt(within + (1 - known) * between)
+        middle = min(middle + known * mean, LONGEST)
+        return math.exp(middle), math.exp(min(middle + _Z_HIGH * spread, LONGEST))
+
+    def observe(self, turn: UpcomingTurn, tokens: int) -> None:
+        """Add a finished turn to its level and its task."""
+        value, place = math.log(max(tokens, 1)), min(turn.turn, LEVELS - 1)
+        middle, features = turn.notes or self._without_task(turn)
+        rest = value - middle if self._seen else 0.0
+        count, mean = self._effects.get(turn.task)
+        self._seen = min(self._seen + 1, SPREAD_MEMORY)
+        self._total += (rest * rest - self._total) / self._seen
+        if count:  # independent noise of two turns of a task leaves the variance between tasks
+            self._pairs = min(self._pairs + 1, SPREAD_MEMORY)
+            self._between += (rest * mean - self._between) / self._pairs
+        self._effects.add(turn.task, rest)
+        if self._seen > 1:  # before, there is no level
+            self._learn(features, value - self._level(turn.turn), 1 - self._known(count)[0])
+        self._counts[place] = min(self._counts[place] + 1, LEVEL_MEMORY)
+        self._levels[place] += (value - self._levels[place]) / self._counts[place]
+
+    def _without_task(self, turn: UpcomingTurn) -> tuple[float, Any]:
+        """Return the log length to expect of a turn of an unknown task, and the features that it follows from."""
+        return self._level(turn.turn), None
+
+    def _learn(self, features: Any, above: float, weight: float) -> None:
+        """Learn how features go with a log length above its level; the more of a task is known, the less it weighs."""
+
+    def _known(self, count: float) -> tuple[float, float, float]:
+        """Return the share of a task's effect that so many turns tell, and the variances within and between tasks."""
+        between = max(self._between, 0.0)
+        within = max(self._total - between, LEAST_VARIANCE)
+        return count * between / (count * between + within), within, between
+
+    def _level(self, turn: int) -> float:
+        """Return the mean log length of a turn, or of the nearest earlier one that was seen."""
+        place = min(turn, LEVELS - 1)
+        while place and not self._counts[place]:
+            place -= 1
+        return self._levels[place]
+
+    def knowledge(self) -> LengthKnowledge:
+        """Return the model's means and the tasks."""
+        values = [*self._levels, *self._counts, self._between, self._total, self._pairs, self._seen]
+        return LengthKnowledge(np.array(values, np.float32), *self._effects.arrays())
+
+    def adopt(self, known: LengthKnowledge) -> bool:
+        """Take over means and tasks."""
+        if known.values.shape != (2 * LEVELS + 4,):
+            return False
+        values = known.values.tolist()
+        self._levels, self._counts = values[:LEVELS], [max(one, 0.0) for one in values[LEVELS : 2 * LEVELS]]
+        self._between, (self._total, self._pairs, self._seen) = values[-4], (max(one, 0.0) for one in values[-3:])
+        self._effects.adopt(known.tasks, known.counts, known.means)
+        return True

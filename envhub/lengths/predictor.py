@@ -1,0 +1,143 @@
+"""Predicts the lengths of one domain's turns, by its estimator or, where that fails, by the running mean.
+
+An estimator that fails costs its prediction of that turn only; one whose predictions have been clearly worse than the
+mean is not used until they are better.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from broker.contract import wire
+from broker.system.workers.fault import told
+from envhub.lengths.base import LengthEstimator, UpcomingTurn
+from envhub.lengths.corrections import CorrectedEstimator, LengthCalibration, Quantiles
+from envhub.lengths.mean import RunningMean
+
+log = logging.getLogger(__name__)
+
+JUDGED_AFTER: Final = 100  # turns, before an estimator can count as worse than the mean
+WORSE: Final = 1.25  # times the mean's error
+
+
+@dataclass(slots=True, frozen=True)
+class LengthPrediction:
+    """A prediction of one turn, to be passed to ``LengthPredictor.add`` with its length.
+
+    Attributes:
+        turn: what it is of.
+        expected, high: median and 0.9 quantile in tokens, from 1 to ``max_tokens``; 0 unknown.
+    """
+
+    turn: UpcomingTurn
+    expected: int
+    high: int
+    own: Quantiles | None = None
+    fallback: Quantiles | None = None
+
+
+class LengthPredictor:
+    """Predicts and learns for one domain.
+
+    Args:
+        domain: name, for the log.
+        estimator: the configured one.
+        calibration: of the hub.
+
+    Attributes:
+        new: turns learnt from since ``envhub.lengths.shared`` last shared what is known.
+    """
+
+    def __init__(self, domain: str, estimator: LengthEstimator, calibration: LengthCalibration) -> None:
+        self._domain, self._calibration = domain, calibration
+        self._own = CorrectedEstimator(estimator)
+        self._mean = CorrectedEstimator(RunningMean())
+        self._noted: set[str] = set()
+        self.new = 0
+
+    @classmethod
+    def of(cls, domain: str, make: Callable[[], LengthEstimator], calibration: LengthCalibration) -> LengthPredictor:
+        """Return a predictor with a new estimator; with the mean if that fails to start."""
+        try:
+            return cls(domain, make(), calibration)
+        except BaseException as error:  # noqa: BLE001 - it may be the user's code
+            made = cls(domain, RunningMean(), calibration)
+            made._note("starts", told(error))
+            return made
+
+    @property
+    def estimator(self) -> LengthEstimator:
+        """The configured estimator."""
+        return self._own.estimator
+
+    def predict(self, turn: UpcomingTurn) -> LengthPrediction:
+        """Predict a turn; without the estimator if it fails, or if the mean has been clearly better."""
+        own, fallback = None, self._mean.predict(turn)
+        try:
+            own = self._own.predict(turn)
+        except BaseException as error:  # noqa: BLE001 - the user's code; a cancellation cannot arrive here
+            self._note("fails", told(error))
+        chosen = fallback if own is None or self._is_worse else own
+        if chosen is None:
+            return LengthPrediction(turn, 0, 0, own, fallback)
+        median, high = (min(max(round(math.exp(min(one, 30.0))), 1), turn.max_tokens) for one in chosen)
+        return LengthPrediction(turn, median, high, own, fallback)
+
+    def add(self, prediction: LengthPrediction, tokens: int) -> None:
+        """Learn from a predicted turn that is finished."""
+        turn, own, fallback = prediction.turn, prediction.own, prediction.fallback
+        if (used := fallback if own is None or self._is_worse else own) is not None:
+            self._calibration.add(used, math.log(max(tokens, 1)), math.log(turn.max_tokens))
+        self._mean.learn(fallback, turn, tokens)
+        try:
+            self._own.learn(own, turn, tokens)
+        except BaseException as error:  # noqa: BLE001 - as above
+            self._note("fails", told(error))
+        self.new += 1
+        if self._is_worse:
+            off, mean = (math.exp(one.error) for one in (self._own, self._mean))
+            self._note("errs", f"its predictions are off by a factor of {off:.3g}, the mean by {mean:.3g}")
+
+    @property
+    def _is_worse(self) -> bool:
+        return self._own.num_turns >= JUDGED_AFTER and self._own.error > WORSE * self._mean.error
+
+    def _note(self, fault: str, text: str) -> None:
+        """Log a fault once; the mean is used instead."""
+        if fault not in self._noted:
+            self._noted.add(fault)
+            log.warning("domains.%s.length_estimator: %s; the running mean is used instead", self._domain, text)
+
+
+class HubLengths:
+    """The predictors of a hub.
+
+    Attributes:
+        calibration: of the predictions for the trained policy.
+        trained: its predictors, by domain.
+    """
+
+    def __init__(self) -> None:
+        self.calibration = LengthCalibration()
+        self.trained: dict[str, LengthPredictor] = {}
+        self._others: dict[tuple[str, str], LengthPredictor] = {}
+        self._choices: dict[str, Callable[[], LengthEstimator]] = {}
+
+    def of(self, domain: str, make: Callable[[], LengthEstimator], policy: str) -> LengthPredictor:
+        """Return the predictor for a domain's turns; a baseline has one of its own, which uses the mean.
+
+        Args:
+            make: of the domain's settings; another one than before makes a new predictor.
+        """
+        if policy != wire.ACTOR:
+            unused = LengthCalibration()
+            return self._others.setdefault((domain, policy), LengthPredictor(domain, RunningMean(), unused))
+        found = self.trained.get(domain)
+        if found is None or self._choices[domain] != make:
+            found = self.trained[domain] = LengthPredictor.of(domain, make, self.calibration)
+            self._choices[domain] = make
+        return found

@@ -1,0 +1,98 @@
+"""Predicts a turn from its prompt, by a linear regression of log lengths that learns with every turn.
+
+Features: length of the context, number of the turn, length of the turn before, and which tokens the end of the context
+holds, hashed. What they do not explain is left to the effects of tasks (``envhub.lengths.history``). The regression is
+solved now and then from running means of the features' products; each weight is drawn to zero, hashed tokens most, as
+nearly all of them mean nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from envhub.lengths.base import LengthKnowledge, UpcomingTurn
+from envhub.lengths.history import LEVELS, TaskHistory
+
+NUM_PLAIN: Final = 4
+NUM_HASHED: Final = 44
+SIZE: Final = NUM_PLAIN + NUM_HASHED
+END: Final = 256  # tokens at the end of the context
+MEMORY: Final = 2000  # turns that the means are made of
+SOLVE_EVERY: Final = 16
+PRIOR_PLAIN, PRIOR_HASHED = 20.0, 1000.0  # turns that say as much as the belief that a weight is zero
+_MULTIPLIER: Final = np.uint32(2654435761)  # 2^32 divided by the golden ratio
+_PRIOR: Final = np.array([PRIOR_PLAIN] * NUM_PLAIN + [PRIOR_HASHED] * NUM_HASHED)
+_OWN: Final = SIZE + SIZE + SIZE * (SIZE + 1) // 2 + 1  # numbers in the knowledge, besides those of the history
+_LOWER: Final = np.tril_indices(SIZE)
+
+Vector = npt.NDArray[np.float64]
+
+
+class OnlineRegression(TaskHistory):
+    """Levels of turns, weights of features, effects of tasks; see the module."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__(args)
+        self._center, self._with_above = np.zeros(SIZE), np.zeros(SIZE)
+        self._products = np.zeros((SIZE, SIZE))
+        self._weights, self._offset = np.zeros(SIZE), 0.0
+        self._learnt = 0.0
+
+    def _without_task(self, turn: UpcomingTurn) -> tuple[float, Any]:
+        found = turn_features(turn)
+        return self._level(turn.turn) + float(self._weights @ found) - self._offset, found
+
+    def _learn(self, features: Vector, above: float, weight: float) -> None:
+        before, self._learnt = self._learnt, self._learnt + weight
+        share = weight / min(self._learnt, MEMORY)
+        self._center += share * (features - self._center)
+        x = features - self._center
+        self._products += share * (np.multiply.outer(x, x) - self._products)
+        self._with_above += share * (x * above - self._with_above)
+        if self._learnt // SOLVE_EVERY > before // SOLVE_EVERY:
+            self._solve()
+
+    def _solve(self) -> None:
+        variances = np.diagonal(self._products)
+        drawn = self._products + np.diag(variances * _PRIOR / min(self._learnt, MEMORY) + 1e-9)
+        self._weights = np.asarray(np.linalg.solve(drawn, self._with_above), np.float64)
+        self._offset = float(self._weights @ self._center)
+
+    def knowledge(self) -> LengthKnowledge:
+        """Return the means of features and products, after those of the history."""
+        history = super().knowledge()
+        own = [self._center, self._with_above, self._products[_LOWER], np.array([self._learnt])]
+        return history._replace(values=np.concatenate([history.values, *own], dtype=np.float32))
+
+    def adopt(self, known: LengthKnowledge) -> bool:
+        """Take over all means and solve the regression."""
+        values = known.values.astype(np.float64)
+        if values.shape != (2 * LEVELS + 4 + _OWN,):
+            return False
+        own = values[-_OWN:]
+        products = np.zeros((SIZE, SIZE))
+        products[_LOWER] = own[2 * SIZE : -1]
+        products += np.tril(products, -1).T
+        if np.diagonal(products).min() < 0 or own[-1] < 0:
+            return False
+        super().adopt(known._replace(values=known.values[:-_OWN]))
+        self._center, self._with_above, self._products = own[:SIZE], own[SIZE : 2 * SIZE], products
+        self._learnt = float(own[-1])
+        if self._learnt >= SOLVE_EVERY:
+            self._solve()
+        return True
+
+
+def turn_features(turn: UpcomingTurn) -> Vector:
+    """Return the features of a turn, shape (48,)."""
+    ids, found = turn.token_ids, np.empty(SIZE)
+    end = np.array(ids[-END:], np.uint32)  # a slice of an array is a copy, which may grow
+    end *= _MULTIPLIER
+    end %= NUM_HASHED
+    found[NUM_PLAIN:] = np.log1p(np.bincount(end, minlength=NUM_HASHED))
+    found[:NUM_PLAIN] = math.log(len(ids) or 1), math.log1p(turn.turn), turn.turn > 0, math.log1p(turn.previous)
+    return found

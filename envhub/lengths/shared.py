@@ -1,0 +1,136 @@
+"""Keeps what a hub has learnt about lengths on the broker: for its next start, and for the run's other hubs.
+
+One record per domain, of at most 64 KiB. Every half minute a hub reads it and, if others have written since, averages
+their means with its own, weighted by the turns that either side has learnt from since they last met; then it writes the
+result, unless another hub was faster, and tries again half a minute later. A hub that starts knows nothing and thus
+takes what is there. No ticket waits for any of this, and nothing but the order of requests depends on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import numpy as np
+
+from broker.contract import codec, wire
+from broker.contract.checks import MAX_TASKS
+from broker.contract.streams import LENGTHS
+from broker.errors import WireError
+from broker.jetstream.bus import Bus
+from broker.system.workers.fault import told
+from envhub.lengths.base import LengthKnowledge
+from envhub.lengths.predictor import LengthPredictor
+
+log = logging.getLogger(__name__)
+
+EVERY_S: Final = 30.0
+NAME_CHARS: Final = 256
+
+
+class LengthStore:
+    """Exchanges the knowledge of one hub's predictors with the broker.
+
+    Args:
+        predictors: of the trained policy by domain; makes those that do not exist yet.
+    """
+
+    def __init__(self, bus: Bus, predictors: Callable[[], Mapping[str, tuple[str, LengthPredictor]]]) -> None:
+        self._bus, self._predictors = bus, predictors
+        self._met: dict[LengthPredictor, int] = {}  # turns of the record when its predictor last met it
+        self._warned = False
+
+    async def serve(self) -> None:
+        """Exchange until cancelled, at once and then every half minute or so."""
+        while True:
+            await self.exchange()
+            await asyncio.sleep(EVERY_S * random.uniform(0.8, 1.2))
+
+    async def exchange(self) -> None:
+        """Exchange with the record of every domain; failures are logged and tried again the next time."""
+        for domain, (name, predictor) in self._predictors().items():
+            try:
+                await self._meet(domain, name[:NAME_CHARS], predictor)
+            except Exception as error:  # noqa: BLE001 - of the broker, or of the user's estimator
+                log.log(logging.DEBUG if self._warned else logging.WARNING, "lengths of %s: %s", domain, told(error))
+                self._warned = True
+
+    async def _meet(self, domain: str, name: str, predictor: LengthPredictor) -> None:
+        if predictor.estimator.knowledge() is None:
+            return
+        bucket, key = self._bus.key_value(LENGTHS), f"{self._bus.run}.{domain}"
+        data, revision = await bucket.get_bytes(key) or (b"", 0)
+        record, there = self._decoded(domain, data), 0
+        if record is not None and record.estimator == name:
+            there = record.turns
+            met = self._met.get(predictor, 0)
+            theirs = there - met if there >= met else there  # another run of the same name has begun
+            if theirs and self._take(predictor, record, theirs):
+                self._met[predictor] = there
+        new = predictor.new
+        if not new or (known := predictor.estimator.knowledge()) is None:
+            return
+        written = await bucket.update(key, record_of(domain, name, there + new, known), revision)
+        if written is not None:
+            predictor.new -= new
+            self._met[predictor] = there + new
+
+    def _decoded(self, domain: str, data: bytes) -> wire.LengthRecord | None:
+        """Return a record; None if there is none, or one that does not decode, which is then written again."""
+        try:
+            record = codec.decode(data, wire.LengthRecord) if data else None
+        except WireError as error:
+            log.warning("lengths of %s: ignoring the record: %s", domain, error)
+            return None
+        assert record is None or isinstance(record, wire.LengthRecord)
+        return record
+
+    def _take(self, predictor: LengthPredictor, record: wire.LengthRecord, theirs: int) -> bool:
+        """Average with a record; return whether it fits the estimator, which may be of another version."""
+        own, known = predictor.estimator.knowledge(), knowledge_of(record)
+        if own is None or own.values.shape != known.values.shape:
+            return False
+        return predictor.estimator.adopt(averaged(own, known, predictor.new, theirs))
+
+
+def averaged(own: LengthKnowledge, theirs: LengthKnowledge, own_turns: int, their_turns: int) -> LengthKnowledge:
+    """Return the means of two sides that share what they knew before, weighted by the turns that each has learnt since.
+
+    A task that both know has the mean of its turns there and here. If there are too many tasks, the other side's with
+    the fewest turns are left out.
+    """
+    share = their_turns / (own_turns + their_turns)
+    values = own.values + np.float32(share) * (theirs.values - own.values)
+    tasks, first, place = np.unique(np.concatenate([own.tasks, theirs.tasks]), return_index=True, return_inverse=True)
+    weights = np.concatenate([own.counts, theirs.counts])
+    means = np.concatenate([own.means, theirs.means])
+    total = np.bincount(place, weights, len(tasks))
+    mean = np.bincount(place, weights * means, len(tasks)) / np.maximum(total, 1e-9)
+    counts = np.zeros(len(tasks), np.float32)
+    np.maximum.at(counts, place, weights)  # not the sum: what both knew before would count twice
+    if len(tasks) > MAX_TASKS:
+        kept = np.sort(np.lexsort((-counts, first >= len(own.tasks)))[:MAX_TASKS])
+        tasks, counts, mean = tasks[kept], counts[kept], mean[kept]
+    return LengthKnowledge(values, tasks, counts, mean.astype(np.float32))
+
+
+def record_of(domain: str, name: str, turns: int, known: LengthKnowledge) -> wire.LengthRecord:
+    """Return the message of an estimator's knowledge."""
+    return wire.LengthRecord(
+        domain=domain,
+        estimator=name,
+        turns=turns,
+        values=wire.column(known.values, "<f4"),
+        tasks=wire.column(known.tasks, "<i4"),
+        counts=wire.column(known.counts, "<f4"),
+        means=wire.column(known.means, "<f4"),
+    )
+
+
+def knowledge_of(record: wire.LengthRecord) -> LengthKnowledge:
+    """Return the knowledge in a message."""
+    columns = (record.values, record.tasks, record.counts, record.means)
+    return LengthKnowledge(*(one.array() for one in columns))
