@@ -137,8 +137,8 @@ class DomainSection(Section):
     max_context_tokens: PositiveInt = 4096
     deadline_s: PositiveFloat | None = None  # per group; null: derived, see broker.settings.timeouts
     sampling: Sampling = Sampling()
-    # predicts how long turns will be, for servers, which start the longest first: a name of the registry in envhub/lengths,
-    # or a dotted path or file path to a class or function
+    # predicts how long turns will be, because servers start the longest first: a name of the registry in
+    # envhub/lengths, or a dotted path or file path to a class or function
     length_estimator: str = "regression"
     length_estimator_args: dict[str, Any] = {}
     rewards: list[RewardConfig] = []

@@ -43,6 +43,7 @@ PUBLISHERS = {
     "$KV.rl_r_members.r.rollout.s1": {"rollout"},
     "$KV.rl_r_members.r.envhub.h1": {"envhub"},
     "$KV.rl_r_attempts.r.tickets.7": {"envhub"},
+    "$KV.rl_r_lengths.r.lake": {"envhub"},
     "$JS.ACK.rl_r_tickets.lake.1.2.3.4.5": {"envhub"},
     "$JS.ACK.rl_r_episodes.default.1.2.3.4.5": {"rewardhub"},
     "$JS.API.CONSUMER.MSG.NEXT.rl_r_tickets.lake": {"envhub"},

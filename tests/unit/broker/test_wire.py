@@ -203,6 +203,29 @@ def test_the_upper_quantile_of_a_length_is_not_below_its_median() -> None:
     refused(replace(REQUEST, expected_high=23), problem)
 
 
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (
+            {"counts": wire.column([1.0, 2.0], "<f4")},
+            r"LengthRecord.counts.data: 8 bytes; must be 4 bytes for 1 values",
+        ),
+        (
+            {"values": wire.column([math.nan], "<f4")},
+            r"LengthRecord.values: another value; must be numbers from -1000000",
+        ),
+        ({"means": wire.column([2e6], "<f4")}, r"LengthRecord.means: another value; must be numbers from -1000000"),
+        ({"counts": wire.column([-1.0], "<f4")}, r"LengthRecord.counts: another value; must be numbers from 0 "),
+        ({"tasks": wire.column([1], "<f4")}, r"LengthRecord.tasks.dtype: <f4; must be <i4"),
+        ({"tasks": wire.column(range(4097), "<i4")}, r"LengthRecord.tasks: 4097; at most 4096"),
+        ({"estimator": ""}, r"LengthRecord.estimator: 0 characters; 1 to 256"),
+        ({"values": wire.column([0.0] * 17_000, "<f4")}, r"LengthRecord is .* bytes, the limit is 65536"),
+    ],
+)
+def test_a_record_of_lengths_is_bounded_and_finite(changes: dict[str, Any], problem: str) -> None:
+    refused(replace(EXAMPLES[wire.LengthRecord], **changes), problem)
+
+
 # -------------------------------------------------------------------------------------------------- trajectories
 
 

@@ -14,6 +14,7 @@ from broker.settings.registry import resolve
 from broker.settings.runspec import load, validate
 from envhub.domain import load_domain
 from envhub.envs import ENVS
+from envhub.lengths import ESTIMATORS
 from learner.algorithm.advantages import ADVANTAGES
 from learner.algorithm.corrections import CORRECTIONS
 from learner.algorithm.filters import FILTERS
@@ -72,6 +73,7 @@ def loss(tokens, algorithm): ...
 def correct(inputs, algorithm): ...
 def keep(group): return True
 def prefer(pairs, beta): ...
+def shortly(turn): return 3
 """
 # Kind, its registry, the object in the file, and settings that name it.
 RUN_PLUGINS: list[tuple[str, dict[str, str], str, list[str]]] = [
@@ -91,6 +93,7 @@ RUN_PLUGINS: list[tuple[str, dict[str, str], str, list[str]]] = [
     ("corrections", CORRECTIONS, "correct", ["algorithm.correction=mine"]),
     ("filters", FILTERS, "keep", ["algorithm.group_filter=mine"]),
     ("backends", BACKENDS, "Backend", ["train.backend=mine"]),
+    ("length_estimators", ESTIMATORS, "shortly", ["domains.lake.length_estimator=mine"]),
     ("trackers", TRACKERS, "Tracker", ["trackers.use=[mine]"]),
 ]
 

@@ -19,6 +19,8 @@ from broker.settings.runspec import load, validate
 from envhub.config import num_eval_tasks
 from envhub.domain import Domain, load_domains
 from envhub.episodes.runners import EpisodeLimits, EpisodeRunners
+from envhub.lengths.base import UpcomingTurn
+from envhub.lengths.selection import load_estimator
 from envhub.task import EpisodeResult, EpisodeTask
 from envhub.workers.calls import EnvironmentCalls
 from rewardhub import protocol
@@ -96,7 +98,7 @@ def score(domain: Domain, played: EpisodeResult) -> wire.Trajectory:
 
 
 def test_the_page_has_the_files_and_their_commands() -> None:
-    assert list(FILES) == ["my_env.py", "my_reward.py", "guess.yaml", "sums.jsonl", "sums.yaml"]
+    assert list(FILES) == ["my_env.py", "my_reward.py", "guess.yaml", "my_lengths.py", "sums.jsonl", "sums.yaml"]
     commands = re.findall(r"^    rlearner ([^#\n]*)", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert [make_parser().parse_args(line.split()).command for line in commands] == ["check", "up", "show", "audit"]
 
@@ -105,6 +107,29 @@ def test_the_page_has_the_files_and_their_commands() -> None:
 def test_both_configurations_pass_the_check(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", name]) == 0
     assert "group_size: 8" in capsys.readouterr().out
+
+
+def test_the_estimators_of_lengths_predict() -> None:
+    by_prompt = load_estimator("guess", "./my_lengths.py:by_prompt", {"factor": 0.25})()
+    assert by_prompt.predict(UpcomingTurn([5] * 40, 64)) == 10
+    last = load_estimator("guess", "./my_lengths.py:LastOfTask", {})()
+    last.observe(UpcomingTurn([5], 64, task=3), 12)
+    assert [last.predict(UpcomingTurn([5], 64, task=task)) for task in (3, 4)] == [12, None]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("./my_lengths.py:by_prompt", None),
+        ("./my_lengths.py:LastOfTask", None),
+        ("./my_lengths.py:Other", "no 'Other'"),
+    ],
+)
+def test_a_configuration_names_an_estimator(name: str, says: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "sums.yaml", f"domains.sums.length_estimator={name}"]) == (2 if says else 0)
+    if says:
+        line = "error: domains.sums.length_estimator: './my_lengths.py:Other' is not allowed; "
+        assert capsys.readouterr().err == f"{line}./my_lengths.py has {says}\n"
 
 
 def test_paths_are_relative_to_the_working_folder_or_to_the_file(
