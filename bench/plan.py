@@ -28,6 +28,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from bench.gpu import common
 from bench.gpu.learner import sample
 from learner.algorithm.samples import TrainSample
+from learner.backends.models import token_scores
 from learner.backends.torch import TorchBackend
 from learner.config import AlgorithmSection, LoraSection, TrainSection
 from rlearner.plan.demands import lora_parameters
@@ -109,7 +110,8 @@ def error_of(case: Case) -> tuple[float, float, float]:
 
 def plan_step(case: Case, model: ModelFacts) -> float:
     """Return the bytes that the plan expects, of device and host together, which are one on a CPU."""
-    train = TrainFacts(slice_tokens=case.sequences * (case.length - 1), critic="critic" in case.algorithm)
+    tokens = case.sequences * (case.length - 1)
+    train = TrainFacts(tokens, critic="critic" in case.algorithm, logit_block=token_scores.BLOCK_BYTES["cpu"])
     if (lora := _lora(case)) is not None:
         train = replace(train, lora_parameters=lora_parameters(lora, model))
     train = replace(train, reference=bool(case.algorithm.get("kl_coef")) and "lora" not in case.train)

@@ -96,6 +96,8 @@ class TrainFacts:
         reference: a second, frozen copy of the model.
         staging: bytes of one version of the weights as it is sent.
         staging_on_gpu: whether the sender holds its two buffers there.
+        logit_block: bytes of logits that are turned into probabilities at once, as in
+            learner.backends.models.token_scores.
     """
 
     slice_tokens: int
@@ -105,6 +107,7 @@ class TrainFacts:
     activation_offload: bool = False
     staging: int = 0
     staging_on_gpu: bool = False
+    logit_block: int = 1 << 26
 
 
 @dataclass(frozen=True)

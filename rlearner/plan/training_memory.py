@@ -10,8 +10,9 @@ from typing import Final
 
 from rlearner.plan.facts import ActivationFacts, Memory, ModelFacts, Part, Place, TrainFacts
 
-LOGIT_BUDGET: Final = 1 << 26  # logits held at once, as in learner.backends.models.policy
-LOGIT_BYTES: Final = 20  # float32: logit, log-probability, probability, and two for the entropy
+LOGIT_BUDGET: Final = 1 << 28  # float32 numbers held at once for logits, as in learner.backends.models.policy
+LOGIT_COPIES: Final = 1  # float32: the logit, then its probability, then its gradient
+MEGATRON_COPIES: Final = 5  # logit, log-probability, probability, and two for the entropy
 FLOAT: Final = 4
 BUCKET: Final = 50_000_000  # train.deepspeed.reduce_bucket_size
 LIVE: Final = 1_000_000_000  # train.deepspeed.max_live_parameters
@@ -143,12 +144,15 @@ def _moments(model: ModelFacts, train: TrainFacts, layout: LearnerLayout) -> lis
     all_blocks = Part("activations", tokens * (saved + ends), text, place)
     all_but_one = Part("activations", tokens * saved * (1 - 1 / len(model.blocks)), text, place)
     block = acts.block * _divided(acts, layout) / max(acts.kept, 1.0)
+    block += 2 * acts.stream  # the gradient that enters it, and its sum with that of the residual stream
     working = Part("one block", tokens * block, f"{tokens:,} tokens x {block:,.0f} bytes: its passes (traced)")
     head, whole, sums = _gradients(model, train, layout)
     logits = _logits(model, train, layout)
-    repeated = (head,) if logits.size < tokens * model.vocab * LOGIT_BYTES / layout.tensor else ()
+    repeated = (head,) if tokens * model.vocab * _logit_copies(layout) > LOGIT_BUDGET else ()
+    output = Part("new gradients", _output_gradient(model, train, layout), "of the output layer")
     return [
-        _Moment("logits", (all_blocks, logits, *repeated)),
+        _Moment("logits", (all_blocks, logits, _block(model, train, layout), *repeated)),
+        _Moment("backward pass of the output layer", (all_blocks, logits, output)),
         _Moment("backward pass of the last block", (all_but_one, working, head)),
         _Moment("backward pass of the first block", (working, whole)),
         _Moment("end of the backward pass", (whole, sums)),
@@ -161,10 +165,24 @@ def _divided(acts: ActivationFacts, layout: LearnerLayout) -> float:
 
 
 def _logits(model: ModelFacts, train: TrainFacts, layout: LearnerLayout) -> Part:
-    rows = min(train.slice_tokens, max(1, LOGIT_BUDGET // model.vocab))
-    each = LOGIT_BYTES + (model.itemsize if model.itemsize != FLOAT else 0)
+    copies = _logit_copies(layout)
+    rows = min(train.slice_tokens, max(1, LOGIT_BUDGET // (copies * model.vocab)))
+    each = FLOAT * copies + (model.itemsize if model.itemsize != FLOAT else 0)
     text = f"{rows:,} tokens at once x {model.vocab:,} logits x {each} bytes{_over(layout.tensor)}"
     return Part("logits", rows * model.vocab * each / layout.tensor, text)
+
+
+def _logit_copies(layout: LearnerLayout) -> int:
+    return MEGATRON_COPIES if layout.backend == "megatron" else LOGIT_COPIES
+
+
+def _block(model: ModelFacts, train: TrainFacts, layout: LearnerLayout) -> Part:
+    size = 0 if layout.backend == "megatron" else min(train.logit_block, FLOAT * train.slice_tokens * model.vocab)
+    return Part("log-probabilities", size, "of one block of logits")
+
+
+def _output_gradient(model: ModelFacts, train: TrainFacts, layout: LearnerLayout) -> float:
+    return 0 if train.lora_parameters else model.itemsize * model.embedding / layout.tensor
 
 
 def _gradients(model: ModelFacts, train: TrainFacts, layout: LearnerLayout) -> tuple[Part, Part, Part]:
@@ -174,7 +192,7 @@ def _gradients(model: ModelFacts, train: TrainFacts, layout: LearnerLayout) -> t
     if train.lora_parameters:
         return nothing, nothing, nothing
     tied = model.embedding if model.tied else 0  # its gradient is complete only after the embeddings' own
-    matrix = item * model.embedding / layout.tensor
+    matrix = _output_gradient(model, train, layout)
     sums = Part("embeddings", 3 * matrix if tied else matrix, "gradients of output layer and embeddings, and their sum")
     if layout.backend == "deepspeed":  # reduced bucket by bucket
         return nothing, Part(name, min(item * model.parameters, FLOAT * BUCKET), "of one reduce bucket"), sums

@@ -22,7 +22,7 @@ from learner.backends.megatron.tensor_exchange import TensorExchange
 from learner.backends.megatron.vocabulary import measure_shares
 from learner.backends.models.batch import TokenBatch
 from learner.backends.models.block_compilation import check_compiler
-from learner.backends.models.policy import map_chunks
+from learner.backends.models.policy import MANY_COPIES, map_chunks
 from learner.backends.parts.hugging_face import CastWeights
 from learner.config import LoraSection
 
@@ -189,7 +189,7 @@ class MegatronPolicy:
             share = {"first": first, "vocab": self._shape.vocab, "group": self._groups.tp}
             return measure_shares(logits, targets, temperature, **share, entropy_grad=entropy_grad)
 
-        logprobs, entropy = map_chunks(function, self._logits, features, columns, self._columns)
+        logprobs, entropy = map_chunks(function, self._logits, features, columns, MANY_COPIES * self._columns)
         return logprobs, entropy
 
     def _logits(self, features: Tensor) -> Tensor:

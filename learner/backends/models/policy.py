@@ -17,6 +17,7 @@ from learner.backends.models.batch import TokenBatch
 from learner.backends.models.block_compilation import compile_blocks
 from learner.backends.models.empty_model import EmptyModel, open_empty, open_parts
 from learner.backends.models.lora import Find, LoraAdapters, MergedWeights
+from learner.backends.models.token_scores import token_scores
 from learner.config import LoraSection
 from rlearner_text.config import ModelSection, check_model_path
 from rlearner_text.hub import model_folder
@@ -24,7 +25,8 @@ from rlearner_text.transformers_import import import_transformers
 
 log = logging.getLogger(__name__)
 
-_LOGIT_BUDGET: Final = 1 << 26  # logits held at once, 256 MiB in float32
+_LOGIT_BUDGET: Final = 1 << 28  # float32 numbers held at once for logits, 1 GiB
+MANY_COPIES: Final = 5  # of the logits, in functions of plain operations
 _PROBE_TOKENS: Final = 8
 LogitFunction = Callable[..., tuple[Tensor, ...]]  # of logits and columns, (t, …) each
 
@@ -124,13 +126,25 @@ class PolicyModel:
         Args:
             entropy_grad: let gradient flow through the entropy too.
         """
+        found: tuple[Tensor, Tensor] = self.within(self._score, batch, entropy_grad)
+        return found
+
+    def _score(self, batch: TokenBatch, entropy_grad: bool) -> tuple[Tensor, Tensor]:
+        return self.score_features(self.features(batch), batch, entropy_grad=entropy_grad)
+
+    def score_features(
+        self, features: Tensor, batch: TokenBatch, *, entropy_grad: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return what ``score`` does, from ``features``."""
         columns = [batch.targets] if batch.temperature is None else [batch.targets, batch.temperature]
-
-        def measure(logits: Tensor, targets: Tensor, temperature: Tensor | None = None) -> tuple[Tensor, Tensor]:
-            return _measure(logits, targets, temperature, entropy_grad)
-
-        logprobs, entropy = self.map_logits(batch, measure, *columns)
+        # Only a plain head's logits are read by nothing else: what caps them needs them in its backward pass.
+        scores = partial(token_scores, entropy_grad=entropy_grad, owned=self._plain_head)
+        logprobs, entropy = map_chunks(scores, self.logits, features, columns, self._chunk_width)
         return logprobs, entropy
+
+    @property
+    def _chunk_width(self) -> int:
+        return self._head_rows if self._plain_head else 0
 
     def map_logits(self, batch: TokenBatch, function: LogitFunction, *columns: Tensor) -> tuple[Tensor, ...]:
         """Apply a function to the logits, (t, vocabulary), of chunks of the trained tokens; return (T, …) each.
@@ -144,7 +158,7 @@ class PolicyModel:
 
     def _map_logits(self, batch: TokenBatch, function: LogitFunction, *columns: Tensor) -> tuple[Tensor, ...]:
         features = self.features(batch)
-        return map_chunks(function, self.logits, features, columns, self._head_rows if self._plain_head else 0)
+        return map_chunks(function, self.logits, features, columns, MANY_COPIES * self._chunk_width)
 
     def features(self, batch: TokenBatch) -> Tensor:
         """Return the input of ``logits`` for the T trained tokens: hidden states, or logits without a plain head."""
@@ -241,7 +255,7 @@ def map_chunks(
 
     Args:
         features: (T, …), as are the columns.
-        width: of a row of logits; 0 for one chunk.
+        width: float32 numbers that a row of logits takes, in all its copies; 0 for one chunk.
     """
     chunk = max(1, _LOGIT_BUDGET // width) if width else len(features)
 
@@ -258,19 +272,6 @@ def map_chunks(
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
-
-
-def _measure(logits: Tensor, targets: Tensor, temperature: Tensor | None, entropy_grad: bool) -> tuple[Tensor, Tensor]:
-    """Return the targets' logprobs and the entropies, (T,) each, of (T, vocabulary) logits."""
-    logits = logits.float()
-    if temperature is not None:
-        logits = logits / temperature[:, None]
-    logprobs = logits.log_softmax(-1)
-    chosen = logprobs.gather(-1, targets[:, None])[:, 0]
-    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
-        # A logit of -inf (a padded vocabulary) has probability 0 and adds nothing; 0 * -inf would be NaN.
-        entropy = -(logprobs.exp() * logprobs.clamp_min(torch.finfo(torch.float32).min)).sum(-1)
-    return chosen, entropy
 
 
 def load_model(path: str, section: ModelSection, device: torch.device) -> Any:
