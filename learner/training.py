@@ -1,7 +1,8 @@
 """The training thread, the only one that touches the model: takes groups, returns completed steps.
 
 Jobs run in submission order, so micro-batches are cut in the order of the log. A step's gradient accumulates while the
-rest of its groups are still being generated, unless the algorithm needs the whole step first.
+rest of its groups are still being generated. If the algorithm needs the whole step first, the models score the groups
+that are there, where it needs their scores.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from learner.algorithm.assembly import SampleAssembler
 from learner.algorithm.batch_adjust import adjust
 from learner.algorithm.packing import MicroBatchCutter
 from learner.algorithm.samples import TrainSample
+from learner.algorithm.score_stream import ScoreStream
 from learner.config import AlgorithmSection
 from learner.reporting.metrics import step_metrics
 from learner.turns import DeviceTurns
@@ -84,6 +86,7 @@ class TrainingThread:
         if self._turns is not None:
             self._turns.loaded(self.backend)
         self._cutter: MicroBatchCutter[TrainSample] = self.backend.cutter()
+        self._scores = ScoreStream(self.backend.cutter(), lambda samples: self.backend.score(samples))
         return self.backend
 
     async def call(self, job: Callable[[], T]) -> T:
@@ -142,7 +145,11 @@ class TrainingThread:
 
     async def undo(self) -> None:
         """Discard what an abandoned step has accumulated, so that the backend is between two steps again."""
-        await self.call(self.backend.discard)
+        await self.call(self._discard)
+
+    def _discard(self) -> None:
+        self._scores.reset()
+        self.backend.discard()
 
     def close(self) -> None:
         """Wait for the thread and for everything that the backend started to end."""
@@ -161,15 +168,21 @@ class TrainingThread:
             return
         started = time.monotonic()
         self._groups.append(group)
-        if self._assembly.needs_batch:
+        if self._assembly.needs_batch and not self._assembly.scores_stream:
             return
         with self.spans.work("train"):
-            for sample in self._assembly.stream(group):
-                if (full := self._cutter.add(sample)) is not None:
-                    self.backend.forward_backward(full)
-                    if self._abandoned.is_set():
-                        return
+            if self._assembly.needs_batch:
+                self._scores.add(self._assembly.unscored(group))
+            else:
+                self._train(group)
         self._busy_s += time.monotonic() - started
+
+    def _train(self, group: wire.Group) -> None:
+        for sample in self._assembly.stream(group):
+            if (full := self._cutter.add(sample)) is not None:
+                self.backend.forward_backward(full)
+                if self._abandoned.is_set():
+                    return
 
     def _train_rest(self) -> dict[str, float] | None:
         """Complete a step whose gradient accumulated as its groups arrived; return None if it is abandoned."""
@@ -182,7 +195,7 @@ class TrainingThread:
         """Train a step that needs all its groups; once begun it is completed, because updates cannot be undone."""
         if self._abandoned.is_set():
             return None
-        samples = self._assembly.batch(self._groups, self.backend.score, self.backend.kl_coef)
+        samples = self._assembly.batch(self._groups, self._scores.finish, self.backend.kl_coef)
         if (mode := self._algorithm.batch_adjust) is not None:
             sampled = [sample for sample in samples if sample.num_tokens]
             samples = adjust(sampled, self._algorithm.num_minibatches, mode, version)

@@ -39,12 +39,19 @@ class SampleAssembler:
         # whether `batch` must be used, with all groups of a step, instead of `stream`; and with scores from the models
         self.needs_batch = self._over_rows or not stream or waits_for_batch(algorithm)
         self.needs_scores = scores_needed(algorithm)
+        # whether all groups of a step are scored, so that the models can begin with the first one
+        self.scores_stream = self.needs_scores and stream and algorithm.pg_variant != "starpo_s"
 
     def stream(self, group: wire.Group) -> list[TrainSample]:
         """Return one sample per trajectory of a scored group, in its order."""
         (shaped,) = shape([group], self._algorithm)
         estimates = self._estimator(shaped.trajectories, self._algorithm)
         return [self._sample(group, one, a) for one, a in zip(group.trajectories, self._clip(estimates), strict=True)]
+
+    def unscored(self, group: wire.Group) -> list[TrainSample]:
+        """Return a group's samples as ``batch`` has them scored, in its order."""
+        zeros = (np.zeros(len(one.loss_mask.array())) for one in group.trajectories)
+        return [self._sample(group, one, a, whole=True) for one, a in zip(group.trajectories, zeros, strict=True)]
 
     def selected(self, groups: Sequence[wire.Group]) -> list[wire.Group]:
         """Return the groups of a step that are trained on."""
@@ -66,8 +73,7 @@ class SampleAssembler:
         pairs = [(group, one) for group in kept for one in group.trajectories]
         scores = [SampleScores() for _ in pairs]
         if self.needs_scores and score is not None:
-            zeros = (np.zeros(len(one.loss_mask.array())) for _, one in pairs)
-            scores = score([self._sample(*pair, a, whole=True) for pair, a in zip(pairs, zeros, strict=True)])
+            scores = score([sample for group in kept for sample in self.unscored(group)])
         kl = [self._kl(one, found, kl_coef) for (_, one), found in zip(pairs, scores, strict=True)]
         shaped = shape(kept, algorithm)
         estimates = self._rows(shaped, scores, kl) if self._over_rows else self._groups(shaped, kl)

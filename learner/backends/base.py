@@ -92,7 +92,7 @@ class Backend(Protocol):
         """Run a step, ``num_epochs`` passes of ``num_minibatches`` updates, also of the critic; return metrics."""
 
     def score(self, samples: Sequence[TrainSample]) -> list[SampleScores]:
-        """Return the scores that policy, reference and critic give each sample before the step."""
+        """Return the scores that policy, reference and critic give each sample before the step, a micro-batch of it."""
 
     @property
     def kl_coef(self) -> float:

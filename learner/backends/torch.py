@@ -19,7 +19,7 @@ from broker.errors import ConfigError, WireError
 from broker.weights.plan import LayoutPlan
 from learner.algorithm.aggregation import BatchCounts, denominator
 from learner.algorithm.packing import MicroBatchCutter, cut, minibatches
-from learner.algorithm.samples import SampleScores, TrainSample
+from learner.algorithm.samples import Array, SampleScores, TrainSample
 from learner.backends.base import Snapshot
 from learner.backends.context import RunContext
 from learner.backends.models.policy import PolicyModel
@@ -93,7 +93,7 @@ class TorchBackend:
             raise
         self._context, self._models, self._passes = context, self.worker.models, self.worker.passes
         self._counts, self._sums = BatchCounts(), dict[str, float]()
-        self._reward_kl: float | None = None
+        self._reward_kl: list[Array] = []  # of the step's scored samples
 
     @classmethod
     def plan(cls, context: RunContext) -> tuple[RunContext, BuildWorker]:
@@ -180,8 +180,7 @@ class TorchBackend:
             parts = [[None] * len(piece) if column is None else np.split(column, ends) for column in columns]
             scores = [SampleScores(*row) for row in zip(*parts, strict=True)]
             found |= {id(sample): one for sample, one in zip(piece, scores, strict=True)}
-        kl = [one.kl for one in found.values() if one.kl is not None]
-        self._reward_kl = float(np.concatenate(kl).mean()) if kl else None
+        self._reward_kl += [one.kl for one in found.values() if one.kl is not None]
         empty = np.zeros(0, np.float32)
         no_kl = empty if self._models.kl_in_reward else None
         nothing = SampleScores(empty, no_kl, None if self._models.critic is None else empty)
@@ -191,7 +190,7 @@ class TorchBackend:
         if self._ranks.leader is not None:
             self._ranks.leader.tell(DiscardCommand())
         self._passes.discard()
-        self._counts, self._sums = BatchCounts(), dict[str, float]()
+        self._counts, self._sums, self._reward_kl = BatchCounts(), dict[str, float](), []
 
     def _take(self) -> dict[str, float]:
         """Update the policy; return the metrics."""
@@ -207,11 +206,11 @@ class TorchBackend:
         """End the step."""
         if self._models.ref is not None:
             metrics["actor/kl_coef"] = self.kl_coef
-            if self._reward_kl is not None:
-                metrics["actor/reward_kl"] = self._reward_kl
-            if (kl := metrics.get("actor/kl_loss", self._reward_kl)) is not None:
+            if self._reward_kl:
+                metrics["actor/reward_kl"] = float(np.concatenate(self._reward_kl).mean())
+            if (kl := metrics.get("actor/kl_loss", metrics.get("actor/reward_kl"))) is not None:
                 self._passes.kl.update(kl, num_rows)
-        self._passes.version, self._reward_kl = self.version + 1, None
+        self._passes.version, self._reward_kl = self.version + 1, []
         return metrics
 
     def _run(self, jobs: Sequence[Job]) -> list[dict[str, float]]:

@@ -14,7 +14,7 @@ from broker.jetstream.bus import LogRecord
 from broker.settings.config import DomainSection
 from learner.algorithm.packing import MicroBatchCutter
 from learner.algorithm.samples import SampleScores, TrainSample
-from learner.config import AlgorithmSection, EvalSection
+from learner.config import AlgorithmSection, CriticSection, EvalSection
 from learner.credit import record_intake
 from learner.credit.ledger import GroupArrival, Ledger, TicketEnd
 from learner.credit.ticket_rules import DomainRule, TicketRules
@@ -284,23 +284,47 @@ class Whole(Recording):
         return {"actor/pg_loss": 2.5}
 
 
-async def test_an_algorithm_that_needs_the_whole_step_begins_when_it_is_there() -> None:
-    backend = Whole()
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_algorithm_that_needs_the_whole_step_scores_groups_that_are_there(stream: bool) -> None:
+    backend = Whole(budget=9)  # three inputs a sample, so three samples fill a micro-batch
     algorithm = AlgorithmSection(kl_coef=0.5, kl_placement="reward")
-    training = TrainingThread(lambda: backend, halves, algorithm)  # type: ignore[arg-type, return-value]
+    training = TrainingThread(lambda: backend, halves, algorithm, stream=stream)  # type: ignore[arg-type, return-value]
     await training.open()
     for number in (5, 3):
         training.add(group([trajectory(0), trajectory(1)], ticket=number))
     await training.call(lambda: None)
-    assert backend.batches == []
+    assert backend.batches == ([[-5, -5, -3]] if stream else [])
     trained = await training.finish(version=0)
-    assert backend.batches == [[-5, -5, -3, -3], [5, 5, 3, 3]]
+    assert backend.batches == [[-5, -5, -3], [-3], [5, 5, 3, 3]]  # cut by their order, whenever they came
     assert trained is not None
     assert trained.values["actor/pg_loss"] == 2.5
-    training.add(group(ticket=4))
+    training.add(group([trajectory(0), trajectory(1)], ticket=4))
     training.abandon()
     assert await training.finish(version=1) is None
-    assert len(backend.batches) == 2
+    assert len(backend.batches) == 3
+    training.close()
+
+
+async def test_scores_of_a_step_that_is_undone_are_forgotten() -> None:
+    backend = Whole(budget=9)
+    algorithm = AlgorithmSection(kl_coef=0.5, kl_placement="reward")
+    training = TrainingThread(lambda: backend, halves, algorithm)  # type: ignore[arg-type, return-value]
+    await training.open()
+    training.add(group([trajectory(0), trajectory(1)], ticket=5))
+    await training.undo()
+    assert await training.call(lambda: training._scores.finish([])) == []
+    training.close()
+
+
+async def test_a_step_of_which_only_some_groups_are_trained_on_scores_no_others() -> None:
+    backend = Whole(budget=9)
+    algorithm = AlgorithmSection(pg_variant="starpo_s", keep_fraction=0.5, critic=CriticSection(enabled=True))
+    training = TrainingThread(lambda: backend, halves, algorithm)  # type: ignore[arg-type, return-value]
+    await training.open()
+    training.add(group([trajectory(0), trajectory(1)], ticket=5))
+    training.add(group([trajectory(0, 0.0), trajectory(1, 1.0)], ticket=3))
+    await training.finish(version=0)
+    assert backend.batches == [[-3, -3], [3, 3]]
     training.close()
 
 
