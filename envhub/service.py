@@ -288,7 +288,8 @@ class EnvironmentHub:
             held.delivery = delivery  # a redelivery: acknowledge the newest
             return asked.group_size
         of_domain = self.domains[domain]
-        early = EarlyScores(self.member.bus, asked, of_domain.section, self.settings.score_wait_s)
+        judged = partial(self._judged, asked.key)
+        early = EarlyScores(self.member.bus, asked, of_domain.section, self.settings.score_wait_s, judged)
         held = InHand(asked, delivery, of_domain, early)
         if not self.health.takes(domain):  # fetched just before the domain counted as broken
             self.outbox.hand_back(held, self.health.delay_s(domain), "its domain fails here")
@@ -384,6 +385,9 @@ class EnvironmentHub:
             if self._in_hand.get(key) is held or held.early.pending:
                 held.early.begin(played)
             self.turnstile.poke()
+
+    def _judged(self, key: str, episode: int, solved: bool) -> None:
+        self._perform(self.slots.judged(key, episode, solved=solved))
 
     def _failed(self, key: str, held: InHand, episode: int, error: EpisodeFailed) -> None:
         if self._in_hand.get(key) is not held:

@@ -55,6 +55,12 @@ def _check_values(algorithm: AlgorithmSection) -> None:
     if algorithm.batch_adjust is not None and algorithm.num_minibatches == 1:
         allowed = "null with algorithm.num_minibatches 1, which divides every number"
         raise ConfigError("algorithm.batch_adjust", algorithm.batch_adjust, allowed)
+    bounds = algorithm.pass_rate
+    if bounds is not None and bounds[0] > bounds[1]:
+        raise ConfigError("algorithm.pass_rate", list(bounds), "the lower share first, for example [0.2, 0.8]")
+    if algorithm.close_early and bounds is None:
+        allowed = "false without algorithm.pass_rate: what other filters decide is certain only at a group's end"
+        raise ConfigError("algorithm.close_early", True, allowed)
     buffer, length = algorithm.overlong_buffer, algorithm.overlong_length
     if buffer and (length is None or length < buffer):
         raise ConfigError("algorithm.overlong_length", length, f"at least algorithm.overlong_buffer, which is {buffer}")

@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from broker.settings.config import Device, Section
 
 Beta = Annotated[float, Field(ge=0, lt=1)]  # of Adam's averages
+Share = Annotated[float, Field(ge=0, le=1)]
 AggregationMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
@@ -169,6 +170,8 @@ class AlgorithmSection(Section):
     critic: CriticSection = CriticSection()
     filter_zero_variance: bool = False  # dynamic sampling: such groups are filtered and replaced
     group_filter: str = ""  # a filter of learner/algorithm/filters, or your function: rejected groups are replaced
+    pass_rate: tuple[Share, Share] | None = None  # least and largest share of successes; others are filtered, null: off
+    close_early: bool = False  # hubs end a group as soon as pass_rate is certain to filter it
     max_replacements_per_step: NonNegativeInt = 64  # beyond this bound groups are trained unfiltered
 
     @model_validator(mode="before")

@@ -25,8 +25,8 @@ from broker.runtime.presence import Roster
 from broker.settings.config import DomainSection
 from learner.config import FailuresSection
 
-# closed by the learner's pace, by --rebase, or handed back
-NOT_FAILURES: Final = frozenset({"late", "lost", "aborted"})
+# closed by the learner's pace, by --rebase, by a filter, or handed back
+NOT_FAILURES: Final = frozenset({"late", "lost", "filtered", "aborted"})
 LEAST_WINDOW: Final = 32
 WORKED_TIMES: Final = 12
 LOOK_EVERY_S: Final = 1.0

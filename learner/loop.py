@@ -14,7 +14,7 @@ from broker.contract.streams import SAMPLES
 from broker.jetstream.bus import Bus, LogRecord
 from broker.runtime.process import Stop
 from learner.consumer import RecordConsumer
-from learner.credit.ledger import Action, ForgetTicket, IssueTicket, Ledger, RefuseRecord
+from learner.credit.ledger import FILTERED, Action, ForgetTicket, IssueTicket, Ledger, RefuseRecord
 from learner.credit.record_intake import RecordIntake
 from learner.credit.records import LedgerRecorder
 from learner.credit.recovery import RecoveryResult
@@ -169,9 +169,12 @@ class TrainingLoop:
         is_new = entry.seq > self._catch_up_to  # older records say nothing about the code that runs now
         if any(isinstance(action, ForgetTicket) and action.outcome == "dead" for action in actions):
             self._note_failure(entry, read, domain if is_new else None)
-        elif read.group is not None and is_new and not any(isinstance(action, RefuseRecord) for action in actions):
-            self._giveup.worked(domain)
-            self._book.showcase.accepted(read.group)
+        elif is_new and not any(isinstance(action, RefuseRecord) for action in actions):
+            if read.group is not None:
+                self._giveup.worked(domain)
+                self._book.showcase.accepted(read.group)
+            elif isinstance(entry.message, wire.Closed) and entry.message.reason == FILTERED:
+                self._giveup.worked(domain)
         forgotten = [action.number for action in actions if isinstance(action, ForgetTicket)]
         self._trace_record(entry.ticket, [action for action in actions if isinstance(action, ForgetTicket)])
         message, is_ours = entry.message, False
@@ -205,6 +208,8 @@ class TrainingLoop:
 
     def _say_closed(self, closed: wire.Closed) -> None:
         """Log the first, the tenth, the hundredth … of each reason, to limit the output."""
+        if closed.reason == FILTERED:
+            return
         count = str(self._ledger.state.reasons[closed.reason])
         if count.rstrip("0") == "1":
             text = "ticket %d (%s) closed by %s: %s, the %s. so far: %s"

@@ -33,6 +33,7 @@ MAX_ID_CHARS: Final = 256  # of a request or a conversation
 MAX_SERVES: Final = 1024
 MAX_TASKS: Final = 4096  # of a record of lengths
 MAX_MEAN: Final = 1_000_000
+PASS_RATE: Final = ("low", "high")
 # characters of the texts of a presence
 PRESENCE_CHARS: Final = {
     "host": 256, "address": 256, "channel": 64, "policy": 256, "engine": 1024, "problem": 2048, "process": 256,
@@ -344,7 +345,8 @@ def _check_score_reply(reply: wire.EpisodeScoreReply) -> None:
 
 
 def _check_ticket(ticket: wire.Ticket) -> None:
-    """min_group_size is at most group_size minus num_redundant, and at least one episode is not greedy."""
+    """min_group_size is at most group_size minus num_redundant, and at least one episode is not greedy. pass_rate is
+    empty or two numbers from 0 to 1, the lower one first."""
     size, least = ticket.group_size, ticket.min_group_size
     if least > size:
         raise _wrong("Ticket", "min_group_size", least, f"must be at most group_size, {size}")
@@ -352,6 +354,9 @@ def _check_ticket(ticket: wire.Ticket) -> None:
         raise _wrong("Ticket", "num_greedy", ticket.num_greedy, f"must be below group_size, {size}")
     if ticket.num_redundant > size - least:
         raise _wrong("Ticket", "num_redundant", ticket.num_redundant, f"must leave min_group_size, {least}")
+    bounds = ticket.pass_rate
+    if bounds and not (len(bounds) == len(PASS_RATE) and 0 <= bounds[0] <= bounds[1] <= 1):
+        raise _wrong("Ticket", "pass_rate", bounds, "must be empty, or two numbers from 0 to 1, the lower one first")
 
 
 def _check_offer(offer: wire.WeightsOffer) -> None:

@@ -86,6 +86,7 @@ class Ticket(Message, frozen=True, tag="Ticket"):
     deadline_s: float  # seconds from the first delivery until the group closes with the episodes it has
     num_greedy: int = 0  # the last num_greedy episodes are sampled at temperature 0 as a baseline, never trained on
     num_redundant: int = 0  # spare episodes: when all but this many have finished, the rest are aborted
+    pass_rate: list[float] = []  # if set: a hub may close a group whose share of successes cannot end within
 
 
 class EvalTicket(Message, frozen=True, tag="EvalTicket"):
@@ -110,7 +111,7 @@ FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 EpisodeEnd = Literal["terminated", "truncated", "timeout", "length"]
 ClosedReason = Literal[
     "late", "deadline", "env_error", "reward_error", "too_large", "malformed", "timeout", "too_many_deliveries",
-    "poisonous", "aborted", "lost",
+    "poisonous", "aborted", "lost", "filtered",
 ]  # fmt: skip
 
 
@@ -220,7 +221,7 @@ class Closed(Message, frozen=True, tag="Closed"):
 
     ticket: int  # the ticket's number
     domain: str  # the ticket's domain
-    reason: ClosedReason  # `late` counts as dropped, all others as dead
+    reason: ClosedReason  # `late` counts as dropped, `filtered` as such, all others as dead
     detail: str  # one line for the operator
     by: str  # id of the process that gave up
     eval_step: int = -1  # of the EvalTicket, -1 for training

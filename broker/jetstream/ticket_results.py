@@ -40,7 +40,8 @@ async def close_ticket(
     """
     reason, detail = clean(f"{closed.reason}: {closed.detail}", DETAIL_CHARS), clean(closed.detail, DETAIL_CHARS)
     key = ticket_key(closed.ticket, evaluation=evaluation)
-    log.warning("domain %s, %s closed: %s", closed.domain, key, reason)
+    level = logging.INFO if closed.reason == "filtered" else logging.WARNING  # what the run's settings ask for
+    log.log(level, "domain %s, %s closed: %s", closed.domain, key, reason)
     if keep:
         await bus.dead_letter(stream, seq=delivery.seq, ticket=closed.ticket, reason=reason, data=delivery.data)
     if closed.ticket > 0:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from broker.contract.pass_rate import never_within
 from broker.contract.streams import MAX_DELIVERIES
 from broker.contract.wire import ClosedReason
 from envhub.scheduling.line import GroupJob, GroupQueue
@@ -87,6 +88,7 @@ class _Group:
     done: set[int] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
     oldest_version: int | None = None
+    solved: dict[int, bool] = field(default_factory=dict)  # episodes whose success is final
 
 
 class EpisodeSlots:
@@ -189,6 +191,23 @@ class EpisodeSlots:
             return self._fill()
         group.done.add(episode)
         return self._settle(group) or self._fill()
+
+    def judged(self, key: str, episode: int, *, solved: bool) -> list[Action]:
+        """Note the final success of a finished episode: close the group if it is certain to be filtered."""
+        group = self._groups.get(key)
+        if group is None or not group.job.pass_rate or episode not in group.done:
+            return []
+        job, sampled = group.job, range(group.job.group_size - group.job.num_greedy)
+        if episode not in sampled:
+            return []
+        group.solved[episode] = solved
+        num_open = sum(one not in group.solved and one not in group.lost for one in sampled)
+        num_solved, num_known = sum(group.solved.values()), len(group.solved)
+        low, high = job.pass_rate
+        if not never_within(num_solved, num_known, num_open, low, high):
+            return []
+        detail = f"{num_solved} of {num_known} episodes succeeded, {num_open} open; pass_rate {low:g} to {high:g}"
+        return self._end(group, CloseTicket(key, "filtered", detail))
 
     def failed(self, key: str, episode: int, kind: FailureKind, detail: str, *, own: bool = True) -> list[Action]:
         """Start a failed episode again, or lose it after ``max_retries``, at once if ``kind`` is hopeless.

@@ -33,6 +33,7 @@ class TicketAssignment:
     max_staleness: int | None = None
     num_greedy: int = 0
     num_redundant: int = 0
+    pass_rate: Sequence[float] = ()
     split: Split = "train"
     policy: str = wire.ACTOR
     temperature: float | None = None
@@ -64,7 +65,9 @@ class TicketAssignment:
     def job(self, num_delivered: int, *, drop_late: bool) -> GroupJob:
         """Return the ticket as the slots see it; with ``drop_late`` it is given up once it cannot be in time."""
         staleness, sizes = self.max_staleness if drop_late else None, (self.group_size, self.min_group_size)
-        return GroupJob(self.key, *sizes, self.deadline_s, staleness, num_delivered, self.num_redundant)
+        episodes = {"num_redundant": self.num_redundant, "num_greedy": self.num_greedy}
+        filtered = tuple(self.pass_rate)
+        return GroupJob(self.key, *sizes, self.deadline_s, staleness, num_delivered, **episodes, pass_rate=filtered)
 
 
 def task(asked: TicketAssignment, domain: Domain, episode: int, name: str, *, step: int = -1) -> EpisodeTask:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ from envhub.task import EpisodeResult
 from envhub.tickets.assignment import TicketAssignment, reward_pools
 
 ASK_AGAIN_S: Final = (0.1, 2.0)  # after the first and the last of several refusals
+ENV: Final = "env"  # the environment's part of a reward; it then decides about success
 REPLY_S: Final = 3600.0  # a reward hub that has accepted a sample keeps its own time limits
 
 
@@ -33,10 +34,19 @@ class EarlyScores:
 
     Args:
         wait_s: how long a complete group waits for scores that are being computed.
+        judged: called with an episode and its success as soon as that is final.
     """
 
-    def __init__(self, bus: Bus, asked: TicketAssignment, section: DomainSection, wait_s: float) -> None:
-        self._bus, self._asked, self._wait_s = bus, asked, wait_s
+    def __init__(
+        self,
+        bus: Bus,
+        asked: TicketAssignment,
+        section: DomainSection,
+        wait_s: float,
+        judged: Callable[[int, bool], None],
+    ) -> None:
+        self._bus, self._asked, self._wait_s, self._judged = bus, asked, wait_s, judged
+        self._has_rewards = bool(section.rewards)
         self._pools = reward_pools(section) if section.score_ahead else []
         self._found: dict[int, wire.EpisodeScores] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -44,6 +54,9 @@ class EarlyScores:
 
     def begin(self, played: EpisodeResult) -> None:
         """Have a finished episode scored, unless its group has ended."""
+        last = played.trajectory
+        if not self._has_rewards or ENV in last.reward_parts:  # else the domain's first reward decides
+            self._judged(last.episode, last.success)
         if self._pools and not self._complete.is_set():
             self._tasks.add(task := asyncio.create_task(self._visit(played)))
             task.add_done_callback(self._tasks.discard)
@@ -84,6 +97,8 @@ class EarlyScores:
             self._found[message.episode] = wire.EpisodeScores(
                 episode=message.episode, rewards=reply.rewards, scores=scores
             )
+            if pool == self._pools[0] and ENV not in message.reward_parts:
+                self._judged(message.episode, reply.success)
             message = replace(message, reward=reply.reward, reward_parts=reply.reward_parts, success=reply.success)
 
     async def _ask(self, pool: str, message: wire.EpisodeScoreRequest) -> wire.EpisodeScoreReply | None:

@@ -139,7 +139,7 @@ class TicketOutbox:
 
     async def _end(self, stream: Stream, delivery: Delivery, closed: wire.Closed) -> None:
         self._tally.closed += closed.ticket > 0
-        evaluation, keep = stream is EVALTICKETS, closed.reason != "late"
+        evaluation, keep = stream is EVALTICKETS, closed.reason not in ("late", "filtered")
         await close_ticket(self._bus, delivery, stream, closed, evaluation=evaluation, keep=keep)
 
     def _background(self, work: Coroutine[Any, Any, None]) -> None:

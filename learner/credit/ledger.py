@@ -50,6 +50,13 @@ and with d = t it states that at most G - a tickets, so never more than G, are a
 - the step completes: a = G turns into one step less, so (*) holds for t + 1 unchanged. The new tickets are due in t + 1
   + K, where credit bounds all live tickets by (K + 1) * G.
 
+**Closed early.** With ``close_early`` a ticket carries ``pass_rate``, and a hub may close it as ``filtered`` once that
+is certain. A step filters at most R groups (``max_replacements_per_step``); beyond that they are trained unfiltered. So
+that a closing never takes what would have been trained, a ticket carries ``pass_rate`` only if R has room for it: with
+f groups filtered in the step and e open tickets that carry it, ``f + e <= R``. A group of another ticket is filtered
+only if ``f + e < R``, so the left side never exceeds R, and the step's completion sets f to 0. A change of the rules
+does not reach tickets that are out.
+
 **Lost.** When the broker has lost its store, ``rlearner start --rebase`` closes the open tickets as ``lost``, by
 ordinary records of the log. One of them may name a number that this ledger has not issued yet: an earlier incarnation
 had, in a part of the log that is gone. Up to that number all tickets count as issued and dead, so that no number ever
@@ -77,6 +84,7 @@ from learner.credit.ticket_rules import TicketRules, next_domain, task_seed
 ZERO_STD = 1e-6
 LOST: Final = "lost"  # closed: the broker no longer knows the ticket
 REMOVED: Final = "removed"  # dropped: the rules no longer have its domain
+FILTERED: Final = "filtered"  # closed: the group was certain to be filtered
 WITHDRAWN: Final = "withdrawn"  # dropped: the rules no longer allow as many tickets
 Outcome = Literal["filtered", "dropped", "dead"]
 
@@ -96,7 +104,7 @@ class TicketEnd:
     """A closing in the log, or a record that does not decode (ticket 0 if unknown)."""
 
     ticket: int
-    reason: str  # `late` counts as dropped, everything else as dead
+    reason: str  # `late` counts as dropped, `filtered` of a ticket that allows it as such, everything else as dead
 
 
 @dataclass(frozen=True)
@@ -214,6 +222,7 @@ class Ledger:
         taken = {entry.number for entry in self.state.taken}
         self._arrived = {entry.number for entry in self.arrived}
         self._unplaced = Counter(t.min_version for number, t in self.state.live.items() if number not in taken)
+        self._closable = sum(bool(self.state.live[number].pass_rate) for number in self.waiting_for)
 
     def dump(self) -> dict[str, Any]:
         """Return the state as JSON-able values."""
@@ -324,7 +333,9 @@ class Ledger:
             return [RefuseRecord(number, "duplicate")]
         if isinstance(record, TicketEnd):
             self._count(record.reason)
-            actions = self._end(number, "dropped" if record.reason == "late" else "dead")
+            outcome = self._outcome(number, record.reason)
+            self.state.filtered_in_step += outcome == "filtered"
+            actions = self._end(number, outcome)
         elif self._is_late(record.oldest_version):
             actions = self._end(number, "dropped")
         elif self._is_filtered(record):
@@ -333,6 +344,7 @@ class Ledger:
         else:
             self.state.queue.append(LedgerEntry(number, seq, record.oldest_version))
             self._arrived.add(number)
+            self._closable -= bool(self.state.live[number].pass_rate)
             actions = [HoldGroup(number)]
         return actions + self._fill()
 
@@ -340,6 +352,7 @@ class Ledger:
         """Return and forget arrived groups whose records the log lost: their tickets wait for a record again."""
         gone = [entry for entry in self.arrived if entry.number in numbers]
         self._arrived.difference_update(entry.number for entry in gone)
+        self._closable += sum(bool(self.state.live[entry.number].pass_rate) for entry in gone)
         self._unplaced.update(self.state.live[entry.number].min_version for entry in self.state.taken if entry in gone)
         self.state.taken = [entry for entry in self.state.taken if entry not in gone]
         self.state.queue = [entry for entry in self.state.queue if entry not in gone]
@@ -421,7 +434,9 @@ class Ledger:
             deadline_s=rule.deadline_s,
             num_greedy=rule.num_greedy,
             num_redundant=rule.num_redundant,
+            pass_rate=list(self.rules.pass_rate or ()) if self._may_close() else [],
         )
+        self._closable += bool(ticket.pass_rate)
         s.live[ticket.number] = ticket
         self._unplaced[ticket.min_version] += 1
         return IssueTicket(ticket)
@@ -444,6 +459,8 @@ class Ledger:
         if number in self._arrived:
             self._arrived.discard(number)
             s.queue = [entry for entry in s.queue if entry.number != number]
+        else:
+            self._closable -= bool(ticket.pass_rate)
         setattr(s, outcome, getattr(s, outcome) + 1)
         return ticket
 
@@ -452,9 +469,21 @@ class Ledger:
 
     def _is_filtered(self, record: GroupArrival) -> bool:
         """Return whether dynamic sampling replaces the group; beyond the bound groups are trained unfiltered."""
-        if self.state.filtered_in_step >= self.rules.max_replacements_per_step:
+        reserved = self._closable - bool(self.state.live[record.ticket].pass_rate)  # for other tickets
+        if self.state.filtered_in_step + reserved >= self.rules.max_replacements_per_step:
             return False
         return not record.wanted or (self.rules.filter_zero_variance and is_zero_variance(record.rewards))
+
+    def _may_close(self) -> bool:
+        """Return whether the next ticket may be closed early: the step's bound must leave room for all that may be."""
+        room = self.rules.max_replacements_per_step - self.state.filtered_in_step - self._closable
+        return self.rules.close_early and room > 0
+
+    def _outcome(self, number: int, reason: str) -> Outcome:
+        """Return what a closing makes of a ticket."""
+        if reason == FILTERED and self.state.live[number].pass_rate:
+            return "filtered"
+        return "dropped" if reason == "late" else "dead"
 
     def _fill(self) -> list[Action]:
         """Take all groups from the queue that have room, in log order."""

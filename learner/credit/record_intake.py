@@ -9,7 +9,7 @@ import msgspec
 from broker.contract import wire
 from broker.jetstream.bus import LogRecord
 from learner.algorithm.episodes import episode_rewards
-from learner.algorithm.filters import passes_filter
+from learner.algorithm.filters import passes_filter, passes_pass_rate
 from learner.credit.ledger import GroupArrival, Ledger, Record, RulesUpdate, TicketEnd
 from learner.credit.ticket_rules import TicketRules
 
@@ -44,7 +44,7 @@ def read_record(entry: LogRecord, ledger: Ledger, vocab_size: int) -> RecordInta
     if problem := _problem(message, ledger, vocab_size):
         return RecordIntake(TicketEnd(message.ticket, "malformed"), problem=problem)
     oldest, _ = version_bounds([message]) or (ledger.state.version, 0)
-    wanted = passes_filter(ledger.rules.group_filter, message)
+    wanted = passes_pass_rate(ledger.rules.pass_rate, message) and passes_filter(ledger.rules.group_filter, message)
     return RecordIntake(GroupArrival(message.ticket, oldest, episode_rewards(message), wanted), group=message)
 
 

@@ -44,6 +44,8 @@ class TicketRules:
     group_filter: str = ""  # by name, so that a reader of the log can apply it again
     max_replacements_per_step: int = 64
     keep_fraction: float = 1.0  # of a full step's groups; the rest count as filtered, and are not replaced
+    pass_rate: tuple[float, float] | None = None  # least and largest share of successes of a group that is kept
+    close_early: bool = False  # tickets carry it, so that hubs close those that are certain to be filtered
 
     def has(self, name: str) -> bool:
         """Return whether there is a domain of that name."""
@@ -83,6 +85,8 @@ def rules_of(train: TrainSection, algorithm: AlgorithmSection, domains: dict[str
         filter_zero_variance=algorithm.filter_zero_variance,
         group_filter=algorithm.group_filter,
         max_replacements_per_step=algorithm.max_replacements_per_step,
+        pass_rate=algorithm.pass_rate,
+        close_early=algorithm.close_early,
         keep_fraction=algorithm.keep_fraction if algorithm.pg_variant == "starpo_s" else 1.0,
     )
 

@@ -18,6 +18,8 @@ FIXED: Final = (
     "train.weights_bucket_mib",
     "train.weights_timeout_s",
     "algorithm.filter_zero_variance",
+    "algorithm.pass_rate",
+    "algorithm.close_early",
     "algorithm.max_replacements_per_step",
 )
 GREEDY: Final = "remax"  # the only estimator that needs extra episodes

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 CLOSED: Final = "ticket/closed_"
-NO_FAULT: Final = ("late", "lost")  # closed by the learner's own pace, or by the operator's rebase
+NO_FAULT: Final = ("late", "lost", "filtered")  # closed by the learner's pace, the operator's rebase, or a filter
 REMIND_EVERY_S: Final = 60.0  # while nothing is trained
 MAX_CHARS: Final = 400  # of an error message, whose end names the place
 END_CHARS: Final = 120

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from envhub_world import LAKE, World
+from envhub_world import KIT, LAKE, World
 from waits import until
 
 from broker.contract import wire
-from broker.contract.streams import EPISODES, SCORES
+from broker.contract.streams import DEAD, EPISODES, SCORES
 from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import respond
 from envhub.task import EpisodeResult
@@ -148,6 +148,33 @@ async def test_a_stopping_hub_publishes_a_complete_group_without_waiting_for_sco
         await world.settled()
     await swallowing.close()
     assert sum((await world.bus.depth(EPISODES)).values()) == 1
+
+
+async def test_a_group_that_is_certain_to_be_filtered_is_closed_while_it_is_played(world: World) -> None:
+    await prepare(world)  # no episode reaches the goal in one turn, and the last one never ends
+    closing = await world.ticket(group_size=SIZE, pass_rate=[0.3, 1.0])
+    async with world.hub("--n", "8"):
+        (record,) = await world.records(1)
+        await world.settled()
+        server = world.servers[0]
+        (running,) = [one.request_id for one in server.asked if f".{SIZE - 1}." in one.conversation_id]
+        await until(lambda: server.aborted == [running])
+    assert isinstance(record, wire.Closed)
+    assert (record.ticket, record.reason) == (closing, "filtered")
+    assert record.detail == "0 of 3 episodes succeeded, 1 open; pass_rate 0.3 to 1"
+    assert sum((await world.bus.depth(DEAD)).values()) == 0
+
+
+async def test_a_success_that_a_reward_decides_closes_its_group_too(world: World) -> None:
+    """Without a reward of the environment the first reward's score of at least 1 is a success."""
+    await prepare(world, env=f"{KIT}:Unrewarded")
+    world.spawn("--id", "rewards1", program=REWARDHUB)
+    closing = await world.ticket(group_size=SIZE, pass_rate=[0.0, 0.5])
+    async with world.hub("--n", "8"):
+        (record,) = await world.records(1)
+        await world.settled()
+    assert (record.ticket, record.reason) == (closing, "filtered")
+    assert record.detail == "3 of 3 episodes succeeded, 1 open; pass_rate 0 to 0.5"
 
 
 def test_a_reward_sees_the_same_sample_before_and_with_its_group() -> None:

@@ -96,6 +96,12 @@ class Count(Environment):
             self.released.wait(self.args.seconds)
 
 
+class Unrewarded(Count):
+    """A reward function decides about success."""
+
+    has_reward = False
+
+
 class AsyncCount(Count):
     """The same, asynchronous."""
 

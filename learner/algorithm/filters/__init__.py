@@ -11,8 +11,10 @@ from functools import cache
 from typing import Any, Final
 
 from broker.contract import wire
+from broker.contract.pass_rate import is_within
 from broker.errors import UserError
 from broker.settings.registry import resolve
+from learner.algorithm.episodes import episodes
 
 FILTERS: Final[dict[str, str]] = {"mixed_success": "learner.algorithm.filters.mixed_success:wanted"}
 
@@ -35,6 +37,17 @@ def passes_filter(name: str, group: wire.Group) -> bool:
         problem = f"{name} returned {wanted!r} {where}; True keeps it, False filters it"
         raise UserError(f"algorithm.group_filter: {problem}")
     return wanted
+
+
+def passes_pass_rate(bounds: tuple[float, float] | None, group: wire.Group) -> bool:
+    """Return whether the share of the group's episodes that succeeded is within bounds, without greedy baselines.
+
+    Cui et al., PRIME (arXiv 2502.01456): online prompt filtering.
+    """
+    if bounds is None:
+        return True
+    found = [episode.success for episode in episodes(group)]
+    return is_within(sum(found), len(found), *bounds)
 
 
 @cache
