@@ -415,6 +415,7 @@ class EnvironmentHub:
 
     def presence(self) -> wire.Presence:
         """Return what this hub publishes about itself."""
+        base_s, each_s = self.players.calls.curve.fit()
         return wire.Presence(
             role="envhub",
             id=self.member.id,
@@ -424,6 +425,8 @@ class EnvironmentHub:
             slots=self.slots.n,
             running=self.slots.running,
             waiting=self.slots.waiting,
+            base_s=base_s,
+            each_s=each_s,
             serves=self.health.serves,
             problem=self.health.problem,
             process=this_process(),

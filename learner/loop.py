@@ -77,6 +77,7 @@ class TrainingLoop:
         self._offered = -1
         self._arrived: dict[int, float] = {}  # unix seconds at which the record of a traced ticket was read
         self._began = time.monotonic()
+        self._between_s = 0.0  # between the last two steps, with new tickets already out
         self.boundary = ledger.dump()  # at the last step boundary, which a checkpoint holds
 
     async def run(self) -> bool:
@@ -231,14 +232,17 @@ class TrainingLoop:
         if made is None:
             return False
         trained, actions = made.trained, made.actions
+        ended = time.monotonic()
         self.boundary = self._ledger.dump()
         trained_at = time.time()
         await self._records.completed(made.taken, trained.tickets, actions)
         copy_s = await self._offer_if_current()
         self._trace_step([one.number for one in made.taken], trained_at - trained.busy_s, trained_at, copy_s)
         self._perform([action for action in actions if isinstance(action, IssueTicket)])
+        issued = time.monotonic()
         step = self._ledger.state.version
-        line = self._book.compose(self._step_values(trained, waited_s, copy_s))
+        own = {"time/publish_step": issued - ended, "time/between_steps": self._between_s}
+        line = self._book.compose(self._step_values(trained, waited_s, copy_s) | own)
         self._evaluator.step_completed(step, self._steps)
         if self._done:
             await self._training.leave()  # the evaluation needs servers
@@ -247,6 +251,7 @@ class TrainingLoop:
         await self._book.write(line | self._evaluator.take(last=self._done))
         if self._checkpoint_every and step % self._checkpoint_every == 0 and not self._done:
             await self._checkpoint(self.boundary)
+        self._between_s = time.monotonic() - issued
         self._perform([action for action in actions if not isinstance(action, IssueTicket)])
         return True
 
@@ -285,6 +290,7 @@ class TrainingLoop:
             "time/step": wall_s,
             "time/wait_for_batch": waited_s,
             "time/train": trained.busy_s,
+            "time/finish_train": trained.finish_s,
             "time/offer_weights": copy_s,
         }
         return trained.values | values | self._fleet_values()

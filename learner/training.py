@@ -41,6 +41,7 @@ class TrainingResult:
     num_tokens: int  # sampled ones
     num_samples: int  # training sequences
     busy_s: float  # that the thread spent on it
+    finish_s: float  # of these, after the last group
     tickets: tuple[int, ...] = ()  # of the groups that were trained on; the others were not selected
 
 
@@ -211,6 +212,7 @@ class TrainingThread:
         values = step_metrics(groups, version) | values
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         num_tokens = sum(int(trajectory.loss_mask.array().sum()) for trajectory in trajectories)
-        busy_s, self._busy_s = self._busy_s + time.monotonic() - started, 0.0
+        finish_s = time.monotonic() - started
+        busy_s, self._busy_s = self._busy_s + finish_s, 0.0
         tickets = tuple(group.ticket for group in self._assembly.selected(groups))
-        return TrainingResult(values, num_tokens, len(trajectories), busy_s, tickets)
+        return TrainingResult(values, num_tokens, len(trajectories), busy_s, finish_s, tickets)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
+from broker.runtime.load_curve import LoadCurve
 from broker.settings.config import RewardConfig
 from rewardhub.reward_processes import RewardProcesses
 from rewardhub.rewards import loading
@@ -21,6 +23,10 @@ class ScoreDispatcher:
         memory_mib: memory of such a process.
         gpu_numbers: GPUs for reward models.
         passed: environment variables that the processes get, secret ones too.
+
+    Attributes:
+        at_once: samples that can be scored at once.
+        curve: how long a score takes at which load.
     """
 
     def __init__(
@@ -33,14 +39,21 @@ class ScoreDispatcher:
         gpu_numbers: Sequence[int],
         passed: Sequence[str] = (),
     ) -> None:
-        self._many, self._single = _divided(rewards)
+        self._num_workers = num_workers
+        self._adopt(rewards)
+        self.curve = LoadCurve(lambda: self.at_once)
         self._workers = RewardWorkerPool(num_workers, timeout_s, self._single, memory_mib=memory_mib, passed=passed)
         self._hosts = RewardProcesses(gpu_numbers, passed)
 
     def adopt(self, rewards: Mapping[str, RewardConfig]) -> None:
         """Use these rewards from now on; new processes start with the first sample."""
-        self._many, self._single = _divided(rewards)
+        self._adopt(rewards)
         self._workers.adopt(self._single)
+
+    def _adopt(self, rewards: Mapping[str, RewardConfig]) -> None:
+        self._many, self._single = _divided(rewards)
+        many = (loading.concurrency_of(reward) for reward in self._many.values())
+        self.at_once = self._num_workers * bool(self._single) + sum(one.at_once for one in many if one is not None)
 
     async def start(self) -> None:
         """Start the processes that the rewards need; judges alone need no workers.
@@ -60,7 +73,13 @@ class ScoreDispatcher:
             NoWorker: if no process can be started here now.
         """
         many = loading.concurrency_of(reward) is not None
-        return await (self._hosts.score(reward, sample) if many else self._workers.score(reward, sample))
+        piece, is_scored = self.curve.enter(time.monotonic()), False
+        try:
+            scored = await (self._hosts.score(reward, sample) if many else self._workers.score(reward, sample))
+            is_scored = True
+            return scored
+        finally:
+            self.curve.leave(piece, time.monotonic(), float(is_scored))
 
     def has_room(self, rewards: Sequence[RewardConfig], promised: int = 0) -> bool:
         """Return whether one sample would be scored by these rewards at once.

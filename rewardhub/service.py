@@ -335,6 +335,7 @@ class RewardhubService:
 
     def presence(self) -> wire.Presence:
         """Return this hub's presence message."""
+        base_s, each_s = self.workers.curve.fit()
         return wire.Presence(
             role="rewardhub",
             id=self.member.id,
@@ -343,6 +344,9 @@ class RewardhubService:
             state=self._state if self._state in {"starting", "draining"} else self.health.state,
             slots=self.settings.max_groups,
             running=len(self._jobs),
+            base_s=base_s,
+            each_s=each_s,
+            at_once=self.workers.at_once,
             serves=self.health.serves,
             problem=self.health.problem,
             job=batch_job(),

@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 
 from broker.contract import wire
+from broker.runtime.load_curve import LoadCurve
 from broker.runtime.spans import SpanRecorder
 from rlearner_text.openai.http_errors import ENGINE_FAILED
 from rlearner_text.openai.token_events import TokenEvent, TokenListener, TopLogprobs
@@ -29,6 +30,7 @@ class RequestHandler:
 
     Attributes:
         draining: new requests get an empty reply, so that the client tries another server.
+        curve: how fast tokens are sampled at which load.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class RequestHandler:
         self._engine, self._server, self._answered = engine, server, answered
         self._spans = spans or SpanRecorder()
         self._tapped = engine if isinstance(engine, StreamingEngine) else None
+        self.curve = LoadCurve(lambda: engine.stats().slots)
         self._outstanding: set[str] = set()
         self._scoring: dict[str, asyncio.Future[GenerationOutput]] = {}
         self._awake, self._num_scoring, self._scored = asyncio.Event(), 0, asyncio.Event()
@@ -100,6 +103,14 @@ class RequestHandler:
     async def _ask(self, request: wire.GenerateRequest, tap: TokenListener | None) -> GenerationOutput:
         if request.prompt_top_k:
             return await self._score(request)
+        began, output = self.curve.enter(time.monotonic()), GenerationOutput()
+        try:
+            output = await self._sample(request, tap)
+            return output
+        finally:
+            self.curve.leave(began, time.monotonic(), len(output.token_ids))
+
+    async def _sample(self, request: wire.GenerateRequest, tap: TokenListener | None) -> GenerationOutput:
         if self._tapped is None:
             return await self._engine.generate(request)
         if request.sampling.top_logprobs and self._tapped.tells_top:

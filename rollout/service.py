@@ -263,7 +263,7 @@ class RolloutService:
 
     def presence(self) -> wire.Presence:
         """Return what this server announces to the run."""
-        stats = self._engine.stats()
+        stats, (base_s, each_s) = self._engine.stats(), self._answering.curve.fit()
         return wire.Presence(
             role="rollout",
             id=self._member.id,
@@ -281,6 +281,8 @@ class RolloutService:
             waiting=stats.waiting,
             speed=self._meter.speed,
             idle_ratio=self._meter.idle_ratio,
+            base_s=base_s,
+            each_s=each_s,
             carriers=self._receiver.carriers() if self._receiver is not None else [],
             asleep=self._turns is not None and self._turns.asleep,
             job=batch_job(),

@@ -84,7 +84,8 @@ RANGES: Final[dict[type, dict[str, ValueRange]]] = {
     wire.Trajectory: {"episode": NATURAL, "reward": ANY},
     wire.Group: {
         "ticket": COUNT, "task_index": NATURAL, "min_version": VERSION, "deliveries": COUNT, "eval_step": OPTIONAL,
-        "generate_s": NATURAL, "env_step_s": NATURAL, "reward_s": NATURAL, "temperature": NATURAL,
+        "generate_s": NATURAL, "env_step_s": NATURAL, "env_step_max_s": NATURAL, "reward_s": NATURAL,
+        "temperature": NATURAL,
     },
     wire.RewardScore: {},
     wire.EpisodeScores: {"episode": NATURAL},
@@ -123,7 +124,8 @@ RANGES: Final[dict[type, dict[str, ValueRange]]] = {
     wire.DeviceClaim: {"beat": NATURAL},
     wire.Presence: {
         "pid": NATURAL, "epoch": NATURAL, "policy_version": OPTIONAL, "slots": NATURAL, "running": NATURAL,
-        "waiting": NATURAL, "speed": NATURAL, "idle_ratio": OPTIONAL_FRACTION,
+        "waiting": NATURAL, "speed": NATURAL, "idle_ratio": OPTIONAL_FRACTION, "base_s": NATURAL, "each_s": NATURAL,
+        "at_once": NATURAL,
     },
     wire.RunSpec: {"wire_version": NATURAL, "epoch": NATURAL, "created": NATURAL},
     wire.ModelPart: {"part": NATURAL, "num_parts": COUNT},

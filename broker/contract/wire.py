@@ -178,6 +178,7 @@ class Group(Message, frozen=True, tag="Group"):
     policy: str = ACTOR  # the acting policy: `actor` or a baseline
     generate_s: float = 0.0  # seconds spent waiting for generation, mean over episodes
     env_step_s: float = 0.0  # seconds spent in the environment, mean over episodes
+    env_step_max_s: float = 0.0  # of the episode that spent most
     reward_s: float = 0.0  # seconds spent in reward hubs
     reward_hubs: list[str] = []  # ids of the reward hubs that scored it, in order
     frames: list[str] = []  # text frames of episode 0, for replays; evaluation only
@@ -505,6 +506,9 @@ class Presence(Message, frozen=True, tag="Presence"):
     serves: list[str] = []  # envhub: domains; rewardhub: pools
     speed: float = 0.0  # rollout: tokens per second when busy, 0 unknown
     idle_ratio: float = -1.0  # rollout: share of the last second without work, -1 unknown
+    base_s: float = 0.0  # seconds that one token (rollout), step (envhub) or score (rewardhub) takes, 0 unknown;
+    each_s: float = 0.0  # with r at once it takes base_s + r * each_s
+    at_once: int = 0  # rewardhub: scores that it computes at once
     carriers: list[str] = []  # rollout: how it can take weights, best first
     problem: str = ""  # one line: why it takes no work, empty while it does
     process: str = ""  # learner, envhub: boot id, PID namespace, pid, start time; see broker/system/process_identity.py

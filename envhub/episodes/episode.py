@@ -235,9 +235,13 @@ class Episode:
 
     async def _call(self, method: str, *args: Any) -> Any:
         started, began = time.perf_counter(), self._means.spans.enter("env_step")
+        piece, is_done = self._means.calls.curve.enter(started), False
         try:
-            return await self._means.calls.call(self._env, method, *args)
+            result = await self._means.calls.call(self._env, method, *args)
+            is_done = True
+            return result
         finally:
+            self._means.calls.curve.leave(piece, time.perf_counter(), is_done)
             self._means.spans.leave("env_step", began, self._task.ticket)
             self._env_step_s += time.perf_counter() - started
 

@@ -144,6 +144,7 @@ def group(
         policy=asked.policy,
         generate_s=sum(one.generate_s for one in played) / len(played),
         env_step_s=sum(one.env_step_s for one in played) / len(played),
+        env_step_max_s=max(one.env_step_s for one in played),
         frames=played[0].frames,
         temperature=temperature if asked.temperature is None else asked.temperature,
         scores=list(scores),

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from broker.errors import RlearnerError
+from broker.runtime.load_curve import LoadCurve
 from broker.system.workers.fault import told, trace
 from envhub.envs.base import Environment
 
@@ -39,6 +40,7 @@ class EnvironmentCalls:
 
     Attributes:
         hung: threads in an abandoned call.
+        curve: how long a reset or step of an episode takes at which load.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -47,6 +49,7 @@ class EnvironmentCalls:
         self._busy: dict[Environment, asyncio.Future[Any]] = {}  # abandoned calls
         self._retiring: set[asyncio.Task[None]] = set()
         self.hung = 0
+        self.curve = LoadCurve(lambda: 1 << 30)
 
     async def make(self, create: Callable[[], Environment], *, in_thread: bool) -> Environment:
         """Return a new environment.

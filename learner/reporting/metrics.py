@@ -19,6 +19,7 @@ from broker.system.private_files import open_private, replace, sync
 from learner.algorithm.episodes import episode_rewards, episodes
 from learner.credit.ledger import Ledger, is_zero_variance
 
+QUANTILES: Final = {"min": 0.0, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p90": 0.9, "p99": 0.99, "max": 1.0}
 BLOCK_BYTES: Final = 2**16  # per read when searching for a line from the end
 
 
@@ -42,7 +43,13 @@ def step_metrics(groups: Sequence[wire.Group], version: int) -> dict[str, float]
     values["env/success_rate"] = _mean([trajectory.success for _, trajectory in found])
     values |= {f"env/{name}": value for name, value in _average(trajectory.metrics for _, trajectory in found).items()}
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    return values | _turns(trajectories, len(found)) | _staleness(trajectories, version) | _seconds(groups)
+    return (
+        values
+        | _turns(trajectories, len(found))
+        | _staleness(trajectories, version)
+        | _seconds(groups)
+        | _lengths(groups)
+    )
 
 
 def _turns(trajectories: Sequence[wire.Trajectory], num_episodes: int) -> dict[str, float]:
@@ -73,8 +80,26 @@ def _seconds(groups: Sequence[wire.Group]) -> dict[str, float]:
     return {
         "time/generate": _mean([group.generate_s for group in groups]),
         "time/env_step": _mean([group.env_step_s for group in groups]),
+        "time/env_step_max": _mean([group.env_step_max_s for group in groups]),
         "time/reward": _mean([group.reward_s for group in groups]),
     }
+
+
+def _lengths(groups: Sequence[wire.Group]) -> dict[str, float]:
+    """Return quantiles of the sampled tokens of an episode, and the mean of the longest of each group."""
+    of_groups = [_episode_tokens(group) for group in groups]
+    lengths = [length for found in of_groups for length in found]
+    values = np.quantile(lengths, list(QUANTILES.values()))
+    quantiles = {f"episode_tokens/{name}": float(value) for name, value in zip(QUANTILES, values, strict=True)}
+    means = {"mean": _mean(lengths), "group_max": _mean([max(found) for found in of_groups])}
+    return quantiles | {f"episode_tokens/{name}": value for name, value in means.items()}
+
+
+def _episode_tokens(group: wire.Group) -> list[int]:
+    found: dict[int, int] = defaultdict(int)
+    for trajectory in group.trajectories:
+        found[trajectory.episode] += sum(turn.end - turn.start for turn in trajectory.turns)
+    return list(found.values())
 
 
 def count_tickets(ledger: Ledger) -> dict[str, float]:

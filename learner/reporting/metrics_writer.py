@@ -18,6 +18,7 @@ from broker.runtime.presence import Roster
 from broker.runtime.process import Stop
 from learner.credit.ledger import Ledger
 from learner.disk_retry import DiskRetry
+from learner.reporting.fleet_figures import NAMES, fleet_figures
 from learner.reporting.metrics import MetricsFile, count_tickets, finite
 from learner.reporting.showcase import EpisodeShowcase
 from learner.reporting.trackers import TrackerGroup
@@ -69,6 +70,8 @@ class MetricsWriter:
         version = float(self._ledger.state.version)
         head = {"step": version, "policy_version": version, "time": time.time()}
         fleet = {"rollouter/idle_ratio": self._idle_ratio()}
+        for role in NAMES:
+            fleet |= fleet_figures(role, self._roster.alive(role))
         return head | finite(values) | count_tickets(self._ledger) | fleet | self._depths
 
     async def write(self, line: dict[str, float]) -> None:
