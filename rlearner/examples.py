@@ -43,6 +43,10 @@ EXAMPLES: Final = {
     ],
     "rlearner export": ["rlearner export quick", "rlearner export quick --step 40 --out quick-40 --max-shard-gib 2"],
     "rlearner status": ["rlearner status quick", "rlearner status runs/quick --json"],
+    "rlearner advise": [
+        "rlearner advise quick",
+        "rlearner advise quick --simulate servers=8,hubs=2,max_staleness=3",
+    ],
     "rlearner logs": [
         "rlearner logs quick -f",
         "rlearner logs quick --since 10m --level warning envhub rewardhub",

@@ -16,6 +16,9 @@ from broker.jetstream.delivery import decode
 from broker.runtime.figures import newest_values
 from broker.runtime.presence import CENSUS_S
 from broker.telemetry.families import QUEUE_DEPTH, QUEUE_DEPTH_HELP, Families
+from rlearner.advise.advice import desired_servers
+from rlearner.advise.fit import NotFitted, fit
+from rlearner.advise.follow import StepHistory
 
 SILENT_S: Final = 10.0  # after which the metrics of a process are no longer shown; it reports every second
 STALE_S: Final = 20.0  # after which what the broker said is no longer shown; it is asked every five
@@ -69,6 +72,8 @@ class RunFigures(Collector):
         self._learner: dict[str, tuple[float, dict[str, float]]] = {}  # by id
         self._broker, self._broker_at, self._asked_at = BrokerFigures(), -STALE_S, 0.0
         self._malformed = self._failures = 0
+        self._history = StepHistory()
+        self._desired_servers: int | None = None  # until enough steps are known
 
     def listen(self, alive: Callable[[], Iterable[wire.Presence]]) -> None:
         """Show the processes that are heard, once all have had time to be."""
@@ -85,10 +90,21 @@ class RunFigures(Collector):
             return
         _, before = self._learner.get(message.id, (0.0, {}))
         self._learner[message.id] = (self._clock(), newest_values(before, message.values))
+        self._history.take(message.values)
 
     def answer(self, figures: BrokerFigures) -> None:
         """Take what the broker answered."""
         self._broker, self._broker_at, self._asked_at = figures, self._clock(), time.time()
+
+    def advise(self) -> None:
+        """Compute how many servers the run can use, if new steps say so; takes a second, from any thread."""
+        spec, rows = self._broker.spec, self._history.due()
+        if spec is None or not rows:
+            return
+        try:
+            self._desired_servers = desired_servers(fit(rows, spec.config).model)
+        except NotFitted:
+            self._desired_servers = None
 
     def fail(self) -> None:
         """Note that the broker did not answer."""
@@ -121,6 +137,9 @@ class RunFigures(Collector):
             self._processes(families)
         if is_fresh:
             learners = [own for role, _, own in values if role == "learner"]
+            if learners and self._desired_servers is not None:
+                text = "Fewest rollout servers of the present speed with 95 % of the samples/s that any number reaches."
+                families.gauge("desired_servers", text, run, self._desired_servers)
             self._queues(families, learners[0].get("queue/samples/depth") if learners else None)
             self._run_itself(families)
         return families.all()

@@ -128,6 +128,7 @@ async def _follow(bus: Bus, figures: RunFigures, stop: Stop) -> None:
                 listening = await _listen(roster, figures)
             await _ask_once(bus, figures, stop)
             figures.forget_silent()
+            await asyncio.to_thread(figures.advise)
             await asyncio.wait(ends, timeout=ASK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
     finally:
         asked.cancel()

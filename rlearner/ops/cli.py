@@ -48,6 +48,10 @@ def add_parsers(subparsers: Any) -> None:
     text = "largest file, unless one weight is larger (%(default)s)"
     export.add_argument("--max-shard-gib", metavar="GIB", type=positive, default=5.0, help=text)
     _add(subparsers, "status", "show the state of a run on one screen", "status:show_status")
+    text = "name the bottleneck of a run, and predict what changes would bring, from its metrics"
+    advise = _add(subparsers, "advise", text, "advising:advise_run", broker=False)
+    text = "predict these changes together, for example servers=8,max_staleness=3"
+    advise.add_argument("--simulate", metavar="KEY=VALUE,…", help=text)
     text = "print the logs of a run's processes, merged by time; of a fleet, the last warnings and where the logs are"
     _add_log_options(_add(subparsers, "logs", text, "logs:show_logs"))
     text = "compare two runs: settings, versions, code, data, models, final figures"

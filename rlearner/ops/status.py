@@ -27,10 +27,13 @@ from learner.credit import ledger_file, ledger_segments
 from learner.reporting.metrics import read_lines
 from learner.reporting.training_signals import RECENT, active_warnings
 from learner.run_folder import STARTING, UNKNOWN, connect_run, find_run
+from rlearner.advise.advice import advise
+from rlearner.advise.fit import NotFitted
 
 IDLE: Final = ("trainer/idle_ratio", "rollouter/idle_ratio")
 SHOWN: Final = ("reward/mean", "env/success_rate", "staleness/max", "perf/tokens_per_s", *IDLE)
 TICKETS: Final = ("issued", "trained", "filtered", "dropped", "dead", "open", "duplicate")
+HISTORY: Final = 80  # lines that the bottleneck is found in
 COLUMN: Final = 15  # start of the second column
 LOAD: Final = ("slots", "running", "waiting")
 PROCESS: Final = (
@@ -53,6 +56,7 @@ async def show_status(options: argparse.Namespace) -> int:
     """Print the status and return the exit code."""
     place = find_run(options.run_name, options.dir)
     found: dict[str, Any] = {"run": place.name, "folder": str(place.folder), **on_disk(place.folder, place.config)}
+    found["advice"] = advice_on_disk(place.folder, place.config)
     async with connect_run(options, place.name, place.folder) as (bus, why):
         found |= await on_broker(bus) if bus else {"broker": None, "broker_error": why}
     if options.json:
@@ -81,6 +85,16 @@ def on_disk(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         "ledger_file": problem or _state_of(lines),
         "checkpoints": [_step_of(path) for path in checkpoint.list_checkpoints(folder / "checkpoints")],
     }
+
+
+def advice_on_disk(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the bottleneck and what would change it, or why it is not known."""
+    try:
+        return advise(read_lines(folder / "metrics.jsonl")[-HISTORY:], config).plain()
+    except NotFitted as error:
+        return {"bottleneck": None, "line": f"not known: {error}", "needs_steps": error.steps}
+    except (KeyError, TypeError) as error:
+        return {"bottleneck": None, "line": f"not known: config.yaml lacks a setting ({error})", "needs_steps": 0}
 
 
 def _state_of(lines: list[ledger_file.LedgerLine]) -> str:
@@ -152,6 +166,8 @@ def text_of(found: Mapping[str, Any], now: float) -> list[str]:
     if found["dead"]:
         lines.append(f"  dead         {_listed(sorted(found['dead'].items()))}")
     lines.append(f"  figures      {_listed(found['figures'].items(), '.4g') or 'none yet'}")
+    if "advice" in found:
+        lines.append(f"  bottleneck   {found['advice']['line']}")
     lines += [f"  warning      {text}" for text in found["warnings"]]
     made = ", ".join(map(str, found["checkpoints"])) or "none yet"
     lines.append(f"  checkpoints  {made}; ledger file: {found['ledger_file']}")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from broker.contract import wire
 from broker.system.reminders import Reminders
 from learner.reporting.training_signals import TrainingWarnings
+from rlearner.advise.follow import StepHistory
 from rlearner.up.failed_groups import FailedGroups
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -49,6 +50,8 @@ class LiveRunState:
     failures: FailedGroups = field(default_factory=FailedGroups)
     signals: TrainingWarnings = field(default_factory=TrainingWarnings)
     news: list[str] = field(default_factory=list)  # lines not shown yet
+    history: StepHistory = field(default_factory=StepHistory)
+    bottleneck: str = ""  # and what would change it; empty before the first step
     _said: dict[str, Reminders] = field(default_factory=dict)
     first_step_at: tuple[float, int] | None = None  # (monotonic seconds, step)
     last_step_at: float = 0.0
@@ -65,6 +68,7 @@ class LiveRunState:
         if step <= self.step or "reward/mean" not in values:
             return False
         self.step, self.line, self.last_step_at = step, dict(values), now
+        self.history.take(values)
         begun, over = self.signals.take(values)
         self.news += [f"warning: {text}" for text in begun] + [f"no longer: {text}" for text in over]
         self.first_step_at = self.first_step_at or (now, step)

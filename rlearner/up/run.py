@@ -31,6 +31,7 @@ from learner.config import EvalSection, TrainSection
 from learner.prepare import nothing_left, refuse_fewer_steps, run_folder
 from learner.resume_checks import check_changes
 from learner.run_folder import STORE, noted_epoch
+from rlearner.advise.advice import bottleneck_line
 from rlearner.ops.continue_line import continue_line
 from rlearner.ops.folder_cleanup import removed_on_failure
 from rlearner.up.artifacts import write_artifacts
@@ -181,6 +182,7 @@ async def _show(
     keeper = ServerSupervisor(broker)
     bus = await Bus.connect(broker.url, board.run, name="up", deadline_s=30.0)
     roster = Roster(bus)
+    advising: asyncio.Future[str] | None = None
     try:
         await bus.ensure_streams()
         await roster.start()
@@ -197,6 +199,12 @@ async def _show(
                 happened += board.see(present, time.monotonic())
                 events += happened
                 note_events(fleet.logs, happened)
+                if advising is None and (rows := board.history.due()):
+                    advising = asyncio.ensure_future(asyncio.to_thread(bottleneck_line, rows, config))
+                elif advising is not None and advising.done():
+                    known, board.bottleneck, advising = board.bottleneck, advising.result(), None
+                    if live is None and known.partition(";")[0] != board.bottleneck.partition(";")[0]:
+                        say.stamped("bottleneck", f"bottleneck: {board.bottleneck}")
                 news, board.news = board.news, []
                 if live is not None:
                     live.update(screen(board, events, fleet.logs))

@@ -66,6 +66,8 @@ def figures(board: LiveRunState) -> RenderableType:
     generator = f"{get('rollouter/idle_ratio', 0):.0%} generator"
     table.add_row("idle", f"{get('trainer/idle_ratio', 0):.0%}", f"learner, {generator}")
     table.add_row("tokens/s", f"{get('perf/tokens_per_s', 0):.0f}", f"{get('perf/samples_per_s', 0):.1f} samples/s")
+    if board.bottleneck:
+        table.add_row("bottleneck", "", board.bottleneck)
     depths = [(name, value) for name, value in sorted(board.line.items()) if name.startswith("queue/")]
     queues = "  ".join(f"{name.split('/')[1]} {value:.0f}" for name, value in depths)
     table.add_row("queues", "", queues or "-")

@@ -13,6 +13,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
+from bench.advice.speeds import FleetSpeeds
+from bench.advice.virtual_run import config_of, run_fleet
 from broker.contract import codec, wire
 from broker.contract.streams import MEMBERS, PRESENCE, RUNS, TICKETS
 from broker.errors import UserError
@@ -156,6 +158,22 @@ def test_what_is_silent_is_dropped_and_the_broker_goes_stale() -> None:
     assert values["rlearner_exporter_up",] == 0
     assert values["rlearner_exporter_failures_total",] == 1
     assert not [name for name in values if name[0] == "rlearner_queue_depth"]
+
+
+def test_desired_servers_are_shown_once_enough_steps_are_known() -> None:
+    """One server with four slots: the learner could use many more; with a step of 60 s, this one suffices."""
+    for speeds, expected in ((FleetSpeeds(servers=1, slots=4), range(4, 20)), (FleetSpeeds(step_s=60.0), range(1, 2))):
+        figures, rows = RunFigures("quick"), run_fleet(speeds, 12)
+        spec = wire.RunSpec(run="quick", wire_version=1, epoch=1, config=config_of(speeds, 12), model_path="m")
+        figures.is_connected = True
+        figures.answer(BrokerFigures(spec=spec))
+        for row in rows:
+            message = wire.Metrics(role="learner", id="learner", time=0.0, values=row)
+            figures.hear("rl.quick.metrics.learner.learner", codec.encode(message))
+            figures.advise()
+            values = scrape(figures)
+            assert (("rlearner_desired_servers",) in values) == (row["step"] >= 6)
+        assert values["rlearner_desired_servers",] in expected
 
 
 async def test_a_broker_that_dies_and_returns(tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,158 @@
+"""What limits a run, and what would change it by how much, from its fitted model. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+from rlearner.advise.changes import KEYS, apply, usual
+from rlearner.advise.fit import FittedRun, NotFitted, fit
+from rlearner.advise.run_model import STAGES, RunModel, Stage
+from rlearner.advise.simulation import simulate
+
+ENOUGH: Final = 0.95  # of what any number of servers reaches: more of them are not worth it
+WORTH: Final = 0.03  # gain from which a change is named
+CLEAR: Final = 0.05  # gain from which a stage is a bottleneck
+MOST_SERVERS: Final = 4096
+ROUGH: Final = (0.75, 1.33)  # measured over simulated time beyond which predictions are rough
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change with its prediction; ``gain`` is the relative change of samples/s."""
+
+    changes: Mapping[str, float]
+    text: str
+    samples_per_s: float
+    gain: float
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The answer for one run."""
+
+    bottleneck: Stage | None  # None: no stage stands out
+    relief: Mapping[Stage, float]  # relative gain if the stage were twice as fast, as large or as patient
+    changes: Sequence[Change]  # the largest gain first
+    busy: Mapping[str, float]  # share of each stage's capacity that is in use, in the simulated run
+    samples_per_s: float  # measured
+    desired_servers: int
+    explained: float
+    steps: tuple[int, int]
+    now: Mapping[str, float]  # by key of a change
+
+    @property
+    def line(self) -> str:
+        """The bottleneck and what would change it, in one line."""
+        if self.bottleneck is None:
+            return "none stands out: no stage alone would add 5 % if it were twice as fast"
+        best: dict[str, Change] = {}
+        for change in self.changes:
+            best.setdefault(next(iter(change.changes)), change)
+        named = [f"{one.text}: {one.gain:+.0%}".replace("%", " %") for one in best.values() if one.gain >= WORTH]
+        if named:
+            named[0] += " samples/s"
+        rough = "" if ROUGH[0] <= self.explained <= ROUGH[1] else " (rough: the model explains the run badly)"
+        return "; or ".join([f"{self.bottleneck}; {named[0]}" if named else self.bottleneck, *named[1:2]]) + rough
+
+    def plain(self) -> dict[str, Any]:
+        """Return everything as JSON-able values."""
+        return asdict(self) | {"line": self.line}
+
+
+def advise(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> Advice:
+    """Return the advice for a run.
+
+    Args:
+        rows: lines of metrics.jsonl, oldest first.
+        config: the run's settings, validated.
+
+    Raises:
+        NotFitted: if there are too few steps, or a figure was not measured.
+    """
+    return advice_of(fit(rows, config))
+
+
+def advice_of(run: FittedRun) -> Advice:
+    """Return the advice for a fitted run."""
+    base = simulate(run.model)
+    relief = {stage: relieved(run.model, stage) / base.samples_per_s - 1 for stage in STAGES}
+    stage = max(STAGES, key=relief.__getitem__)
+    changes = [predict(run, changes, text) for changes, text in usual(run.model)]
+    return Advice(
+        bottleneck=stage if relief[stage] >= CLEAR else None,
+        relief=relief,
+        changes=sorted(changes, key=lambda one: -one.gain),
+        busy=base.busy,
+        samples_per_s=run.samples_per_s,
+        desired_servers=desired_servers(run.model),
+        explained=run.explained,
+        steps=run.steps,
+        now={name: key.now(run.model) for name, key in KEYS.items()},
+    )
+
+
+def relieved(model: RunModel, stage: Stage) -> float:
+    """Return the samples/s with one stage relieved, at least those without."""
+    return max(simulate(model).samples_per_s, simulate(model.relieved(stage)).samples_per_s)
+
+
+def predict(run: FittedRun, changes: Mapping[str, float], text: str = "") -> Change:
+    """Predict what changes lead to: the measured samples/s, times what they bring in the simulation."""
+    gain = samples_per_s(apply(run.model, changes)) / samples_per_s(run.model) - 1
+    return Change(changes, text, run.samples_per_s * (1 + gain), gain)
+
+
+def samples_per_s(model: RunModel) -> float:
+    """Return simulated samples/s that never fall with more servers.
+
+    A simulated schedule may by chance be a little worse with one more server. So numbers on a grid are simulated, each
+    counts at least as much as those below it, and the others lie between their neighbours.
+    """
+    low = _grid_below(model.servers)
+    if low == model.servers:
+        return _on_grid(model, low)
+    high = _grid_above(low)
+    share = (model.servers - low) / (high - low)
+    return (1 - share) * _on_grid(model, low) + share * _on_grid(model, high)
+
+
+def _grid_below(servers: float) -> int:
+    """Return the largest number of the grid 1, 2, …, 8, 10, 12, 14, 16, 20, … that is not above ``servers``."""
+    whole = max(1, int(servers))
+    step = 1 << max(0, whole.bit_length() - 4) if whole < 8 else 1 << (whole.bit_length() - 3)
+    return whole if whole <= 8 else whole // step * step
+
+
+def _grid_above(point: int) -> int:
+    return point + (1 if point < 8 else 1 << (point.bit_length() - 3))
+
+
+def _on_grid(model: RunModel, servers: int) -> float:
+    best, point = 0.0, servers
+    while point >= 1:
+        found = simulate(replace(model, servers=float(point))).samples_per_s
+        if found < 0.8 * best:  # far below: nothing under it can be better
+            break
+        best, point = max(best, found), _grid_below(point - 1) if point > 1 else 0
+    return best
+
+
+def desired_servers(model: RunModel) -> int:
+    """Return the fewest servers with 95 % of the samples/s that any number of them reaches."""
+    most = max(samples_per_s(replace(model, servers=float(MOST_SERVERS))), samples_per_s(model))
+    low, high = 0, MOST_SERVERS
+    while high - low > 1:
+        middle = (low + high) // 2
+        enough = samples_per_s(replace(model, servers=float(middle))) >= ENOUGH * most
+        low, high = (low, middle) if enough else (middle, high)
+    return high
+
+
+def bottleneck_line(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> str:
+    """Return the bottleneck in one line, or what is missing to name it."""
+    try:
+        return advise(rows, config).line
+    except NotFitted as error:
+        return f"not known: {error}"

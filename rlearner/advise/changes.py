@@ -1,0 +1,134 @@
+"""The changes of a run that can be predicted: their keys, what is allowed, and what they do to the model. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from broker.errors import UserError
+from rlearner.advise.run_model import RunModel
+
+MOST: Final = 100_000
+
+
+@dataclass(frozen=True)
+class Key:
+    """One thing that can change.
+
+    Attributes:
+        text: what the number counts, for people.
+        now: its present value.
+        least: smallest value allowed.
+        is_whole: whether it must be a whole number.
+    """
+
+    text: str
+    now: Callable[[RunModel], float]
+    apply: Callable[[RunModel, float], RunModel]
+    least: float = 1
+    is_whole: bool = True
+
+
+def _with_samples(model: RunModel, changed: RunModel) -> RunModel:
+    """Return the changed model, in which the learner's work follows the samples of a step."""
+    episodes = (changed.group_size - changed.redundancy) / (model.group_size - model.redundancy)
+    samples = changed.samples_per_step / model.samples_per_step
+    is_batch = model.group_s < 0.05 * model.step_s / model.groups_per_step  # a step is trained once it is complete
+    step_s = model.step_s * samples if is_batch else model.step_s
+    return replace(changed, group_s=model.group_s * episodes, step_s=step_s)
+
+
+def _faster(model: RunModel, factor: float) -> RunModel:
+    return replace(model, group_s=model.group_s / factor, step_s=model.step_s / factor)
+
+
+def _stepped(model: RunModel, groups: float) -> RunModel:
+    return _with_samples(model, replace(model, groups_per_step=int(groups)))
+
+
+def _sized(model: RunModel, size: float) -> RunModel:
+    return _with_samples(model, replace(model, group_size=int(size) + model.redundancy))
+
+
+def _spared(model: RunModel, spare: float) -> RunModel:
+    return replace(model, group_size=model.group_size - model.redundancy + int(spare), redundancy=int(spare))
+
+
+KEYS: Final[dict[str, Key]] = {
+    "servers": Key("rollout servers", lambda m: m.servers, lambda m, v: replace(m, servers=v)),
+    "slots": Key("requests at once on a server", lambda m: m.slots, lambda m, v: replace(m, slots=int(v))),
+    "hubs": Key("environment hubs", lambda m: m.hubs, lambda m, v: replace(m, hubs=v)),
+    "envs": Key("environments on a hub", lambda m: m.envs, lambda m, v: replace(m, envs=int(v))),
+    "reward_hubs": Key("reward hubs", lambda m: m.reward_hubs, lambda m, v: replace(m, reward_hubs=v)),
+    "workers": Key("scores at once on a reward hub", lambda m: m.workers, lambda m, v: replace(m, workers=int(v))),
+    "max_staleness": Key(
+        "train.max_staleness", lambda m: m.max_staleness, lambda m, v: replace(m, max_staleness=int(v)), least=0
+    ),
+    "groups_per_step": Key("train.groups_per_step", lambda m: m.groups_per_step, _stepped),
+    "group_size": Key("group_size", lambda m: m.group_size - m.redundancy, _sized),
+    "group_size_redundancy": Key("group_size_redundancy", lambda m: m.redundancy, _spared, least=0),
+    "learner": Key("speed of the learner, now 1", lambda m: 1.0, _faster, least=0.01, is_whole=False),
+}
+
+
+def parse(text: str) -> dict[str, float]:
+    """Return the changes of ``servers=8,hubs=2``.
+
+    Raises:
+        UserError: names the key or the value, and what is allowed.
+    """
+    changes: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        if name not in KEYS:
+            raise UserError(f"--simulate {part.strip()}: unknown key {name!r}; allowed: {', '.join(KEYS)}")
+        if name in changes:
+            raise UserError(f"--simulate {part.strip()}: {name} is given twice")
+        changes[name] = _number(name, value)
+    return changes
+
+
+def _number(name: str, value: str) -> float:
+    key = KEYS[name]
+    allowed = f"{'a whole number' if key.is_whole else 'a number'} from {key.least:g} to {MOST}"
+    try:
+        number = int(value) if key.is_whole else float(value)
+    except ValueError:
+        raise UserError(f"--simulate {name}={value}: expected {allowed}") from None
+    if not key.least <= number <= MOST:
+        raise UserError(f"--simulate {name}={value}: expected {allowed}")
+    return float(number)
+
+
+def apply(model: RunModel, changes: Mapping[str, float]) -> RunModel:
+    """Return the model with all changes."""
+    for name, value in changes.items():
+        model = KEYS[name].apply(model, value)
+    return model
+
+
+def usual(model: RunModel) -> Sequence[tuple[dict[str, float], str]]:
+    """Return the changes that a table shows, each with its words."""
+    servers, hubs, staleness = round(model.servers), round(model.hubs), model.max_staleness
+    more = max(1, round(servers / 4))
+    spare = max(1, (model.group_size - model.redundancy) // 4) + model.redundancy
+    found: list[tuple[dict[str, float], str]] = [
+        ({"servers": servers + more}, f"{_count(more, 'more server')} of this speed"),
+        ({"servers": servers + 2 * more}, f"{_count(2 * more, 'more server')} of this speed"),
+        ({"servers": 2 * servers}, f"{_count(servers, 'more server')} of this speed"),
+        ({"max_staleness": staleness + 1}, f"max_staleness {staleness + 1}"),
+        ({"max_staleness": staleness + 2}, f"max_staleness {staleness + 2}"),
+        ({"hubs": 2 * hubs}, f"{_count(hubs, 'more environment hub')}"),
+        ({"learner": 1.5}, "a learner 1.5 times as fast"),
+        ({"learner": 2.0}, "a learner twice as fast"),
+        ({"group_size_redundancy": spare}, f"group_size_redundancy {spare}"),
+    ]
+    if model.score_s:
+        reward_hubs = round(model.reward_hubs)
+        found.append(({"reward_hubs": 2 * reward_hubs}, f"{_count(reward_hubs, 'more reward hub')}"))
+    return list({tuple(changes.items()): (changes, text) for changes, text in found}.values())
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number != 1 else ''}"

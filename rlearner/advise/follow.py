@@ -1,0 +1,39 @@
+"""Keeps the newest steps of a run that goes on, and decides when its advice is worth computing again. No I/O."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Final
+
+from rlearner.advise.fit import MAX_STEPS
+
+SOONEST: Final = 3  # steps between two pieces of advice, each of which takes a second of computing
+LATEST: Final = 20
+
+
+class StepHistory:
+    """The newest lines of metrics.jsonl, as they are published."""
+
+    def __init__(self) -> None:
+        self._rows: deque[dict[str, float]] = deque(maxlen=2 * MAX_STEPS)
+        self._next = SOONEST
+
+    def take(self, line: Mapping[str, float]) -> None:
+        """Add the line of a step; a line that was there already changes nothing."""
+        step = int(line.get("step", 0))
+        if not step or "time/step" not in line:
+            return
+        if self._rows and step < self._rows[-1]["step"]:  # the learner resumed from an earlier step
+            self._rows.clear()
+            self._next = step + SOONEST
+        if not self._rows or step > self._rows[-1]["step"]:
+            self._rows.append(dict(line))
+
+    def due(self) -> list[dict[str, Any]]:
+        """Return the lines if it is time for new advice, else none."""
+        if not self._rows or self._rows[-1]["step"] < self._next:
+            return []
+        step = int(self._rows[-1]["step"])
+        self._next = step + min(max(step // 2, SOONEST), LATEST)
+        return list(self._rows)

@@ -1,0 +1,407 @@
+"""Simulates the flow of a run's groups, event by event and always the same: the prediction of ``rlearner advise``.
+
+Tickets are issued as the ledger issues them: (version + 1 + max_staleness) * groups_per_step in all. Hubs start groups
+as they have room, episodes alternate between the servers and their environment, a finished group is scored, and the
+learner takes groups in the order of the log. Servers, environments and rewards are stations whose customers slow each
+other down; the servers of a run are one station, since requests go to the less loaded ones.
+
+Large runs are simulated in proportion: a tenth of the groups, servers and hubs behaves like the whole.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter, deque
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+
+from rlearner.advise.run_model import RunModel
+
+MAX_EVENTS: Final = 10_000  # of one simulation, 0.05 s
+MAX_VISITS: Final = 3  # turns of an episode that are simulated; more are merged
+MIN_STEPS: Final = 8  # counted, besides those until the run is steady
+MAX_STEPS: Final = 48
+MIN_GROUPS: Final = 4  # of one step, of a run in proportion
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a simulated run reaches.
+
+    Attributes:
+        step_s: seconds of a step.
+        samples_per_s: trained episodes per second.
+        generate_s: of an episode on the servers, their queue included.
+        busy: by station the share of its capacity that was in use.
+    """
+
+    step_s: float
+    samples_per_s: float
+    generate_s: float
+    busy: dict[str, float]
+
+
+class _Station:
+    """Requests that share one resource: each advances by 1 / (base + each * running / units) units of work a second.
+
+    Work is counted by a clock that advances at that speed, so a request ends when the clock reaches its mark.
+    """
+
+    __slots__ = (
+        "_base",
+        "_each",
+        "_slots",
+        "at",
+        "busy",
+        "clock",
+        "due",
+        "inside",
+        "marks",
+        "pace",
+        "running",
+        "waiting",
+    )
+
+    def __init__(self, base: float, each: float, units: float, slots: float) -> None:
+        self._base, self._each, self._slots = base, each / units, slots
+        self.running = 0
+        self.at = self.clock = self.busy = self.inside = 0.0
+        self.pace = base
+        self.due = math.inf
+        self.marks: list[tuple[float, int, _Episode]] = []  # heap of (mark, number, episode)
+        self.waiting: list[tuple[int, int, float, _Episode]] = []  # heap of (step it is for, number, work, episode)
+
+    def _advance(self, now: float) -> None:
+        elapsed = now - self.at
+        if self.running and elapsed > 0:
+            self.clock += elapsed / self.pace
+            self.busy += elapsed * self.running
+            self.inside += elapsed * (self.running + len(self.waiting))
+        self.at = now
+
+    def _settle(self) -> None:
+        while self.waiting and self.running < self._slots:
+            _, number, work, episode = heapq.heappop(self.waiting)
+            if not episode.gone:
+                self.running += 1
+                episode.runs = True
+                heapq.heappush(self.marks, (self.clock + work, number, episode))
+        marks = self.marks
+        while marks and marks[0][2].gone:
+            heapq.heappop(marks)
+        self.pace = self._base + self._each * self.running
+        self.due = self.at + max(0.0, marks[0][0] - self.clock) * self.pace if marks else math.inf
+
+    def enter(self, now: float, work: float, number: int, episode: _Episode) -> None:
+        self._advance(now)
+        heapq.heappush(self.waiting, (episode.group.due, number, work, episode))
+        self._settle()
+
+    def leave(self) -> _Episode:
+        """End the request that is due, and return its episode."""
+        self._advance(self.due)
+        mark, _, episode = heapq.heappop(self.marks)
+        self.clock = max(self.clock, mark)
+        self.running -= 1
+        episode.runs = False
+        self._settle()
+        return episode
+
+    def drop(self, now: float, episode: _Episode) -> None:
+        """End the request of an episode that is gone, which may still wait."""
+        self._advance(now)
+        self.running -= episode.runs
+        episode.runs = False
+        self._settle()
+
+
+class _Episode:
+    __slots__ = ("env", "gone", "group", "place", "runs", "tokens", "visits")
+
+    def __init__(self, group: _Group, tokens: float, env: float, visits: int) -> None:
+        self.group, self.tokens, self.env, self.visits = group, tokens, env, visits
+        self.gone = self.runs = False
+        self.place: _Station | None = None
+
+
+class _Group:
+    __slots__ = ("due", "episodes", "finished", "hub", "to_score")
+
+    def __init__(self, hub: int, due: int) -> None:
+        self.hub, self.due = hub, due
+        self.finished = self.to_score = 0
+        self.episodes: list[_Episode] = []
+
+
+class _Run:
+    """One simulation: ``work`` holds the tokens and the environment's share of each episode of each ticket."""
+
+    def __init__(self, model: RunModel, steps: int, visits: int) -> None:
+        m = self.m = model
+        self.steps, self.visits = steps, visits
+        self.servers = _Station(m.token_s, m.token_each_s, m.servers, max(1.0, m.servers * m.slots))
+        self.envs = _Station(1.0, m.env_each_s / max(m.env_s, 1e-12), m.hubs, math.inf)
+        self.rewards = _Station(1.0, m.score_each_s / max(m.score_s, 1e-12), m.reward_hubs, m.reward_hubs * m.workers)
+        self.delays = _Station(1.0, 0.0, 1.0, math.inf)
+        self.stations = (self.servers, self.envs, self.rewards, self.delays)
+        hubs = max(1, round(m.hubs))
+        self.room = [m.envs] * hubs if m.hubs >= 1 else [max(1, round(m.hubs * m.envs))]
+        self.need = [min(m.group_size, room) for room in self.room]
+        self.most = list(self.room)
+        self.tokens, self.env = _draws(m, (steps + m.max_staleness + 2) * m.groups_per_step)
+        self.started = 0
+        self.tickets: deque[int] = deque()  # that no hub has, by the last step that may train on them
+        self.unplaced: Counter[int] = Counter()  # tickets that no step has taken, by the same
+        self.queued: deque[tuple[_Group, _Episode]] = deque()
+        self.number = 0
+        self.now = 0.0
+        self.version, self.taken = 0, 0
+        self.in_log: list[_Group] = []
+        self.kept = 0.0
+        self.free_at = self.takes_at = self.done_at = self.worked = 0.0
+        self.done_at = math.inf
+        self.played = 0.0  # seconds of episodes in a slot
+        self.playing, self.played_at = 0, 0.0
+        self.starved = 0.0  # seconds of slots that were empty because there was no ticket
+        self.num_played = 0
+        self.ended: list[float] = []
+
+    def run(self) -> list[float]:
+        """Return the time at which each step ended."""
+        m = self.m
+        self._issue((m.max_staleness + 1) * m.groups_per_step)
+        while self.version < self.steps:
+            due, which = min((station.due, index) for index, station in enumerate(self.stations))
+            now = min(due, self.done_at, self.takes_at if self.in_log and self.takes_at > self.now else math.inf)
+            if now == math.inf:
+                raise RuntimeError("a simulated run stands still")
+            self._pass(now)
+            if now == self.done_at:
+                self._complete()
+            elif now == due:
+                self._ended(which, self.stations[which].leave())
+            self._take()
+            self._start()
+        return self.ended
+
+    def _pass(self, now: float) -> None:
+        elapsed = now - self.now
+        self.played += elapsed * self.playing
+        if not self.tickets:
+            self.starved += elapsed * max(0, sum(self.room))
+        self.now = now
+
+    def _issue(self, count: int) -> None:
+        due = self.version + self.m.max_staleness
+        self.tickets.extend([due] * count)
+        self.unplaced[due] += count
+        self._start()
+
+    def _start(self) -> None:
+        while self.tickets:
+            hub = max(range(len(self.room)), key=self.room.__getitem__)
+            if self.room[hub] < self.need[hub] or self._waits(hub):
+                return
+            group = _Group(hub, self.tickets.popleft())
+            index = self.started % len(self.tokens)
+            self.started += 1
+            tokens, env = self.tokens[index], self.env[index]
+            group.episodes = [
+                _Episode(group, tokens[i] / self.visits, env[i] / self.visits, self.visits)
+                for i in range(self.m.group_size)
+            ]
+            self._fill(group)
+
+    def _waits(self, hub: int) -> bool:
+        return any(group.hub == hub for group, _ in self.queued)
+
+    def _fill(self, group: _Group) -> None:
+        for episode in group.episodes:
+            if self.room[group.hub] > 0:
+                self._play(episode)
+            else:
+                self.queued.append((group, episode))
+
+    def _play(self, episode: _Episode) -> None:
+        self.room[episode.group.hub] -= 1
+        self.playing += 1
+        if self.m.delay_s:
+            self._enter(self.delays, self.m.delay_s, episode)
+        else:
+            self._enter(self.servers, episode.tokens, episode)
+
+    def _enter(self, station: _Station, work: float, episode: _Episode) -> None:
+        self.number += 1
+        episode.place = station
+        station.enter(self.now, work, self.number, episode)
+
+    def _ended(self, which: int, episode: _Episode) -> None:
+        if which == 0:
+            if self.m.env_s:
+                self._enter(self.envs, episode.env * self.m.env_s, episode)
+            else:
+                self._turned(episode)
+        elif which == 1:
+            self._turned(episode)
+        elif which == 3:
+            self._enter(self.servers, episode.tokens, episode)
+        else:
+            episode.place = None
+            self._scored(episode.group)
+
+    def _turned(self, episode: _Episode) -> None:
+        episode.visits -= 1
+        if episode.visits > 0:
+            self._enter(self.servers, episode.tokens, episode)
+            return
+        episode.place = None
+        group = episode.group
+        self._free(group.hub)
+        group.finished += 1
+        self.num_played += 1
+        enough = self.m.group_size - self.m.redundancy
+        if group.finished > enough:
+            return
+        if self.m.score_s and self.m.scores_early:
+            self._enter(self.rewards, self.m.score_s, episode)
+        if group.finished == enough:
+            self._abort_rest(group)
+            if not self.m.score_s:
+                self._arrive(group)
+            elif not self.m.scores_early:
+                for _ in range(enough):
+                    self._enter(self.rewards, self.m.score_s, _Episode(group, 0.0, 0.0, 0))
+
+    def _abort_rest(self, group: _Group) -> None:
+        if not self.m.redundancy:
+            return
+        for one in group.episodes:
+            if one.visits > 0 and not one.gone:
+                one.gone = True
+                if one.place is None:  # it waits for a slot
+                    self.queued = deque(entry for entry in self.queued if entry[1] is not one)
+                    continue
+                one.place.drop(self.now, one)
+                self._free(group.hub)
+
+    def _free(self, hub: int) -> None:
+        self.room[hub] += 1
+        self.playing -= 1
+        for position, (group, episode) in enumerate(self.queued):
+            if group.hub == hub:
+                del self.queued[position]
+                self._play(episode)
+                return
+
+    def _scored(self, group: _Group) -> None:
+        group.to_score += 1
+        if group.to_score == self.m.group_size - self.m.redundancy:
+            self._arrive(group)
+
+    def _arrive(self, group: _Group) -> None:
+        self.kept += self.m.kept
+        if self.kept >= 1 - 1e-9:
+            self.kept -= 1
+            self.in_log.append(group)
+        else:
+            self.unplaced[group.due] -= 1
+            self._issue(1)  # filtered: a ticket replaces it
+
+    def _take(self) -> None:
+        m = self.m
+        while self.in_log and self.taken < m.groups_per_step and self.now >= self.takes_at:
+            horizon = self._horizon()
+            found = next((one for one in self.in_log if one.due <= horizon), None)
+            if found is None:
+                return
+            self.in_log.remove(found)
+            self.unplaced[found.due] -= 1
+            self.taken += 1
+            self.free_at = max(self.free_at, self.now) + m.group_s
+            self.worked += m.group_s
+            if self.taken == m.groups_per_step:
+                self.done_at = self.free_at + m.step_s
+                self.worked += m.step_s
+
+    def _horizon(self) -> float:
+        """Return the latest due step whose groups may be taken now, as ``learner.credit.ledger`` decides."""
+        if self.m.drops_late:
+            return math.inf
+        places, open_tickets = self.m.groups_per_step - self.taken - 1, 0
+        for due in sorted(self.unplaced):
+            if not self.unplaced[due]:
+                del self.unplaced[due]
+                continue
+            open_tickets += self.unplaced[due]
+            if open_tickets > places + max(due - self.version, 0) * self.m.groups_per_step:
+                return due
+        return math.inf
+
+    def _complete(self) -> None:
+        self.ended.append(self.now)
+        self.version, self.taken, self.done_at = self.version + 1, 0, math.inf
+        self.free_at = self.takes_at = self.now + self.m.rest_s
+        self.worked += self.m.rest_s
+        self._issue(self.m.groups_per_step)
+
+
+def _draws(model: RunModel, groups: int) -> tuple[list[list[float]], list[list[float]]]:
+    """Return tokens and the environment's share of the mean time, for each episode of each group.
+
+    The same episode of the same ticket always draws the same, so that two runs differ by their change alone.
+    """
+    size = model.group_size
+    rng = np.random.default_rng(0)
+    columns = max(64, size)  # a larger group gets more columns of the same table
+    own = rng.standard_normal((groups, columns))[:, :size]
+    group = rng.standard_normal((groups, 1))
+    env = rng.standard_normal((groups, columns))[:, :size]
+    mixed = math.sqrt(model.alike) * group + math.sqrt(1 - model.alike) * own
+    tokens = model.tokens.at(mixed)
+    spread = model.env_spread
+    return tokens.tolist(), np.exp(spread * env - spread * spread / 2).tolist()
+
+
+def _in_proportion(model: RunModel) -> tuple[RunModel, int, int]:
+    """Return a smaller run that behaves alike, the steps to simulate, and the turns of its episodes."""
+    visits = max(1, min(MAX_VISITS, round(model.turns)))
+    warm = model.max_staleness + 2
+
+    def events(groups: float, visits: int) -> float:
+        return groups / model.kept * model.group_size * (2 * visits if model.env_s else visits) + 1
+
+    if events(model.groups_per_step, visits) * (MIN_STEPS + warm) > MAX_EVENTS:
+        visits = 1
+    share = min(1.0, MAX_EVENTS / (events(model.groups_per_step, visits) * (MIN_STEPS + warm)))
+    groups = max(min(MIN_GROUPS, model.groups_per_step), round(model.groups_per_step * share))
+    share = groups / model.groups_per_step
+    if share < 1:
+        parts = {name: getattr(model, name) * share for name in ("servers", "hubs", "reward_hubs")}
+        model = replace(model, groups_per_step=groups, group_s=model.group_s / share, **parts)
+    steps = int(min(MAX_STEPS, max(MIN_STEPS, MAX_EVENTS / events(groups, visits) - warm)))
+    return model, steps + warm, visits
+
+
+@lru_cache(maxsize=512)
+def simulate(model: RunModel) -> Prediction:
+    """Return what a run reaches once it is steady."""
+    small, steps, visits = _in_proportion(model)
+    run = _Run(small, steps, visits)
+    ended = run.run()
+    warm = small.max_staleness + 2
+    step_s = max((ended[-1] - ended[warm - 1]) / (len(ended) - warm), 1e-9)
+    total = max(ended[-1], 1e-9)
+    server_slots = max(1.0, small.servers * small.slots)
+    busy = {
+        "learner": run.worked / total,
+        "generation": run.servers.busy / total / server_slots,
+        "environment": run.played / total / sum(run.most),
+        "reward": run.rewards.busy / total / (small.reward_hubs * small.workers) if small.score_s else 0.0,
+        "staleness": run.starved / total / sum(run.most),
+    }
+    shares = {name: min(1.0, value) for name, value in busy.items()}
+    return Prediction(step_s, model.samples_per_step / step_s, run.servers.inside / max(run.num_played, 1), shares)

@@ -1,0 +1,288 @@
+"""The model of a run: cases computed by hand, what never may happen, and the command."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from bench.advice.speeds import FleetSpeeds
+from bench.advice.virtual_run import config_of, run_fleet
+from broker.contract import wire
+from broker.errors import UserError
+from learner.prepare import to_yaml
+from rlearner.advise import advice, changes
+from rlearner.advise.advice import bottleneck_line
+from rlearner.advise.fit import NotFitted, fit
+from rlearner.advise.follow import StepHistory
+from rlearner.advise.run_model import Lengths, RunModel
+from rlearner.advise.simulation import simulate
+from rlearner.cli import main
+from rlearner.ops.status import advice_on_disk
+from rlearner.up.live_state import LiveRunState
+from rlearner.up.view import figures
+
+ALIKE = Lengths(((0.0, 100.0),))  # every episode has 100 tokens: 1 s at 0.01 s a token
+TWO_STAGES = RunModel(groups_per_step=4, group_size=1, max_staleness=0, tokens=ALIKE, servers=1, slots=64, token_s=0.01)
+
+
+@pytest.mark.parametrize(
+    ("staleness", "train_s", "step_s"),
+    [
+        (0, 2.0, 3.0),  # generate 1 s, then train 2 s
+        (1, 2.0, 2.0),  # the learner is never idle
+        (1, 0.5, 0.75),  # the tickets of two steps are out for 1.5 s: credit is the limit
+        (2, 0.5, 0.5),  # of three steps for 1.5 s
+        (3, 0.25, 0.3125),  # of four steps for 1.25 s
+    ],
+)
+def test_two_stages_under_bounded_credit(staleness: int, train_s: float, step_s: float) -> None:
+    found = simulate(replace(TWO_STAGES, max_staleness=staleness, step_s=train_s))
+    assert found.step_s == pytest.approx(step_s, rel=1e-6)
+    assert found.samples_per_s == pytest.approx(4 / step_s)
+
+
+def test_slots_servers_environments_and_rewards_are_limits() -> None:
+    """By hand: four episodes of 1 s need two rounds of two slots; of an environment; scores of 0.3 s one by one."""
+    few = replace(TWO_STAGES, slots=2)
+    assert simulate(few).step_s == pytest.approx(2.0)
+    assert simulate(replace(few, servers=2)).step_s == pytest.approx(1.0)
+    assert simulate(replace(TWO_STAGES, token_s=0.0, token_each_s=0.01)).step_s == pytest.approx(4.0)
+    assert simulate(replace(TWO_STAGES, envs=2, env_s=0.5)).step_s == pytest.approx(3.0)
+    assert simulate(replace(TWO_STAGES, score_s=0.3)).step_s == pytest.approx(1.0 + 4 * 0.3)
+    assert simulate(replace(TWO_STAGES, score_s=0.3, workers=4)).step_s == pytest.approx(1.3)
+    assert simulate(replace(TWO_STAGES, delay_s=0.5)).step_s == pytest.approx(1.5)
+    assert simulate(replace(TWO_STAGES, group_s=0.1, step_s=0.2)).step_s == pytest.approx(1.0 + 0.4 + 0.2)
+    assert simulate(replace(TWO_STAGES, group_size=3, redundancy=1)).samples_per_s == pytest.approx(8.0)
+
+
+def test_a_large_run_is_simulated_in_proportion() -> None:
+    """64 times as large in everything: the same time, found from a part of it."""
+    small = replace(TWO_STAGES, max_staleness=1, slots=4, step_s=0.5, token_each_s=0.001)
+    large = replace(small, groups_per_step=4 * 2048, servers=2048.0, hubs=2048.0, group_s=small.group_s / 2048)
+    assert simulate(large).step_s == pytest.approx(simulate(small).step_s, rel=0.02)
+
+
+models = st.builds(
+    RunModel,
+    groups_per_step=st.integers(1, 12),
+    group_size=st.integers(1, 6),
+    max_staleness=st.integers(0, 3),
+    tokens=st.tuples(st.floats(1, 200), st.floats(1.0, 4.0)).map(lambda p: Lengths(((0, p[0]), (1, p[0] * p[1])), 2e3)),
+    servers=st.integers(1, 24).map(float),
+    slots=st.integers(1, 32),
+    token_s=st.floats(1e-4, 0.1),
+    token_each_s=st.floats(0, 0.01),
+    turns=st.integers(1, 3).map(float),
+    envs=st.integers(1, 64),
+    hubs=st.integers(1, 3).map(float),
+    env_s=st.floats(0, 2),
+    env_spread=st.floats(0, 1),
+    score_s=st.floats(0, 0.5),
+    scores_early=st.booleans(),
+    group_s=st.floats(0, 0.2),
+    step_s=st.floats(0, 3),
+    kept=st.floats(0.3, 1),
+)
+
+
+@settings(max_examples=12, deadline=None)
+@given(models, st.integers(1, 8))
+def test_more_servers_never_predict_fewer_samples(model: RunModel, more: int) -> None:
+    """Nor do the bounds of the two ends break: the work that the learner and the servers must do at least."""
+    model = replace(model, groups_per_step=min(model.groups_per_step, 6))
+    before = advice.samples_per_s(model)
+    assert advice.samples_per_s(replace(model, servers=model.servers + more)) >= before
+    assert 0 < before < math.inf
+    learner_s = model.groups_per_step * model.group_s + model.step_s
+    assert simulate(model).step_s >= learner_s * (1 - 1e-6)
+
+
+def test_the_grid_of_server_counts_has_no_gap() -> None:
+    for servers in range(1, 300):
+        low = advice._grid_below(servers)
+        assert low <= servers < advice._grid_above(low)
+        assert advice._grid_below(low) == low
+        assert advice._grid_above(low) <= low * 1.25 + 1
+
+
+def test_desired_servers() -> None:
+    """Ten slots of work in flight at most, two slots each: five servers; the learner alone takes longer: one."""
+    model = replace(TWO_STAGES, groups_per_step=10, slots=2, step_s=0.01)
+    assert advice.desired_servers(model) == 5
+    assert advice.desired_servers(replace(model, step_s=60.0, max_staleness=1)) == 1
+
+
+STAGES = {
+    "learner": FleetSpeeds(step_s=1.0),
+    "generation": FleetSpeeds(slots=4, servers=1),
+    "environment": FleetSpeeds(turns=3, median=8, envs=8, env_s=0.1),
+    "reward": FleetSpeeds(score_s=0.08),
+    "tail": FleetSpeeds(max_staleness=0, median=20, spread=1.2, most=800),
+    "staleness": FleetSpeeds(max_staleness=0, step_s=0.3, spread=0.05),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_it_names_the_stage_that_a_fleet_is_short_of(stage: str) -> None:
+    speeds = STAGES[stage]
+    found = advice.advise(run_fleet(speeds, 14), config_of(speeds, 14))
+    assert found.bottleneck == stage, found.relief
+    assert found.line.startswith(f"{stage}; ")
+    assert found.explained == pytest.approx(1, abs=0.15)
+
+
+def test_the_line_names_two_changes_of_different_kinds() -> None:
+    model = replace(TWO_STAGES, slots=2, max_staleness=1)
+    run = fitted(FleetSpeeds(), model=model)
+    assert advice.advice_of(run).line == "generation; 2 more servers of this speed: +200 % samples/s"
+    # three slots: a step takes 2.05 s; with a second server 1.2 s; with the tickets of two steps 4/3 s
+    strict = replace(TWO_STAGES, group_s=0.05, slots=3)
+    assert advice.advice_of(replace(run, model=strict)).line == (
+        "generation; 1 more server of this speed: +71 % samples/s; or max_staleness 1: +54 %"
+    )
+
+
+def fitted(speeds: FleetSpeeds, **more: Any) -> Any:
+    return replace(fit(run_fleet(speeds, 12), config_of(speeds, 12)), **more)
+
+
+def test_the_fit_finds_the_speeds_of_a_fleet() -> None:
+    speeds = FleetSpeeds(
+        groups_per_step=6, servers=2, slots=8, token_s=0.004, token_each_s=0.001, spread=0.7, turns=2, hubs=2, envs=16,
+        env_s=0.2, env_spread=0.5, score_s=0.01, workers=3, sample_s=0.003, step_s=0.2,
+    )  # fmt: skip
+    model = fitted(speeds).model
+    assert (model.servers, model.slots, model.hubs, model.envs, model.workers) == (2, 8, 2, 16, 3)
+    assert model.token_s == pytest.approx(0.004, rel=0.2)
+    assert model.token_each_s == pytest.approx(0.001, rel=0.2)
+    assert model.env_s == pytest.approx(0.4, rel=0.1)  # two turns
+    assert model.score_s == pytest.approx(0.01, rel=0.05)
+    assert model.group_s == pytest.approx(4 * 0.003, rel=0.01)
+    assert model.step_s == pytest.approx(0.2, rel=0.01)
+    assert model.tokens.mean == pytest.approx(2 * 40 * math.exp(0.7**2 / 2), rel=0.1)
+
+
+def test_too_few_steps_say_how_many_more() -> None:
+    speeds = FleetSpeeds(max_staleness=1)
+    rows, config = run_fleet(speeds, 12), config_of(speeds, 12)
+    with pytest.raises(NotFitted, match="needs 6 steps"):
+        fit([], config)
+    with pytest.raises(NotFitted, match="needs 2 more steps of the present fleet"):
+        fit(rows[:4], config)
+    rows[5]["fleet/servers"] = 3.0  # one left since
+    with pytest.raises(NotFitted, match="needs 1 more steps of the present fleet"):
+        fit(rows[:8], config)
+    assert fit(rows[:9], config).steps == (7, 9)
+    del rows[8]["fleet/token_s"]
+    with pytest.raises(NotFitted, match="the newest step has no fleet/token_s"):
+        fit(rows[:9], config)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("serverz=3", "unknown key 'serverz'; allowed: servers, slots, hubs"),
+        ("servers=0", "--simulate servers=0: expected a whole number from 1 to 100000"),
+        ("servers=two", "--simulate servers=two: expected a whole number from 1 to 100000"),
+        ("servers=1.5", "--simulate servers=1.5: expected a whole number"),
+        ("servers", "--simulate servers=: expected a whole number"),
+        ("max_staleness=-1", "expected a whole number from 0 to 100000"),
+        ("learner=nan", "--simulate learner=nan: expected a number from 0.01 to 100000"),
+        ("servers=2,servers=3", "servers is given twice"),
+        ("", "unknown key ''"),
+    ],
+)
+def test_impossible_changes_are_named(text: str, says: str) -> None:
+    with pytest.raises(UserError) as caught:
+        changes.parse(text)
+    assert says in str(caught.value)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The folder of a finished run, without a broker."""
+    speeds = FleetSpeeds(slots=4, servers=1)
+    config = {"run": {"name": "past", "dir": str(tmp_path)}} | config_of(speeds, 14)
+    place = tmp_path / "past"
+    place.mkdir()
+    (place / "config.yaml").write_text(to_yaml(config))
+    (place / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in run_fleet(speeds, 14)))
+    return place
+
+
+def test_the_command_prints_table_and_answer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["bottleneck"] == "generation"
+    assert found["relief"]["generation"] == pytest.approx(1.0, abs=0.1)
+    assert found["desired_servers"] > 2
+    gains = [change["gain"] for change in found["changes"]]
+    assert gains == sorted(gains, reverse=True)
+    assert gains[0] == pytest.approx(2.0, abs=0.2)
+    assert found["changes"][0]["changes"] == {"servers": 3}
+    assert main(["advise", str(folder)]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"run past, steps 4 to 12: {found['samples_per_s']:.1f} samples/s\nbottleneck: generation; ")
+    assert "1 more server of this speed" in text
+    assert main(["advise", str(folder), "--simulate", "servers=2", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["now"] == {"servers": 1, "samples_per_s": found["samples_per_s"]}
+    assert answer["then"]["samples_per_s"] == pytest.approx(found["samples_per_s"] * (1 + answer["gain"]))
+    assert answer["gain"] == pytest.approx(1.0, abs=0.1)
+    assert main(["advise", str(folder), "--simulate", "servers=2"]) == 0
+    assert "servers                         1          2" in capsys.readouterr().out
+
+
+def test_the_command_refuses(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", str(folder), "--simulate", "gpus=2"]) == 2
+    assert "unknown key 'gpus'; allowed: servers" in capsys.readouterr().err
+    (folder / "metrics.jsonl").write_text("")
+    assert main(["advise", str(folder)]) == 2
+    assert "run past: needs 6 steps" in capsys.readouterr().err
+    (folder / "config.yaml").write_text("run: {name: past}\n")
+    assert main(["advise", str(folder)]) == 2
+    assert "does not hold all settings" in capsys.readouterr().err
+
+
+def test_status_and_the_live_view_name_the_bottleneck(folder: Path) -> None:
+    speeds = FleetSpeeds(slots=4, servers=1)
+    config = config_of(speeds, 14)
+    found = advice_on_disk(folder, config)
+    assert found["bottleneck"] == "generation"
+    assert found["line"].startswith("generation; 2 more servers of this speed: +")
+    board = LiveRunState("past", 14)
+    for row in run_fleet(speeds, 14):
+        for seconds in range(2):  # the learner repeats its newest line
+            board.take(wire.Metrics(role="learner", id="learner", time=0.0, values=row), row["step"] + seconds / 2)
+    rows = board.history.due()
+    assert [row["step"] for row in rows] == list(range(1, 15))
+    assert board.history.due() == []
+    board.bottleneck = bottleneck_line(rows, config)
+    assert board.bottleneck == found["line"]
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(figures(board))
+    assert f"bottleneck {found['line']}" in " ".join(console.export_text().split())
+    (folder / "metrics.jsonl").write_text("")
+    assert advice_on_disk(folder, config)["line"] == "not known: needs 6 steps"
+    assert advice_on_disk(folder, {"train": {"steps": 4}})["line"].startswith("not known: config.yaml lacks a setting")
+
+
+def test_history_begins_again_when_the_learner_resumes_from_an_earlier_step() -> None:
+    history = StepHistory()
+    for step in (1, 2, 3, 4):
+        history.take({"step": step, "time/step": 1.0})
+    history.take({"step": 3, "time/step": 2.0})
+    assert history.due() == []
+    for step in (4, 5, 6):
+        history.take({"step": step, "time/step": 2.0})
+    history.take({"step": 7})  # before the first step of this learner
+    assert [(row["step"], row["time/step"]) for row in history.due()] == [(3, 2.0), (4, 2.0), (5, 2.0), (6, 2.0)]
