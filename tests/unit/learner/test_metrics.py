@@ -13,6 +13,7 @@ from broker.contract import wire
 from learner.credit.ledger import GroupArrival, Ledger, TicketEnd
 from learner.credit.ticket_rules import DomainRule, TicketRules
 from learner.reporting import metrics
+from learner.reporting.fleet_figures import fleet_figures
 from learner.reporting.metrics import MetricsFile, count_tickets, finite, read_lines, step_metrics
 
 
@@ -60,6 +61,7 @@ def test_a_step_by_hand() -> None:
         ],
         generate_s=2.0,
         env_step_s=0.5,
+        env_step_max_s=0.75,
     )
     math_ = group("math", [trajectory(0, -1.0, [5, 6], [stop]), trajectory(1, -1.0, [5, 8], [cut])], reward_s=1.0)
     values = step_metrics([lake, math_], version=5)
@@ -82,10 +84,21 @@ def test_a_step_by_hand() -> None:
         "response_length/mean": (4 + 2 + 6 + 8) / 4,
         "response_length/max": 8.0,
         "response_length/clip_ratio": 0.5,
+        # the turns of its episodes: 2, 1; 1, 1
+        "episode_tokens/mean": 1.25,
+        "episode_tokens/min": 1.0,
+        "episode_tokens/p25": 1.0,
+        "episode_tokens/p50": 1.0,
+        "episode_tokens/p75": 1.25,
+        "episode_tokens/p90": 1.7,
+        "episode_tokens/p99": 1.97,
+        "episode_tokens/max": 2.0,
+        "episode_tokens/group_max": 1.5,
         "staleness/mean": (2 * 1 + 1 * 2) / 20,
         "staleness/max": 2.0,
         "time/generate": 1.0,
         "time/env_step": 0.25,
+        "time/env_step_max": 0.375,
         "time/reward": 0.5,
     }
     assert values == pytest.approx(expected)
@@ -190,3 +203,23 @@ def test_a_line_is_json_of_finite_numbers(tmp_path: Path) -> None:
         file.write({"step": 1, "a": math.nan})
     file.close()
     assert json.dumps(read_lines(tmp_path / "metrics.jsonl")) == "[]"
+
+
+def test_the_fleet_by_hand() -> None:
+    """Servers of other policies, and processes that do not serve, do not count; the unmeasured have no speed."""
+
+    def process(role: str, name: str, **more: Any) -> wire.Presence:
+        return wire.Presence(**{"role": role, "id": name, "host": "h", "pid": 1, "state": "serving", **more})
+
+    servers = [
+        process("rollout", "a", slots=8, base_s=0.01, each_s=0.001),
+        process("rollout", "b", slots=16, base_s=0.03, each_s=0.003),
+        process("rollout", "new", slots=4),
+        process("rollout", "late", slots=8, base_s=9.0, state="starting"),
+        process("rollout", "other", slots=8, base_s=9.0, policy="random"),
+    ]
+    assert fleet_figures("rollout", servers) == pytest.approx(
+        {"fleet/servers": 3, "fleet/server_slots": 28, "fleet/token_s": 0.02, "fleet/token_each_s": 0.002}
+    )
+    scorers = [process("rewardhub", "a", slots=16, at_once=2), process("rewardhub", "b", slots=16, at_once=3)]
+    assert fleet_figures("rewardhub", scorers) == {"fleet/reward_hubs": 2, "fleet/scores": 5}
