@@ -54,6 +54,23 @@ _connections = logging.getLogger(f"{__name__}.connections")
 _connections.addFilter(_OneLine())
 
 
+def bound_socket(bind: str, port: int) -> socket.socket:
+    """Return a socket that is bound, but does not listen yet.
+
+    Raises:
+        OSError: if the port is not available.
+    """
+    family, _, _, _, where = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM)[0]
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # despite old connections
+        bound.bind(where)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
 class HttpServer:
     """Serves /v1/chat/completions, /v1/completions, /v1/responses, /v1/models and /health.
 
@@ -123,10 +140,11 @@ class HttpServer:
         Raises:
             OSError: if the port is not available.
         """
-        family, _, _, _, where = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM)[0]
-        self._taken = socket.socket(family, socket.SOCK_STREAM)
-        self._taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # despite old connections
-        self._taken.bind(where)
+        self.take_socket(bound_socket(bind, port))
+
+    def take_socket(self, bound: socket.socket) -> None:
+        """Use this socket, and close it in the end."""
+        self._taken = bound
 
     async def listen(self) -> None:
         """Start serving on the bound port.

@@ -1,0 +1,126 @@
+"""Messages between a rollout server and the process of its HTTP API, over a socket that only these two have."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from broker.contract import wire
+from rlearner_text.openai.token_events import TopLogprobs
+
+_LENGTH_BYTES: Final = 4
+
+# request number, token ids, logprobs, policy version, likeliest tokens at each position: the fields of a TokenEvent
+TokenEntry = tuple[int, Sequence[int], Sequence[float], int, Sequence[TopLogprobs]]
+
+
+class _LinkMessage(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Opening(_LinkMessage, frozen=True):
+    """The first message to the API's process."""
+
+    key: str
+    model: str
+    path: str  # of the tokenizer
+    max_context_tokens: int
+    top_logprobs: bool
+    trust_remote_code: bool
+    log_level: int
+    cert: str | None = None
+    cert_key: str | None = None
+
+
+class ServerState(_LinkMessage, frozen=True):
+    """What ``ServedModel.state`` and ``ServedModel.policy_version`` return from now on."""
+
+    state: str
+    policy_version: int
+
+
+class Tokens(_LinkMessage, frozen=True):
+    """Everything that was sampled for streams in one pass."""
+
+    entries: list[TokenEntry]
+
+
+class Answered(_LinkMessage, frozen=True):
+    """A request's answer; None: the engine raised an exception."""
+
+    number: int
+    reply: wire.GenerateReply | None
+
+
+class Listening(_LinkMessage, frozen=True):
+    """The API is available at this address; or not, because of ``error``."""
+
+    address: str
+    error: str = ""
+
+
+class Asked(_LinkMessage, frozen=True):
+    """A request; ``top_logprobs``: stream its tokens, each with this many of the likeliest."""
+
+    number: int
+    request: wire.GenerateRequest
+    top_logprobs: int | None
+
+
+class Left(_LinkMessage, frozen=True):
+    """The client of a request has disconnected."""
+
+    number: int
+
+
+class Logged(_LinkMessage, frozen=True):
+    """A log record of the API's process, for the server's own log."""
+
+    logger: str
+    level: int
+    text: str
+    traceback: str = ""
+
+
+LinkMessage = Opening | ServerState | Tokens | Answered | Listening | Asked | Left | Logged
+
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decode: Final = msgspec.msgpack.Decoder(LinkMessage).decode
+
+
+class HttpLink:
+    """One end of the socket. Nothing waits for the other end: what is unsent is at most all open answers."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def over(cls, end: socket.socket) -> HttpLink:
+        """Return the link over this end."""
+        return cls(*await asyncio.open_unix_connection(sock=end))
+
+    def send(self, message: LinkMessage) -> None:
+        """Send soon, in the order of the calls."""
+        data = _encode(message)
+        self._writer.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
+
+    async def receive(self) -> LinkMessage | None:
+        """Return the next message; None once the other end has closed or its process has ended."""
+        try:
+            size = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
+            message: LinkMessage = _decode(await self._reader.readexactly(size))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+        return message
+
+    def end(self) -> None:
+        """Send no more."""
+        if self._writer.can_write_eof() and not self._writer.is_closing():
+            self._writer.write_eof()
+
+    def close(self) -> None:
+        self._writer.close()
