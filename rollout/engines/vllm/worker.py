@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from vllm import _custom_ops as ops
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers import utils as layer_utils
@@ -23,6 +24,7 @@ from broker.weights.receiver.workers import WorkerReceiver
 from rollout.engines.vllm.shared_weights import OWNER, Layout, map_shared
 
 BACKEND: Final = "rlearner"
+KEPT_SHAPES: Final = 32  # oneDNN kernels per layer, as in vLLM
 EXTENSION: Final = "rollout.engines.vllm.worker.WorkerExtension"
 
 
@@ -126,6 +128,9 @@ class LearnerWeightsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type:
             raise ValueError(f"the weights {found}")
 
     def finish_weight_update(self) -> None:
+        for layer in self.model.modules():
+            if isinstance(packed := getattr(layer, "cpu_linear", None), PackedLinear):
+                packed.forget()
         if not current_platform.is_cpu():
             from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -153,15 +158,37 @@ def _end_with(pid: int) -> None:
     threading.Thread(target=watch, name="owner", daemon=True).start()
 
 
-def _plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
-    """Multiply by the unpacked weight. vLLM's own CPU kernel packs it once and drops the original, so that an update
-    would fail or, with tied embeddings, silently keep the old output layer."""
-    layer.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, weight, bias)  # type: ignore[assignment]
+class PackedLinear:
+    """Multiplies by a packed copy of a layer's weight, on the CPU.
+
+    vLLM's own kernel packs once and drops the original, so that an update would fail or, with tied embeddings, silently
+    keep the old output layer. Here an update only has to call ``forget``. Without packing, a product takes up to twice
+    as long (AVX-512, float32).
+    """
+
+    def __init__(self) -> None:
+        self._handler: Any = None
+
+    def forget(self) -> None:
+        """Pack the weight again before its next use."""
+        self._handler = None
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self._handler is None:
+            self._handler = ops.create_onednn_mm(weight.t(), KEPT_SHAPES)
+        product: torch.Tensor = ops.onednn_mm(self._handler, x, bias)
+        return product
+
+
+def _updatable_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
+    """Keep the weight that vLLM would remove, for updates."""
+    packs = ops._supports_onednn and layer.weight.ndim == 2
+    layer.cpu_linear = PackedLinear() if packs else torch.nn.functional.linear  # type: ignore[assignment]
 
 
 if os.environ.get(OWNER, str(os.getpid())) != str(os.getpid()):  # at import: the server may exit while vLLM starts
     _end_with(int(os.environ[OWNER]))
 if current_platform.is_cpu():
-    layer_utils.dispatch_cpu_unquantized_gemm = _plain_linear
+    layer_utils.dispatch_cpu_unquantized_gemm = _updatable_linear
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, LearnerWeightsEngine)
