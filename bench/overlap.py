@@ -4,8 +4,8 @@ A broker, a learner, a rollout server, an environment hub and a reward hub, all 
 generation of the samples of one step takes Tg and its training on them Tt (``bench/support/paced.py`` sleeps so long);
 everything else is the run's own work: tickets, episodes, rewards, records, the ledger, weights. With staleness 1 the
 ideal time of a step is max(Tg, Tt), and ``overlap`` is the share of it: max(Tg, Tt) / T_step, where T_step is the mean
-over the counted steps. ``idle`` are the learner's and the server's own figures in the same steps. The last line is one
-JSON object: rows of {ratio, overlap, step_s, …}.
+over the counted steps. The last line is one JSON object: rows of {ratio, overlap, step_s, …} with the learner's own
+figures of the same steps.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ async def row(folder: Path, ratio: str, longer_s: float, steps: int) -> dict[str
     return figures | {name: round(value, 4) for name, value in mean.items()} | {"load": round(os.getloadavg()[0], 1)}
 
 
-SHOWN: Final = ("time/wait_for_batch", "time/train", "time/offer_weights", "trainer/idle_ratio", "rollouter/idle_ratio")
+SHOWN: Final = ("time/wait_for_batch", "time/train", "time/offer_weights", "trainer/idle_ratio")
 
 
 def main() -> int:

@@ -57,7 +57,7 @@ def _check_values(algorithm: AlgorithmSection) -> None:
         raise ConfigError("algorithm.batch_adjust", algorithm.batch_adjust, allowed)
     bounds = algorithm.pass_rate
     if bounds is not None and bounds[0] > bounds[1]:
-        raise ConfigError("algorithm.pass_rate", list(bounds), "the lower share first, for example [0.2, 0.8]")
+        raise ConfigError("algorithm.pass_rate", bounds, "the lower share first, for example [0.2, 0.8]")
     if algorithm.close_early and bounds is None:
         allowed = "false without algorithm.pass_rate: what other filters decide is certain only at a group's end"
         raise ConfigError("algorithm.close_early", True, allowed)

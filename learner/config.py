@@ -170,7 +170,8 @@ class AlgorithmSection(Section):
     critic: CriticSection = CriticSection()
     filter_zero_variance: bool = False  # dynamic sampling: such groups are filtered and replaced
     group_filter: str = ""  # a filter of learner/algorithm/filters, or your function: rejected groups are replaced
-    pass_rate: tuple[Share, Share] | None = None  # least and largest share of successes; others are filtered, null: off
+    # least and largest share of successes: other groups are filtered and replaced; null: off
+    pass_rate: Annotated[list[Share], Field(min_length=2, max_length=2)] | None = None
     close_early: bool = False  # hubs end a group as soon as pass_rate is certain to filter it
     max_replacements_per_step: NonNegativeInt = 64  # beyond this bound groups are trained unfiltered
 

@@ -48,12 +48,15 @@ class PacedEngine(HFEngine):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self._slots = asyncio.Semaphore(SLOTS)
+        self._longer = 0.0  # share by which the answer before was longer, if the next is to make up for it
 
     async def generate(self, request: wire.GenerateRequest, tap: TokenListener | None = None) -> GenerationOutput:
         async with self._slots:
             while self.policy_version < request.min_version:  # noqa: ASYNC110  the engine tells nobody
                 await asyncio.sleep(0.005)
-            await asyncio.sleep(GENERATE_S * SLOTS / SAMPLES * random.uniform(1 - JITTER, 1 + JITTER))
+            longer = -self._longer or random.uniform(-JITTER, JITTER)
+            self._longer = 0.0 if self._longer else longer
+            await asyncio.sleep(GENERATE_S * SLOTS / SAMPLES * (1 + longer))
             room = self._config.section.max_context_tokens - len(request.token_ids.array())
             num_tokens = min(request.sampling.max_tokens, room)
             tokens = [random.randrange(FEW) for _ in range(num_tokens)]

@@ -85,7 +85,7 @@ def rules_of(train: TrainSection, algorithm: AlgorithmSection, domains: dict[str
         filter_zero_variance=algorithm.filter_zero_variance,
         group_filter=algorithm.group_filter,
         max_replacements_per_step=algorithm.max_replacements_per_step,
-        pass_rate=algorithm.pass_rate,
+        pass_rate=(algorithm.pass_rate[0], algorithm.pass_rate[1]) if algorithm.pass_rate is not None else None,
         close_early=algorithm.close_early,
         keep_fraction=algorithm.keep_fraction if algorithm.pg_variant == "starpo_s" else 1.0,
     )
