@@ -4,8 +4,8 @@
 0.5 s, the default two workers, and groups of 8 whose episodes end at different times (lognormal, p99 / median 10, at
 most 6 s). A real broker, environment hub and reward hub; groups of two domains take turns, one of which has its
 episodes scored early. ``finish_s``: seconds from the arrival of a step's last group to the end of the step, for an
-algorithm with a critic on the quickstart's model, about ten micro-batches a step, with scoring of groups as they arrive and without, in turns. Medians;
-the last line is one JSON object.
+algorithm with a critic on the quickstart's model, about ten micro-batches a step, with scoring of groups as they arrive
+and without, in turns. Medians; the last line is one JSON object.
 """
 
 from __future__ import annotations
