@@ -20,6 +20,10 @@ class Chart(Element, component="web/chart.js"):
         super().__init__()
         self._props |= {"title": title, "series": series, "events": events, **more}
 
+    def tell_all(self, kind: str, what: Any) -> None:
+        """Give every chart of the page new ``points`` or all ``marks``, in one message."""
+        self.run_method("tell", kind, what)
+
 
 class Grid(Element, component="web/grid.js"):
     """A table of texts and links; see ``grid.js``."""

@@ -190,24 +190,18 @@ async def _serve(gate: ConsoleGate, listener: socket.socket, tls: dict[str, Any]
     from starlette.middleware.gzip import GZipMiddleware
 
     class Server(uvicorn.Server):
-        """Server whose signals are handled by the process, not by uvicorn."""
+        """Server whose signals are handled by the process, not by uvicorn, and which does not poll for them."""
 
         @contextmanager
         def capture_signals(self) -> Iterator[None]:
             yield
 
+        async def main_loop(self) -> None:
+            await stop.asked.wait()
+
     compressed = GZipMiddleware(gate, minimum_size=COMPRESSED_FROM, compresslevel=COMPRESSION)
     config = uvicorn.Config(
         compressed, log_config=None, access_log=False, ws="websockets-sansio", lifespan="on", server_header=False,
-        timeout_graceful_shutdown=GRACE_S, proxy_headers=False, **tls,
+        date_header=False, ws_per_message_deflate=False, timeout_graceful_shutdown=GRACE_S, proxy_headers=False, **tls,
     )  # fmt: skip
-    server = Server(config)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    asked = asyncio.create_task(stop.asked.wait())
-    try:
-        await asyncio.wait({serving, asked}, return_when=asyncio.FIRST_COMPLETED)
-        server.should_exit = True
-        await serving
-    finally:
-        asked.cancel()
-        await asyncio.gather(asked, return_exceptions=True)
+    await Server(config).serve(sockets=[listener])

@@ -20,7 +20,7 @@ from rlearner.console.index.run_index import RunIndex
 
 log = logging.getLogger(__name__)
 
-POLL_S: Final = 0.5  # between looks at the files
+POLL_S: Final = 1.0  # between looks at the files
 RETRY_S: Final = 5.0  # while the database cannot be written
 CHECK_BYTES: Final = 2**28  # read in about a second at a start; damage of a larger one is found by its use
 PAUSE_S: Final = 0.002  # after each round of a long build, for the threads that answer

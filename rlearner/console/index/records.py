@@ -26,9 +26,7 @@ from rlearner.console.index.texts import preview, searchable
 NO_END: Final = 2**62
 ROUND_BYTES: Final = 4 * 2**20  # read in one round
 _TRAJECTORY: Final = (
-    "INSERT INTO trajectories (grp, seq, ordinal, ticket, episode, domain, task_index, step, state, reward, success, "
-    "ended, tokens, sampled, turns, oldest, newest, servers, greedy, preview) "
-    "VALUES (?, ?, ?, ?, ?, ?, ?, 0, 'arrived', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING id"
+    "INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, 'arrived', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 )
 
 
@@ -69,13 +67,14 @@ def _read(connection: sqlite3.Connection, file: int, source: Source, until: int)
     if until < source.until:
         changed |= _cut(connection, source, source.offset, until)
     source.until, stop_at = until, source.offset + ROUND_BYTES
-    source.problem = ""
+    source.problem, rows = "", _Rows(connection, source)
     while source.offset < min(status.st_size, stop_at):
         frame = _frame_at(file, source, status.st_size, is_last=until == NO_END)
         if frame is None or frame.seq >= until:
             break
-        changed.add(_add(connection, source, frame))
+        changed.add(rows.add(frame))
         source.offset += archive.HEADER_BYTES + len(frame.data)
+    rows.store()
     more = stop_at <= source.offset < status.st_size
     source.note(file, status, more=more)
     followed.save(connection, source)
@@ -144,45 +143,60 @@ def _cut(connection: sqlite3.Connection, source: Source, offset: int, until: int
     return {ticket for (ticket,) in found}
 
 
-def _add(connection: sqlite3.Connection, source: Source, frame: _Frame) -> int:
-    """Index one record, and return its ticket."""
-    message, _ = decode(frame.data, SAMPLES.messages)
-    kind = type(message).__name__ if message is not None else "malformed"
-    epoch = message.epoch if isinstance(message, wire.RulesChange) else 0
-    ticket = message.ticket if isinstance(message, wire.Group | wire.Closed) else frame.ticket
-    head = (source.id, source.offset, frame.seq, ticket, len(frame.data), frame.check)
-    connection.execute("INSERT INTO frames VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*head, kind, epoch))
-    if isinstance(message, wire.Group):
-        _add_group(connection, source, frame.seq, message)
-    return ticket
+class _Rows:
+    """What one round adds; stored table by table, which takes half the time of row by row."""
 
+    def __init__(self, connection: sqlite3.Connection, source: Source) -> None:
+        self._connection, self._source = connection, source
+        numbers = dict(connection.execute("SELECT name, seq FROM sqlite_sequence").fetchall())
+        self._group, self._trajectory = int(numbers.get("groups", 0)), int(numbers.get("trajectories", 0))
+        self._frames: list[tuple[Any, ...]] = []
+        self._groups: list[tuple[Any, ...]] = []
+        self._trajectories: list[tuple[Any, ...]] = []
+        self._prompts: list[tuple[int, str]] = []
+        self._responses: list[tuple[int, str]] = []
 
-def _add_group(connection: sqlite3.Connection, source: Source, seq: int, group: wire.Group) -> None:
-    place = (source.id, source.offset, seq, group.ticket)
-    added = connection.execute(
-        "INSERT INTO groups (source, offset, seq, ticket, hub, prompt) VALUES (?, ?, ?, ?, ?, ?)",
-        (*place, group.hub, preview(group.prompt)),
-    )
-    number = added.lastrowid
-    if asked := "\n".join(filter(None, (group.prompt, group.reference))):
-        connection.execute("INSERT INTO prompt_texts (rowid, text) VALUES (?, ?)", (number, searchable(asked)))
-    texts = []
-    for ordinal, one in enumerate(group.trajectories):
-        head = (number, seq, ordinal, group.ticket, one.episode, group.domain, group.task_index)
-        (row,) = connection.execute(_TRAJECTORY, (*head, *_figures(one))).fetchall()
-        if one.response:
-            texts.append((row[0], searchable(one.response)))
-    connection.executemany("INSERT INTO response_texts (rowid, text) VALUES (?, ?)", texts)
+    def add(self, frame: _Frame) -> int:
+        """Add one record at the source's offset, and return its ticket."""
+        message, _ = decode(frame.data, SAMPLES.messages)
+        kind = type(message).__name__ if message is not None else "malformed"
+        epoch = message.epoch if isinstance(message, wire.RulesChange) else 0
+        ticket = message.ticket if isinstance(message, wire.Group | wire.Closed) else frame.ticket
+        head = (self._source.id, self._source.offset, frame.seq, ticket)
+        self._frames.append((*head, len(frame.data), frame.check, kind, epoch))
+        if isinstance(message, wire.Group):
+            self._add_group(head, message)
+        return ticket
+
+    def _add_group(self, place: tuple[int, int, int, int], group: wire.Group) -> None:
+        self._group += 1
+        self._groups.append((self._group, *place, group.hub, preview(group.prompt)))
+        if asked := "\n".join(filter(None, (group.prompt, group.reference))):
+            self._prompts.append((self._group, searchable(asked)))
+        for ordinal, one in enumerate(group.trajectories):
+            self._trajectory += 1
+            head = (self._trajectory, self._group, place[2], ordinal, group.ticket)
+            self._trajectories.append((*head, one.episode, group.domain, group.task_index, *_figures(one)))
+            if one.response:
+                self._responses.append((self._trajectory, searchable(one.response)))
+
+    def store(self) -> None:
+        """Write them."""
+        connection = self._connection
+        connection.executemany("INSERT INTO frames VALUES (?, ?, ?, ?, ?, ?, ?, ?)", self._frames)
+        connection.executemany("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?)", self._groups)
+        connection.executemany(_TRAJECTORY, self._trajectories)
+        connection.executemany("INSERT INTO prompt_texts (rowid, text) VALUES (?, ?)", self._prompts)
+        connection.executemany("INSERT INTO response_texts (rowid, text) VALUES (?, ?)", self._responses)
 
 
 def _figures(one: wire.Trajectory) -> tuple[Any, ...]:
-    runs = one.version_runs.array().reshape(-1, 2)
-    versions = runs[runs[:, 1] > 0, 0]
-    oldest, newest = (int(versions.min()), int(versions.max())) if len(versions) else (-1, -1)
+    runs = wire.growing(one.version_runs)
+    versions = [version for version, length in zip(runs[::2], runs[1::2], strict=True) if length > 0] or [-1]
     mask = one.loss_mask.data
     sizes = (len(mask), mask.count(1), len(one.turns))
     servers = " ".join(dict.fromkeys(turn.server for turn in one.turns))
-    head = (one.reward, one.success, one.end, *sizes, oldest, newest)
+    head = (one.reward, one.success, one.end, *sizes, min(versions), max(versions))
     return *head, servers, one.greedy, preview(one.response)
 
 

@@ -17,6 +17,7 @@ from rlearner.up.live_state import duration
 
 POINTS: Final = 300  # of a curve, a few hundred pixels wide
 SLOWLY_S: Final = 5.0  # between looks for events and evaluations
+REFRESHED_S: Final = 1.5  # within which a page is up to date
 EVENTS_SHOWN: Final = 12
 MARKS: Final = 400
 CURVES: Final[tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...]] = (
@@ -98,9 +99,10 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
             tag("p", note, "dim")
 
     newest, has_changed = _newest(found), False
+    clock, refreshed_at = time.monotonic, 0.0
 
     async def refresh() -> None:
-        nonlocal newest, last, has_changed
+        nonlocal newest, last, has_changed, refreshed_at
         has_changed = True
         goes_back = run.follower.status().steps < newest  # the learner resumed from an earlier checkpoint
         first = 0 if goes_back else newest + 1
@@ -108,16 +110,18 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
             {},
             last,
         )
-        for curve in curves:
-            if goes_back:
+        if goes_back:
+            for curve in curves:
                 curve.chart.run_method("set", _series(curve.names, fresh))
-            elif points := {name: _points(fresh[name]) for name in curve.names if name in fresh and fresh[name].steps}:
-                curve.chart.run_method("extend", points)
+        elif fresh:
+            evaluation.tell_all("points", {name: [one.steps, _digits(one.values)] for name, one in fresh.items()})
         newest = _newest(fresh) if goes_back else max(newest, _newest(fresh))
         stats.change(_stats(run, last, run.live.view))
+        refreshed_at = clock()
 
     async def refresh_live() -> None:
-        stats.change(_stats(run, last, run.live.view))
+        if clock() - refreshed_at > REFRESHED_S:  # else the steps bring it up to date
+            stats.change(_stats(run, last, run.live.view))
 
     async def refresh_slowly() -> None:
         nonlocal events, results, has_changed
@@ -129,8 +133,7 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
         if now != events:
             events = now
             list_of_events.change(_event_rows(now))
-            for chart in (evaluation, *(curve.chart for curve in curves)):
-                chart.run_method("mark", _marks(now))
+            evaluation.tell_all("marks", _marks(now))
         if measured != results:
             results = measured
             evaluation.run_method("set", _evaluations(measured))
@@ -156,9 +159,9 @@ def _curve(
 
 
 def _series(names: tuple[str, ...], found: dict[str, Series]) -> list[dict[str, Any]]:
-    """Return curves as ``chart.js`` takes them, with as many digits as a screen shows."""
+    """Return curves as ``chart.js`` takes them."""
     return [
-        {"name": name, "x": one.steps, "y": [float(f"{value:.6g}") for value in one.values]}
+        {"name": name, "x": one.steps, "y": _digits(one.values)}
         if (one := found.get(name))
         else {"name": name, "x": [], "y": []}
         for name in names
@@ -169,8 +172,8 @@ def _newest(found: dict[str, Series]) -> int:
     return max([0, *(one.steps[-1] for one in found.values() if one.steps)])
 
 
-def _points(one: Series) -> list[tuple[int, float]]:
-    return list(zip(one.steps, one.values, strict=True))
+def _digits(values: list[float]) -> list[float]:
+    return [float(f"{value:.6g}") for value in values]
 
 
 def _stats(run: ConsoleRun, last: dict[str, float], live: BrokerView) -> list[dict[str, Any]]:

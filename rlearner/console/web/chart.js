@@ -27,32 +27,34 @@ export default {
         <div v-for="row in tip.rows" :key="row.name"><span class="swatch" :style="{background: row.color}"></span>{{ row.name }} <b>{{ row.value }}</b></div>
         <div v-for="e in tip.events" :key="e" class="dim">{{ e }}</div></div>
     </figure>`,
-  props: { title: String, series: Array, events: Array, height: { type: Number, default: 170 }, low: Number, high: Number, last: Number, size: { type: Number, default: 2400 } },
+  props: { title: String, series: Array, events: Array, height: { type: Number, default: 170 }, low: Number, high: Number, size: { type: Number, default: 2400 } },
   data() { return { lines: [], hidden: {}, tip: null, at: null, zoom: null, drag: null }; },
-  created() { this.take(this.series || []); this.marks = this.events || []; },
+  created() { this.take(this.series || []); this.events_now = this.events || []; },
   mounted() {
     this.watcher = new ResizeObserver(() => this.draw());
     this.watcher.observe(this.$refs.canvas);
     this.theme = () => this.draw();
-    this.zoomed = (e) => { this.zoom = e.detail; this.draw(); };
+    this.heard = (e) => this[e.detail.kind](e.detail.what);
     window.addEventListener("themechange", this.theme);
-    window.addEventListener("chart-zoom", this.zoomed);
+    window.addEventListener("charts", this.heard);
     this.draw();
   },
-  unmounted() { this.watcher.disconnect(); window.removeEventListener("themechange", this.theme); window.removeEventListener("chart-zoom", this.zoomed); },
+  unmounted() { this.watcher.disconnect(); window.removeEventListener("themechange", this.theme); window.removeEventListener("charts", this.heard); },
   computed: {
     label() { return `${this.title}: ` + this.lines.map((s) => `${s.name} ${this.value(s)}`).join(", ") + ". Arrow keys move along the steps."; },
   },
   methods: {
     take(series) { this.lines = series.map((s) => Object.freeze({ ...s })); },
     set(series) { this.take(series); this.draw(); },
-    mark(events) { this.marks = events; this.draw(); },
-    extend(points) { // {name: [[step, value], …]}
+    tell(kind, what) { window.dispatchEvent(new CustomEvent("charts", { detail: { kind, what } })); }, // to all charts of the page
+    marks(events) { this.events_now = events; this.draw(); },
+    points(news) { // {name: [steps, values]}
+      if (!this.lines.some((s) => news[s.name])) return;
       this.lines = this.lines.map((s) => {
-        const more = points[s.name];
+        const more = news[s.name];
         if (!more) return s;
         let x = [...s.x], y = [...s.y];
-        for (const [step, value] of more) if (!x.length || step > x[x.length - 1]) { x.push(step); y.push(value); }
+        more[0].forEach((step, i) => { if (!x.length || step > x[x.length - 1]) { x.push(step); y.push(more[1][i]); } });
         if (x.length > this.size) [x, y] = [x, y].map((all) => all.filter((_, i) => i % 2 || i > x.length - 100));
         return Object.freeze({ ...s, x, y });
       });
@@ -66,7 +68,6 @@ export default {
       const shown = this.lines.filter((s) => !this.hidden[s.name]);
       let x0 = Infinity, x1 = -Infinity, y0 = Infinity, y1 = -Infinity;
       for (const s of shown) if (s.x.length) { x0 = Math.min(x0, s.x[0]); x1 = Math.max(x1, s.x[s.x.length - 1]); }
-      if (this.last && x1 > -Infinity) x1 = Math.max(x1, 1);
       if (this.zoom) [x0, x1] = this.zoom;
       if (x0 === Infinity) [x0, x1] = [0, 1];
       if (x0 === x1) { x0 -= 0.5; x1 += 0.5; }
@@ -100,7 +101,7 @@ export default {
       c.textAlign = "center"; c.textBaseline = "alphabetic";
       for (const v of ticks(x0, x1, Math.max(2, Math.floor(w / 110)))) if (Number.isInteger(v)) c.fillText(v.toLocaleString("en-US"), X(v), h - 5);
       c.save(); c.beginPath(); c.rect(LEFT, 0, w - LEFT - RIGHT, h - BOTTOM + 4); c.clip();
-      for (const e of this.marks) if (e.step >= x0 && e.step <= x1) {
+      for (const e of this.events_now) if (e.step >= x0 && e.step <= x1) {
         c.strokeStyle = e.kind === "death" || e.kind === "failed" ? rlearner.color("--bad") : e.kind === "epoch" ? rlearner.color("--warn") : dim;
         c.globalAlpha = 0.45; c.setLineDash(e.kind === "checkpoint" ? [1, 4] : [3, 3]);
         c.beginPath(); c.moveTo(X(e.step), TOP); c.lineTo(X(e.step), h - BOTTOM); c.stroke();
@@ -137,7 +138,7 @@ export default {
       });
       if (at === null) return;
       const px = this.map.X(at), near = (this.map.x1 - this.map.x0) / this.map.w * 5;
-      const events = this.marks.filter((e) => Math.abs(e.step - at) <= near).slice(0, 4).map((e) => e.text);
+      const events = this.events_now.filter((e) => Math.abs(e.step - at) <= near).slice(0, 4).map((e) => e.text);
       this.at = at;
       this.tip = { x: at.toLocaleString("en-US"), rows, events, style: { top: "34px", ...(px > this.map.w / 2 ? { right: `${this.map.w - px + 10}px` } : { left: `${px + 10}px` }) } };
       this.draw();
@@ -150,11 +151,11 @@ export default {
       const drag = this.drag; this.drag = null;
       if (drag && Math.abs(drag[1] - drag[0]) > 8) {
         const { x0, x1, w } = this.map, of = (p) => x0 + ((p - LEFT) / (w - LEFT - RIGHT)) * (x1 - x0);
-        this.share([of(Math.min(...drag)), of(Math.max(...drag))]);
+        this.tell("show_range", [of(Math.min(...drag)), of(Math.max(...drag))]);
       } else this.draw();
     },
-    reset() { this.share(null); },
-    share(range) { window.dispatchEvent(new CustomEvent("chart-zoom", { detail: range })); this.$emit("zoom", range); },
+    reset() { this.tell("show_range", null); },
+    show_range(range) { this.zoom = range; this.draw(); },
     key(e) {
       const s = this.lines.find((one) => !this.hidden[one.name] && one.x.length);
       if (!s) return;

@@ -40,7 +40,6 @@ export default {
     by(c) { if (this.order === c.key) this.down = !this.down; else { this.order = c.key; this.down = !!c.n; } },
     sorted(c) { return this.order === c.key ? (this.down ? "descending" : "ascending") : null; },
     mark(c) { return this.order === c.key ? (this.down ? " ↓" : " ↑") : ""; },
-    set(rows) { this.own = rows; },
     change(rows, order) { // rows that changed or came; order: all keys
       const now = new Map(this.own.map((r) => [r.key, r]));
       for (const r of rows) now.set(r.key, r);

@@ -65,7 +65,6 @@ export default {
       this.extent = extent;
       if (this.follow && at_end && by > 0) { this.view = [wide ? extent[0] : this.view[0] + by, extent[1]]; this.ask(); }
     },
-    show(start, end) { this.view = [start, end]; this.ask(); },
     fit() { this.view = [...this.extent]; this.ask(); },
     scale(by, px) {
       const w = this.$refs.canvas.clientWidth, [a, b] = this.view, at = a + ((px === undefined ? w / 2 : px) / w) * (b - a);
