@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Final
 
 from broker.contract import wire
-from broker.contract.streams import CONTROL, DEAD, EPISODES, EVALTICKETS, SAMPLES, TICKETS, WEIGHTS, Stream
+from broker.contract.streams import CONTROL, DEAD, EPISODES, EVALTICKETS, SAMPLES, TICKETS, Stream
 from broker.errors import BrokerUnreachable, RlearnerError, UserError
 from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import watch_metrics
 from broker.nats.nats_errors import ApiError, Disconnected, NoStream
-from broker.runtime.presence import Roster
+from broker.runtime.presence import SILENT_AFTER_S, Roster
 from broker.settings.runspec import find_runs
 from learner.run_folder import broker_address
+from rlearner.console.index.live_spans import LiveSpans
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +41,7 @@ class BrokerView:
         desired: state that the operator wants, and why (``reason``).
         processes: those alive, by role and id.
         metrics: newest of each process, by ``role.id``.
-        queues: messages waiting, by stream and key.
-        offered: version of the weights on offer, -1 if none is.
+        queues: messages waiting, by stream and key; looked at while a page shows them.
     """
 
     problem: str = "connecting to the run's broker"
@@ -51,7 +51,6 @@ class BrokerView:
     processes: list[wire.Presence] = field(default_factory=list)
     metrics: dict[str, wire.Metrics] = field(default_factory=dict)
     queues: dict[str, dict[str, int]] = field(default_factory=dict)
-    offered: int = -1
 
 
 class LiveRun:
@@ -59,28 +58,35 @@ class LiveRun:
 
     Args:
         named: the broker's address, if the operator named one.
-        take: receives the metrics of every process, for what is to be kept of them.
+        spans: receives the metrics of every process.
     """
 
-    def __init__(self, run: str, folder: Path, named: str | None, take: Callable[[wire.Metrics], None]) -> None:
-        self.run, self.folder, self._named, self._take = run, folder, named, take
-        self._is_kept = False
+    def __init__(self, run: str, folder: Path, named: str | None, spans: LiveSpans) -> None:
+        self.run, self.folder, self._named, self._spans = run, folder, named, spans
+        self._is_kept, self._looked_at = False, -LOOK_S
         self.view = BrokerView()
         self.bus: Bus | None = None  # while connected
-        self._listeners: set[Callable[[], None]] = set()
+        self._listeners: dict[Callable[[], None], bool] = {}  # whether each one shows queues
+        self._heard: dict[str, float] = {}  # when, by ``role.id``
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._settled = asyncio.Event()  # connected, or known why not
 
-    def listen(self, listener: Callable[[], None]) -> Callable[[], None]:
-        """Call ``listener`` after changes, at most once a second; return what ends that."""
-        self._listeners.add(listener)
+    def listen(self, listener: Callable[[], None], *, queues: bool = False) -> Callable[[], None]:
+        """Call ``listener`` after changes, at most once a second; return what ends that.
+
+        Args:
+            queues: whether it shows the queues, which are looked at only then.
+        """
+        self._listeners[listener] = queues
+        if queues:
+            self._looked_at = -LOOK_S
         if self._task is None or self._task.done():
             self._settled.clear()
             self._task = asyncio.create_task(self._serve())
 
         def end() -> None:
-            self._listeners.discard(listener)
+            self._listeners.pop(listener, None)
 
         return end
 
@@ -148,11 +154,13 @@ class LiveRun:
                 raise UserError(f"no live data: the broker at {bus.link.where} does not know run {self.run}")
             await roster.start()
             self.bus, self.view = bus, BrokerView(problem="", broker=bus.link.where)
+            self._heard.clear()
             self._settled.set()
             tasks = [asyncio.create_task(self._hear(bus))]
             await self._look_while_heard(bus, roster, tasks[0])
         finally:
             self.bus = None
+            self._spans.listening(False)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -161,7 +169,7 @@ class LiveRun:
 
     async def _look_while_heard(self, bus: Bus, roster: Roster, hearing: asyncio.Task[None]) -> None:
         clock = asyncio.get_running_loop().time
-        looked_at, left_at = -LOOK_S, clock()
+        self._looked_at, left_at = -LOOK_S, clock()
         while True:
             now = clock()
             if self._listeners:
@@ -170,16 +178,20 @@ class LiveRun:
                 return
             if hearing.done():
                 hearing.result()
-            if not bus.link.connected.is_set():
+            is_connected = bus.link.connected.is_set()
+            self._spans.listening(is_connected)
+            if not is_connected:
                 self.view.problem = f"the broker at {self.view.broker} does not answer now"
-            elif now - looked_at >= LOOK_S and self._listeners:
-                looked_at = now
+            elif now - self._looked_at >= LOOK_S and self._listeners:
+                self._looked_at = now
                 await self._look(bus)
                 self.view.problem = ""
             present = [one for role in ("learner", "rollout", "envhub", "rewardhub") for one in roster.alive(role)]
             if present != self.view.processes:
                 self.view.processes = present
                 self._changed.set()
+            if is_connected:
+                self._forget_silent({f"{one.role}.{one.id}" for one in present}, now)
             if self._changed.is_set():
                 self._changed.clear()
                 self._tell()
@@ -191,16 +203,23 @@ class LiveRun:
         found = await bus.key_value(CONTROL).get(self.run)
         if found is not None and isinstance(found[0], wire.DesiredState):
             view.desired, view.reason = found[0].state, found[0].reason
-        for stream in QUEUES:
-            view.queues[stream.name] = await _depth(bus, stream)
-        with contextlib.suppress(ApiError, NoStream):
-            view.offered = await bus.last_seq(WEIGHTS)
+        if any(self._listeners.values()):
+            for stream in QUEUES:
+                view.queues[stream.name] = await _depth(bus, stream)
         self._changed.set()
 
     async def _hear(self, bus: Bus) -> None:
+        clock = asyncio.get_running_loop().time
         async for metrics in watch_metrics(bus):
-            self._take(metrics)
-            self.view.metrics[f"{metrics.role}.{metrics.id}"] = metrics
+            key = f"{metrics.role}.{metrics.id}"
+            self._spans.add(metrics)
+            self.view.metrics[key], self._heard[key] = metrics, clock()
+            self._changed.set()
+
+    def _forget_silent(self, present: set[str], now: float) -> None:
+        """Forget the metrics of processes that are gone, which would be shown as the present ones."""
+        for key in [key for key in self.view.metrics if key not in present and now - self._heard[key] > SILENT_AFTER_S]:
+            del self.view.metrics[key], self._heard[key]
             self._changed.set()
 
     def _tell(self) -> None:

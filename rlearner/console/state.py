@@ -42,7 +42,7 @@ class ConsoleRun:
         self.follower = RunFollower(self.folder, self._changed)
         self.queries = self.follower.queries
         self.follower.start()
-        self.live = LiveRun(place.name, place.folder, named_broker, self.follower.live.add)
+        self.live = LiveRun(place.name, place.folder, named_broker, self.follower.live)
         if is_kept:
             self.live.keep()
         self.used_at = self._loop.time()
@@ -159,8 +159,3 @@ class ConsoleState:
     async def close(self) -> None:
         """Close all runs."""
         await asyncio.gather(*(run.close() for run in self._runs.values()))
-
-    def section(self, run: ConsoleRun, name: str) -> dict[str, Any]:
-        """Return a section of a run's settings, empty if it has none."""
-        found = run.config.get(name)
-        return found if isinstance(found, dict) else {}

@@ -67,7 +67,12 @@ async def test_the_timeline_of_a_learner_is_that_of_its_metrics(
     config = fleet.config(str(tmp_path), run_name, train={"steps": 6}, samples={"keep": True})
     folder = tmp_path / run_name
     follower = RunFollower(folder)
-    collecting: asyncio.Task[None] = asyncio.create_task(follower.collect(bus))
+
+    async def collect() -> None:
+        async for metrics in watch_metrics(bus):
+            follower.live.add(metrics)
+
+    collecting = asyncio.create_task(collect())
     async with (
         fleet.Hub(bus, lambda ticket: [fleet.group(ticket, ticket.min_version)], work_s=0.4),
         asyncio.timeout(200),

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from learner.credit import ledger_file
 from learner.resume_checks import changes, format_change
 from rlearner.console.index.answers import Event
 from rlearner.console.index.series import step_at
 
-MAX_CHANGES = 3  # named in one line
+MAX_CHANGES: Final = 3  # named in one line
+EPOCH: Final = "epoch"
 
 
 def events(
-    connection: sqlite3.Connection, folder: Path, start: float | None, end: float | None, kinds: Sequence[str]
+    connection: sqlite3.Connection, start: float | None, end: float | None, kinds: Sequence[str], newest: int
 ) -> list[Event]:
-    noted = connection.execute("SELECT time, step, kind, text, who FROM events").fetchall()
-    found = [*_epochs(connection), *(_noted(connection, *row) for row in noted)]
     first, last = start if start is not None else 0.0, end if end is not None else float("inf")
-    found = [one for one in found if (not kinds or one.kind in kinds) and first <= one.time <= last]
-    return sorted(found, key=lambda one: (one.time, one.step, one.kind, one.text))
+    wanted = f" AND kind IN ({', '.join('?' * len(kinds))})" if kinds else ""
+    noted = connection.execute(
+        f"SELECT time, step, kind, text, who FROM events WHERE time BETWEEN ? AND ?{wanted} ORDER BY time DESC LIMIT ?",
+        (first, last, *kinds, newest),
+    ).fetchall()
+    found = [_noted(connection, *row) for row in noted]
+    if not kinds or EPOCH in kinds:
+        found += [one for one in _epochs(connection) if first <= one.time <= last]
+    return sorted(found, key=lambda one: (one.time, one.step, one.kind, one.text))[-newest:]
 
 
 def _noted(connection: sqlite3.Connection, time: float, step: int, kind: str, text: str, who: str) -> Event:
@@ -41,7 +46,7 @@ def _epochs(connection: sqlite3.Connection) -> Iterator[Event]:
         settings = f": {', '.join([*told[:MAX_CHANGES], *more])}" if told else ""
         step, time = _place(connection, seq)
         text = f"learner started, epoch {row[0]}{settings}" if row else f"learner started{settings}"
-        yield Event(time, step, "epoch", text, "learner", approximate=True)
+        yield Event(time, step, EPOCH, text, "learner", approximate=True)
 
 
 def _first_rules(connection: sqlite3.Connection) -> dict[str, Any] | None:

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Final, Literal
 
 from broker.errors import UserError
-from broker.jetstream.bus import Bus
-from broker.jetstream.core_messages import watch_metrics
 from rlearner.console.index import database
 from rlearner.console.index.answers import IndexStatus
 from rlearner.console.index.database import DatabaseDamagedError, DatabaseUnavailableError
@@ -20,7 +18,8 @@ from rlearner.console.index.run_index import RunIndex
 
 log = logging.getLogger(__name__)
 
-POLL_S: Final = 1.0  # between looks at the files
+POLL_S: Final = 1.0  # between looks at metrics.jsonl
+LOOKS: Final = 3  # of which the last one looks at all files: larger transactions take less time
 RETRY_S: Final = 5.0  # while the database cannot be written
 CHECK_BYTES: Final = 2**28  # read in about a second at a start; damage of a larger one is found by its use
 PAUSE_S: Final = 0.002  # after each round of a long build, for the threads that answer
@@ -36,7 +35,7 @@ class RunFollower:
 
     Attributes:
         queries: the answers.
-        live: takes what processes report; ``collect`` feeds it.
+        live: takes what processes report.
     """
 
     def __init__(self, folder: Path, changed: Callable[[], None] = lambda: None, path: Path | None = None) -> None:
@@ -62,11 +61,6 @@ class RunFollower:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
-
-    async def collect(self, bus: Bus) -> None:
-        """Record what processes report on the run's broker, until cancelled."""
-        async for metrics in watch_metrics(bus):
-            self.live.add(metrics)
 
     def status(self) -> IndexStatus:
         """Return whether the answers are complete; from any thread, without a wait."""
@@ -98,7 +92,7 @@ class RunFollower:
             self._inode = index.inode
             if self.path.stat().st_size <= CHECK_BYTES:
                 index.check()
-            seen = (-1, -1)
+            seen, looks = (-1, -1), 0
             while not self._stop.is_set():
                 if not (self.folder / "config.yaml").exists():
                     self._state, self._problem = "gone", f"{self.folder} is no longer there"
@@ -108,7 +102,8 @@ class RunFollower:
                     return  # deleted, or set aside by another console
                 if self._suspect.is_set():
                     raise DatabaseDamagedError("an answer could not be read")
-                more, before, seen = index.update(), seen, index.version()
+                more, before, seen = index.update(only_steps=looks % LOOKS > 0), seen, index.version()
+                looks = 0 if more else looks + 1
                 if seen != before or self._state != "current":
                     self._notes, self._counts = tuple(index.notes()), index.counts()
                 self._note(more=more)

@@ -17,6 +17,7 @@ from broker.contract import wire
 
 WIDTHS: Final = (8, 64, 512, 4096)  # seconds of the buckets
 MAX_ROWS: Final = 400_000  # single spans, and buckets of each width
+MAX_EVENTS: Final = 20_000  # of processes
 FLUSH_S: Final = 2.0
 PRUNE_EVERY: Final = 200  # flushes
 MAX_PENDING: Final = 5_000  # reports between two flushes; further ones are lost
@@ -65,6 +66,7 @@ class LiveSpans:
         self._pending: list[_Report] = []
         self._events: list[_LiveEvent] = []
         self._seen: dict[str, _Seen] = {}
+        self._listening_since: float | None = None
         self._step = -1
         self._flushed, self._flushes = 0.0, 0
         self.lost = 0  # spans that were not recorded
@@ -84,15 +86,24 @@ class LiveSpans:
             elif good:
                 self._pending.append(_Report(lane, metrics.time, good))
 
+    def listening(self, is_connected: bool) -> None:
+        """Say whether reports would arrive: who is silent while they do not has not left."""
+        with self._lock:
+            if not is_connected:
+                self._listening_since = None
+            elif self._listening_since is None:
+                self._listening_since = self._clock()
+
     @property
     def is_due(self) -> bool:
         """Whether ``flush`` has something to write."""
-        return bool(self._pending or self._events) and self._clock() - self._flushed >= FLUSH_S
+        with self._lock:
+            self._leave(self._clock())
+            return bool(self._pending or self._events) and self._clock() - self._flushed >= FLUSH_S
 
     def flush(self, connection: sqlite3.Connection) -> None:
         """Write what has arrived, within the caller's transaction; call ``flushed`` once it is committed."""
         with self._lock:
-            self._leave(self._clock())
             pending, events = list(self._pending), list(self._events)
         self._in_flight = len(pending), len(events)
         sums: dict[tuple[int, int, int, str], list[float]] = defaultdict(lambda: [0.0, 0])
@@ -139,10 +150,15 @@ class LiveSpans:
         self._seen[lane] = _Seen(now, failure)
 
     def _leave(self, now: float) -> None:
+        since = self._listening_since
+        if since is None or now - since <= SILENT_S:
+            return
         for lane in [lane for lane, seen in self._seen.items() if now - seen.at > SILENT_S]:
             at = self._seen.pop(lane).at
             role, _, process = lane.partition(".")
-            self._note(at, "left", f"{role} {process} left, or was not heard for {SILENT_S:.0f} s", process)
+            when = "" if at >= since else ", while nothing was heard of the run"
+            text = f"{role} {process} left, or was not heard for {SILENT_S:.0f} s{when}"
+            self._note(max(at, since), "left", text, process)
 
     def _note(self, at: float, kind: str, text: str, who: str) -> None:
         if len(self._events) < MAX_PENDING:
@@ -230,7 +246,12 @@ def _prune(connection: sqlite3.Connection) -> None:
         else:
             connection.execute("DELETE FROM spans WHERE start <= ?", row)
         since = (row[0] + 1) * width if width else row[0] + JOIN_UP_TO_S
-        connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"kept_since.{width}", repr(float(since))))
+        connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"kept_since.{width}", float(since)))
+    connection.execute(
+        "DELETE FROM events WHERE source = 0 AND time <= "
+        "(SELECT time FROM events WHERE source = 0 ORDER BY time DESC LIMIT 1 OFFSET ?)",
+        (MAX_EVENTS,),
+    )
 
 
 def kept_since(connection: sqlite3.Connection, width: int) -> float:

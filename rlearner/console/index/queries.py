@@ -66,15 +66,12 @@ class RunQueries:
         with self._asking():
             return series.series(self._connection(), names, max_points, first_step, last_step)
 
-    def events(self, start: float | None = None, end: float | None = None, kinds: Sequence[str] = ()) -> list[Event]:
-        """Return events of a range of time in its order, those of unknown time first."""
+    def events(
+        self, start: float | None = None, end: float | None = None, kinds: Sequence[str] = (), newest: int = 1000
+    ) -> list[Event]:
+        """Return the ``newest`` events of a range of time in its order, those of unknown time first."""
         with self._asking():
-            return events.events(self._connection(), self.folder, start, end, kinds)
-
-    def step_at(self, time: float) -> int:
-        """Return how many steps were completed at a time."""
-        with self._asking():
-            return series.step_at(self._connection(), time)
+            return events.events(self._connection(), start, end, kinds, newest)
 
     def time_of(self, step: int) -> float | None:
         """Return when the line of a step was written, None if there is none."""

@@ -136,11 +136,18 @@ def _cut(connection: sqlite3.Connection, source: Source, offset: int, until: int
     place = (source.id, offset)
     found = connection.execute("SELECT DISTINCT ticket FROM frames WHERE source = ? AND offset >= ?", place).fetchall()
     own = "SELECT id FROM groups WHERE source = ? AND offset >= ?"
-    connection.execute(f"DELETE FROM trajectories WHERE grp IN ({own})", place)
+    gone = connection.execute(f"DELETE FROM trajectories WHERE grp IN ({own})", place).rowcount
+    _count(connection, -gone)
     connection.execute("DELETE FROM groups WHERE source = ? AND offset >= ?", place)
     connection.execute("DELETE FROM frames WHERE source = ? AND offset >= ?", place)
     source.offset = min(source.offset, offset)
     return {ticket for (ticket,) in found}
+
+
+def _count(connection: sqlite3.Connection, more: int) -> None:
+    """Keep the number of trajectories, which would take long to count each time it is shown."""
+    if more:
+        connection.execute("UPDATE meta SET value = value + ? WHERE name = 'trajectories'", (more,))
 
 
 class _Rows:
@@ -186,6 +193,7 @@ class _Rows:
         connection.executemany("INSERT INTO frames VALUES (?, ?, ?, ?, ?, ?, ?, ?)", self._frames)
         connection.executemany("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?)", self._groups)
         connection.executemany(_TRAJECTORY, self._trajectories)
+        _count(connection, len(self._trajectories))
         connection.executemany("INSERT INTO prompt_texts (rowid, text) VALUES (?, ?)", self._prompts)
         connection.executemany("INSERT INTO response_texts (rowid, text) VALUES (?, ?)", self._responses)
 

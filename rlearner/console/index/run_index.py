@@ -48,10 +48,13 @@ class RunIndex:
         if found != "ok":
             raise database.DatabaseDamagedError(" ".join(str(found).split()))
 
-    def update(self) -> bool:
+    def update(self, *, only_steps: bool = False) -> bool:
         """Read a piece of what is new, in one transaction; return whether there may be more.
 
         The last ``RESERVE_BYTES`` of a disk are left to the run.
+
+        Args:
+            only_steps: leave the records and all the rest for later.
 
         Raises:
             DatabaseDamagedError: if the database is damaged.
@@ -61,8 +64,10 @@ class RunIndex:
         with database.explained():
             try:
                 self.connection.execute("BEGIN IMMEDIATE")
-                more = self._update()
-                is_live = self._live is not None and self._live.is_due
+                more = self._steps.update(self.connection, self.folder)
+                is_live = not only_steps and self._live is not None and self._live.is_due
+                if not only_steps:
+                    more = self._update() or more
                 if self._live is not None and is_live:
                     self._live.flush(self.connection)
                 self.connection.execute("COMMIT")
@@ -76,12 +81,11 @@ class RunIndex:
         return more
 
     def _update(self) -> bool:
-        has_steps = self._steps.update(self.connection, self.folder)
         has_lines, judged = tickets.update(self.connection, self.folder)
         has_records, arrived = records.update(self.connection, self.folder)
         tickets.judge(self.connection, (judged | arrived) - {0})
         artifacts.update(self.connection, self.folder)
-        return has_steps or has_lines or has_records
+        return has_lines or has_records
 
     def notes(self) -> list[str]:
         """Return one line for each source that is missing or cannot be read."""
@@ -107,7 +111,7 @@ class RunIndex:
                 "SELECT total(offset), total(size) FROM sources WHERE kind IN ('steps', 'ledger', 'frames')"
             ).fetchone()
             step = self.connection.execute("SELECT max(step) FROM steps").fetchone()[0]
-            count = self.connection.execute("SELECT count(*) FROM trajectories").fetchone()[0]
+            count = self.connection.execute("SELECT value FROM meta WHERE name = 'trajectories'").fetchone()[0]
         return (min(1.0, read / size) if size else 1.0), max(step or 0, 0), int(count)
 
     def close(self) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Final
 
-VERSION: Final = 3  # of the tables; another one is rebuilt
+VERSION: Final = 4  # of the tables; another one is rebuilt
 PAGE_BYTES: Final = 8192
 
 SCHEMA: Final = """
-CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE meta (name TEXT PRIMARY KEY, value NOT NULL) WITHOUT ROWID;
+INSERT INTO meta VALUES ('trajectories', 0);
 
 -- a followed file: up to which byte it was read, and how to recognize it
 CREATE TABLE sources (
@@ -102,6 +103,7 @@ CREATE TABLE spans (
     count INTEGER NOT NULL, ticket INTEGER NOT NULL, step INTEGER NOT NULL, sample INTEGER NOT NULL,
     PRIMARY KEY (start, lane, kind, ticket, end)
 ) WITHOUT ROWID;
+CREATE INDEX spans_to_join ON spans (lane, kind, step, start) WHERE ticket = 0;
 CREATE TABLE buckets (
     width INTEGER NOT NULL, bucket INTEGER NOT NULL, lane INTEGER NOT NULL, kind TEXT NOT NULL, seconds REAL NOT NULL,
     count INTEGER NOT NULL, PRIMARY KEY (width, bucket, lane, kind)

@@ -20,16 +20,16 @@ def metric_names(connection: sqlite3.Connection, search: str, limit: int) -> lis
 
 
 _OF: Final = "FROM points WHERE metric = (SELECT id FROM metrics WHERE name = ?) AND step BETWEEN ? AND ?"
-_ANY = "SELECT 1 FROM points WHERE metric = (SELECT id FROM metrics WHERE name = ?) LIMIT 1"
-_LAST = (
+_ANY: Final = "SELECT 1 FROM points WHERE metric = (SELECT id FROM metrics WHERE name = ?) LIMIT 1"
+_LAST: Final = (
     "SELECT name, (SELECT value FROM points WHERE metric = metrics.id ORDER BY step DESC LIMIT 1) FROM metrics"
-    " ORDER BY name"
 )
 
 
 def last_values(connection: sqlite3.Connection, names: Sequence[str]) -> dict[str, float]:
-    found = dict(connection.execute(_LAST).fetchall())
-    return {name: value for name, value in found.items() if value is not None and (not names or name in names)}
+    wanted = f" WHERE name IN ({', '.join('?' * len(names))})" if names else ""
+    found = connection.execute(f"{_LAST}{wanted} ORDER BY name", tuple(names)).fetchall()
+    return {name: value for name, value in found if value is not None}
 
 
 def series(

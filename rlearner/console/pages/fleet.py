@@ -79,7 +79,7 @@ async def fleet_page(state: ConsoleState, run: ConsoleRun, log_name: str) -> Non
         if names:
             _set_text(output, tail(run.folder, chosen))
 
-    page.until_gone(live.listen(page.soon(refresh)))
+    page.until_gone(live.listen(page.soon(refresh), queues=True))
     page.until_gone(ui.timer(2.0, page.soon(refresh_log)).cancel)
     page.soon(refresh)()
 

@@ -36,6 +36,7 @@ SHOWN: Final = (
     ("learner idle", "trainer/idle_ratio", ""), ("generator idle", "rollouter/idle_ratio", ""),
     ("tokens/s", "perf/tokens_per_s", ""), ("entropy", "actor/entropy", ""),
 )  # fmt: skip
+LAST: Final = (*(name for _, name, _ in SHOWN), "eval/success_rate", "eval/step", "time/step")
 SHARES: Final = ("trainer/idle_ratio", "rollouter/idle_ratio")
 
 
@@ -56,9 +57,9 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
         f"overview {sorted(every)}",
         lambda: (
             queries.series(sorted(every), POINTS),
-            queries.events(),
+            queries.events(newest=MARKS),
             queries.evaluations(),
-            queries.last_values(),
+            queries.last_values(LAST),
             queries.metric_names(),
         ),
     )
@@ -106,10 +107,8 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
         has_changed = True
         goes_back = run.follower.status().steps < newest  # the learner resumed from an earlier checkpoint
         first = 0 if goes_back else newest + 1
-        fresh, last = await ask(lambda: (queries.series(sorted(every), POINTS, first), queries.last_values())) or (
-            {},
-            last,
-        )
+        answer = await ask(lambda: (queries.series(sorted(every), POINTS, first), queries.last_values(LAST)))
+        fresh, last = answer or ({}, last)
         if goes_back:
             for curve in curves:
                 curve.chart.run_method("set", _series(curve.names, fresh))
@@ -129,14 +128,15 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
         if not has_changed:
             return
         has_changed = False
-        now, measured = await ask(lambda: (queries.events(), queries.evaluations())) or (events, results)
-        if now != events:
-            events = now
-            list_of_events.change(_event_rows(now))
-            evaluation.tell_all("marks", _marks(now))
-        if measured != results:
-            results = measured
-            evaluation.run_method("set", _evaluations(measured))
+        now = await ask(lambda: queries.events(newest=MARKS))
+        if now is None or now == events:
+            return
+        if _evaluated(now) != _evaluated(events):
+            results = await ask(queries.evaluations) or results
+            evaluation.run_method("set", _evaluations(results))
+        events = now
+        list_of_events.change(_event_rows(now))
+        evaluation.tell_all("marks", _marks(now))
 
     page.until_gone(run.listen(page.soon(refresh)))
     page.until_gone(run.live.listen(page.soon(refresh_live)))
@@ -224,19 +224,23 @@ def _evaluations(results: list[EvaluationResult]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def _evaluated(events: list[Event]) -> list[Event]:
+    return [one for one in events if one.kind == "evaluation"]
+
+
 def _marks(events: list[Event]) -> list[dict[str, Any]]:
     marked = [one for one in events if one.step >= 0]
-    return [{"step": one.step, "kind": one.kind, "text": f"{one.kind}: {one.text}"[:160]} for one in marked[-MARKS:]]
+    return [{"step": one.step, "kind": one.kind, "text": f"{one.kind}: {one.text}"[:160]} for one in marked]
 
 
 def _event_rows(events: list[Event]) -> list[dict[str, Any]]:
     tones = {"death": "bad", "failed": "bad", "epoch": "warn", "evaluation": "live", "checkpoint": "good"}
     rows = []
-    for number, one in list(enumerate(events))[::-1][:EVENTS_SHOWN]:
+    for one in events[::-1][:EVENTS_SHOWN]:
         when = time.strftime("%m-%d %H:%M:%S", time.localtime(one.time)) if one.time else "–"
         who = f"{one.who}: " if one.who and one.who not in one.text else ""
         rows.append({
-            "key": f"{number} {one.kind} {one.text}", "when": ("≈ " if one.approximate else "") + when,
+            "key": f"{one.time} {one.kind} {one.text}", "when": ("≈ " if one.approximate else "") + when,
             "step": one.step if one.step >= 0 else None, "kind": one.kind, "kind_tone": tones.get(one.kind, ""),
             "text": f"{who}{one.text}",
         })  # fmt: skip

@@ -80,7 +80,7 @@ async def _data(run: ConsoleRun, start: float, end: float, pixels: int) -> dict[
     found, events, extent = await ask(
         lambda: (
             run.queries.spans(start, end, (end - start) / pixels, MAX_SPANS),
-            run.queries.events(start, end, MARKED), run.queries.extent(),
+            run.queries.events(start, end, MARKED, MARKS), run.queries.extent(),
         )
     ) or (nothing, list[Event](), (start, end))  # fmt: skip
     number = {name: i for i, name in enumerate(found.lanes)}
@@ -92,7 +92,7 @@ async def _data(run: ConsoleRun, start: float, end: float, pixels: int) -> dict[
         ],
         "bucket_s": found.bucket_s,
         "extent": list(extent),
-        "marks": [{"time": one.time, "kind": one.kind, "text": one.text} for one in events[-MARKS:] if one.time],
+        "marks": [{"time": one.time, "kind": one.kind, "text": one.text} for one in events if one.time],
         "live_since": found.live_since,
     }
 

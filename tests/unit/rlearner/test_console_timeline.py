@@ -30,6 +30,7 @@ class Run:
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         self.now, self.folder = T, folder
         self.live = LiveSpans(lambda: self.now)
+        self.live.listening(True)
 
     def row(self, step: int) -> dict[str, Any]:
         phases = {"time/step": 10.0, "time/train": 6.0, "time/offer_weights": 1.0}
@@ -156,6 +157,59 @@ def test_processes_that_come_fail_and_go_are_events(run: Run) -> None:
         (10.0, "failed", "envhub-1"),
     ]
     assert joined == events[:2]
+
+
+def came_and_went(run: Run) -> list[tuple[float, str, str]]:
+    found = run.queries().events(kinds=("joined", "left"))
+    return [(one.time - T, one.kind, one.who) for one in found]
+
+
+def test_the_last_process_that_leaves_is_noted_without_another_report(run: Run) -> None:
+    run.report("envhub-1")
+    run.queries()
+    run.now += live_spans.SILENT_S
+    assert came_and_went(run) == [(0.0, "joined", "envhub-1"), (0.0, "left", "envhub-1")]
+
+
+def test_who_is_not_heard_while_nothing_is_heard_has_not_left(run: Run) -> None:
+    run.report("envhub-1")
+    run.report("envhub-2")
+    run.live.listening(False)
+    run.now = T + 600
+    joined = [(0.0, "joined", "envhub-1"), (0.0, "joined", "envhub-2")]
+    assert came_and_went(run) == joined
+    run.now = T + 700
+    run.live.listening(True)
+    run.report("envhub-1")
+    run.now = T + 710
+    run.report("envhub-1")
+    assert came_and_went(run) == joined
+    run.now = T + 716
+    assert came_and_went(run) == [*joined, (700.0, "left", "envhub-2")]
+
+
+def test_events_of_processes_make_room(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_spans, "MAX_EVENTS", 5)
+    monkeypatch.setattr(live_spans, "PRUNE_EVERY", 2)
+    monkeypatch.setattr(live_spans, "FLUSH_S", 0.0)
+    index = RunIndex(run.folder, live=run.live)
+    for number in range(1, 10):
+        run.now = T + number
+        run.report(f"envhub-{number}")
+        index.update()
+    assert index.connection.execute("SELECT who FROM events WHERE source = 0 ORDER BY time").fetchall() == [
+        (f"envhub-{number}",) for number in range(5, 10)
+    ]
+    index.close()
+
+
+def test_the_newest_events_of_a_range_are_read_alone(run: Run) -> None:
+    for number in range(1, 9):
+        run.now = T + number
+        run.report(f"envhub-{number}")
+    queries = run.queries()
+    assert [one.who for one in queries.events(kinds=("joined",), newest=2)] == ["envhub-7", "envhub-8"]
+    assert [one.who for one in queries.events(T + 2, T + 3)] == ["envhub-2", "envhub-3"]
 
 
 def test_a_second_console_adds_nothing(run: Run) -> None:
