@@ -50,9 +50,10 @@ class EpisodeShowcase:
         if not every or step % every:
             return
         texts, rows = {}, []
+        shown = None if self._trackers.take("table") else 1  # decoding all episodes of a step takes long
         for domain, group in sorted(self._newest.items()):
             heading = f"task {group.task_index}, ticket {group.ticket}"
-            played = [self._transcripts.of(episode) for episode in episodes(group)]
+            played = [self._transcripts.of(episode) for episode in episodes(group)[:shown]]
             texts[f"samples/{domain}"] = played[0].markdown(heading)
             rows += [_row(step, domain, group.task_index, number, one) for number, one in enumerate(played)]
         self._newest.clear()

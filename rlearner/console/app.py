@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
-from nicegui import app as nicegui_app
 from nicegui import ui
 from starlette.staticfiles import StaticFiles
 
@@ -113,5 +112,4 @@ def make_app(state: ConsoleState) -> Any:
         show_welcome_message=False,
         favicon=WEB / "icon.svg",
     )
-    nicegui_app.on_exception(lambda: None)
     return outer

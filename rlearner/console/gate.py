@@ -26,6 +26,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 WEB: Final = Path(__file__).parent / "web"
 OPEN_FILES: Final = {"/assets/console.css": "text/css", "/assets/console.js": "text/javascript"}  # the login page's
 MAX_FORM_BYTES: Final = 4096
+MAX_ADDRESS: Final = 8192  # characters of path and query
 SCRIPT: Final = re.compile(rb"<script(?=[\s>])")
 STRICT: Final = "default-src 'none'; base-uri 'none'; frame-ancestors 'none'; form-action 'self'"
 HEADERS: Final = {
@@ -67,6 +68,9 @@ class ConsoleGate:
         """Answer one request or connection."""
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
+            return
+        if scope["type"] == "http" and len(scope["path"]) + len(scope["query_string"]) > MAX_ADDRESS:
+            await respond(send, 414, f"the address is longer than {MAX_ADDRESS} characters\n", "text/plain")
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         refused = self._refused(scope, headers)

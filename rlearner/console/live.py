@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from broker.contract import wire
-from broker.contract.streams import CONTROL, DEAD, EPISODES, EVALTICKETS, SAMPLES, TICKETS, Stream
+from broker.contract.streams import CONTROL, DEAD, EPISODES, EVALTICKETS, ROLES, SAMPLES, TICKETS, Stream
 from broker.errors import BrokerUnreachable, RlearnerError, UserError
 from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import watch_metrics
@@ -186,7 +186,7 @@ class LiveRun:
                 self._looked_at = now
                 await self._look(bus)
                 self.view.problem = ""
-            present = [one for role in ("learner", "rollout", "envhub", "rewardhub") for one in roster.alive(role)]
+            present = [one for role in ROLES for one in roster.alive(role)]
             if present != self.view.processes:
                 self.view.processes = present
                 self._changed.set()

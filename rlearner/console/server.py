@@ -7,11 +7,13 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import socket
 import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,6 +29,7 @@ from rlearner.console.gate import ConsoleGate
 log = logging.getLogger(__name__)
 
 SAFER: Final = "add --tls-cert and --tls-key, or --insecure on a network that you trust"
+HOST_NAME: Final = re.compile(r"[\w-]{1,63}(\.[\w-]{1,63})*", re.ASCII)
 MIN_PASSWORD: Final = 12  # characters
 GRACE_S: Final = 2  # for pages to disconnect
 COMPRESSED_FROM: Final = 1000  # bytes
@@ -40,6 +43,8 @@ async def serve_console(options: argparse.Namespace, stop: Stop) -> int:
         UserError: if there is no such run, the port is in use, or the options do not go together.
     """
     root, start = _place(options)
+    for name in options.host_name or []:
+        check_host_name(name)
     password = read_password(Path(options.password_file)) if options.password_file else None
     tls = _tls(options)
     try:
@@ -51,7 +56,7 @@ async def serve_console(options: argparse.Namespace, stop: Stop) -> int:
     with contextlib.closing(listener):
         port = listener.getsockname()[1]
         scheme = "https" if tls else "http"
-        host = options.host_name[0] if options.host_name else _shown(options.bind)
+        host = _bracketed(options.host_name[0]) if options.host_name else _shown(options.bind)
         address = f"{scheme}://{host}:{port}"
         state = ConsoleState(root, options.broker, options.actions)
         if start:
@@ -112,6 +117,20 @@ def read_password(path: Path) -> str:
     return password
 
 
+def check_host_name(name: str) -> None:
+    """Check a name under which browsers reach the console: it is in the link, and compared with what they ask for.
+
+    Raises:
+        ConfigError: if it is none.
+    """
+    try:
+        is_address = bool(ip_address(name))
+    except ValueError:
+        is_address = False
+    if not is_address and HOST_NAME.fullmatch(name) is None:
+        raise ConfigError("--host-name", name, "a host name or an address, without scheme and port")
+
+
 def _tls(options: argparse.Namespace) -> dict[str, Any]:
     """Return the options of the server for TLS, empty without.
 
@@ -138,7 +157,10 @@ def _is_any(bind: str) -> bool:
 
 
 def _shown(bind: str) -> str:
-    name = socket.getfqdn() if _is_any(bind) else bind
+    return _bracketed(socket.getfqdn() if _is_any(bind) else bind)
+
+
+def _bracketed(name: str) -> str:
     return f"[{name}]" if ":" in name else name
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,18 +13,17 @@ from typing import Any, Final, TypeVar, cast
 
 from broker.errors import UserError
 from learner.run_folder import RunPlace, find_run
-from rlearner.console.index.answers import RunRow
 from rlearner.console.index.follower import RunFollower
-from rlearner.console.index.runs import list_rows
+from rlearner.console.index.runs import RunList
 from rlearner.console.live import LiveRun
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+NAME_BYTES: Final = 255  # of a folder
 IDLE_S: Final = 120.0  # without a page, after which a run's index is no longer followed
 MAX_ANSWERS: Final = 32  # that are remembered of a run
-LIST_S: Final = 3.0  # for which a list of runs is shown again
 
 
 class ConsoleRun:
@@ -117,8 +117,7 @@ class ConsoleState:
 
     def __post_init__(self) -> None:
         self._runs: dict[str, ConsoleRun] = {}
-        self._listed: tuple[float, list[RunRow]] = (-LIST_S, [])
-        self._listing = asyncio.Lock()
+        self.list = RunList(self.root)
 
     def run(self, name: str, *, keep: bool = False) -> ConsoleRun:
         """Return a run by the name of its folder, opening it if it is not open.
@@ -128,8 +127,8 @@ class ConsoleState:
         """
         found = self._runs.get(name)
         if found is None or not (found.folder / "config.yaml").exists():
-            if "/" in name or name.startswith("."):
-                raise UserError(f"no run {name!r} below {self.root}")
+            if "/" in name or name.startswith(".") or not name.isprintable() or len(os.fsencode(name)) > NAME_BYTES:
+                raise UserError(f"no run {name[:60]!r} below {self.root}")
             place = find_run(name, str(self.root)) if found is None else None
             if place is None or place.folder.parent != self.root.absolute():
                 if found is not None:
@@ -138,16 +137,6 @@ class ConsoleState:
             found = self._runs[name] = ConsoleRun(place, self.broker, is_kept=keep)
         found.used_at = asyncio.get_running_loop().time()
         return found
-
-    async def rows(self) -> list[RunRow]:
-        """Return the list of all runs, at most a few seconds old."""
-        async with self._listing:
-            at, rows = self._listed
-            now = asyncio.get_running_loop().time()
-            if now - at >= LIST_S:
-                rows = await list_rows(self.root)
-                self._listed = asyncio.get_running_loop().time(), rows
-        return rows
 
     async def tidy(self) -> None:
         """Close runs that no page needs, until cancelled."""
@@ -158,4 +147,4 @@ class ConsoleState:
 
     async def close(self) -> None:
         """Close all runs."""
-        await asyncio.gather(*(run.close() for run in self._runs.values()))
+        await asyncio.gather(self.list.close(), *(run.close() for run in self._runs.values()))

@@ -8,9 +8,11 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 from rich.console import Console
@@ -24,6 +26,7 @@ from learner.run_folder import STORE, UP_LOCK, current_address, is_held, previou
 from rlearner.ops.live_learners import ask_broker
 
 FINISHED, STOPPED, UNKNOWN, EVALUATION = "finished", "stopped", "broker away", "evaluation"
+TRAINING, UNREADABLE = "training", "unreadable"
 WIDE = 10_000  # columns of a file or a pipe, where nothing is cut
 LEFT = ("demos.log", "*.new")  # files that an ended run no longer needs; a finished one does not need its store either
 
@@ -74,35 +77,84 @@ def _folders(root: str) -> list[Path]:
     return sorted(path.parent for path in Path(root).glob("*/config.yaml"))
 
 
-async def look(folder: Path, *, sized: bool = True) -> RunSummary:
-    """Return the row of a run, from its folder and, if it answers, its broker.
+@dataclass(frozen=True)
+class RunFiles:
+    """What the folder of a run says.
 
-    Args:
-        sized: whether to add up the size on disk, which reads every folder of the run.
+    Attributes:
+        config: its settings, empty if they cannot be read.
+        line: the newest one of metrics.jsonl, empty without one.
+        changed: as in ``RunSummary``.
+        url: of the broker to ask, empty if none is known.
     """
-    file, metrics = folder / "config.yaml", folder / "metrics.jsonl"
-    step = int(newest_line(metrics).get("step", 0))
-    changed = max(path.stat().st_mtime for path in (file, metrics) if path.exists())
+
+    folder: Path
+    config: dict[str, Any]
+    line: dict[str, Any]
+    changed: float
+    url: str
+
+    @property
+    def run(self) -> str:
+        """Name of the run, empty if its settings cannot be read."""
+        return str(self._setting("run", "name", ""))
+
+    @property
+    def step(self) -> int:
+        """Steps made."""
+        return int(self.line.get("step", 0))
+
+    @property
+    def steps(self) -> int:
+        """Steps that the run is to make, 0 if unknown."""
+        found = self._setting("train", "steps", 0)
+        return found if isinstance(found, int) else 0
+
+    def state(self, *, is_training: bool, problem: str) -> str:
+        """Return the state as in ``RunSummary``; ``problem``: of its broker. Reads the folder."""
+        if not self.run or not self.steps:
+            return UNREADABLE
+        if is_training:
+            return TRAINING
+        if is_held(self.folder):
+            return "starting"
+        if (self.folder / "result.json").exists():
+            return EVALUATION
+        if self.step >= self.steps:
+            return FINISHED
+        return UNKNOWN if problem and previous_broker(self.folder, "") else STOPPED
+
+    def _setting(self, section: str, key: str, otherwise: Any) -> Any:
+        found = self.config.get(section)
+        return found.get(key, otherwise) if isinstance(found, dict) else otherwise
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings of a run, empty if they cannot be read."""
     try:
-        config = yaml.safe_load(file.read_text(encoding="utf-8"))
-        steps = int(config["train"]["steps"])
-        state = await _state(folder, str(config["run"]["name"]), finished=step >= steps)
-    except (OSError, yaml.YAMLError, TypeError, KeyError, ValueError):
-        steps, state = 0, "unreadable"
-    return RunSummary(folder.name, str(folder), state, step, steps, _size(folder) if sized else 0, changed)
+        found = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
-async def _state(folder: Path, run: str, *, finished: bool) -> str:
-    learners, problem = await ask_broker(url, run) if (url := current_address(folder)) else ([], "")
-    if learners:
-        return "training"
-    if is_held(folder):
-        return "starting"
-    if (folder / "result.json").exists():
-        return EVALUATION
-    if finished:
-        return FINISHED
-    return UNKNOWN if problem and previous_broker(folder, "") else STOPPED
+def read_files(folder: Path, settings: Callable[[Path], dict[str, Any]] = read_settings) -> RunFiles:
+    """Read the folder of a run."""
+    metrics, times = folder / "metrics.jsonl", [0.0]
+    for path in (folder / "config.yaml", metrics):
+        with suppress(OSError):
+            times.append(path.stat().st_mtime)
+    return RunFiles(folder, settings(folder), newest_line(metrics), max(times), current_address(folder))
+
+
+async def look(folder: Path) -> RunSummary:
+    """Return the row of a run, from its folder and, if it answers, its broker."""
+    files = await asyncio.to_thread(read_files, folder)
+    learners, problem = await ask_broker(files.url, files.run) if files.url and files.run else ([], "")
+    state = files.state(is_training=bool(learners), problem=problem)
+    size = await asyncio.to_thread(_size, folder)
+    steps = files.steps if state != UNREADABLE else 0
+    return RunSummary(folder.name, str(folder), state, files.step, steps, size, files.changed)
 
 
 def _size(path: Path) -> int:

@@ -1,9 +1,10 @@
-"""Asks a broker whether a run has a live learner."""
+"""Asks a broker whether runs have a live learner."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 
 from broker.contract import wire
 from broker.errors import BrokerUnreachable
@@ -17,15 +18,27 @@ from rlearner.doctor.broker_checks import read_server_info
 
 async def ask_broker(url: str, run: str) -> tuple[list[wire.Presence], str]:
     """Return the run's live learners, and the broker's problem (``, which does not answer``), if any."""
-    answers = [await asyncio.to_thread(read_server_info, server) for server in addresses.split(url)]
+    return (await ask_broker_of_runs(url, [run]))[run]
+
+
+async def ask_broker_of_runs(url: str, runs: Sequence[str]) -> dict[str, tuple[list[wire.Presence], str]]:
+    """Return what ``ask_broker`` does for each of several runs of one broker, over one connection."""
+    answers = await asyncio.gather(*(asyncio.to_thread(read_server_info, server) for server in addresses.split(url)))
     if not any(info for info, _ in answers):
-        return [], f", which does not answer ({answers[0][1]})"
+        return dict.fromkeys(runs, ([], f", which does not answer ({answers[0][1]})"))
     try:
-        bus = await Bus.connect(url, run, name=f"operator-{os.getpid()}", deadline_s=DEADLINE_S)
+        bus = await Bus.connect(url, runs[0], name=f"operator-{os.getpid()}", deadline_s=DEADLINE_S)
     except BrokerUnreachable as error:
-        return [], f", where {error}"
+        return dict.fromkeys(runs, ([], f", where {error}"))
     try:
-        problem = "" if run in await find_runs(bus) else ", which no longer knows the run"
-        return [one for one in await census(bus, run) if one.role == "learner"], problem
+        known = await find_runs(bus)
+        heard = await asyncio.gather(*(census(bus, run) for run in runs))
     finally:
         await bus.close()
+    return {
+        run: (
+            [one for one in there if one.role == "learner"],
+            "" if run in known else ", which no longer knows the run",
+        )
+        for run, there in zip(runs, heard, strict=True)
+    }

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from broker.errors import ConfigError
+from learner.reporting.trackers import flatten
 
 # FIXED: settings of these sections that decide which tickets go out, which records count, or when the run ends.
 SECTIONS: Final = ("algorithm", "train")
@@ -31,7 +32,7 @@ def changed_settings(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> 
     Raises:
         ConfigError: if one of them would change which data is consumed, or has no meaning in a replay.
     """
-    before, after = _flat(recorded), _flat(wanted)
+    before, after = flatten(recorded), flatten(wanted)
     found = {key: after.get(key) for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)}
     for key, value in found.items():
         if key in FIXED or key.partition(".")[0] not in SECTIONS:
@@ -41,13 +42,3 @@ def changed_settings(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> 
             why = f"{GREEDY} needs greedy episodes, and the run was recorded with {before[key]}"
             raise ConfigError(key, value, why)
     return found
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat

@@ -20,6 +20,7 @@ from broker.system.children import spawn
 from broker.system.entry import EXIT_STOPPED, EXIT_USER_ERROR
 from broker.system.log_rotation import OUTPUT
 from broker.system.logs import error_of
+from rlearner.up.event_log import ProcessEvent
 
 RESTART_AFTER_S = 1.0  # doubled at every restart that did not last a minute
 RESTART_AT_MOST_S = 30.0
@@ -104,9 +105,9 @@ class ProcessFleet:
             child.process = spawn(command, log, env={**os.environ, **self.env, **output})
         child.started = time.monotonic()
 
-    def watch(self) -> list[str]:
+    def watch(self) -> list[ProcessEvent]:
         """Restart children that died, and return one line for each event."""
-        events = []
+        events: list[ProcessEvent] = []
         now = time.monotonic()
         self._sample(now)
         for child in self.children:
@@ -116,20 +117,22 @@ class ProcessFleet:
             quick = now - child.started < 60
             if code in (*ENDED_WELL, EXIT_USER_ERROR):
                 child.exit_code = code
-                events.append(f"{child.name} ended with exit code {code}")
+                events.append(ProcessEvent(f"{child.name} ended with exit code {code}", "stop", child.name))
             elif quick and child.restarts >= GIVE_UP_AFTER:
                 child.exit_code = code
-                events.append(f"{child.name} died {child.restarts} times in a row; giving up, see {child.log}")
+                line = f"{child.name} died {child.restarts} times in a row; giving up, see {child.log}"
+                events.append(ProcessEvent(line, "death", child.name))
             elif child.not_before == 0.0:
                 child.restarts = child.restarts + 1 if quick else 1
                 delay = min(RESTART_AFTER_S * 2 ** (child.restarts - 1), RESTART_AT_MOST_S)
                 child.not_before = now + delay
                 how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-                events.append(f"{child.name} (pid {child.pid}) died {how}; starting it again in {delay:.0f} s")
+                line = f"{child.name} (pid {child.pid}) died {how}; starting it again in {delay:.0f} s"
+                events.append(ProcessEvent(line, "death", child.name))
             elif now >= child.not_before:
                 child.not_before = 0.0
                 self._start(child)
-                events.append(f"{child.name} started again as pid {child.pid}")
+                events.append(ProcessEvent(f"{child.name} started again as pid {child.pid}", "start", child.name))
         return events
 
     def _sample(self, now: float) -> None:

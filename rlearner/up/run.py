@@ -194,7 +194,7 @@ async def _show(
             while not stop.asked.is_set() and learner.exit_code is None and not fleet.failed:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(stop.asked.wait(), DRAW_EVERY_S)
-                happened = fleet.watch() + await asyncio.to_thread(keeper.look)
+                happened: list[str] = [*fleet.watch(), *await asyncio.to_thread(keeper.look)]
                 present = [p for role in ("learner", "rollout", "envhub", "rewardhub") for p in roster.alive(role)]
                 happened += board.see(present, time.monotonic())
                 events += happened

@@ -230,6 +230,8 @@ async def test_tokens_are_those_of_the_command(console: kit.Console) -> None:
         ("/run/none", 404, "no run 'none' below"),
         ("/run/..%2f..%2fetc", 404, ""),
         ("/run/damaged", 404, "cannot be read"),
+        (f"/run/{300 * 'a'}", 404, f"no run '{60 * 'a'}' below"),
+        ("/run/a%00b", 404, "no run 'a\\x00b' below"),
         ("/run/hostile/group/x", 404, "use a number"),
         ("/run/hostile/group/99999", 200, "has no ticket 99999; its tickets are 1-"),
         ("/run/hostile/timeline?step=999", 200, "no step 999 in this run"),
@@ -240,6 +242,16 @@ async def test_tokens_are_those_of_the_command(console: kit.Console) -> None:
 async def test_what_is_not_there_is_one_line(console: kit.Console, path: str, status: int, line: str) -> None:
     said = kit.texts(await page(console, path, status))
     assert any(line in one and "\n" not in one for one in said)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_address_that_is_too_long_is_refused(console: kit.Console) -> None:
+    async with console.client() as client:
+        for path in (f"/run/{13_000 * 'a'}", f"/run/hostile/trajectories?text={13_000 * 'a'}"):
+            async with client.get(path) as answer:
+                assert (answer.status, await answer.text()) == (414, "the address is longer than 8192 characters\n")
+        async with client.get(f"/run/hostile/trajectories?text={8_000 * 'a'}") as answer:
+            assert answer.status == 200
 
 
 # ----------------------------------------------------------------------------------------------------- the start
@@ -253,6 +265,8 @@ async def test_what_is_not_there_is_one_line(console: kit.Console, path: str, st
         (["--port", "70000"], "'70000' is not a port"),
         (["--bind", "0.0.0.0"], "--bind: '0.0.0.0' is not allowed; an address of loopback without TLS"),
         (["--tls-cert", "c.pem"], "--tls-cert: 'c.pem' is not allowed; with --tls-key"),
+        (["--host-name", "evil host"], "--host-name: 'evil host' is not allowed; a host name or an address"),
+        (["--host-name", "gen1:8870"], "--host-name: 'gen1:8870' is not allowed; a host name or an address"),
         (["--password-file", "/none"], "--password-file: '/none' is not allowed; it cannot be read"),
     ],
 )

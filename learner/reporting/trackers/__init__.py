@@ -85,6 +85,10 @@ class TrackerGroup:
         if rows:
             self._each(step, "table", name, columns, rows)
 
+    def take(self, method: str) -> bool:
+        """Return whether any tracker takes ``texts``, ``picture`` or ``table``."""
+        return any(hasattr(tracker, method) for tracker in list(self._open.values()))
+
     def _each(self, step: int, method: str, *arguments: Any) -> None:
         with self._lock:
             for name, tracker in list(self._open.items()):

@@ -210,12 +210,12 @@ class TrajectoryPage:
 
 @dataclass(frozen=True)
 class Token:
-    """One token of a trajectory.
+    """One token that the policy sampled.
 
     Attributes:
-        mask: whether the policy sampled it.
-        logprob: natural log of the sampling probability, None where it was not sampled.
-        version: policy version that sampled it, -1 where it was not.
+        mask: whether it is trained on.
+        logprob: natural log of the sampling probability.
+        version: policy version that sampled it.
         reward: given on this token.
         advantage: None if it is not known, see ``GroupView.unavailable``.
     """
@@ -232,7 +232,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive tokens: what the policy read (turn 0), or sampled in one turn with one version."""
+    """Consecutive tokens: what the policy sampled in one turn with one version, or read (turn 0; only as text)."""
 
     turn: int
     start: int
@@ -275,7 +275,8 @@ class Provenance:
 
     Attributes:
         state: trained, filtered, dropped, dead, arrived or open.
-        step: optimizer step that trained it, 0 if none has; ``step_time`` when its line was written.
+        step: optimizer step that trained it, 0 if none has.
+        seq: of its record, 0 if none is known.
         text: the lines that ``rlearner trace`` prints.
     """
 
@@ -283,20 +284,8 @@ class Provenance:
     state: str
     domain: str
     task_index: int
-    min_version: int
-    oldest: int
-    newest: int
     step: int
-    step_time: float
     seq: int
-    reason: str
-    duplicates: list[int]
-    hub: str
-    deliveries: int
-    reward_hubs: list[str]
-    generate_s: float
-    env_step_s: float
-    reward_s: float
     text: list[str]
 
 

@@ -18,7 +18,7 @@ from rlearner.up.event_log import FILE as EVENTS
 EVALS: Final = "evals"
 CHECKPOINTS: Final = "checkpoints"
 LOGS: Final = "logs"
-KINDS: Final = {" died ": "death", " started again ": "start", " ended with exit code ": "stop"}  # by part of the text
+KINDS: Final = ("start", "stop", "death")  # of lines about a process
 _EVALUATION: Final = re.compile(r"(.+)-step-(\d{1,15})\.jsonl")
 _CHECKPOINT: Final = re.compile(r"step-(\d{1,15})")
 Reader = Callable[[sqlite3.Connection, Source, Path, re.Match[str], os.stat_result], None]
@@ -110,8 +110,8 @@ def _read_events(
             time, text = float(row["time"]), " ".join(str(row["text"]).split())[:500]
         except (ValueError, KeyError, TypeError, RecursionError):
             continue  # cut off at the begin, or not written to the end
-        kind = next((kind for part, kind in KINDS.items() if part in text), "note")
-        _note(connection, source, time, -1, kind, text, who=text.partition(" ")[0], key=str(number))
+        kind = row.get("kind") if row.get("kind") in KINDS else "note"
+        _note(connection, source, time, -1, kind, text, who=str(row.get("who", ""))[:100], key=str(number))
 
 
 def _note(

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
-
 from broker.contract import wire
 from broker.errors import UserError
 from broker.jetstream.bus import LogRecord
-from learner.reporting.transcripts import decode, load_tokenizer
+from learner.reporting.transcripts import load_tokenizer
 from rlearner.console.index import series, tickets
 from rlearner.console.index.advantages import group_advantages
 from rlearner.console.index.answers import GroupView, Piece, Provenance, Token, TrajectoryView
 from rlearner.console.index.records import read_record
+from rlearner.console.index.runs import settings
 from rlearner.ops.showing import trajectory_of
 from rlearner.ops.trace_text import text_of
 from rlearner.ops.tracing import describe, ticket_summary
@@ -29,6 +29,7 @@ NOWHERE: Final = "not in the archive (samples.keep)"
 NOT_RECORDED: Final = "it is not recorded per token"
 KEPT_TOKENIZERS: Final = 4
 
+_loading = threading.Lock()  # answers come from several threads
 _tokenizers: OrderedDict[tuple[str, int], tuple[Tokenizer | None, str]] = OrderedDict()
 
 
@@ -61,44 +62,14 @@ def provenance(connection: sqlite3.Connection, folder: Path, ticket: int) -> tup
     record = read_record(connection, folder, seq) if seq else None
     source = "no record yet" if not seq else ARCHIVE if record else NOWHERE
     found |= {"record": {"seq": seq, "source": source, "stored_at": ""}}
-    time = 0.0
     if step := found.get("step", 0):
-        time = series.time_of(connection, step) or 0.0
+        time = series.time_of(connection, step)
         found["step_time"] = datetime.fromtimestamp(time, UTC).isoformat(timespec="milliseconds") if time else ""
     if record is not None:
         found |= describe(record)
-    seconds = found.get("seconds") or {}
-    way = Provenance(
-        ticket=ticket,
-        state=found["state"],
-        domain=found.get("domain", ""),
-        task_index=found.get("task_index", -1),
-        min_version=found.get("min_version", -1),
-        oldest=found.get("oldest_version", -1),
-        newest=found.get("newest_version", -1),
-        step=step,
-        step_time=time,
-        seq=seq,
-        reason=found.get("reason", ""),
-        duplicates=list(found["duplicates"]),
-        hub=found.get("hub", ""),
-        deliveries=found.get("deliveries", 0),
-        reward_hubs=list(found.get("reward_hubs", [])),
-        generate_s=seconds.get("generate", 0.0),
-        env_step_s=seconds.get("env_step", 0.0),
-        reward_s=seconds.get("reward", 0.0),
-        text=text_of(found),
-    )
+    head = (ticket, found["state"], found.get("domain", ""), found.get("task_index", -1))
+    way = Provenance(*head, step=step, seq=seq, text=text_of(found))
     return way, record
-
-
-def settings(folder: Path) -> dict[str, Any]:
-    """Return the present settings of a run, empty if they cannot be read."""
-    try:
-        found = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _tokenizer(config: Mapping[str, Any], folder: Path) -> tuple[Tokenizer | None, str]:
@@ -107,25 +78,22 @@ def _tokenizer(config: Mapping[str, Any], folder: Path) -> tuple[Tokenizer | Non
         key = str(folder), (folder / "config.yaml").stat().st_mtime_ns
     except OSError:
         key = str(folder), 0
-    if key not in _tokenizers:
-        _tokenizers[key] = load_tokenizer(config, folder)
-        while len(_tokenizers) > KEPT_TOKENIZERS:
-            _tokenizers.popitem(last=False)
-    return _tokenizers[key]
+    with _loading:
+        if key not in _tokenizers:
+            _tokenizers[key] = load_tokenizer(config, folder)
+            while len(_tokenizers) > KEPT_TOKENIZERS:
+                _tokenizers.popitem(last=False)
+        return _tokenizers[key]
 
 
 def _view(
     ordinal: int, one: wire.Trajectory, tokenizer: Tokenizer | None, advantages: Mapping[int, float] | None
 ) -> TrajectoryView:
-    found, ids, mask = trajectory_of(one, tokenizer), one.token_ids.array(), one.loss_mask.array()
+    found, mask = trajectory_of(one, tokenizer), one.loss_mask.array()
     pieces = []
     for piece in found["pieces"]:
         if "turn" not in piece:
-            seen = [
-                Token(at, int(ids[at]), decode(ids[at : at + 1], tokenizer), bool(mask[at]))
-                for at in range(piece["start"], piece["end"])
-            ]
-            pieces.append(Piece(0, piece["start"], piece["end"], piece["text"], seen))
+            pieces.append(Piece(0, piece["start"], piece["end"], piece["text"], []))
             continue
         sampled = [
             Token(

@@ -3,38 +3,111 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import defaultdict
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-from learner.reporting.metrics import newest_line
+from broker.errors import RlearnerError
+from broker.nats.nats_errors import ApiError, Disconnected
+from learner.reporting.trackers import flatten
 from rlearner.console.index.answers import RunRow, SettingDifference
-from rlearner.console.index.groups import settings
-from rlearner.ops.listing import RunSummary, look
+from rlearner.ops.listing import RunFiles, read_files, read_settings
+from rlearner.ops.live_learners import ask_broker_of_runs
+
+log = logging.getLogger(__name__)
 
 LAST: Final = ("reward/mean", "env/success_rate", "eval/success_rate", "staleness/max", "perf/tokens_per_s")
+LIST_S: Final = 3.0  # for which a list is shown again
+WAIT_S: Final = 0.2  # for brokers that were never asked
+MAX_ASKED: Final = 3  # brokers at once; each holds a thread while it does not answer, and pages need threads, too
+UNASKED: Final = "asking"
+KEPT_SETTINGS: Final = 512
 
 
-async def list_rows(root: Path) -> list[RunRow]:
-    """Return the runs below a folder, sorted by name; an unreadable one has that state. Asks their brokers."""
-    folders = await asyncio.to_thread(_folders, root)
-    found = await asyncio.gather(*(look(folder, sized=False) for folder in folders))
-    return list(await asyncio.gather(*(asyncio.to_thread(_row, one) for one in found)))
+class RunList:
+    """The runs below a folder. Their brokers are asked in the background, so that none of them holds a page up."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._files: list[RunFiles] = []
+        self._answers: dict[Path, tuple[bool, str]] = {}  # whether a run has a learner, and its broker's problem
+        self._read_at = self._asked_at = float("-inf")
+        self._reading, self._few = asyncio.Lock(), asyncio.Semaphore(MAX_ASKED)
+        self._asking: asyncio.Task[None] | None = None
+
+    async def rows(self, wait_s: float = WAIT_S) -> list[RunRow]:
+        """Return the runs, sorted by name; an unreadable one has that state.
+
+        Args:
+            wait_s: for the answers of brokers that were never asked; until they are there, the state is ``asking``.
+        """
+        now = asyncio.get_running_loop().time()
+        async with self._reading:
+            if now - self._read_at >= LIST_S:
+                self._files = await asyncio.to_thread(_read, self._root)
+                self._read_at = now
+        if (self._asking is None or self._asking.done()) and now - self._asked_at >= LIST_S:
+            self._asking, self._asked_at = asyncio.create_task(self._ask(self._files)), now
+        if self._asking is not None and any(one.url and one.folder not in self._answers for one in self._files):
+            await asyncio.wait({self._asking}, timeout=wait_s)
+        return await asyncio.to_thread(lambda: [_row(one, self._answers.get(one.folder)) for one in self._files])
+
+    async def close(self) -> None:
+        """Stop asking."""
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.gather(self._asking, return_exceptions=True)
+
+    async def _ask(self, files: Sequence[RunFiles]) -> None:
+        by_url: dict[str, list[RunFiles]] = defaultdict(list)
+        for one in files:
+            if one.url and one.run:
+                by_url[one.url].append(one)
+        kept = {one.folder for own in by_url.values() for one in own}
+        self._answers = {folder: answer for folder, answer in self._answers.items() if folder in kept}
+        await asyncio.gather(*(self._ask_one(url, own) for url, own in by_url.items()))
+
+    async def _ask_one(self, url: str, files: Sequence[RunFiles]) -> None:
+        names = list(dict.fromkeys(one.run for one in files))
+        async with self._few:
+            try:
+                found = await ask_broker_of_runs(url, names)
+            except (RlearnerError, ApiError, Disconnected, OSError) as error:
+                log.info("broker of %s: %s", ", ".join(names), error)
+                found = dict.fromkeys(names, ([], str(error)))
+        self._answers |= {one.folder: (bool(found[one.run][0]), found[one.run][1]) for one in files}
 
 
-def _folders(root: Path) -> list[Path]:
-    return sorted(path.parent for path in root.glob("*/config.yaml"))
+def settings(folder: Path) -> dict[str, Any]:
+    """Return the present settings of a run, empty if they cannot be read; not to be changed."""
+    try:
+        status = (folder / "config.yaml").stat()
+    except OSError:
+        return {}
+    return _settings(folder, status.st_ino, status.st_mtime_ns, status.st_size)
 
 
-def _row(run: RunSummary) -> RunRow:
-    folder = Path(run.folder)
-    config, line = settings(folder), newest_line(folder / "metrics.jsonl")
-    last = {name: float(line[name]) for name in LAST if isinstance(line.get(name), int | float)}
-    model = (_section(config, "model")).get("path") or "small model of its own"
-    algorithm = _section(config, "algorithm")
+@lru_cache(KEPT_SETTINGS)
+def _settings(folder: Path, *_: int) -> dict[str, Any]:
+    return read_settings(folder)
+
+
+def _read(root: Path) -> list[RunFiles]:
+    return [read_files(path.parent, settings) for path in sorted(root.glob("*/config.yaml"))]
+
+
+def _row(run: RunFiles, answer: tuple[bool, str] | None) -> RunRow:
+    last = {name: float(run.line[name]) for name in LAST if isinstance(run.line.get(name), int | float)}
+    model = _section(run.config, "model").get("path") or "small model of its own"
+    algorithm = _section(run.config, "algorithm")
     name = " with ".join(str(algorithm[key]) for key in ("adv_estimator", "loss") if algorithm.get(key))
-    head = (run.name, run.folder, run.state, run.step, run.steps, run.changed)
-    return RunRow(*head, last, sorted(_section(config, "domains")), str(model), name)
+    is_training, problem = answer or (False, "")
+    state = UNASKED if run.url and run.run and answer is None else run.state(is_training=is_training, problem=problem)
+    head = (run.folder.name, str(run.folder), state, run.step, run.steps, run.changed)
+    return RunRow(*head, last, sorted(_section(run.config, "domains")), str(model), name)
 
 
 def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
@@ -44,7 +117,7 @@ def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 def setting_differences(folders: Sequence[Path]) -> list[SettingDifference]:
     """Return the settings that are not the same in all of these runs, by dotted key, except name and folder."""
-    flat = {folder.name: _flat(settings(folder)) for folder in folders}
+    flat = {folder.name: flatten(settings(folder)) for folder in folders}
     keys = dict.fromkeys(key for one in flat.values() for key in one)
     found = []
     for key in sorted(keys):
@@ -53,13 +126,3 @@ def setting_differences(folders: Sequence[Path]) -> list[SettingDifference]:
         if not same and key not in ("run.name", "run.dir"):
             found.append(SettingDifference(key, values))
     return found
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

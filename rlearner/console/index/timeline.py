@@ -14,11 +14,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from broker.contract.streams import ROLES
 from rlearner.console.index.answers import Timeline, TimelineSpan
 from rlearner.console.index.live_spans import JOIN_UP_TO_S, WIDTHS, kept_since
 
 LEARNER: Final = "learner.learner"
-ROLES: Final = ("learner", "rollout", "envhub", "rewardhub")
 PHASES: Final = ("wait", "train", "weights")
 MAX_KINDS: Final = 4  # of one process, to begin with
 Floats = npt.NDArray[np.float64]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 from pathlib import Path
@@ -40,7 +41,9 @@ COLUMNS: Final[list[dict[str, Any]]] = [
 async def fleet_page(state: ConsoleState, run: ConsoleRun, log_name: str) -> None:
     """Build the page; ``log_name``: the file whose end is shown."""
     page, live = Page(state), run.live
-    names = log_files(run.folder)
+    names = await asyncio.to_thread(log_files, run.folder)
+    chosen = log_name if log_name in names else next(iter(names), "")
+    end = await asyncio.to_thread(tail, run.folder, chosen)
     with frame(state, "Fleet", run.name, "fleet") as banners:
         with tag("div", classes="head"):
             tag("h1", "Fleet")
@@ -52,12 +55,11 @@ async def fleet_page(state: ConsoleState, run: ConsoleRun, log_name: str) -> Non
         with tag("section", classes="panel"):
             tag("h2", "Logs")
             if names:
-                chosen = log_name if log_name in names else names[0]
                 with tag("nav", classes="form", aria_label="log files"):
                     for name in names:
                         here = {"aria_current": "true"} if name == chosen else {}
                         tag("a", name, f"btn{' primary' if name == chosen else ''}", href=f"?log={name}", **here)
-                output = tag("pre", tail(run.folder, chosen), "log", tabindex="0", aria_label=f"end of {chosen}")
+                output = tag("pre", end, "log", tabindex="0", aria_label=f"end of {chosen}")
             else:
                 tag("p", "no logs in the run's folder: `rlearner up` writes them, and --log-file", "dim")
 
@@ -77,7 +79,7 @@ async def fleet_page(state: ConsoleState, run: ConsoleRun, log_name: str) -> Non
 
     async def refresh_log() -> None:
         if names:
-            _set_text(output, tail(run.folder, chosen))
+            _set_text(output, await asyncio.to_thread(tail, run.folder, chosen))
 
     page.until_gone(live.listen(page.soon(refresh), queues=True))
     page.until_gone(ui.timer(2.0, page.soon(refresh_log)).cancel)

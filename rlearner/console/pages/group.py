@@ -73,9 +73,6 @@ def _group(view: GroupView, colour: str, episode: str) -> None:
         if count > MAX_TOKENS and episodes:
             banner(f"{len(shown) - len(episodes)} more episodes are not shown; add ?episode=N to the address")
             break
-        for piece in plain["pieces"]:
-            if not piece["turn"]:
-                piece["tokens"] = []
         episodes.append(plain)
     start = colour if colour in COLOURS and colour not in view.unavailable else "logprob"
     Tokens(episodes, view.unavailable, start)

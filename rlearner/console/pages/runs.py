@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from functools import partial
@@ -24,6 +25,7 @@ METRIC: Final = "reward/mean"
 MAX_COMPARED: Final = 8
 POINTS: Final = 800
 REFRESH_S: Final = 5.0
+FIRST_S: Final = 3.0  # after which a live run was heard
 TONES: Final = {
     "training": "live", "starting": "warn", "finished": "good", "broker away": "warn", "unreadable": "bad",
 }  # fmt: skip
@@ -45,7 +47,7 @@ COLUMNS: Final[list[dict[str, Any]]] = [
 async def runs_page(state: ConsoleState, compare: str, metric: str) -> None:
     """Build the page of all runs."""
     page = Page(state)
-    rows = await state.rows()
+    rows = await state.list.rows()
     known = {row.name for row in rows}
     chosen = [name for name in compare.split(",") if name in known][:MAX_COMPARED]
     metric = metric or METRIC
@@ -75,9 +77,10 @@ async def runs_page(state: ConsoleState, compare: str, metric: str) -> None:
             tag("p", "Tick runs to compare their curves and settings.", "dim")
 
     async def again() -> None:
-        grid.change(_rows(await state.rows(), chosen))
+        grid.change(_rows(await state.list.rows(), chosen))
 
     timer = ui.timer(REFRESH_S, again)
+    ui.timer(FIRST_S, again, once=True)
     page.until_gone(timer.cancel)
 
 
@@ -139,7 +142,7 @@ async def _compared(state: ConsoleState, chosen: list[str], metric: str) -> None
             missing = [name for name in chosen if name not in {one["name"] for one in series}]
             tag("p", f"without {metric}: {', '.join(missing)}", "dim")
     if len(folders) > 1:
-        _differences(chosen, setting_differences(folders))
+        _differences(chosen, await asyncio.to_thread(setting_differences, folders))
 
 
 def _differences(chosen: list[str], found: list[SettingDifference]) -> None:

@@ -101,6 +101,44 @@ def test_one_training_episode_of_each_domain_every_n_steps(tmp_path: Path) -> No
     ]
 
 
+class Texts:
+    """A tracker that takes texts, and no tables."""
+
+    def __init__(self, *_: object) -> None:
+        self.texts_of: list[dict[str, str]] = []
+        plain.append(self)
+
+    def log(self, step: int, values: dict[str, float]) -> None: ...
+
+    def texts(self, step: int, texts: dict[str, str]) -> None:
+        self.texts_of.append(dict(texts))
+
+    def close(self) -> None: ...
+
+
+plain: list[Texts] = []
+
+
+def test_only_the_shown_episode_is_decoded_without_a_tracker_that_takes_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[float] = []
+    of = TranscriptFactory.of
+
+    def noted(self: TranscriptFactory, one: wire.Trajectory) -> Transcript:
+        decoded.append(one.reward)
+        return of(self, one)
+
+    monkeypatch.setattr(TranscriptFactory, "of", noted)
+    section = TrackersSection(use=[f"{__name__}:Texts"], texts_every=1)
+    trackers = TrackerGroup(section, tmp_path, "demo", {})
+    shows = EpisodeShowcase(trackers, section, TranscriptFactory({}, tmp_path), tmp_path)
+    shows.accepted(group(1))
+    shows.step_completed(1)
+    assert [list(texts) for texts in plain[-1].texts_of] == [["samples/lake"]]
+    assert decoded == [0.0]
+
+
 def row(task: int, success: bool, domain: str = "lake", frames: list[str] | None = None) -> dict[str, Any]:
     texts = {"prompt": f"prompt {task}", "text": f"answer {task}", "response": "", "frames": frames or []}
     return {"domain": domain, "task_index": task, "success": [success], "reward": [float(success)], **texts}
