@@ -59,7 +59,8 @@ async def prepare(world: World, *, pools: tuple[str, ...] = ("default",), second
 
 async def test_episodes_are_scored_while_their_group_is_played_and_never_twice(world: World) -> None:
     await prepare(world, pools=("first", "second"))
-    world.spawn("--id", "rewards1", program=REWARDHUB)
+    for name in ("rewards1", "rewards2"):
+        world.spawn("--id", name, program=REWARDHUB)
     number = await world.ticket(group_size=SIZE)
     async with world.hub("--n", "8"):
         await until(lambda: done(world.folder) == 2 * (SIZE - 1))  # both pools, for all that have ended
@@ -68,7 +69,8 @@ async def test_episodes_are_scored_while_their_group_is_played_and_never_twice(w
         await world.settled()
     assert done(world.folder) == 2 * SIZE
     assert record.scores == []
-    assert record.reward_hubs == ["rewards1", "rewards1"]
+    assert len(record.reward_hubs) == 2
+    assert set(record.reward_hubs) <= {"rewards1", "rewards2"}
     for one in record.trajectories:
         own = one.reward_parts["env"]
         assert one.reward_parts == {"env": own, "slow": 1.0, "slow_2": 1.0}
