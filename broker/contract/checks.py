@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from broker.contract import wire
+from broker.contract import own_messages, wire
 from broker.contract.sizes import LEAST_PART_BYTES, MAX_GROUP_BYTES, MAX_PAYLOAD_BYTES, PART_BYTES
 from broker.errors import WireError
 
@@ -156,7 +156,7 @@ def check(message: wire.Message) -> None:
         WireError: if a rule is broken; names the message, the field, the value and the rule.
     """
     try:
-        for rule in _CHECKS[type(message)]:
+        for rule in _CHECKS.get(type(message), _OTHERS):
             rule(message)
     except (TypeError, AttributeError, KeyError, RecursionError) as error:  # built here with a value of a wrong type
         raise WireError(" ".join(f"{type(message).__name__}: {error}".split())) from None
@@ -655,3 +655,5 @@ _CHECKS: Final[dict[type, tuple[Callable[[Any], None], ...]]] = {
     )
     for kind in wire.MESSAGES
 }
+
+_OTHERS: Final = (own_messages.check,)

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from broker.contract import checks, wire
-from broker.contract.sizes import COUNT_FROM_BYTES, MAX_SMALL_BYTES, Buffer, has_too_many_items, max_items
+from broker.contract.own_messages import max_bytes
+from broker.contract.sizes import COUNT_FROM_BYTES, Buffer, has_too_many_items, max_items
 from broker.errors import TooLarge, WireError
 
 M = TypeVar("M", bound=wire.Message)
@@ -25,7 +26,7 @@ def encode(message: wire.Message) -> bytes:
     """Check and encode one message.
 
     Raises:
-        TooLarge: if it exceeds ``wire.MAX_BYTES`` or ``max_items``.
+        TooLarge: if it exceeds ``own_messages.max_bytes`` or ``max_items``.
         WireError: if it breaks a rule of ``check``, or holds a value that MessagePack cannot express.
     """
     checks.check(message)
@@ -33,7 +34,7 @@ def encode(message: wire.Message) -> bytes:
         data = _ENCODER.encode(message)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise WireError(_one_line(f"{type(message).__name__}: {error}")) from None
-    limit = wire.MAX_BYTES.get(type(message), MAX_SMALL_BYTES)
+    limit = max_bytes(type(message))
     if len(data) > limit:
         raise TooLarge(f"{type(message).__name__} is {len(data)} bytes, the limit is {limit}")
     if len(data) >= COUNT_FROM_BYTES and has_too_many_items(data):
@@ -64,7 +65,7 @@ def _decoder(types: tuple[type[wire.Message], ...]) -> tuple[Callable[[Buffer], 
     union: Any = _Nothing  # a decoder of a single type would accept messages without its name
     for kind in types:
         union = union | kind
-    limit = max(wire.MAX_BYTES.get(kind, MAX_SMALL_BYTES) for kind in types)
+    limit = max(map(max_bytes, types))
     _DECODERS[types] = msgspec.msgpack.Decoder(union).decode, limit
     return _DECODERS[types]
 

@@ -1,10 +1,12 @@
 """The table of all streams, which the code uses, docs/wire.md shows, and a golden test freezes.
 
-No other code may name a subject, a stream, a consumer or a bucket.
+No other code may name a subject, a stream, a consumer or a bucket. A program that uses the streams for something else
+declares rows of its own (docs/streams.md).
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
@@ -30,6 +32,17 @@ EVERYONE: Final = "all"
 ROLES: Final = ("learner", "rollout", "envhub", "rewardhub")
 
 
+def token(value: str, what: str) -> str:
+    """Return a value after checking that it can be one part of a subject.
+
+    Raises:
+        ConfigError: if it holds anything but letters, digits, ``_`` and ``-``, or is longer than 64.
+    """
+    if not wire.NAME.fullmatch(value):
+        raise ConfigError(what, value, "use 1-64 letters, digits, '_' or '-'")
+    return value
+
+
 @dataclass(frozen=True)
 class Stream:
     """One row of the table."""
@@ -37,15 +50,18 @@ class Stream:
     name: str  # short name, the second part of the subject
     kind: StreamKind  # how it delivers
     messages: tuple[type[wire.Message], ...]  # what it carries; empty: pieces of messages
-    key: str  # meaning of the last parts of the subject, separated by dots; empty if there are none
-    writer: str  # roles that write, separated by commas; the operator may do everything
-    reader: str  # roles that read
+    key: str = ""  # meaning of the last parts of the subject, separated by dots; empty if there are none
+    writer: str = EVERYONE  # roles that write, separated by commas; the operator may do everything
+    reader: str = EVERYONE  # roles that read
     kept: str = "not"  # until when, in words
     ttl_s: float = 0.0  # seconds after which a key-value entry expires, 0: never
     max_bytes: int = 0  # most bytes kept, 0: unlimited
     essential: bool = False  # stored even if the broker is full, from the run's reserve; small and rare messages only
     signed: bool = False  # by the owner of the run; readers ignore other values
     memory: bool = False  # kept in the broker's memory, independent of a full disk; lost when the broker restarts
+
+    def __post_init__(self) -> None:
+        token(self.name, "stream")
 
     def subject(self, run: str, key: str = "") -> str:
         """Return the subject for one run and key, for example ``rl.demo.tickets.lake``."""
@@ -166,12 +182,16 @@ IN_PROGRESS_EVERY_S: Final = 2.0
 MAX_DELIVERIES: Final = 20  # a hub closes a ticket on this delivery
 
 
-def token(value: str, what: str) -> str:
-    """Return a value after checking that it can be one part of a subject.
+def require_own(streams: Collection[Stream]) -> None:
+    """Check that streams of another program do not take names of the table, which mean something to every tool.
 
     Raises:
-        ConfigError: if it holds anything but letters, digits, ``_`` and ``-``, or is longer than 64.
+        ConfigError: if one does, or two have the same name.
     """
-    if not wire.NAME.fullmatch(value):
-        raise ConfigError(what, value, "use 1-64 letters, digits, '_' or '-'")
-    return value
+    names: set[str] = set()
+    for stream in streams:
+        if stream not in STREAMS and stream.name in {one.name for one in STREAMS}:
+            raise ConfigError("stream", stream.name, "another name; rlearner's own stream has this one")
+        if stream.name in names:
+            raise ConfigError("stream", stream.name, "a name of its own for each stream")
+        names.add(stream.name)

@@ -13,7 +13,7 @@ from typing import Any, Final
 from broker.contract import codec, wire
 from broker.contract.permissions import OPERATOR
 from broker.contract.sizes import HEADER_BYTES, Buffer
-from broker.contract.streams import DEAD, EVALS, RUNS, STREAMS, Stream, StreamKind
+from broker.contract.streams import DEAD, EVALS, RUNS, STREAMS, Stream, StreamKind, require_own
 from broker.errors import LostState, TooLarge, WireError
 from broker.identity.login import Login, find_login
 from broker.jetstream import provision
@@ -109,15 +109,20 @@ class Bus:
         await self._marks.close()
         await self.link.close()
 
-    async def ensure_streams(self) -> None:
+    async def ensure_streams(self, streams: Collection[Stream] = STREAMS) -> None:
         """Create those of this run's streams and buckets that do not exist, or wait for the learner to do so.
+
+        Args:
+            streams: of a program of your own, with those of the table that it uses.
 
         Raises:
             UserError: if the broker has no JetStream or no room for another run, or its cluster is too old.
+            ConfigError: if a stream has a name that means another one.
         """
         link = self.link
+        require_own(streams)
         provision.require_safe_cluster(link)
-        await asyncio.gather(*(self._ensure(stream, self.run) for stream in STREAMS))
+        await asyncio.gather(*(self._ensure(stream, self.run) for stream in streams))
 
     async def ensure_memory(self) -> None:
         """Create again what the broker kept in memory, as after its restart, or wait for the learner to do so."""
@@ -149,9 +154,9 @@ class Bus:
         names = await provision.stream_names(self.link, "$KV.>")
         return sorted(one.removeprefix("KV_rl_").removesuffix(ends) for one in names if one.endswith(ends))
 
-    async def delete_streams(self) -> None:
+    async def delete_streams(self, streams: Collection[Stream] = STREAMS) -> None:
         """Delete this run's streams with all their messages."""
-        for stream in STREAMS:
+        for stream in streams:
             if (config := stream_config(stream, self.run)) is not None:
                 await provision.delete_stream(self.link, config["name"])
 

@@ -1,0 +1,1 @@
+"""Deep Q-learning on CartPole: in one process (``dqn``), and with actors on other processes (``actors``)."""
