@@ -127,6 +127,8 @@ class Learner:
         self._counted.add(played.assignment)
         self.players[played.actor] = self.players.get(played.actor, 0) + 1
         self.largest_lag = max(self.largest_lag, self.version - played.version)
+        if len(self._counted) % 20 == 1:
+            print(f"episode {len(self._counted)} by {played.actor}", flush=True)
         await self._assign()  # before learning, so that the actor goes on at once
         await asyncio.to_thread(self.agent.learn, played.episode)
         if self.agent.updates >= (self.version + 1) * UPDATES_PER_VERSION:
@@ -169,7 +171,7 @@ def main() -> None:
     if options.join:
         asyncio.run(act(options.join, options.name))
         return
-    with tempfile.TemporaryDirectory(prefix="cartpole-") as folder, BrokerServer(Path(folder) / "broker") as server:
+    with tempfile.TemporaryDirectory(prefix="cartpole-") as folder, BrokerServer(f"{folder}/broker") as server:
         print(f"broker at {server.url}", flush=True)
         command = [sys.executable, "-m", "examples.cartpole.actors", "--join", server.url, "--name"]
         with (Path(folder) / "actors.log").open("wb") as log:

@@ -54,7 +54,8 @@ class QNetwork(nn.Sequential):
         super().__init__(*layers, nn.Linear(width, ACTIONS))
 
     def forward(self, observations: Tensor) -> Tensor:
-        return super().forward(observations / SCALE)
+        values: Tensor = super().forward(observations / SCALE)  # type: ignore[no-untyped-call]
+        return values
 
 
 class Replay:

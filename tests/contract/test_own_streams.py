@@ -1,0 +1,155 @@
+"""Programs of users on the streams: the code of docs/streams.md, and the example that learns CartPole."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pytest
+
+from broker.contract import codec, wire
+from broker.contract.streams import LOG, WORK_QUEUE, Stream
+from broker.errors import ConfigError, TooLarge, WireError
+from broker.jetstream.bus import Bus
+from examples.cartpole.streams import ASSIGNMENTS, EPISODES, QUEUE, Assignment, Played
+
+ROOT: Final = Path(__file__).parents[2]
+ENV: Final = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+PROGRAM: Final = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "streams.md").read_text(), re.DOTALL)
+
+
+class Reading(wire.Message, frozen=True):
+    sensor: str
+    value: float
+    samples: wire.Column | None = None
+    nested: dict[str, list[float]] = {}  # noqa: RUF012 - msgspec copies it
+
+
+class Small(wire.Message, frozen=True):
+    text: str
+
+
+@contextmanager
+def running(*command: str, cwd: Path = ROOT) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, *command], cwd=cwd, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_the_page_s_program_factors_numbers_though_a_worker_dies(tmp_path: Path, broker_url: str) -> None:
+    assert PROGRAM is not None
+    (tmp_path / "factor.py").write_text(PROGRAM[1])
+    with (
+        running("factor.py", broker_url, cwd=tmp_path) as killed,
+        running("factor.py", broker_url, cwd=tmp_path),
+        running("factor.py", broker_url, "91", "97", "15", "4", cwd=tmp_path) as collector,
+    ):
+        killed.send_signal(signal.SIGKILL)
+        printed, errors = collector.communicate(timeout=60)
+    assert printed.splitlines() == ["91 7", "97 97", "15 3", "4 2"], errors
+
+
+def test_learner_and_actors_go_on_when_an_actor_is_killed() -> None:
+    with running("-m", "examples.cartpole.actors", "--actors", "2", "--solved", "100", "--max-steps", "6000") as run:
+        assert run.stdout is not None
+        lines: list[str] = []
+        for line in run.stdout:
+            lines.append(line)
+            if found := re.match(r"actor-0 has pid (\d+)", line):
+                victim = int(found[1])
+            if line.startswith("episode 41 ") and victim:
+                os.kill(victim, signal.SIGKILL)
+                victim = 0
+        assert run.stderr is not None
+        assert run.wait(60) == 0, run.stderr.read()
+    figures = json.loads(lines[-1])
+    assert victim == 0
+    assert figures["mean_return"] >= 100
+    assert 2000 <= figures["steps"] <= 6500
+    by_actor = figures["episodes_by_actor"]
+    assert figures["episodes"] == sum(by_actor.values())
+    assert by_actor["actor-1"] > by_actor.get("actor-0", 0)
+    assert 0 <= figures["largest_lag"] <= figures["versions"]
+
+
+async def test_messages_of_other_programs_are_checked_on_both_sides(bus: Bus) -> None:
+    await bus.ensure_streams((ASSIGNMENTS, EPISODES))
+    try:
+        assert await bus.publish(ASSIGNMENTS, Assignment(seed=7, epsilon=0.5), key=QUEUE) == 1
+        with pytest.raises(WireError, match=r"Assignment\.epsilon: nan; must be finite"):
+            await bus.publish(ASSIGNMENTS, Assignment(seed=7, epsilon=float("nan")), key=QUEUE)
+        queue = await bus.work_queue(ASSIGNMENTS, QUEUE)
+        (delivery,) = await queue.fetch(1, 10.0)
+        assert (delivery.message, delivery.seq) == (Assignment(seed=7, epsilon=0.5), 1)
+        await delivery.ack()
+        subject = EPISODES.subject(bus.run)  # what a program without these checks may send
+        await bus.link.send(subject, b"\x82\xa4type\xa6Played\xaaassignment\x01")
+        async for record in bus.read_log(EPISODES, 1):
+            assert record.message is None
+            assert "missing required field" in record.error
+            break
+    finally:
+        await bus.delete_streams((ASSIGNMENTS, EPISODES))
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        (Reading(sensor="a", value=float("inf")), r"Reading\.value: inf; must be finite"),
+        (Reading(sensor="a", value=0.0, nested={"x": [1.0, float("nan")]}), r"Reading\.nested: nan; must be finite"),
+        (
+            Reading(sensor="a", value=0.0, samples=wire.column([1.0, np.nan], "<f4")),
+            r"Reading\.samples: holds NaN or infinity; must be finite",
+        ),
+        (
+            Reading(sensor="a", value=0.0, samples=wire.Column("<i4", b"12345")),
+            r"Reading\.samples: 5 bytes; must be a multiple of 4 for dtype <i4",
+        ),
+    ],
+)
+def test_numbers_that_are_not_finite_are_refused(message: Reading, why: str) -> None:
+    with pytest.raises(WireError, match=why):
+        codec.encode(message)
+
+
+def test_only_messages_with_bytes_may_be_large() -> None:
+    large = Reading(sensor="a", value=0.0, samples=wire.column(np.zeros(1_000_000), "<f4"))
+    assert codec.decode(codec.encode(large), Reading) == large
+    with pytest.raises(TooLarge, match="Small is 200022 bytes, the limit is 196608"):
+        codec.encode(Small(text="x" * 200_000))
+    with pytest.raises(TooLarge, match="the limit is 8388608"):
+        codec.encode(Reading(sensor="a", value=0.0, samples=wire.column(np.zeros(2_200_000), "<f4")))
+
+
+def test_a_user_s_rule_holds_for_what_is_received() -> None:
+    short = {"observations": wire.column([0.0] * 8, "<f4"), "actions": wire.column([1, 0], "|u1")}
+    with pytest.raises(ValueError, match="observations must be one more than actions"):
+        Played(assignment=1, actor="a", version=0, terminated=True, **short)
+    right = Played(assignment=1, actor="a", version=0, terminated=True, observations=wire.column([0.0] * 12, "<f4"),
+                   actions=short["actions"])  # fmt: skip
+    data = codec.encode(right)
+    assert codec.decode(data, Played) == right
+    with pytest.raises(WireError, match="observations must be one more than actions"):
+        codec.decode(data.replace(b"\xc4\x02\x01\x00", b"\xc4\x01\x01"), Played)
+
+
+async def test_a_stream_does_not_take_the_name_of_another(bus: Bus) -> None:
+    with pytest.raises(ConfigError, match="tickets"):
+        await bus.ensure_streams((Stream("tickets", LOG, (Small,)),))
+    with pytest.raises(ConfigError, match="mine"):
+        await bus.ensure_streams((Stream("mine", LOG, (Small,)), Stream("mine", WORK_QUEUE, (Small,), key="k")))
+    with pytest.raises(ConfigError, match="two words"):
+        Stream("two words", LOG, (Small,))
