@@ -48,12 +48,15 @@ def _broken(value: Any) -> str:
     return next(filter(None, map(_broken, inner)), "")
 
 
-@cache
 def max_bytes(kind: type[wire.Message]) -> int:
     """Return the largest encoding of a message: small, unless a field holds columns or bytes."""
-    if (known := wire.MAX_BYTES.get(kind)) is not None:
-        return known
-    fields = msgspec.structs.fields(kind) if hasattr(kind, "__struct_fields__") else ()
+    known = wire.MAX_BYTES.get(kind)
+    return _max_own_bytes(kind) if known is None else known
+
+
+@cache
+def _max_own_bytes(kind: type[wire.Message]) -> int:
+    fields = msgspec.structs.fields(kind)
     return MAX_PAYLOAD_BYTES if any(_holds_bytes(field.type) for field in fields) else MAX_SMALL_BYTES
 
 
