@@ -16,6 +16,12 @@ class PacedQueue:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._count, self._tokens, self._at = 0, 0.0, 0.0
         self._timer: asyncio.TimerHandle | None = None
+        self._sampled, self._busy_s = 0.0, 0.0
+
+    def counts(self) -> tuple[int, float]:
+        """Return the tokens of all requests so far, and the seconds in which there was one."""
+        self._pass()
+        return int(self._sampled), self._busy_s
 
     @property
     def running(self) -> int:
@@ -36,7 +42,10 @@ class PacedQueue:
     def _pass(self) -> None:
         now = asyncio.get_running_loop().time()
         if self._done:
-            self._tokens += (now - self._at) / (self._base + self._each * len(self._done))
+            each = (now - self._at) / (self._base + self._each * len(self._done))
+            self._tokens += each
+            self._sampled += each * len(self._done)
+            self._busy_s += now - self._at
         self._at = now
 
     def _plan(self) -> None:

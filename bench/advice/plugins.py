@@ -1,4 +1,4 @@
-"""An engine, an environment and a reward that only take time, for real processes; they read SPEEDS from the environment."""
+"""An engine, an environment and a reward that only take time, for real processes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ class PacedEngine(WeightlessEngine):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._queue = PacedQueue(speeds().slots, speeds().token_s, speeds().token_each_s)
-        self._busy_s = 0.0
 
     async def start(self) -> None:
         pass
@@ -52,7 +51,8 @@ class PacedEngine(WeightlessEngine):
         """Let it run out: nobody reads it."""
 
     def stats(self) -> EngineStats:
-        return EngineStats(self._queue.running, self._queue.waiting, speeds().slots, 0.0, self._generated)
+        tokens, busy_s = self._queue.counts()
+        return EngineStats(self._queue.running, self._queue.waiting, speeds().slots, busy_s, tokens)
 
     async def close(self) -> None:
         self._closed.set()

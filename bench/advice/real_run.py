@@ -1,4 +1,4 @@
-"""Runs a simulated fleet as real processes on a real broker: only sampling, environments, rewards and training sleep."""
+"""Runs a simulated fleet as real processes on a real broker: sampling, environments, rewards and training sleep."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ TINY: Final = {"hidden_size": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads
 
 async def run_processes(speeds: FleetSpeeds, steps: int, folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return the lines of metrics.jsonl and the settings of a run."""
-    folder.mkdir(parents=True)
-    config = validate(settings(speeds, steps, folder))
-    (folder / "run.yaml").write_text(to_yaml(config))
+    config = await asyncio.to_thread(_write_settings, speeds, steps, folder)
     async with RunFleet(folder, RUN) as fleet:
         variables = {SPEEDS: json.dumps(asdict(speeds))}
 
@@ -46,6 +44,13 @@ async def run_processes(speeds: FleetSpeeds, steps: int, folder: Path) -> tuple[
         if fleet.crashes:
             raise RuntimeError(fleet.crashes[0])
     return read_lines(folder / RUN / "metrics.jsonl"), config
+
+
+def _write_settings(speeds: FleetSpeeds, steps: int, folder: Path) -> dict[str, Any]:
+    folder.mkdir(parents=True)
+    config = validate(settings(speeds, steps, folder))
+    (folder / "run.yaml").write_text(to_yaml(config))
+    return config
 
 
 def settings(speeds: FleetSpeeds, steps: int, folder: Path) -> dict[str, Any]:

@@ -106,7 +106,7 @@ CASES: Final = (
     Case("learner, heavy samples", replace(BASE, sample_s=0.03, token_s=0.003), {"learner": 3, "servers": 4}),
     Case(
         "servers that share their speed",
-        replace(BASE, servers=1, token_s=0.001, token_each_s=0.0005, slots=64),
+        replace(BASE, servers=1, token_s=0.002, token_each_s=0.001, slots=64),
         {"servers": 3},
         is_real=True,
     ),

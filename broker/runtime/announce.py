@@ -30,7 +30,8 @@ def member_key(run: str, role: str, process_id: str) -> str:
 def decides(presence: wire.Presence) -> tuple[object, ...]:
     """Return what others base decisions on for longer than a second; a change of it updates the entry at once."""
     one = presence
-    return one.state, one.address, one.policy, tuple(one.serves), one.problem, one.key
+    is_measured = one.base_s + one.each_s > 0
+    return one.state, one.address, one.policy, tuple(one.serves), one.problem, one.key, is_measured
 
 
 class Announcer:

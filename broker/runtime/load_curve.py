@@ -15,6 +15,7 @@ import numpy as np
 
 LEVELS: Final = 12  # loads of 1, 2, 3-4, 5-8 … are told apart
 HALF_LIFE: Final = 2000.0  # pieces after which an equation counts half
+MIN_PIECES: Final = 8  # before the curve counts as known
 RATIOS: Final = (0.0, *np.logspace(-4, 3, 57).tolist())  # tried for each_s / base_s
 CAUTION: Final = 1e-3  # how much better a steeper curve must fit, per unit of slope
 
@@ -45,6 +46,7 @@ class LoadCurve:
         self._products = np.zeros((LEVELS, LEVELS))
         self._work = np.zeros(LEVELS)
         self._fitted: tuple[float, float] | None = None
+        self._pieces = 0
 
     def enter(self, now: float) -> Piece:
         """Begin a piece, or let it wait for a slot."""
@@ -67,15 +69,16 @@ class LoadCurve:
             self._products = self._products * self._keep + np.outer(times, times)
             self._work = self._work * self._keep + units * times
             self._fitted = None
+            self._pieces += 1
 
     def fit(self) -> tuple[float, float]:
-        """Return base_s and each_s, both at least 0; zeros before the first piece has ended."""
+        """Return base_s and each_s, both at least 0; zeros before eight pieces have ended."""
         if self._fitted is None:
             self._fitted = self._solve()
         return self._fitted
 
     def _solve(self) -> tuple[float, float]:
-        if not self._work.any():
+        if self._pieces < MIN_PIECES:
             return 0.0, 0.0
         loads = np.array([total / time if time else 1.0 for total, time in zip(self._load_s, self._times, strict=True)])
         ratios = np.array(RATIOS)[:, None]

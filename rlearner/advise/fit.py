@@ -22,6 +22,7 @@ NEEDED: Final = (
     "time/publish_step", "time/between_steps", "time/generate", "time/env_step", "time/env_step_max", "env/num_turns",
     "perf/samples_per_s", "episode_tokens/mean", "episode_tokens/group_max",
 )  # fmt: skip
+REWARDS: Final = ("fleet/score_s", "fleet/score_each_s")  # if the run has any
 LENGTHS: Final = {f"episode_tokens/{name}": share for name, share in QUANTILES.items()}
 
 
@@ -67,9 +68,11 @@ def fit(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> FittedR
     mean = {
         name: fmean(row[name] for row in used) for name in used[-1] if all(_is_number(row.get(name)) for row in used)
     }
+    # a process knows its speed better and better
+    mean |= {name: value for name, value in used[-1].items() if name.startswith("fleet/") and _is_number(value)}
     model = _model(used, mean, config)
     step_s = mean["time/step"]
-    model = replace(model, delay_s=max(0.0, mean["time/generate"] - simulate(model).generate_s))
+    model = replace(model, delay_s=_delay(model, mean["time/generate"], step_s))
     return FittedRun(
         model=model,
         samples_per_s=sum(row["perf/samples_per_s"] * row["time/step"] for row in used) / (step_s * len(used)),
@@ -94,7 +97,9 @@ def _usable(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> lis
     if not rows:
         raise NotFitted(f"needs {first + MIN_STEPS} steps", first + MIN_STEPS)
     newest = rows[-1]
-    if missing := [name for name in (*NEEDED, *LENGTHS) if not _is_number(newest.get(name))]:
+    rewards = any(domain["rewards"] for domain in config["domains"].values())
+    needed = (*NEEDED, *LENGTHS, *(REWARDS if rewards else ()))
+    if missing := [name for name in needed if not _is_number(newest.get(name))]:
         if newest.get("fleet/servers") == 0 or newest.get("fleet/hubs") == 0:
             raise NotFitted("no server or no environment hub was there at the last step")
         raise NotFitted(f"the newest step has no {missing[0]}")
@@ -111,6 +116,21 @@ def _usable(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> lis
         more = max(MIN_STEPS - len(used), first + MIN_STEPS - int(newest["step"]))
         raise NotFitted(f"needs {more} more steps of the present fleet", more)
     return used
+
+
+def _delay(model: RunModel, generate_s: float, step_s: float) -> float:
+    """Return the time of an episode's requests that the servers do not explain, at most what a step's time leaves.
+
+    Where servers are the limit, a longer way to them means fewer requests on them, so the way costs nothing.
+    """
+    most = max(0.0, generate_s - simulate(model).generate_s)
+    if simulate(replace(model, delay_s=most)).step_s <= step_s:
+        return most
+    least = 0.0
+    for _ in range(5):
+        middle = (least + most) / 2
+        least, most = (middle, most) if simulate(replace(model, delay_s=middle)).step_s <= step_s else (least, middle)
+    return least
 
 
 def _is_number(value: Any) -> bool:
@@ -157,8 +177,8 @@ def _model(used: Sequence[Mapping[str, Any]], mean: Mapping[str, float], config:
         env_spread=_spread(size - spare, mean["time/env_step"], mean["time/env_step_max"]),
         reward_hubs=reward_hubs,
         workers=max(1, round(mean.get("fleet/scores", 1.0) / reward_hubs)),
-        score_s=rewards * mean.get("fleet/score_s", 0.0) if rewards else 0.0,
-        score_each_s=rewards * mean.get("fleet/score_each_s", 0.0) if rewards else 0.0,
+        score_s=rewards * mean["fleet/score_s"] if rewards else 0.0,
+        score_each_s=rewards * mean["fleet/score_each_s"] if rewards else 0.0,
         scores_early=any(domain.get("score_ahead") for domain in domains),
         group_s=max(0.0, mean["time/train"] - mean["time/finish_train"]) / groups,
         step_s=mean["time/finish_train"] + mean["time/publish_step"],
@@ -181,7 +201,7 @@ def lengths_of(used: Sequence[Mapping[str, Any]], num: int) -> Lengths:
 def _alone(mean: Mapping[str, float], work: str, at_once: float) -> tuple[float, float]:
     """Return the shares of a measured time that a call takes alone, and that each of those at once adds."""
     base, each = mean.get(f"fleet/{work}_s", 0.0), mean.get(f"fleet/{work}_each_s", 0.0)
-    total = base + each * at_once
+    total = base + each * max(1.0, at_once)
     return (base / total, each / total) if total > 0 else (1.0, 0.0)
 
 

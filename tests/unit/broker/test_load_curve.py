@@ -51,5 +51,7 @@ def test_what_failed_is_no_observation() -> None:
     assert curve.fit() == (0.0, 0.0)
     curve.leave(first, 2.0, 0)
     assert curve.fit() == (0.0, 0.0)
-    curve.leave(curve.enter(3.0), 4.0, 4)
+    for second in range(3, 11):
+        assert curve.fit() == (0.0, 0.0)  # fewer than eight
+        curve.leave(curve.enter(second), second + 1.0, 4)
     assert curve.fit() == pytest.approx((0.25, 0.0))
