@@ -18,11 +18,10 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-from bench.advice.real_run import run_real
+from bench.advice.real_run import run_at_once
 from bench.advice.speeds import CASES, Case, FleetSpeeds
 from bench.advice.virtual_run import config_of, run_fleet
 from rlearner.advise.advice import advice_of, predict
@@ -73,10 +72,8 @@ def in_virtual_time(case: Case) -> dict[str, Any]:
 
 def as_processes(case: Case) -> dict[str, Any]:
     """Run both fleets of a case at the same time, since they only sleep."""
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as both:
-        given = ((case.speeds, "before"), (case.changed, "after"))
-        runs = [both.submit(run_real, speeds, REAL_STEPS, Path(folder) / name) for speeds, name in given]
-        (rows, config), (changed, _) = (run.result() for run in runs)
+    with tempfile.TemporaryDirectory() as folder:
+        (rows, config), (changed, _) = run_at_once([case.speeds, case.changed], REAL_STEPS, Path(folder))
     return compare(case, rows, config, measured(changed, case.changed.max_staleness))
 
 

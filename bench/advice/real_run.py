@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -18,14 +19,24 @@ from learner.reporting.metrics import read_lines
 
 HERE: Final = Path(__file__).parent
 RUN: Final = "advice"
+Rows = list[dict[str, Any]]
 TINY: Final = {"hidden_size": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 16} | {
     "intermediate_size": 32
 }
 
 
-async def run_processes(speeds: FleetSpeeds, steps: int, folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the lines of metrics.jsonl and the settings of a run."""
-    config = await asyncio.to_thread(_write_settings, speeds, steps, folder)
+def run_at_once(fleets: Sequence[FleetSpeeds], steps: int, folder: Path) -> list[tuple[Rows, dict[str, Any]]]:
+    """Run fleets at the same time, which only sleep; return the lines of metrics.jsonl and the settings of each."""
+    places = [folder / str(number) for number in range(len(fleets))]
+    configs = [_write_settings(speeds, steps, place) for speeds, place in zip(fleets, places, strict=True)]
+
+    async def run_all() -> list[Rows]:
+        return await asyncio.gather(*(_run(speeds, place) for speeds, place in zip(fleets, places, strict=True)))
+
+    return list(zip(asyncio.run(run_all()), configs, strict=True))
+
+
+async def _run(speeds: FleetSpeeds, folder: Path) -> Rows:
     async with RunFleet(folder, RUN) as fleet:
         variables = {SPEEDS: json.dumps(asdict(speeds))}
 
@@ -43,7 +54,7 @@ async def run_processes(speeds: FleetSpeeds, steps: int, folder: Path) -> tuple[
         await fleet.wait_done(fleet.of("learner"))
         if fleet.crashes:
             raise RuntimeError(fleet.crashes[0])
-    return read_lines(folder / RUN / "metrics.jsonl"), config
+    return await asyncio.to_thread(read_lines, folder / RUN / "metrics.jsonl")
 
 
 def _write_settings(speeds: FleetSpeeds, steps: int, folder: Path) -> dict[str, Any]:
@@ -68,8 +79,3 @@ def settings(speeds: FleetSpeeds, steps: int, folder: Path) -> dict[str, Any]:
     config |= {"rollout": {"engine": f"{plugins}:PacedEngine", "max_running": speeds.slots, "max_context_tokens": 4096}}
     config |= {"rewardhub": {"workers": speeds.workers, "pass_env": [SPEEDS]}, "envhub": {"n": speeds.envs}}
     return config
-
-
-def run_real(speeds: FleetSpeeds, steps: int, folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """See ``run_processes``."""
-    return asyncio.run(run_processes(speeds, steps, folder))
