@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -20,8 +21,12 @@ from envhub.lengths.mean import RunningMean
 
 log = logging.getLogger(__name__)
 
+INSTEAD: Final = "the running mean is used instead"
 JUDGED_AFTER: Final = 100  # turns, before an estimator can count as worse than the mean
 WORSE: Final = 1.25  # times the mean's error
+SLOW_S: Final = 0.001  # of a prediction
+SLOW_IN_A_ROW: Final = 20  # a single one may be slow because the machine is busy
+MEANING: Final = "in which the hub can do nothing else"
 
 
 @dataclass(slots=True, frozen=True)
@@ -57,6 +62,7 @@ class LengthPredictor:
         self._own = CorrectedEstimator(estimator)
         self._mean = CorrectedEstimator(RunningMean())
         self._noted: set[str] = set()
+        self._num_slow = 0  # predictions in a row that took long
         self.new = 0
 
     @classmethod
@@ -66,7 +72,7 @@ class LengthPredictor:
             return cls(domain, make(), calibration)
         except BaseException as error:  # noqa: BLE001 - it may be the user's code
             made = cls(domain, RunningMean(), calibration)
-            made._note("starts", told(error))
+            made._note("starts", f"{told(error)}; {INSTEAD}")
             return made
 
     @property
@@ -76,11 +82,14 @@ class LengthPredictor:
 
     def predict(self, turn: UpcomingTurn) -> LengthPrediction:
         """Predict a turn; without the estimator if it fails, or if the mean has been clearly better."""
-        own, fallback = None, self._mean.predict(turn)
+        own, fallback, began = None, self._mean.predict(turn), time.perf_counter()
         try:
             own = self._own.predict(turn)
         except BaseException as error:  # noqa: BLE001 - the user's code; a cancellation cannot arrive here
-            self._note("fails", told(error))
+            self._note("fails", f"{told(error)}; {INSTEAD}")
+        self._num_slow = self._num_slow + 1 if time.perf_counter() - began > SLOW_S else 0
+        if self._num_slow == SLOW_IN_A_ROW:
+            self._note("slow", f"{SLOW_IN_A_ROW} predictions in a row took over {SLOW_S * 1000:g} ms, {MEANING}")
         chosen = fallback if own is None or self._is_worse else own
         if chosen is None:
             return LengthPrediction(turn, 0, 0, own, fallback)
@@ -96,21 +105,21 @@ class LengthPredictor:
         try:
             self._own.learn(own, turn, tokens)
         except BaseException as error:  # noqa: BLE001 - as above
-            self._note("fails", told(error))
+            self._note("fails", f"{told(error)}; {INSTEAD}")
         self.new += 1
         if self._is_worse:
             off, mean = (math.exp(one.error) for one in (self._own, self._mean))
-            self._note("errs", f"its predictions are off by a factor of {off:.3g}, the mean by {mean:.3g}")
+            self._note("errs", f"its predictions are off by a factor of {off:.3g}, the mean by {mean:.3g}; {INSTEAD}")
 
     @property
     def _is_worse(self) -> bool:
         return self._own.num_turns >= JUDGED_AFTER and self._own.error > WORSE * self._mean.error
 
     def _note(self, fault: str, text: str) -> None:
-        """Log a fault once; the mean is used instead."""
+        """Log a fault once."""
         if fault not in self._noted:
             self._noted.add(fault)
-            log.warning("domains.%s.length_estimator: %s; the running mean is used instead", self._domain, text)
+            log.warning("domains.%s.length_estimator: %s", self._domain, text)
 
 
 class HubLengths:

@@ -430,6 +430,8 @@ async def test_a_hub_says_what_it_is_and_does(world: World) -> None:
     assert values["time/generate"] > 0
     assert values["perf/episodes_per_s"] > 0
     assert values["envhub/slots"] == 17
+    assert values["length/error"] == pytest.approx(0, abs=0.2)  # all turns have two tokens
+    assert {"length/calibration_50", "length/calibration_90"} <= values.keys()
 
 
 async def test_a_hub_that_cannot_serve_the_run_says_why(world: World, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,16 @@ def test_a_function_that_lies_is_noted_once_and_the_mean_is_used(caplog: pytest.
     assert all(70 <= median <= 140 for median, _, _ in rows[200:])
     (line,) = [record.message for record in caplog.records]
     assert "its predictions are off by a factor of " in line
+
+
+def test_a_slow_function_is_noted_once_and_used(caplog: pytest.LogCaptureFixture) -> None:
+    using = predictor(lambda turn: time.sleep(0.002) or 70.0)
+    with caplog.at_level(logging.WARNING):
+        rows = play(using, [70] * 30)
+    assert rows[-1][0] == pytest.approx(70, abs=2)
+    (line,) = [record.message for record in caplog.records]
+    says = "20 predictions in a row took over 1 ms, in which the hub can do nothing else"
+    assert line == f"domains.lake.length_estimator: {says}"
 
 
 class Broken(LengthEstimator):
