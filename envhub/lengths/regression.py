@@ -9,6 +9,7 @@ nearly all of them mean nothing.
 from __future__ import annotations
 
 import math
+from array import array
 from typing import Any, Final
 
 import numpy as np
@@ -18,13 +19,15 @@ from envhub.lengths.base import LengthKnowledge, UpcomingTurn
 from envhub.lengths.history import LEVELS, TaskHistory
 
 NUM_PLAIN: Final = 4
-NUM_HASHED: Final = 44
+NUM_HASHED: Final = 32  # a power of two
 SIZE: Final = NUM_PLAIN + NUM_HASHED
 END: Final = 256  # tokens at the end of the context
 MEMORY: Final = 2000  # turns that the means are made of
 SOLVE_EVERY: Final = 16
 PRIOR_PLAIN, PRIOR_HASHED = 20.0, 1000.0  # turns that say as much as the belief that a weight is zero
 _MULTIPLIER: Final = np.uint32(2654435761)  # 2^32 divided by the golden ratio
+_SHIFT: Final = np.uint32(33 - NUM_HASHED.bit_length())
+_LOG1P: Final = np.log1p(np.arange(END + 1))
 _PRIOR: Final = np.array([PRIOR_PLAIN] * NUM_PLAIN + [PRIOR_HASHED] * NUM_HASHED)
 _OWN: Final = SIZE + SIZE + SIZE * (SIZE + 1) // 2 + 1  # numbers in the knowledge, besides those of the history
 _LOWER: Final = np.tril_indices(SIZE)
@@ -44,7 +47,7 @@ class OnlineRegression(TaskHistory):
 
     def _without_task(self, turn: UpcomingTurn) -> tuple[float, Any]:
         found = turn_features(turn)
-        return self._level(turn.turn) + float(self._weights @ found) - self._offset, found
+        return self._level(turn.turn) + float(self._weights.dot(found)) - self._offset, found
 
     def _learn(self, features: Vector, above: float, weight: float) -> None:
         before, self._learnt = self._learnt, self._learnt + weight
@@ -88,11 +91,10 @@ class OnlineRegression(TaskHistory):
 
 
 def turn_features(turn: UpcomingTurn) -> Vector:
-    """Return the features of a turn, shape (48,)."""
+    """Return the features of a turn, shape (36,)."""
     ids, found = turn.token_ids, np.empty(SIZE)
-    end = np.array(ids[-END:], np.uint32)  # a slice of an array is a copy, which may grow
-    end *= _MULTIPLIER
-    end %= NUM_HASHED
-    found[NUM_PLAIN:] = np.log1p(np.bincount(end, minlength=NUM_HASHED))
+    last = ids[-END:]  # a copy, while the context may grow
+    tokens = np.frombuffer(last, np.uint32) if isinstance(last, array) else np.array(last, np.uint32)
+    found[NUM_PLAIN:] = _LOG1P[np.bincount(tokens * _MULTIPLIER >> _SHIFT, minlength=NUM_HASHED)]
     found[:NUM_PLAIN] = math.log(len(ids) or 1), math.log1p(turn.turn), turn.turn > 0, math.log1p(turn.previous)
     return found
