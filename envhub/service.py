@@ -199,7 +199,7 @@ class EnvironmentHub:
         there = (*self.servers.all(), *self.servers.learners())
         versions = [one.policy_version for one in there if one.policy == wire.ACTOR and one.epoch == epoch]
         self._perform(self.slots.advanced(max(versions, default=-1)))
-        self._perform(self.slots.tick(self.servers.clock.now(), idle=self.outbox.is_empty))
+        self._perform(self.slots.tick(self.servers.clock.now(), idle=self.outbox.is_empty, left_s=self._left_s))
         if self._serves_someone(TICKETS) and not self.slots.draining:
             self.health.start_trials()
 
@@ -298,7 +298,9 @@ class EnvironmentHub:
             traces.add("deliver", asked.number, delivery.stored_at, time.time(), deliveries=delivery.num_delivered)
         drop_late = (self.spec.config.get("train") or {}).get("on_late") == "drop"
         self._in_hand[asked.key] = held
-        job = asked.job(delivery.num_delivered, drop_late=drop_late)
+        job = asked.job(
+            delivery.num_delivered, drop_late=drop_late, straggler_factor=of_domain.section.straggler_factor
+        )
         if delivery.num_delivered == 1:
             self._perform(self.slots.offer(job, self.servers.clock.now()))
             return asked.group_size
@@ -339,12 +341,17 @@ class EnvironmentHub:
             held = self._in_hand[action.key]
             match action:
                 case slots.StartEpisode(key, episode, attempt):
-                    held.tasks[episode] = asyncio.create_task(self._play(key, held, episode, attempt))
+                    held.names[episode] = f"{self.member.id}.{key}.{episode}.{attempt}"
+                    held.tasks[episode] = asyncio.create_task(self._play(key, held, episode, held.names[episode]))
+                case slots.HurryEpisode(_, episode):
+                    self.generator.hurry(held.names[episode])
                 case slots.AbortEpisode(_, episode):
+                    held.cut.append(self.generator.open.length(held.names[episode], self.servers.clock.now()))
                     held.tasks.pop(episode).cancel()
                 case slots.FinishGroup(key, episodes):
                     del self._in_hand[key]
                     self.health.settled(held.domain.name, key)
+                    self.tally.add_lengths([held.played[episode].num_tokens for episode in episodes], held.cut)
                     self.outbox.finish(held, [held.played[episode] for episode in episodes])
                 case slots.CloseTicket(key, reason, detail):
                     del self._in_hand[key]
@@ -356,8 +363,10 @@ class EnvironmentHub:
         if actions:
             self.turnstile.poke()
 
-    async def _play(self, key: str, held: InHand, episode: int, attempt: int) -> None:
-        name = f"{self.member.id}.{key}.{episode}.{attempt}"
+    def _left_s(self, key: str, episode: int) -> float:
+        return self.generator.open.left_s(self._in_hand[key].names[episode], self.servers.clock.now())
+
+    async def _play(self, key: str, held: InHand, episode: int, name: str) -> None:
         groups_per_step = (self.spec.config.get("train") or {}).get("groups_per_step", 0)
         played_as = task(held.asked, held.domain, episode, name, step=held.asked.step(groups_per_step))
 
@@ -375,6 +384,8 @@ class EnvironmentHub:
             log.exception("%s episode %d", key, episode)  # a bug of the hub may cost this episode only
             self._failed(key, held, episode, EpisodeFailed("env", f"{type(error).__name__}: {error}"))
             return
+        finally:
+            self.generator.forget(name)
         self.health.succeeded(held.domain.name)
         if self._in_hand.get(key) is held:
             self.tally.add(played)

@@ -4,8 +4,26 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Sequence
+from typing import Final
 
 from envhub.task import EpisodeResult
+
+KEPT: Final = 0.99  # weight of the lengths of a group after the next one
+
+
+class _RecentMean:
+    """Mean of the values of recent groups."""
+
+    def __init__(self) -> None:
+        self._sum = self._count = 0.0
+
+    def add(self, values: Sequence[int]) -> None:
+        self._sum, self._count = self._sum * KEPT + sum(values), self._count * KEPT + len(values)
+
+    @property
+    def mean(self) -> float:
+        return self._sum / self._count if self._count else 0.0
 
 
 class HubMetrics:
@@ -15,6 +33,7 @@ class HubMetrics:
         self.groups = self.closed = self.handed_back = self.failures = 0
         self._episodes = 0
         self._sums: dict[str, float] = defaultdict(float)
+        self._kept, self._all = _RecentMean(), _RecentMean()
         self._since = time.monotonic()
 
     def add(self, played: EpisodeResult) -> None:
@@ -28,6 +47,11 @@ class HubMetrics:
         for name, value in trajectory.metrics.items():
             sums[f"env/{name}"] += value
 
+    def add_lengths(self, kept: Sequence[int], cut: Sequence[int]) -> None:
+        """Add a finished group's lengths in tokens, and the expected ones of episodes that it did not wait for."""
+        self._kept.add(kept)
+        self._all.add([*kept, *cut])
+
     def report(self) -> dict[str, float]:
         """Return the metrics, and start the means again."""
         now = time.monotonic()
@@ -37,6 +61,8 @@ class HubMetrics:
         values["envhub/closed"] = self.closed
         values["envhub/handed_back"] = self.handed_back
         values["envhub/failed_episodes"] = self.failures
+        if self._all.mean:
+            values["off_policy/length_bias"] = self._kept.mean / self._all.mean
         self._sums.clear()
         self._episodes, self._since = 0, now
         return values

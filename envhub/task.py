@@ -60,6 +60,11 @@ class EpisodeResult:
     oldest_version: int
 
     @property
+    def num_tokens(self) -> int:
+        """Sampled tokens of all turns."""
+        return sum(turn.end - turn.start for trajectory in self.trajectories for turn in trajectory.turns)
+
+    @property
     def trajectory(self) -> wire.Trajectory:
         """The last trajectory, which says how the episode ended."""
         return self.trajectories[-1]

@@ -129,6 +129,9 @@ class DomainSection(Section):
     group_size: PositiveInt = 8
     min_group_size: PositiveInt | None = None  # None: all of them
     group_size_redundancy: NonNegativeInt = 0  # extra episodes; when group_size have finished, the rest are aborted
+    # closes a group of at least min_group_size episodes when the others are expected to take more than this many times
+    # as long again as the group has taken; null: never, they have until deadline_s
+    straggler_factor: PositiveFloat | None = None
     max_turns: PositiveInt = 1
     context: Literal["auto", "full", "steps"] = "auto"  # whole conversation or single turns; auto: by algorithm
     history_length: NonNegativeInt = 2  # previous turns in a prompt of context steps
@@ -159,12 +162,16 @@ def check(config: dict[str, Any]) -> None:
     """Check the domains' settings that must agree.
 
     Raises:
-        ConfigError: if min_group_size exceeds group_size, a turn exceeds the context, or the memory is not used.
+        ConfigError: if min_group_size exceeds group_size or lets no straggler be left out, a turn exceeds the context,
+            or the memory is not used.
     """
     for name, domain in config["domains"].items():
         where, smallest, size = f"domains.{name}", domain["min_group_size"], domain["group_size"]
         if smallest is not None and smallest > size:
             raise ConfigError(f"{where}.min_group_size", smallest, f"at most group_size, which is {size}")
+        if domain["straggler_factor"] is not None and (smallest is None or smallest == size):
+            rule = f"left out, or {where}.min_group_size below group_size: only then can a group close early"
+            raise ConfigError(f"{where}.straggler_factor", domain["straggler_factor"], rule)
         if domain["context"] == "full":
             for key, allowed in (("memory", "recent"), ("history_length", "left out")):
                 if (value := domain[key]) != DomainSection.model_fields[key].default:

@@ -193,6 +193,7 @@ class AgentSession:
         place = self._task_key, self._begun - 1, last.end - last.start if last else 0, task.task_index, task.split
         predicted = self._means.lengths.predict(UpcomingTurn(prompt, most, *place))
         turn = TurnRequest(
+            episode=task.id,
             conversation_id=f"{task.id}.{len(self.record.samples) if base is None else base.number}",
             token_ids=prompt,
             sampling=wire.SamplingParams(

@@ -149,6 +149,7 @@ class Episode:
         place = self._task_key, len(self._turns), self._previous, task.task_index, task.split
         predicted = self._means.lengths.predict(UpcomingTurn(conversation.token_ids, sampling.max_tokens, *place))
         ask = TurnRequest(
+            episode=task.id,
             conversation_id=task.id if self._steps is None else f"{task.id}.{len(self._turns)}",
             token_ids=conversation.token_ids,
             sampling=sampling,

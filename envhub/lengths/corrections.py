@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import reprlib
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from broker.contract.lengths import HIGH
 from envhub.lengths.base import LengthEstimator, UpcomingTurn
@@ -21,7 +21,19 @@ FIRST_STEPS: Final = 20  # turns during which it moves faster
 ERROR_MEMORY: Final = 200
 MOST_TOKENS: Final = 1e12  # of a prediction
 
-Quantiles = tuple[float, float]
+
+class Quantiles(NamedTuple):
+    """A prediction in log tokens.
+
+    Attributes:
+        median, high: median and 0.9 quantile, corrected.
+        raw_median, raw_high: before the corrections of that time.
+    """
+
+    median: float
+    high: float
+    raw_median: float
+    raw_high: float
 
 
 @dataclass(slots=True)
@@ -34,9 +46,9 @@ class LengthCalibration:
     below_high: float = 0.0
     _counts: list[int] = field(default_factory=lambda: [0, 0, 0])
 
-    def add(self, predicted: Quantiles, actual: float, limit: float) -> None:
+    def add(self, predicted: Quantiles | tuple[float, float], actual: float, limit: float) -> None:
         """Add a turn; all in log tokens. A quantile at the limit cannot be exceeded and does not count."""
-        median, high = predicted
+        median, high = predicted[:2]
         self.error += self._share(0) * (abs(actual - min(median, limit)) - self.error)
         if median < limit:
             self.below_median += self._share(1) * ((actual <= median) - self.below_median)
@@ -81,8 +93,7 @@ class CorrectedEstimator:
             raise ValueError(f"it predicts {reprlib.repr(found)}, not a number above 0, or two in order")
         if self._has_high and not high:
             self._has_high, self._high = False, FIRST_SPREAD
-        middle = math.log(median)
-        return (now := middle + self._median), max(math.log(high or median) + self._high, now)
+        return self._corrected(math.log(median), math.log(high or median))
 
     def learn(self, predicted: Quantiles | None, turn: UpcomingTurn, tokens: int) -> None:
         """Correct the corrections and let the estimator learn.
@@ -91,7 +102,10 @@ class CorrectedEstimator:
             Exception: what the estimator raises.
         """
         if predicted is not None:
-            actual, limit, (median, high) = math.log(max(tokens, 1)), math.log(turn.max_tokens), predicted
+            actual, limit = math.log(max(tokens, 1)), math.log(turn.max_tokens)
+            # by the corrections of now: hundreds of turns may have ended since it was predicted, and each of them would
+            # otherwise correct the same error once more
+            median, high, _, _ = self._corrected(predicted.raw_median, predicted.raw_high)
             self.num_turns += 1
             step = self.error * max(STEP, 1 / (FIRST_STEPS + self.num_turns))
             # a turn that was cut off says nothing about a quantile beyond the limit
@@ -101,3 +115,6 @@ class CorrectedEstimator:
                 self._high += step * ((actual > high) - (1 - HIGH)) / HIGH
             self.error += (abs(actual - min(median, limit)) - self.error) / min(self.num_turns + 10, ERROR_MEMORY)
         self.estimator.observe(turn, tokens)
+
+    def _corrected(self, median: float, high: float) -> Quantiles:
+        return Quantiles((now := median + self._median), max(high + self._high, now), median, high)

@@ -93,7 +93,7 @@ class LengthPredictor:
         chosen = fallback if own is None or self._is_worse else own
         if chosen is None:
             return LengthPrediction(turn, 0, 0, own, fallback)
-        median, high = (min(max(round(math.exp(min(one, 30.0))), 1), turn.max_tokens) for one in chosen)
+        median, high = (min(max(round(math.exp(min(one, 30.0))), 1), turn.max_tokens) for one in chosen[:2])
         return LengthPrediction(turn, median, high, own, fallback)
 
     def add(self, prediction: LengthPrediction, tokens: int) -> None:

@@ -14,6 +14,8 @@ class GroupJob:
         key: unique among the jobs in hand.
         max_staleness: versions that a token may lag behind before the group is late; None: never late.
         num_redundant: once all episodes but this many have finished, the group is complete.
+        straggler_factor: the group closes with min_group_size episodes once the others are expected to take this many
+            times as long again as it has taken; None: never.
         num_greedy: the last episodes are baselines, whose success does not count.
         pass_rate: bounds of the share of successes, outside of which the group is filtered; empty: none.
     """
@@ -25,6 +27,7 @@ class GroupJob:
     max_staleness: int | None = None
     num_delivered: int = 1
     num_redundant: int = 0
+    straggler_factor: float | None = None
     num_greedy: int = 0
     pass_rate: tuple[float, ...] = ()
 

@@ -9,7 +9,7 @@ A job that may have killed other hubs is held until it is judged, and then begin
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -31,6 +31,7 @@ CLOSED_FOR: dict[FailureKind, ClosedReason] = {
 HOPELESS: frozenset[FailureKind] = frozenset(("fatal", "large"))  # another attempt would end the same way
 OF_THE_HOST: frozenset[FailureKind] = frozenset(("env", "machine", "fatal", "timeout"))  # the machine may be to blame
 HAND_BACK_DELAY_S = 1.0
+STRAGGLERS = 4  # a group waits for its last episodes when at most one in this many is open
 
 
 @dataclass(frozen=True)
@@ -76,18 +77,28 @@ class HandBack:
     detail: str
 
 
-Action = StartEpisode | AbortEpisode | FinishGroup | CloseTicket | HandBack
+@dataclass(frozen=True)
+class HurryEpisode:
+    """A running episode is among the last that its group waits for."""
+
+    key: str
+    episode: int
+
+
+Action = HurryEpisode | StartEpisode | AbortEpisode | FinishGroup | CloseTicket | HandBack
 
 
 @dataclass
 class _Group:
     job: GroupJob
+    began: float
     until: float
     waiting: int
     running: dict[int, int] = field(default_factory=dict)  # episode -> attempt
     done: set[int] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
     oldest_version: int | None = None
+    hurried: bool = False  # whether only its last episodes are open
     solved: dict[int, bool] = field(default_factory=dict)  # episodes whose success is final
 
 
@@ -181,7 +192,7 @@ class EpisodeSlots:
     def _enter(self, now: float, *, idle: bool = False) -> list[Action]:
         """Begin the groups whose turn it is."""
         while job := self._line.next(idle=idle and not self._groups):
-            self._groups[job.key] = _Group(job, now + job.deadline_s, job.group_size)
+            self._groups[job.key] = _Group(job, now, now + job.deadline_s, job.group_size)
             self._queue.extend((job.key, episode, 0) for episode in range(job.group_size))
         return self._fill()
 
@@ -190,7 +201,7 @@ class EpisodeSlots:
         if (group := self._leave(key, episode)) is None:
             return self._fill()
         group.done.add(episode)
-        return self._settle(group) or self._fill()
+        return self._settle(group) or self._hurry(group) + self._fill()
 
     def judged(self, key: str, episode: int, *, solved: bool) -> list[Action]:
         """Note the final success of a finished episode: close the group if it is certain to be filtered."""
@@ -244,10 +255,14 @@ class EpisodeSlots:
         self.version = version
         return [action for group in list(self._groups.values()) for action in self._close_if_late(group)]
 
-    def tick(self, now: float, *, idle: bool = True) -> list[Action]:
+    def tick(
+        self, now: float, *, idle: bool = True, left_s: Callable[[str, int], float] = lambda _key, _episode: 0.0
+    ) -> list[Action]:
         """End groups beyond their deadline with what they have, or without a group; begin the next ones.
 
-        ``idle``: nothing that this hub ended is still being stored, so that a suspect group may begin.
+        Args:
+            idle: nothing that this hub ended is still being stored, so that a suspect group may begin.
+            left_s: returns for how long a running episode is still expected to run, 0 unknown.
         """
         actions: list[Action] = []
         for group in [group for group in self._groups.values() if now >= group.until]:
@@ -256,7 +271,27 @@ class EpisodeSlots:
             is_enough = len(done) >= job.min_group_size
             ending = FinishGroup(job.key, done) if is_enough else CloseTicket(job.key, "deadline", short)
             actions += self._end(group, ending)
+        for group in [group for group in self._groups.values() if self._waits_in_vain(group, now, left_s)]:
+            actions += self._end(group, FinishGroup(group.job.key, tuple(sorted(group.done))))
         return actions + self._enter(now, idle=idle)
+
+    def _waits_in_vain(self, group: _Group, now: float, left_s: Callable[[str, int], float]) -> bool:
+        """Return whether a group has enough episodes, and all others are expected to take far longer than it has."""
+        job = group.job
+        if job.straggler_factor is None or group.waiting or len(group.done) < job.min_group_size:
+            return False
+        most_s = job.straggler_factor * (now - group.began)
+        return all(left_s(job.key, episode) > most_s for episode in group.running)
+
+    def _hurry(self, group: _Group) -> list[Action]:
+        """Let the last open episodes of a group go before those of others, as it counts only as a whole."""
+        job = group.job
+        if group.hurried or len(group.running) + group.waiting > job.group_size // STRAGGLERS:
+            return []
+        group.hurried = True
+        if group.waiting:
+            self._queue = deque(sorted(self._queue, key=lambda entry: entry[0] != job.key))  # stable
+        return [HurryEpisode(job.key, episode) for episode in group.running]
 
     def drain(self) -> None:
         """Take no more tickets; finish those in hand."""
@@ -281,6 +316,8 @@ class EpisodeSlots:
             group.running[episode] = attempt
             self.running += 1
             actions.append(StartEpisode(key, episode, attempt))
+            if group.hurried:
+                actions.append(HurryEpisode(key, episode))
         return actions
 
     def _leave(self, key: str, episode: int) -> _Group | None:

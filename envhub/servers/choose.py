@@ -18,6 +18,7 @@ class ServerLoad(msgspec.Struct, frozen=True):
         slots: requests it decodes at once.
         speed: tokens per second when busy; only ratios between servers count.
         weight: how often it is one of the two that are compared; only ratios count. 0: only if there is no other.
+        work: the load in requests of typical length, by their predicted lengths; negative: unknown.
     """
 
     id: str
@@ -27,6 +28,7 @@ class ServerLoad(msgspec.Struct, frozen=True):
     load: int
     speed: float = 1.0
     weight: float = 1.0
+    work: float = -1.0
 
     @property
     def pressure(self) -> float:
@@ -35,8 +37,8 @@ class ServerLoad(msgspec.Struct, frozen=True):
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """Sort key of servers for one more request: a free slot first, then the least load for their speed."""
-        return self.load >= self.slots, (self.load + 1) / self.speed
+        """Sort key of servers for one more request: a free slot first, then the least work for their speed."""
+        return self.load >= self.slots, ((self.work if self.work >= 0 else self.load) + 1) / self.speed
 
 
 def choose(

@@ -19,6 +19,7 @@ from broker.contract.checks import MAX_REQUEST_S
 from broker.contract.lengths import remaining
 from broker.errors import RequestFailed, RlearnerError, WireError
 from envhub.servers.choose import ServerLoad, choose
+from envhub.servers.in_flight import OpenEpisodes, OpenTurn, RequestsInFlight
 
 GRACE_S: Final = 2.0  # for a reply that the server sends at its deadline
 NOTHING_PAUSE_S: Final = 0.02  # after a reply without tokens, before the next request
@@ -42,6 +43,7 @@ class TurnRequest(msgspec.Struct, frozen=True):
     """One turn to sample.
 
     Attributes:
+        episode: id of the ``EpisodeTask``, for ``TurnGenerator.hurry``.
         token_ids: the whole context; an array of 4-byte integers is the cheapest to send.
         sticky: id of the server that answered the conversation's last turn.
         timeout_s: for the whole turn, retries included.
@@ -53,6 +55,7 @@ class TurnRequest(msgspec.Struct, frozen=True):
     conversation_id: str
     token_ids: Sequence[int]
     sampling: wire.SamplingParams
+    episode: str = ""
     policy: str = wire.ACTOR
     min_version: int = 0
     sticky: str = ""
@@ -97,6 +100,7 @@ class TurnGenerator:
     Attributes:
         retries: turns requested again after a failure, so far.
         tokens: tokens sampled so far.
+        open: how far the open episodes are.
     """
 
     def __init__(
@@ -112,28 +116,30 @@ class TurnGenerator:
         self._client, self._followed, self._name, self._max_retries = client, followed, name, max_retries
         self._rng = random.Random()
         self._numbers = itertools.count(1)
-        self._outstanding: dict[str, int] = {}
+        self._in_flight = RequestsInFlight()
+        self._hurried: set[str] = set()  # episodes that others wait for
         self._asked: dict[str, float] = {}  # server -> time of its last request, on the loop's clock
-        self._seen: dict[str, tuple[wire.Presence, int]] = {}  # newest presence, and our requests in flight at its time
         self.retries = self.tokens = 0
+        self.open = OpenEpisodes()
 
     def servers(self, policy: str) -> list[ServerLoad]:
         """Return the followed servers that serve a policy."""
-        weights = self._followed.weights(policy)
         serving = [one for one in self._followed.alive(policy) if one.state == "serving" and one.address]
-        known = [one.speed / one.slots for one in serving if one.speed > 0 and one.slots]
-        per_slot = sum(known) / len(known) if known else 1.0  # for a server that has not worked yet
-        loads = []
-        for one in serving:
-            speed, weight = one.speed or per_slot * max(one.slots, 1), weights.get(one.id, 0.0)
-            version, load = one.policy_version, self._load(one)
-            loads.append(ServerLoad(one.id, one.address, version, one.slots, load, speed, weight))
-        return loads
+        return self._in_flight.loads(serving, self._followed.weights(policy))
+
+    def hurry(self, episode: str) -> None:
+        """Give an episode's further requests a priority, because others wait for it, until ``forget``."""
+        self._hurried.add(episode)
+
+    def forget(self, episode: str) -> None:
+        """Note that an episode has ended."""
+        self._hurried.discard(episode)
+        self.open.forget(episode)
 
     def in_use(self) -> set[str]:
         """Return the servers with requests in flight, or used so recently that their conversations may return."""
-        since, busy = asyncio.get_running_loop().time() - KEPT_S, self._outstanding
-        self._asked = {server: at for server, at in self._asked.items() if at > since or busy.get(server)}
+        since, busy = asyncio.get_running_loop().time() - KEPT_S, self._in_flight.requests
+        self._asked = {server: at for server, at in self._asked.items() if at > since or busy(server)}
         return set(self._asked)
 
     async def turn(self, ask: TurnRequest) -> SampledTurn:
@@ -142,6 +148,16 @@ class TurnGenerator:
         Raises:
             TurnFailed: if no server completes it within ``ask.timeout_s`` and ``max_retries``.
         """
+        turn, count = OpenTurn(ask.episode, self._clock(), ask.expected_tokens, ask.expected_high), 0
+        self.open.began(turn)
+        try:
+            sampled = await self._turn(ask)
+            count = len(sampled.token_ids)
+            return sampled
+        finally:
+            self.open.ended(turn, count, self._clock())
+
+    async def _turn(self, ask: TurnRequest) -> SampledTurn:
         until = self._clock() + ask.timeout_s
         attempt_s = ask.timeout_s / (self._max_retries + 1)
         avoid: frozenset[str] = frozenset()
@@ -198,33 +214,25 @@ class TurnGenerator:
             deadline_s=min(deadline_s, MAX_REQUEST_S),
             expected_tokens=expected,
             expected_high=high,
-            priority=ask.priority,
+            priority=max(ask.priority, int(ask.episode in self._hurried)),
             step=ask.step,
         )
 
     async def _ask(self, server: ServerLoad, request: wire.GenerateRequest) -> wire.GenerateReply:
-        self._outstanding[server.id] = self._outstanding.get(server.id, 0) + 1
+        self._in_flight.sent(server.id, request.expected_tokens)
         self._asked[server.id] = asyncio.get_running_loop().time()
         try:
             reply = await self._client.generate(server.address, request, timeout_s=request.deadline_s + GRACE_S)
         except WireError as error:
             raise TurnFailed(f"the request is malformed: {error}") from error
         finally:
-            self._outstanding[server.id] -= 1
+            self._in_flight.returned(server.id, request.expected_tokens)
         if reply.finish_reason == "error":
             raise RequestFailed(reply.error)
         count, most = len(reply.token_ids.data) // 4, request.sampling.max_tokens
         if count > most:
             raise RequestFailed(f"the server returned {count} tokens, at most {most} were requested")
         return reply
-
-    def _load(self, presence: wire.Presence) -> int:
-        """Return the requests in a server: those it reported, and those sent from here since."""
-        ours = self._outstanding.get(presence.id, 0)
-        seen = self._seen.get(presence.id)
-        if seen is None or seen[0] is not presence:
-            seen = self._seen[presence.id] = (presence, ours)
-        return max(ours, presence.running + presence.waiting + ours - seen[1])
 
 
 def mix(*values: int) -> int:

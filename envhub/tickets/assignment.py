@@ -62,12 +62,24 @@ class TicketAssignment:
         steps_before = (self.number - 1) // groups_per_step
         return min(max(steps_before, self.min_version), self.min_version + self.max_staleness)
 
-    def job(self, num_delivered: int, *, drop_late: bool) -> GroupJob:
-        """Return the ticket as the slots see it; with ``drop_late`` it is given up once it cannot be in time."""
+    def job(self, num_delivered: int, *, drop_late: bool, straggler_factor: float | None = None) -> GroupJob:
+        """Return the ticket as the slots see it; with ``drop_late`` it is given up once it cannot be in time.
+
+        Args:
+            straggler_factor: of the domain.
+        """
         staleness, sizes = self.max_staleness if drop_late else None, (self.group_size, self.min_group_size)
-        episodes = {"num_redundant": self.num_redundant, "num_greedy": self.num_greedy}
-        filtered = tuple(self.pass_rate)
-        return GroupJob(self.key, *sizes, self.deadline_s, staleness, num_delivered, **episodes, pass_rate=filtered)
+        return GroupJob(
+            self.key,
+            *sizes,
+            self.deadline_s,
+            staleness,
+            num_delivered,
+            self.num_redundant,
+            straggler_factor,
+            self.num_greedy,
+            tuple(self.pass_rate),
+        )
 
 
 def task(asked: TicketAssignment, domain: Domain, episode: int, name: str, *, step: int = -1) -> EpisodeTask:

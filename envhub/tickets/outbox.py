@@ -33,6 +33,8 @@ class InHand:
         early: scores of episodes before the group is complete.
         judgement: of a redelivered ticket, None until it is known.
         beginning: held while the note is written that this hub plays a redelivered ticket.
+        names: ids of the tasks of its episodes.
+        cut: expected lengths in tokens of episodes that were aborted because the group was complete without them.
         begun: that note is written.
     """
 
@@ -42,6 +44,8 @@ class InHand:
     early: EarlyScores
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     played: dict[int, EpisodeResult] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
+    cut: list[int] = field(default_factory=list)
     judgement: TicketJudgement | None = None
     beginning: asyncio.Lock = field(default_factory=asyncio.Lock)
     begun: bool = False

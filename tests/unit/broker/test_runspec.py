@@ -247,6 +247,11 @@ def test_typed_sections() -> None:
             "domains.d.min_group_size: 5 is not allowed; at most group_size, which is 4",
         ),
         (
+            {"domains": {"d": {**DOMAIN, "group_size": 4, "straggler_factor": 2.0}}},
+            "domains.d.straggler_factor: 2.0 is not allowed; "
+            "left out, or domains.d.min_group_size below group_size: only then can a group close early",
+        ),
+        (
             {"domains": {"d": {**DOMAIN, "max_context_tokens": 64, "sampling": {"max_tokens": 64}}}},
             "domains.d.sampling.max_tokens: 64 is not allowed; below max_context_tokens, which is 64",
         ),

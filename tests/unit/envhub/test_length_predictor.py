@@ -44,6 +44,21 @@ def shares(rows: list[tuple[int, int, int]]) -> tuple[float, float]:
     return float(np.mean([row[2] <= row[0] for row in rows])), float(np.mean([row[2] <= row[1] for row in rows]))
 
 
+def test_a_thousand_turns_in_flight_do_not_correct_the_same_error_a_thousand_times() -> None:
+    lengths = 100 * np.exp(np.random.default_rng(0).normal(0, 1, 6000))
+    using, flying, rows = predictor(30.0), [], []
+    for length in lengths:
+        flying.append(using.predict(turn(10**6)))
+        if len(flying) > 1000:
+            made = flying.pop(0)
+            using.add(made, int(length))
+            rows.append((made.expected, made.high, int(length)))
+    assert all(60 < expected < 160 for expected, _, _ in rows[2500:])
+    below, high = shares(rows[2500:])
+    assert abs(below - 0.5) < 0.05
+    assert abs(high - 0.9) < 0.05
+
+
 @pytest.mark.parametrize("says", [(100.0, 360.0), (10.0, 20.0), (3000.0, 3000.0), 100.0, 7])
 def test_the_quantiles_are_right_in_the_long_run_whatever_the_estimator_says(says: Any) -> None:
     lengths = 100 * np.exp(np.random.default_rng(0).normal(0, 1, 3000))

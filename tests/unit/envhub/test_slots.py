@@ -8,7 +8,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from broker.contract.streams import MAX_DELIVERIES
 from envhub.scheduling.line import GroupJob
-from envhub.scheduling.slots import AbortEpisode, CloseTicket, EpisodeSlots, FinishGroup, HandBack, StartEpisode
+from envhub.scheduling.slots import (
+    AbortEpisode,
+    CloseTicket,
+    EpisodeSlots,
+    FinishGroup,
+    HandBack,
+    HurryEpisode,
+    StartEpisode,
+)
 
 
 def job(key: str = "a", size: int = 2, least: int | None = None, **kwargs: object) -> GroupJob:
@@ -105,6 +113,44 @@ def test_a_lost_episode_leaves_a_smaller_group_where_that_is_allowed() -> None:
     assert slots.failed("a", 0, "env", "boom") == []
     assert slots.finished("a", 1) == []
     assert slots.finished("a", 2) == [FinishGroup("a", (1, 2))]
+
+
+def test_the_last_quarter_of_a_group_is_hurried_once() -> None:
+    slots = EpisodeSlots(8, max_retries=1)
+    slots.offer(job(size=8), 0.0)
+    for episode in range(5):
+        assert slots.finished("a", episode) == []
+    assert slots.finished("a", 5) == [HurryEpisode("a", 6), HurryEpisode("a", 7)]
+    assert slots.failed("a", 7, "env", "x") == [StartEpisode("a", 7, 1), HurryEpisode("a", 7)]
+    assert slots.finished("a", 6) == []
+
+
+def test_the_last_episodes_that_wait_for_a_slot_start_before_those_of_other_groups() -> None:
+    slots = EpisodeSlots(3, max_retries=1)
+    slots.offer(job("a", size=4), 0.0)
+    slots.offer(job("b", size=4), 0.0)
+    assert slots.finished("a", 0) == [StartEpisode("a", 3, 0)]
+    assert slots.finished("a", 1) == [StartEpisode("b", 0, 0)]
+    assert slots.failed("b", 0, "env", "x") == [StartEpisode("b", 0, 1)]
+    assert slots.finished("a", 2) == [HurryEpisode("a", 3), StartEpisode("b", 1, 0)]
+    assert slots.failed("a", 3, "env", "x") == [StartEpisode("a", 3, 1), HurryEpisode("a", 3)]
+
+
+def test_a_group_does_not_wait_for_what_is_expected_to_take_far_longer() -> None:
+    def ends(at: float, factor: float | None = 2.0, least: int = 2, **left_s: float) -> list[object]:
+        slots = EpisodeSlots(4, max_retries=0)
+        slots.offer(job(size=4, least=least, deadline_s=1000.0, straggler_factor=factor), 100.0)
+        slots.finished("a", 0)
+        slots.finished("a", 1)
+        return list(slots.tick(at, left_s=lambda key, episode: {"a": left_s}[key][f"e{episode}"]))
+
+    closed = [AbortEpisode("a", 2), AbortEpisode("a", 3), FinishGroup("a", (0, 1))]
+    assert ends(110.0, e2=20.1, e3=50.0) == closed
+    assert ends(110.0, e2=20.0, e3=50.0) == []  # the sooner of them is worth the wait
+    assert ends(120.0, e2=30.1, e3=50.0) == []  # measured by the time that the group has taken
+    assert ends(110.0, e2=0.0, e3=50.0) == []  # unknown
+    assert ends(110.0, least=3, e2=50.0, e3=50.0) == []
+    assert ends(110.0, factor=None, e2=50.0, e3=50.0) == []
 
 
 def test_redundant_episodes_are_aborted_once_enough_have_finished() -> None:
@@ -260,6 +306,8 @@ class SlotsMachine(RuleBasedStateMachine):
                     assert (key, episode) not in self.running
                     assert attempt <= 1
                     self.running[key, episode] = attempt
+                case HurryEpisode(key, episode):
+                    assert (key, episode) in self.running
                 case AbortEpisode(key, episode):
                     del self.running[key, episode]
                 case FinishGroup(key, episodes):
@@ -280,14 +328,16 @@ class SlotsMachine(RuleBasedStateMachine):
         least=st.integers(1, 8),
         staleness=st.sampled_from([None, 0, 1]),
         redundant=st.integers(0, 3),
+        factor=st.sampled_from([None, 0.5]),
     )
-    def ticket(self, size: int, least: int, staleness: int | None, redundant: int) -> None:
+    def ticket(self, size: int, least: int, staleness: int | None, redundant: int, factor: float | None) -> None:
         if self.slots.reserve(size, 1):
             self.slots.release(size, 1)
             self.next_key += 1
             key = str(self.next_key)
+            spare = min(redundant, size - min(size, least))
             self.open[key] = GroupJob(
-                key, size, min(size, least), 10.0, staleness, num_redundant=min(redundant, size - min(size, least))
+                key, size, min(size, least), 10.0, staleness, num_redundant=spare, straggler_factor=factor
             )
             self.done[key] = set()
             self.perform(self.slots.offer(self.open[key], self.now))
@@ -344,7 +394,7 @@ class SlotsMachine(RuleBasedStateMachine):
     @rule(seconds=st.floats(0, 12))
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
-        self.perform(self.slots.tick(self.now))
+        self.perform(self.slots.tick(self.now, left_s=lambda _key, episode: float(episode)))
 
     @rule(key=st.integers(0, 5), episode=st.integers(0, 8))
     def stray_event(self, key: int, episode: int) -> None:

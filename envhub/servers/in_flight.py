@@ -1,0 +1,128 @@
+"""Counts a hub's requests in flight, estimates the load of servers, and how far open episodes are. Pure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from broker.contract import wire
+from broker.contract.lengths import remaining
+from envhub.servers.choose import ServerLoad
+
+RATE_DECAY: Final = 0.05
+
+
+@dataclass(slots=True)
+class _Use:
+    """Requests of this hub in one server.
+
+    Attributes:
+        tokens: that they were predicted to have when they were sent.
+        presence, seen: the newest presence, and our requests at its time.
+    """
+
+    requests: int = 0
+    tokens: int = 0
+    presence: wire.Presence | None = None
+    seen: int = 0
+
+
+class RequestsInFlight:
+    """The requests of a hub in each server, by number and by predicted tokens."""
+
+    def __init__(self) -> None:
+        self._uses: dict[str, _Use] = {}
+
+    def sent(self, server: str, tokens: int) -> None:
+        """Count a request with its predicted length, 0 unknown."""
+        use = self._uses.setdefault(server, _Use())
+        use.requests += 1
+        use.tokens += tokens
+
+    def returned(self, server: str, tokens: int) -> None:
+        """End a request, with the same length as in ``sent``."""
+        self._uses[server].requests -= 1
+        self._uses[server].tokens -= tokens
+
+    def requests(self, server: str) -> int:
+        """Return how many requests of this hub are in a server."""
+        return self._uses[server].requests if server in self._uses else 0
+
+    def loads(self, serving: Sequence[wire.Presence], weights: Mapping[str, float]) -> list[ServerLoad]:
+        """Return the servers as ``choose`` compares them.
+
+        A server has the requests that it reported, and those sent from here since. Requests whose length is not known
+        here, as those of other hubs, count as typical ones.
+        """
+        known = [one.speed / one.slots for one in serving if one.speed > 0 and one.slots]
+        per_slot = sum(known) / len(known) if known else 1.0  # for a server that has not worked yet
+        requests, tokens = sum(use.requests for use in self._uses.values()), 0
+        if requests:
+            tokens = sum(use.tokens for use in self._uses.values())
+        return [self._load(one, per_slot, tokens / max(requests, 1), weights.get(one.id, 0.0)) for one in serving]
+
+    def _load(self, one: wire.Presence, per_slot: float, typical: float, weight: float) -> ServerLoad:
+        use = self._uses.setdefault(one.id, _Use())
+        if use.presence is not one:
+            use.presence, use.seen = one, use.requests
+        load = max(use.requests, one.running + one.waiting + use.requests - use.seen)
+        work = load - use.requests + use.tokens / typical if typical else float(load)
+        speed = one.speed or per_slot * max(one.slots, 1)
+        return ServerLoad(one.id, one.address, one.policy_version, one.slots, load, speed, weight, work)
+
+
+@dataclass(eq=False, slots=True)
+class OpenTurn:
+    """A turn that was requested, with its predicted length."""
+
+    episode: str
+    started: float
+    expected: int
+    high: int
+
+
+class OpenEpisodes:
+    """How many tokens the open episodes have, and how many their present turns are still expected to have.
+
+    The hub sees an answer only when it is complete, so it supposes that a turn grows at the mean rate of earlier ones.
+    """
+
+    def __init__(self) -> None:
+        self._rate = 0.0  # tokens per second of one turn
+        self._turns: dict[str, set[OpenTurn]] = {}
+        self._tokens: dict[str, int] = {}  # of finished turns
+
+    def began(self, turn: OpenTurn) -> None:
+        """Note that a turn was requested."""
+        self._turns.setdefault(turn.episode, set()).add(turn)
+
+    def ended(self, turn: OpenTurn, tokens: int, now: float) -> None:
+        """Note that it is over, with this many tokens."""
+        self._turns.get(turn.episode, set()).discard(turn)
+        if tokens and turn.episode in self._turns:
+            self._tokens[turn.episode] = self._tokens.get(turn.episode, 0) + tokens
+        if tokens and (passed := now - turn.started) > 0:
+            rate = tokens / passed
+            self._rate += (rate - self._rate) * RATE_DECAY if self._rate else rate
+
+    def forget(self, episode: str) -> None:
+        """Note that an episode has ended."""
+        self._turns.pop(episode, None)
+        self._tokens.pop(episode, None)
+
+    def left_s(self, episode: str, now: float) -> float:
+        """Return for how many seconds its present turn is still expected to grow, 0 unknown."""
+        lefts = [self._left(turn, now)[1] for turn in self._turns.get(episode, ())]
+        return max(lefts, default=0) / self._rate if self._rate else 0.0
+
+    def length(self, episode: str, now: float) -> int:
+        """Return the tokens that an episode is expected to have if its present turn is its last."""
+        present = sum(sum(self._left(turn, now)) for turn in self._turns.get(episode, ()))
+        return self._tokens.get(episode, 0) + present
+
+    def _left(self, turn: OpenTurn, now: float) -> tuple[int, int]:
+        """Return the tokens that a turn has, and those still to come."""
+        grown = round((now - turn.started) * self._rate)
+        return grown, remaining(turn.expected, turn.high, grown, sys.maxsize)[0]
