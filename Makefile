@@ -9,7 +9,7 @@ LOCKED ?= 1
 TORCH ?=
 TORCH_INDEX ?= https://pypi.org/simple
 
-.PHONY: setup lock dist test-dist test-backup audit sbom check test test-fast test-options test-frameworks test-console test-vllm vllm-env test-peers test-trackers test-deepspeed test-megatron test-checkpoints test-alerts test-image image chaos hosts nodes test-slurm test-systemd quickstart bench bubblewrap docs clean
+.PHONY: setup lock dist test-dist test-backup audit sbom check test test-fast test-options test-frameworks test-console test-vllm vllm-env peers-env test-peers test-trackers test-deepspeed test-megatron test-checkpoints test-alerts test-image image chaos hosts nodes test-slurm test-systemd quickstart bench bubblewrap docs clean
 
 setup: .venv/ready
 
@@ -67,10 +67,16 @@ test: check
 test-fast: setup
 	$(BIN)/python -m pytest tests/unit
 
-# Losses against those of another library, which is kept beside the environment, not in it.
-test-peers: setup
-	$(PIP) --no-deps --upgrade --target .venv/peers trl==1.16.0 accelerate datasets pandas dill multiprocess xxhash pytz python-dateutil six tzdata
-	PYTHONPATH=.venv/peers $(BIN)/python -m pytest tests/peers
+# TRL, with this environment's torch and transformers: its losses are compared with ours, and python -m bench.peers compares
+# whole steps. It is kept next to the environment, not in it.
+peers-env: .venv-peers/ready
+
+.venv-peers/ready: .venv/ready requirements/peers.txt
+	@$(PIP_INSTALL) --no-deps --upgrade --target .venv-peers -r requirements/peers.txt
+	@touch .venv-peers/ready
+
+test-peers: peers-env
+	PYTHONPATH=.venv-peers $(BIN)/python -m pytest tests/peers
 
 # Wheel and sdist in dist/, with the same bytes from the same commit (requirements/dist.py).
 dist: setup
@@ -237,4 +243,4 @@ docs: .venv-docs/ready
 	@touch .venv-docs/ready
 
 clean:
-	rm -rf site sbom.json .venv .venv-audit .venv-console .venv-docs .venv-vllm .venv-frameworks .venv-trackers .venv-dist .venv-deploy dist build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf site sbom.json .venv .venv-audit .venv-console .venv-docs .venv-vllm .venv-frameworks .venv-peers .venv-trackers .venv-dist .venv-deploy dist build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
