@@ -235,7 +235,7 @@ class TrainingLoop:
         ended = time.monotonic()
         self.boundary = self._ledger.dump()
         trained_at = time.time()
-        await self._records.completed(made.taken, trained.tickets, actions)
+        await self._records.completed(made.taken, trained.tickets, actions, trained.tokens)
         copy_s = await self._offer_if_current()
         self._trace_step([one.number for one in made.taken], trained_at - trained.busy_s, trained_at, copy_s)
         self._perform([action for action in actions if isinstance(action, IssueTicket)])

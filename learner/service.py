@@ -26,7 +26,7 @@ from broker.system.process_identity import this_process
 from broker.telemetry.traces import require_installed
 from learner.backends.parts.part_file import DamagedFileError
 from learner.checkpoints import checkpoint
-from learner.config import AlgorithmSection, EvalSection, FailuresSection, TrainSection
+from learner.config import AlgorithmSection, EvalSection, FailuresSection, SamplesSection, TrainSection
 from learner.credit.ledger import Ledger, RulesUpdate
 from learner.credit.record_intake import rules_change
 from learner.credit.recovery import Recovery
@@ -268,8 +268,9 @@ class LearnerService:
         self.shown.say("loading the model")
         try:
             from_path = str(resumed.path) if resumed else model_path
+            keep = section(self.config, "samples", SamplesSection).keep
             self.training = await open_training(
-                self.config, from_path, model_path, devices=self.devices, folder=self.folder
+                self.config, from_path, model_path, devices=self.devices, folder=self.folder, record_tokens=keep
             )
             self.training.spans = self.member.spans
         except ConfigError as error:

@@ -8,6 +8,7 @@ that are there, where it needs their scores.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from learner.algorithm.batch_adjust import adjust
 from learner.algorithm.packing import MicroBatchCutter
 from learner.algorithm.samples import TrainSample
 from learner.algorithm.score_stream import ScoreStream
+from learner.algorithm.token_figures import StepTokens, figures_by_ticket
 from learner.config import AlgorithmSection
 from learner.reporting.metrics import step_metrics
 from learner.turns import DeviceTurns
@@ -30,6 +32,7 @@ from learner.turns import DeviceTurns
 if TYPE_CHECKING:
     from learner.backends.base import Backend
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -43,6 +46,7 @@ class TrainingResult:
     busy_s: float  # that the thread spent on it
     finish_s: float  # of these, after the last group
     tickets: tuple[int, ...] = ()  # of the groups that were trained on; the others were not selected
+    tokens: StepTokens | None = None  # entropy and importance ratio of their tokens; None: not recorded
 
 
 class TrainingThread:
@@ -54,6 +58,7 @@ class TrainingThread:
         stream: False waits for all groups of a step even if the algorithm could begin without them.
         turns: on devices that the model shares with other processes; None: they are always the model's. A step then
             takes one turn, so ``stream`` must be False.
+        record_tokens: record entropy and importance ratio of each token, if the backend can.
     """
 
     def __init__(
@@ -64,6 +69,7 @@ class TrainingThread:
         *,
         stream: bool = True,
         turns: DeviceTurns | None = None,
+        record_tokens: bool = False,
     ) -> None:
         if stream and turns is not None:
             raise ValueError("a model that shares its devices cannot train a step before its groups are there")
@@ -72,6 +78,8 @@ class TrainingThread:
         self._build, self._assembly = build, SampleAssembler(estimator, algorithm, stream=stream)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="training")
         self._groups: list[wire.Group] = []
+        self._samples: list[TrainSample] = []  # of the step, if tokens are recorded
+        self._record_tokens = record_tokens
         self._busy_s = 0.0
         self._abandoned, self._stopped = threading.Event(), asyncio.Event()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -88,6 +96,9 @@ class TrainingThread:
             self._turns.loaded(self.backend)
         self._cutter: MicroBatchCutter[TrainSample] = self.backend.cutter()
         self._scores = ScoreStream(self.backend.cutter(), lambda samples: self.backend.score(samples))
+        if self._record_tokens and not await self.call(self.backend.record_tokens):
+            log.info("entropy and importance ratio per token are not recorded: only one rank can, and not megatron's")
+            self._record_tokens = False
         return self.backend
 
     async def call(self, job: Callable[[], T]) -> T:
@@ -150,6 +161,7 @@ class TrainingThread:
 
     def _discard(self) -> None:
         self._scores.reset()
+        self._samples.clear()
         self.backend.discard()
 
     def close(self) -> None:
@@ -179,11 +191,16 @@ class TrainingThread:
         self._busy_s += time.monotonic() - started
 
     def _train(self, group: wire.Group) -> None:
-        for sample in self._assembly.stream(group):
+        for sample in self._remembered(self._assembly.stream(group)):
             if (full := self._cutter.add(sample)) is not None:
                 self.backend.forward_backward(full)
                 if self._abandoned.is_set():
                     return
+
+    def _remembered(self, samples: list[TrainSample]) -> list[TrainSample]:
+        if self._record_tokens:
+            self._samples += samples
+        return samples
 
     def _train_rest(self) -> dict[str, float] | None:
         """Complete a step whose gradient accumulated as its groups arrived; return None if it is abandoned."""
@@ -196,7 +213,7 @@ class TrainingThread:
         """Train a step that needs all its groups; once begun it is completed, because updates cannot be undone."""
         if self._abandoned.is_set():
             return None
-        samples = self._assembly.batch(self._groups, self._scores.finish, self.backend.kl_coef)
+        samples = self._remembered(self._assembly.batch(self._groups, self._scores.finish, self.backend.kl_coef))
         if (mode := self._algorithm.batch_adjust) is not None:
             sampled = [sample for sample in samples if sample.num_tokens]
             samples = adjust(sampled, self._algorithm.num_minibatches, mode, version)
@@ -212,7 +229,15 @@ class TrainingThread:
         values = step_metrics(groups, version) | values
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         num_tokens = sum(int(trajectory.loss_mask.array().sum()) for trajectory in trajectories)
+        selected = self._assembly.selected(groups)
+        tokens = self._recorded(selected)
         finish_s = time.monotonic() - started
         busy_s, self._busy_s = self._busy_s + finish_s, 0.0
-        tickets = tuple(group.ticket for group in self._assembly.selected(groups))
-        return TrainingResult(values, num_tokens, len(trajectories), busy_s, finish_s, tickets)
+        tickets = tuple(group.ticket for group in selected)
+        return TrainingResult(values, num_tokens, len(trajectories), busy_s, finish_s, tickets, tokens)
+
+    def _recorded(self, groups: list[wire.Group]) -> StepTokens | None:
+        if not self._record_tokens:
+            return None
+        samples, self._samples = self._samples, []
+        return figures_by_ticket(groups, samples, self.backend.take_recorded())

@@ -62,6 +62,7 @@ async def open_training(
     *,
     devices: SharedDevices | None = None,
     folder: Path = Path(),
+    record_tokens: bool = False,
 ) -> TrainingThread:
     """Build the backend of a run's configuration in the training thread; the caller closes it.
 
@@ -71,6 +72,7 @@ async def open_training(
         first_path: the weights that the run began with, source of the reference and the tokenizer.
         devices: to take turns on with other processes.
         folder: where the model goes in their turns, if it is in host memory.
+        record_tokens: record entropy and importance ratio of each trained token.
 
     Raises:
         ConfigError: if the backend refuses the configuration, or cannot take turns.
@@ -87,7 +89,7 @@ async def open_training(
         raise ConfigError("train.backend", train.backend, "torch, ddp or fsdp2 with --share-gpus")
     turns = DeviceTurns(devices, folder) if devices is not None else None
     stream = train.streaming != "never" and turns is None
-    training = TrainingThread(build, estimator, algorithm, stream=stream, turns=turns)
+    training = TrainingThread(build, estimator, algorithm, stream=stream, turns=turns, record_tokens=record_tokens)
     try:
         await training.open()
     except BaseException:

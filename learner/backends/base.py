@@ -15,6 +15,7 @@ from broker.contract import wire
 from broker.weights.plan import LayoutPlan
 from learner.algorithm.packing import MicroBatchCutter
 from learner.algorithm.samples import SampleScores, TrainSample
+from learner.algorithm.token_figures import TokenFigures
 from learner.backends.parts.hugging_face import StoredModel
 from learner.backends.parts.part_file import PartFile
 from learner.backends.stripes import RankStripes
@@ -93,6 +94,12 @@ class Backend(Protocol):
 
     def score(self, samples: Sequence[TrainSample]) -> list[SampleScores]:
         """Return the scores that policy, reference and critic give each sample before the step, a micro-batch of it."""
+
+    def record_tokens(self) -> bool:
+        """Record entropy and importance ratio of each trained token from now on; return False if it cannot."""
+
+    def take_recorded(self) -> dict[int, TokenFigures]:
+        """Return the figures of the step's samples by their ids, of each sample's first pass; between two steps."""
 
     @property
     def kl_coef(self) -> float:

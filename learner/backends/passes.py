@@ -14,6 +14,7 @@ from torch import Tensor
 from learner.algorithm.kl import KlCoefficient, kl_penalty
 from learner.algorithm.packing import by_length
 from learner.algorithm.samples import Array, TrainSample
+from learner.algorithm.token_figures import TokenFigures
 from learner.backends.activation_offload import activations_in_host_memory
 from learner.backends.context import RunContext
 from learner.backends.models.batch import TokenBatch, collate
@@ -39,6 +40,7 @@ class ModelPasses:
         version: steps completed, over all incarnations.
         kl: weight of the divergence from the reference.
         numerator: what is minimised, before it is divided, and sums for the metrics.
+        recorded: if not None, each slice's samples, log ratios and entropies are added to it, (T,) each.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class ModelPasses:
         self.objective = PolicyObjective(algorithm)
         self.saving = saving or partial(activations_in_host_memory, context.train.activation_offload)
         self.numerator: Numerator = self._policy_loss
+        self.recorded: list[tuple[Sequence[TrainSample], Tensor, Tensor]] | None = None
         self._slice_tokens = min(tokens, CPU_SLICE_TOKENS) if device.type == "cpu" else tokens
         self._seed, self.rank, self._drawn = context.seed, rank, (0, 0)
 
@@ -115,6 +118,22 @@ class ModelPasses:
         """Drop the gradient, and draw the same seeds again."""
         self.optimizer.discard()
         self._drawn = (0, 0)
+        self.take_recorded()
+
+    @torch.no_grad()
+    def take_recorded(self) -> dict[int, TokenFigures]:
+        """Return what was recorded since the last call, of each sample's first pass, by the sample's id."""
+        if not self.recorded:
+            return {}
+        slices, self.recorded = self.recorded, []
+        samples = [sample for held, _, _ in slices for sample in held]
+        columns = [torch.cat(column).half().cpu().numpy() for column in list(zip(*slices, strict=True))[1:]]
+        ends = np.cumsum([sample.num_tokens for sample in samples])[:-1]
+        log_ratios, entropies = (np.split(column, ends) for column in columns)
+        found: dict[int, TokenFigures] = {}
+        for sample, log_ratio, entropy in zip(samples, log_ratios, entropies, strict=True):
+            found.setdefault(id(sample), TokenFigures(entropy, log_ratio))
+        return found
 
     def sums_of(self, batch: TokenBatch, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """Return a slice's sums as numbers, with its counts."""
@@ -128,9 +147,11 @@ class ModelPasses:
         self._drawn = (self.version, count + 1 if version == self.version else 1)
         return int(np.random.SeedSequence((self._seed, *self._drawn, self.rank)).generate_state(1)[0])
 
-    def _policy_loss(self, _: Sequence[TrainSample], batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def _policy_loss(self, samples: Sequence[TrainSample], batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         reference = self._reference(batch)  # first: the other pass keeps its activations
         logprobs, entropy = self.models.policy.score(batch, entropy_grad=self.algorithm.entropy_coef > 0)
+        if self.recorded is not None:
+            self.recorded.append((samples, logprobs.detach() - batch.rollout_logprobs, entropy.detach()))
         return self.objective(batch, logprobs, entropy, reference, kl_coef=self.kl.value, version=self.version)
 
     @torch.no_grad()

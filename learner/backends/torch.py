@@ -20,6 +20,7 @@ from broker.weights.plan import LayoutPlan
 from learner.algorithm.aggregation import BatchCounts, denominator
 from learner.algorithm.packing import MicroBatchCutter, cut, minibatches
 from learner.algorithm.samples import Array, SampleScores, TrainSample
+from learner.algorithm.token_figures import TokenFigures
 from learner.backends.base import Snapshot
 from learner.backends.context import RunContext
 from learner.backends.models.policy import PolicyModel
@@ -70,11 +71,13 @@ class TorchBackend:
 
     Attributes:
         takes_ranks: whether ``train.ranks`` may exceed 1.
+        records_tokens: whether one rank alone can record entropy and ratio per token.
         offloads: whether ``offload`` and ``reload`` move all that is on the device.
         worker: this rank's.
     """
 
     takes_ranks: ClassVar[bool] = False
+    records_tokens: ClassVar[bool] = True
     offloads: ClassVar[bool] = True
 
     def __init__(self, model_path: str, **settings: Any) -> None:
@@ -185,6 +188,15 @@ class TorchBackend:
         no_kl = empty if self._models.kl_in_reward else None
         nothing = SampleScores(empty, no_kl, None if self._models.critic is None else empty)
         return [found.get(id(sample), nothing) for sample in samples]
+
+    def record_tokens(self) -> bool:
+        if self._ranks.size > 1 or not self.records_tokens:
+            return False  # the other ranks' tokens are not here
+        self._passes.recorded = []
+        return True
+
+    def take_recorded(self) -> dict[int, TokenFigures]:
+        return self._passes.take_recorded()
 
     def discard(self) -> None:
         if self._ranks.leader is not None:

@@ -11,12 +11,14 @@ from typing import Final
 from broker.contract import wire
 from broker.jetstream.bus import LogRecord
 from broker.runtime.process import Stop
+from learner.algorithm.token_figures import StepTokens
 from learner.config import SamplesSection
 from learner.credit import archive, ledger_file, ledger_segments
 from learner.credit.archive import SampleArchive
 from learner.credit.ledger import Action, Ledger, LedgerEntry, RulesUpdate, TicketEnd
 from learner.credit.ledger_file import LedgerLine, LedgerLineBuilder, digest
 from learner.credit.record_intake import RecordIntake, version_bounds
+from learner.credit.token_files import TokenFiles
 from learner.disk_retry import DiskRetry
 
 AT_ONCE_BYTES: Final = 2**16  # writing a record up to this size is faster than starting work in a thread
@@ -48,9 +50,11 @@ class LedgerRecorder:
         self._file, lines = ledger_segments.resume_file(folder / ledger_segments.FOLDER, ledger, max_ledger_bytes)
         self._scribe = LedgerLineBuilder(lines)
         self._archive: SampleArchive | None = None
+        self._tokens: TokenFiles | None = None
         place, position = folder / archive.FOLDER, ledger.state.position
         if samples.keep:
             self._archive = SampleArchive(place, position, int(samples.max_file_mib * 2**20))
+            self._tokens = TokenFiles(place, ledger.state.version)
         else:
             archive.mark_paused(place, position)
 
@@ -73,9 +77,19 @@ class LedgerRecorder:
         await self._write(rows)
 
     async def completed(
-        self, taken: Sequence[LedgerEntry], trained: Collection[int], actions: Sequence[Action]
+        self,
+        taken: Sequence[LedgerEntry],
+        trained: Collection[int],
+        actions: Sequence[Action],
+        tokens: StepTokens | None = None,
     ) -> None:
-        """Write the lines of a step of the groups ``taken``, of which the tickets ``trained`` were trained on."""
+        """Write the lines of a step of the groups ``taken``, of which the tickets ``trained`` were trained on.
+
+        Args:
+            tokens: what was measured of their tokens, if it was.
+        """
+        if self._tokens is not None and tokens is not None and self._file.has_name:
+            self._tokens.write(self._ledger.state.version, tokens)
         await self._write(self._scribe.step(taken, trained, actions, self._ledger))
         await self._leave_full_file()
 
@@ -87,6 +101,8 @@ class LedgerRecorder:
         self._file.close()
         if self._archive is not None:
             self._archive.close()
+        if self._tokens is not None:
+            self._tokens.close()
 
     async def _write(self, lines: Sequence[LedgerLine]) -> None:
         if lines:
@@ -120,3 +136,5 @@ class LedgerRecorder:
             self._file.sync()
         if self._archive is not None:
             self._archive.sync()
+        if self._tokens is not None:
+            self._tokens.flush()

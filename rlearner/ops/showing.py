@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -15,7 +16,9 @@ from broker.errors import ConfigError, UserError
 from broker.jetstream.bus import LogRecord
 from broker.jetstream.stored_message import peek
 from broker.system.visible_text import visible, visible_json
+from learner.algorithm.token_figures import TokenFigures
 from learner.credit import archive
+from learner.credit.token_files import read_figures
 from learner.reporting.transcripts import decode, load_tokenizer
 from learner.run_folder import RunPlace, connect_run, find_run
 from rlearner.ops.tracing import describe, spans, ticket_lines, ticket_summary
@@ -36,7 +39,9 @@ async def show_run(options: argparse.Namespace) -> int:
         reason, detail = told.get("reason", "malformed"), told.get("detail") or "no details"
         raise UserError(f"ticket {options.group} has no group: {reason}, {detail}")
     tokenizer, found["tokenizer"] = load_tokenizer(place.config, place.folder)
-    found["trajectories"] = [trajectory_of(one, tokenizer) for one in _chosen(record.message, options.episode)]
+    figures = _figures(place.folder, found)
+    chosen = _chosen(record.message, options.episode)
+    found["trajectories"] = [trajectory_of(one, tokenizer, figures.get(i)) for i, one in chosen]
     print(visible_json(found) if options.json else visible("\n".join(text_of(found, options.tokens)), newlines=True))
     return 0
 
@@ -60,17 +65,28 @@ async def _record(options: argparse.Namespace, place: RunPlace, seq: int) -> Log
     return kept.record
 
 
-def _chosen(group: wire.Group, episode: int | None) -> list[wire.Trajectory]:
-    """Return the trajectories of one episode, or all; an episode of step-independent samples has several."""
+def _figures(folder: Path, found: dict[str, Any]) -> dict[int, TokenFigures]:
+    """Return what was recorded of the tokens of a ticket's trajectories, by their places in its group."""
+    try:
+        return dict(enumerate(read_figures(folder / archive.FOLDER, found.get("step", 0), found["ticket"])))
+    except UserError:
+        return {}  # never recorded, or damaged: nothing else needs them
+
+
+def _chosen(group: wire.Group, episode: int | None) -> list[tuple[int, wire.Trajectory]]:
+    """Return the trajectories of one episode, or all, with their places; an episode of several samples has several."""
     there = sorted({trajectory.episode for trajectory in group.trajectories})
     if episode is not None and episode not in there:
         raise ConfigError("--episode", episode, f"one of {', '.join(map(str, there))}")
-    return [trajectory for trajectory in group.trajectories if episode in (None, trajectory.episode)]
+    return [(place, one) for place, one in enumerate(group.trajectories) if episode in (None, one.episode)]
 
 
-def trajectory_of(trajectory: wire.Trajectory, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def trajectory_of(
+    trajectory: wire.Trajectory, tokenizer: Tokenizer | None, figures: TokenFigures | None = None
+) -> dict[str, Any]:
     """Return one trajectory as observed and sampled pieces; the latter are also cut where the policy version changes.
 
+    Tokens have ``entropy`` and ``ratio`` where they were recorded.
     A turn's reward is on its last token; the reward of reward hubs is on the last token of the last turn.
     """
     ids, logprobs = trajectory.token_ids.array(), trajectory.logprobs.array()
@@ -80,6 +96,7 @@ def trajectory_of(trajectory: wire.Trajectory, tokenizer: Tokenizer | None) -> d
     if trajectory.turns and trajectory.response:
         rewards[trajectory.turns[-1].end - 1] += trajectory.reward - trajectory.reward_parts.get("env", 0.0)
     numbers = {turn.start: number for number, turn in enumerate(trajectory.turns, start=1)}
+    measured = figures.by_position(trajectory) if figures is not None else {}
     pieces: list[dict[str, Any]] = []
     position = 0
     for span in [*spans(trajectory), {"start": len(ids), "end": len(ids)}]:
@@ -92,6 +109,7 @@ def trajectory_of(trajectory: wire.Trajectory, tokenizer: Tokenizer | None) -> d
             tokens = [
                 {"position": at, "id": int(ids[at]), "text": decode(ids[at : at + 1], tokenizer)}
                 | {"logprob": float(logprobs[at]), "policy_version": version, "reward": float(rewards[at])}
+                | (dict(zip(("entropy", "ratio"), measured[at], strict=True)) if at in measured else {})
                 for at in range(start, end)
             ]
             total = float(logprobs[start:end].sum(dtype=np.float64))
@@ -134,4 +152,6 @@ def _piece(piece: dict[str, Any], tokens: bool) -> Iterator[str]:
         reward = f"  reward {token['reward']:g}" if token["reward"] else ""
         shown = json.dumps(token["text"], ensure_ascii=False)
         numbers = f"logprob {token['logprob']:9.4f}  version {token['policy_version']}{reward}"
+        if "entropy" in token:
+            numbers += f"  entropy {token['entropy']:.4f}  ratio {token['ratio']:.4f}"
         yield f"    {token['position']:6} {token['id']:8}  {shown:16} {numbers}"

@@ -220,7 +220,7 @@ async def test_tokens_are_those_of_the_command(console: kit.Console) -> None:
         for one, other in zip(shown["tokens"], known.get("tokens", []), strict=True):
             for name, theirs in (("id", "id"), ("logprob", "logprob"), ("version", "policy_version"), ("text", "text")):
                 assert one[name] == other[theirs]
-    assert tokens["unavailable"].keys() >= {"entropy", "ratio"}
+    assert tokens["unavailable"].keys() >= {"entropy", "ratio"}  # a run without a learner records none
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -138,6 +138,8 @@ class MegatronPasses(ModelPasses):
 class MegatronBackend(TorchBackend):
     """See ``learner.backends.base.Backend``."""
 
+    records_tokens = False
+
     takes_ranks: ClassVar[bool] = True
     offloads: ClassVar[bool] = False
 

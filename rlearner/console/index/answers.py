@@ -217,7 +217,7 @@ class Token:
         logprob: natural log of the sampling probability.
         version: policy version that sampled it.
         reward: given on this token.
-        advantage: None if it is not known, see ``GroupView.unavailable``.
+        advantage: None if it is not known, see ``GroupView.unavailable``; so are entropy (nats) and importance ratio.
     """
 
     position: int
@@ -228,6 +228,8 @@ class Token:
     version: int = -1
     reward: float = 0.0
     advantage: float | None = None
+    entropy: float | None = None
+    ratio: float | None = None
 
 
 @dataclass(frozen=True)

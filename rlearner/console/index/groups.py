@@ -13,6 +13,9 @@ from typing import Any, Final
 from broker.contract import wire
 from broker.errors import UserError
 from broker.jetstream.bus import LogRecord
+from learner.algorithm.token_figures import TokenFigures
+from learner.credit import archive
+from learner.credit.token_files import read_figures
 from learner.reporting.transcripts import load_tokenizer
 from rlearner.console.index import series, tickets
 from rlearner.console.index.advantages import group_advantages
@@ -26,7 +29,6 @@ from rlearner_text.tokenizer import Tokenizer
 
 ARCHIVE: Final = "the archive"
 NOWHERE: Final = "not in the archive (samples.keep)"
-NOT_RECORDED: Final = "it is not recorded per token"
 KEPT_TOKENIZERS: Final = 4
 
 _loading = threading.Lock()  # answers come from several threads
@@ -44,9 +46,15 @@ def group(connection: sqlite3.Connection, folder: Path, ticket: int) -> GroupVie
     tokenizer, where = _tokenizer(config, folder)
     found = record.message
     advantages, why_none = group_advantages(connection, folder, config, found, way)
-    unavailable = {"entropy": NOT_RECORDED, "ratio": NOT_RECORDED} | ({"advantage": why_none} if why_none else {})
+    unavailable = {"advantage": why_none} if why_none else {}
+    figures: list[TokenFigures] = []
+    try:
+        figures = read_figures(folder / archive.FOLDER, way.step, ticket)
+    except UserError as error:
+        unavailable |= dict.fromkeys(("entropy", "ratio"), str(error))
     views = [
-        _view(i, one, tokenizer, advantages[i] if advantages else None) for i, one in enumerate(found.trajectories)
+        _view(i, one, tokenizer, advantages[i] if advantages else None, figures[i] if i < len(figures) else None)
+        for i, one in enumerate(found.trajectories)
     ]
     head = (ticket, way, found.prompt, found.reference, found.temperature, where)
     return GroupView(*head, views, unavailable, list(found.frames))
@@ -87,9 +95,13 @@ def _tokenizer(config: Mapping[str, Any], folder: Path) -> tuple[Tokenizer | Non
 
 
 def _view(
-    ordinal: int, one: wire.Trajectory, tokenizer: Tokenizer | None, advantages: Mapping[int, float] | None
+    ordinal: int,
+    one: wire.Trajectory,
+    tokenizer: Tokenizer | None,
+    advantages: Mapping[int, float] | None,
+    figures: TokenFigures | None,
 ) -> TrajectoryView:
-    found, mask = trajectory_of(one, tokenizer), one.loss_mask.array()
+    found, mask = trajectory_of(one, tokenizer, figures), one.loss_mask.array()
     pieces = []
     for piece in found["pieces"]:
         if "turn" not in piece:
@@ -105,6 +117,8 @@ def _view(
                 version=token["policy_version"],
                 reward=token["reward"],
                 advantage=None if advantages is None else advantages.get(token["position"]),
+                entropy=token.get("entropy"),
+                ratio=token.get("ratio"),
             )
             for token in piece["tokens"]
         ]

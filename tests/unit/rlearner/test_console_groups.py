@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import index_kit
+import numpy as np
 import pytest
 import run_folder_kit as kit
 import yaml
@@ -20,6 +21,9 @@ from msgspec.structs import replace
 
 from broker.contract import wire
 from broker.errors import UserError
+from learner.algorithm.token_figures import NOTHING, TokenFigures
+from learner.credit import archive
+from learner.credit.token_files import TokenFiles, file_of
 from rlearner.console.index import texts
 from rlearner.console.index.answers import TrajectoryFilter
 from rlearner.console.index.queries import RunQueries
@@ -115,6 +119,33 @@ async def test_provenance_is_what_trace_prints(run: Path, printed: Print) -> Non
         queries.group(4)
 
 
+async def test_recorded_entropies_and_ratios_are_on_their_tokens(run: Path, printed: Print) -> None:
+    step = built(run).provenance(5).step
+    column = np.array([0.25, 1.5, 0.0, 2.0], np.float16)
+    figures = TokenFigures(column, np.log(np.array([0.5, 1.0, 2.0, 1.0])).astype(np.float16))
+    files = TokenFiles(run / archive.FOLDER, step)
+    files.write(step, {5: [figures, NOTHING, figures, NOTHING]})  # the second was masked, the fourth is greedy
+    files.close()
+    view = built(run).group(5)
+    assert not {"entropy", "ratio"} & view.unavailable.keys()
+    for place, one in enumerate(view.trajectories):
+        tokens = [token for piece in one.pieces for token in piece.tokens]
+        sampled = [(token.entropy, token.ratio) for token in tokens if token.mask]
+        if place % 2:
+            assert sampled == [(None, None)] * 4
+        else:
+            assert [entropy for entropy, _ in sampled] == column.tolist()
+            assert [ratio for _, ratio in sampled] == pytest.approx([0.5, 1.0, 2.0, 1.0], rel=1e-3)
+        assert all(token.entropy is None for token in tokens if not token.mask)
+    lines = (await printed("show", "5", "--tokens", "--episode", "2")).splitlines()
+    shown = [line.split("  entropy ")[1] for line in lines if "  entropy " in line]
+    assert shown == ["0.2500  ratio 0.4999", "1.5000  ratio 1.0000", "0.0000  ratio 2.0004", "2.0000  ratio 1.0000"]
+    assert "entropy" not in await printed("show", "5", "--tokens", "--episode", "1")
+    file_of(run / archive.FOLDER, step).write_bytes(b"torn")
+    assert "is damaged: " in built(run).group(5).unavailable["ratio"]
+    assert "entropy" not in await printed("show", "5", "--tokens")
+
+
 def advantages(view: Any) -> list[list[float | None]]:
     return [
         [token.advantage for piece in one.pieces for token in piece.tokens if token.mask] for one in view.trajectories
@@ -129,6 +160,8 @@ def test_advantages_of_grpo_are_those_of_the_paper(run: Path) -> None:
     for reward, found in zip(REWARDS[:3], advantages(view), strict=False):
         assert found == pytest.approx([(reward - mean) / (spread + 1e-6)] * 4, rel=1e-4)
     assert advantages(view)[3] == [None] * 4
+    step = view.provenance.step
+    assert set(view.unavailable.values()) == {f"not recorded for step {step} (samples.keep, with one rank)"}
     assert set(view.unavailable) == {"entropy", "ratio"}
 
 

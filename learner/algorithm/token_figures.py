@@ -1,0 +1,49 @@
+"""What a training step measured of each trained token: entropy and importance ratio."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from broker.contract import wire
+from learner.algorithm.samples import Array, TrainSample
+
+MAX_LOG_RATIO: Final = 80.0
+
+
+@dataclass(frozen=True, eq=False)
+class TokenFigures:
+    """Of one trajectory's T trained tokens, in order; T is 0 if the step did not train it."""
+
+    entropy: Array  # (T,) float16, nats, of the policy at the step's first pass
+    log_ratio: Array  # (T,) float16, natural log of that policy's probability by the sampling one's
+
+    def by_position(self, trajectory: wire.Trajectory) -> dict[int, tuple[float, float]]:
+        """Return entropy and importance ratio of each trained token by its position; empty if they do not fit."""
+        positions = np.flatnonzero(trajectory.loss_mask.array()[1:]) + 1  # the token at 0 is never trained
+        if len(positions) != len(self.entropy):
+            return {}
+        ratios = np.exp(self.log_ratio.astype(np.float64).clip(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+        rows = zip(positions.tolist(), self.entropy.tolist(), ratios.tolist(), strict=True)
+        return {position: (entropy, ratio) for position, entropy, ratio in rows}
+
+
+NOTHING = TokenFigures(np.zeros(0, np.float16), np.zeros(0, np.float16))
+StepTokens = Mapping[int, Sequence[TokenFigures]]  # by ticket, for each trajectory of its group
+
+
+def figures_by_ticket(
+    groups: Sequence[wire.Group], samples: Sequence[TrainSample], found: Mapping[int, TokenFigures]
+) -> dict[int, list[TokenFigures]]:
+    """Return the figures of a step's groups.
+
+    Args:
+        groups: that were trained on.
+        samples: one for each of their trajectories, in order.
+        found: figures by the id of a sample.
+    """
+    rest = iter(samples)
+    return {group.ticket: [found.get(id(next(rest)), NOTHING) for _ in group.trajectories] for group in groups}
