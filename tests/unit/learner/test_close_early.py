@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from broker.contract import examples, wire
 from broker.contract.pass_rate import never_within
 from broker.errors import ConfigError
+from broker.jetstream.bus import LogRecord
 from envhub.scheduling.line import GroupJob
 from envhub.scheduling.slots import AbortEpisode, CloseTicket, EpisodeSlots, FinishGroup, StartEpisode
 from learner.algorithm.filters import passes_pass_rate
 from learner.algorithm_checks import check_algorithm
 from learner.config import AlgorithmSection
 from learner.credit.ledger import ForgetTicket, GroupArrival, IssueTicket, Ledger, TicketEnd
+from learner.credit.record_intake import read_record
 from learner.credit.ticket_rules import DomainRule, TicketRules
 
 BOUNDS = st.tuples(st.sampled_from([0.0, 0.1, 0.2, 1 / 3, 0.5, 0.8, 1.0]), st.floats(0, 1)).map(sorted).map(tuple)
@@ -137,6 +139,20 @@ def test_closings_never_exceed_the_bound_of_a_step_and_the_ledger_adds_up(data: 
     assert ledger.state.reasons.get("filtered", 0) == closed
     if not bound:
         assert not any(ticket.pass_rate for ticket in tickets.values())
+
+
+@pytest.mark.parametrize(("num_solved", "wanted"), [(0, False), (1, True), (3, True), (4, False)])
+def test_a_complete_group_outside_of_the_bounds_is_filtered(num_solved: int, wanted: bool) -> None:
+    ledger = Ledger(rules(close_early=False))
+    ledger.open_credit()
+    there = group({i: i < num_solved for i in range(4)})
+    trajectories = [msgspec.structs.replace(one, version_runs=wire.column([0, 4], "<i4")) for one in there.trajectories]
+    there = msgspec.structs.replace(there, ticket=1, task_index=0, pools=[], trajectories=trajectories)
+    read = read_record(LogRecord(1, there, "", 1, b""), ledger, 1 << 30)
+    assert isinstance(read.record, GroupArrival), read
+    assert read.record.wanted is wanted
+    ledger.apply(read.record, 1)
+    assert ledger.counts()["filtered"] == (not wanted)
 
 
 def test_only_a_ticket_that_allows_it_counts_as_filtered_by_its_closing() -> None:
