@@ -74,15 +74,6 @@ def flaky(sample: Any, *, folder: str) -> float:
     return 5.0
 
 
-def slow(sample: Any, *, folder: str, seconds: float = 0.0) -> float:
-    """Takes its time, and leaves one file for each score."""
-    began = Path(folder) / f"{sample.task_index}.{time.time_ns()}.began"
-    began.touch()
-    time.sleep(seconds)
-    began.rename(began.with_suffix(".done"))
-    return float(sample.num_turns)
-
-
 def forks(sample: Any, *, folder: str) -> float:
     """Leaves a grandchild that outlives it, and hangs."""
     child = os.fork()
@@ -194,3 +185,12 @@ def refuses_with_half_a_character(sample: Any) -> float:
 
 def names_half_a_character(sample: Any) -> dict[str, float]:
     return {"a\ud83d": 1.0}
+
+
+def slow(sample: Any, *, folder: str, seconds: float = 0.0) -> float:
+    """Takes its time, and leaves one file for each score."""
+    began = Path(folder) / f"{sample.task_index}.{time.time_ns()}.began"
+    began.touch()
+    time.sleep(seconds)
+    began.rename(began.with_suffix(".done"))
+    return float(sample.num_turns)
