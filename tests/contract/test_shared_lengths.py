@@ -109,11 +109,15 @@ async def test_two_hubs_learn_from_each_other(bus: Bus) -> None:
     assert (await stored(bus)).turns == 100
 
 
-async def test_one_hub_alone_writes_what_it_knows_and_learns_nothing_twice(bus: Bus) -> None:
+async def test_one_hub_alone_writes_what_it_knows_and_learns_nothing_twice(
+    bus: Bus, caplog: pytest.LogCaptureFixture
+) -> None:
     hub = Hub(bus, "mean")
     for length in (100, 100, 300, 300):
         hub.play(1, length)
         await hub.store.exchange()
+    await hub.store.exchange()  # nothing is new on either side
+    assert not caplog.records
     alone = Hub(bus, "mean")
     alone.play(1, 100, 100, 300, 300)
     assert hub.predictor.estimator.predict(upcoming(1)) == pytest.approx(alone.predictor.estimator.predict(upcoming(1)))
