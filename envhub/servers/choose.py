@@ -18,6 +18,7 @@ class ServerLoad(msgspec.Struct, frozen=True):
         slots: requests it decodes at once.
         speed: tokens per second when busy; only ratios between servers count.
         weight: how often it is one of the two that are compared; only ratios count. 0: only if there is no other.
+        shares_prefixes: whether its engine reuses the KV of a prompt for other conversations.
         work: the load in requests of typical length, by their predicted lengths; negative: unknown.
     """
 
@@ -29,6 +30,7 @@ class ServerLoad(msgspec.Struct, frozen=True):
     speed: float = 1.0
     weight: float = 1.0
     work: float = -1.0
+    shares_prefixes: bool = False
 
     @property
     def pressure(self) -> float:
@@ -47,14 +49,16 @@ def choose(
     *,
     min_version: int = 0,
     sticky: str = "",
+    near: str = "",
     avoid: frozenset[str] = frozenset(),
 ) -> ServerLoad | None:
     """Return the server to send a request to, None if there is none.
 
     Servers in ``avoid`` (they just failed) and servers older than ``min_version`` (the request would wait there) get it
     only if there are no others. A conversation stays with ``sticky``, which holds its prefix, until that one is full
-    and another is clearly emptier. All others go to the better of two random servers: loads are a second old, so if
-    every hub took the least loaded of all, they would all take the same one.
+    and another is clearly emptier. A conversation with the same prompt as one that ``near`` got goes there, too, while
+    that has a free slot and shares prefixes. All others go to the better of two random servers: loads are a second old,
+    so if every hub took the least loaded of all, they would all take the same one.
     """
     if len(servers) == 1:
         return servers[0]
@@ -62,6 +66,9 @@ def choose(
     able = [server for server in able if server.policy_version >= min_version] or able
     if not able:
         return None
+    for server in able:
+        if server.id == near and server.shares_prefixes and server.load < server.slots:
+            return server
     best = min(_two(able, rng), key=lambda server: server.rank)
     for server in able:
         if server.id == sticky and (server.load < server.slots or server.pressure - best.pressure <= SLACK):

@@ -23,6 +23,8 @@ from envhub.servers.in_flight import OpenEpisodes, OpenTurn, RequestsInFlight
 
 GRACE_S: Final = 2.0  # for a reply that the server sends at its deadline
 NOTHING_PAUSE_S: Final = 0.02  # after a reply without tokens, before the next request
+SHARED_LEAST: Final = 256  # tokens of a prompt from which on it is worth having a group on one server
+PROMPTS_MOST: Final = 1024
 INTERRUPTIONS_MOST: Final = 2  # of one turn, before it gets a priority: no server interrupts those for other work
 KEPT_S: Final = 30.0  # a server stays followed for this long after a request: it holds the conversation's prefix
 
@@ -117,6 +119,7 @@ class TurnGenerator:
         self._rng = random.Random()
         self._numbers = itertools.count(1)
         self._in_flight = RequestsInFlight()
+        self._prompts: dict[str, str] = {}  # group -> server that got its prompt first, newest last
         self._hurried: set[str] = set()  # episodes that others wait for
         self._asked: dict[str, float] = {}  # server -> time of its last request, on the loop's clock
         self.retries = self.tokens = 0
@@ -157,17 +160,29 @@ class TurnGenerator:
         finally:
             self.open.ended(turn, count, self._clock())
 
+    def _forget_prompts(self) -> None:
+        while len(self._prompts) > PROMPTS_MOST:
+            del self._prompts[next(iter(self._prompts))]
+
     async def _turn(self, ask: TurnRequest) -> SampledTurn:
         until = self._clock() + ask.timeout_s
         attempt_s = ask.timeout_s / (self._max_retries + 1)
         avoid: frozenset[str] = frozenset()
         interrupted = 0
+        # the group, whose conversations begin with the same prompt; an answer that was interrupted has its own
+        group = (
+            "" if ask.sticky or len(ask.token_ids) < SHARED_LEAST else ask.episode.rpartition(".")[0].rpartition(".")[0]
+        )
         done, problem, failures, sticky, oldest = None, "there is no rollout server", 0, ask.sticky, ask.min_version
         while (left_s := until - self._clock()) > 0:
-            server = choose(self.servers(ask.policy), self._rng, min_version=oldest, sticky=sticky, avoid=avoid)
+            servers, near = self.servers(ask.policy), "" if sticky else self._prompts.get(group, "")
+            server = choose(servers, self._rng, min_version=oldest, sticky=sticky, near=near, avoid=avoid)
             if server is None:
                 await self._followed.changed(min(left_s, 1.0))
                 continue
+            if group and not near:
+                self._prompts[group] = server.id
+                self._forget_prompts()
             try:
                 reply = await self._ask(server, self._request(ask, done, min(attempt_s, left_s)))
             except RequestFailed as error:

@@ -11,6 +11,7 @@ from broker.contract import wire
 from broker.contract.lengths import remaining
 from envhub.servers.choose import ServerLoad
 
+SHARING: Final = frozenset({"vllm", "sglang"})  # engines that reuse the KV of a prompt for other conversations
 RATE_DECAY: Final = 0.05
 
 
@@ -70,7 +71,8 @@ class RequestsInFlight:
         load = max(use.requests, one.running + one.waiting + use.requests - use.seen)
         work = load - use.requests + use.tokens / typical if typical else float(load)
         speed = one.speed or per_slot * max(one.slots, 1)
-        return ServerLoad(one.id, one.address, one.policy_version, one.slots, load, speed, weight, work)
+        version, shares = one.policy_version, one.engine in SHARING
+        return ServerLoad(one.id, one.address, version, one.slots, load, speed, weight, work, shares)
 
 
 @dataclass(eq=False, slots=True)

@@ -76,7 +76,8 @@ def reply(
 
 def ask(**kwargs: object) -> TurnRequest:
     sampling = wire.SamplingParams(max_tokens=8, seed=5)
-    return TurnRequest("c", [1, 2, 3], **{"sampling": sampling, "timeout_s": 5.0, **kwargs})  # type: ignore[arg-type]
+    fields = {"conversation_id": "c", "token_ids": [1, 2, 3], "sampling": sampling, "timeout_s": 5.0, **kwargs}
+    return TurnRequest(**fields)  # type: ignore[arg-type]
 
 
 def generator(client: Client, *presences: wire.Presence) -> TurnGenerator:
@@ -151,6 +152,15 @@ async def test_a_continued_request_expects_what_is_still_to_come() -> None:
     asked = [(one.expected_tokens, one.expected_high, one.priority, one.step) for _, one in client.asked]
     assert asked == [(4, 8, 1, 2), (*remaining(4, 8, 2, 6), 1, 2)]
     assert asked[1][:2] == (2, 6)
+
+
+@pytest.mark.parametrize(("engine", "tokens", "one"), [("vllm", 300, True), ("vllm", 20, False), ("hf", 300, False)])
+async def test_a_groups_prompts_go_to_one_server_while_it_has_slots(engine: str, tokens: int, one: bool) -> None:
+    client = Client(**{name: lambda request: reply(request, [9]) for name in "abcd"})
+    asking = generator(client, *(presence(name, engine=engine) for name in "abcd"))
+    for episode in range(20):
+        await asking.turn(ask(token_ids=[1] * tokens, episode=f"hub.7.{episode}.0"))
+    assert (len({address for address, _ in client.asked}) == 1) is one
 
 
 async def test_a_turn_is_interrupted_twice_at_most() -> None:
