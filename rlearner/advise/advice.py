@@ -37,7 +37,6 @@ class Advice:
     changes: Sequence[Change]  # the largest gain first
     busy: Mapping[str, float]  # share of each stage's capacity that is in use, in the simulated run
     samples_per_s: float  # measured
-    desired_servers: int
     explained: float
     steps: tuple[int, int]
     now: Mapping[str, float]  # by key of a change
@@ -86,7 +85,6 @@ def advice_of(run: FittedRun) -> Advice:
         changes=sorted(changes, key=lambda one: -one.gain),
         busy=base.busy,
         samples_per_s=run.samples_per_s,
-        desired_servers=desired_servers(run.model),
         explained=run.explained,
         steps=run.steps,
         now={name: key.now(run.model) for name, key in KEYS.items()},

@@ -8,8 +8,9 @@ from typing import Any, Final
 
 from rlearner.advise.fit import MAX_STEPS
 
-SOONEST: Final = 3  # steps between two pieces of advice, each of which takes a second of computing
+SOONEST: Final = 3  # steps between two pieces of advice
 LATEST: Final = 20
+PAUSE: Final = 50  # times as long as the newest advice took to compute, which takes seconds: 2 % of one core
 
 
 class StepHistory:
@@ -18,6 +19,7 @@ class StepHistory:
     def __init__(self) -> None:
         self._rows: deque[dict[str, float]] = deque(maxlen=2 * MAX_STEPS)
         self._next = SOONEST
+        self._elapsed_s = self._not_before_s = 0.0  # seconds of all steps so far, and those before the next advice
 
     def take(self, line: Mapping[str, float]) -> None:
         """Add the line of a step; a line that was there already changes nothing."""
@@ -29,10 +31,15 @@ class StepHistory:
             self._next = step + SOONEST
         if not self._rows or step > self._rows[-1]["step"]:
             self._rows.append(dict(line))
+            self._elapsed_s += line["time/step"]
+
+    def computed(self, seconds: float) -> None:
+        """Note how long the advice took to compute."""
+        self._not_before_s = self._elapsed_s + PAUSE * seconds
 
     def due(self) -> list[dict[str, Any]]:
         """Return the lines if it is time for new advice, else none."""
-        if not self._rows or self._rows[-1]["step"] < self._next:
+        if not self._rows or self._rows[-1]["step"] < self._next or self._elapsed_s < self._not_before_s:
             return []
         step = int(self._rows[-1]["step"])
         self._next = step + min(max(step // 2, SOONEST), LATEST)

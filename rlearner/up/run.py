@@ -183,6 +183,7 @@ async def _show(
     bus = await Bus.connect(broker.url, board.run, name="up", deadline_s=30.0)
     roster = Roster(bus)
     advising: asyncio.Future[str] | None = None
+    advised = 0.0  # when computing the newest advice began
     try:
         await bus.ensure_streams()
         await roster.start()
@@ -200,9 +201,11 @@ async def _show(
                 events += happened
                 note_events(fleet.logs, happened)
                 if advising is None and (rows := board.history.due()):
+                    advised = time.monotonic()
                     advising = asyncio.ensure_future(asyncio.to_thread(bottleneck_line, rows, config))
                 elif advising is not None and advising.done():
                     known, board.bottleneck, advising = board.bottleneck, advising.result(), None
+                    board.history.computed(time.monotonic() - advised)
                     if live is None and known.partition(";")[0] != board.bottleneck.partition(";")[0]:
                         say.stamped("bottleneck", f"bottleneck: {board.bottleneck}")
                 news, board.news = board.news, []

@@ -286,3 +286,16 @@ def test_history_begins_again_when_the_learner_resumes_from_an_earlier_step() ->
         history.take({"step": step, "time/step": 2.0})
     history.take({"step": 7})  # before the first step of this learner
     assert [(row["step"], row["time/step"]) for row in history.due()] == [(3, 2.0), (4, 2.0), (5, 2.0), (6, 2.0)]
+
+
+def test_advice_takes_at_most_a_fiftieth_of_the_time() -> None:
+    history = StepHistory()
+    for step in range(1, 6):
+        history.take({"step": step, "time/step": 2.0})
+    assert history.due()
+    history.computed(1.0)  # the next one may begin 50 s later, at 60 s
+    for step in range(6, 30):
+        history.take({"step": step, "time/step": 2.0})
+    assert history.due() == []
+    history.take({"step": 30, "time/step": 2.0})
+    assert len(history.due()) == 30
