@@ -132,7 +132,7 @@ async def test_a_reward_may_do_whatever_it_likes(bus: Bus, broker_url: str) -> N
     faults = {
         "hangs": "no score within 4 s (after 2 tries)",
         "crashes": "the worker process died by SIGABRT (after 2 tries)",
-        "leaks": "MemoryError (reward_functions.py:119 in leaks) (after 2 tries)",
+        "leaks": "MemoryError (reward_functions.py:110 in leaks) (after 2 tries)",
         "nan": "the reward must be finite, got nan",
         "ten_megabytes": "...",
         "too_many_parts": "a reward has at most 64 parts with printable names of at most 100 characters",
