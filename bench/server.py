@@ -1,17 +1,18 @@
 """Compare a rollout server, asked as hubs ask it, with the bare engine: the same requests, alternating.
 
-    python -m bench.server [--pairs 9] [--requests 64] [--engines vllm,hf] [--http]
+    python -m bench.server [--pairs 9] [--requests 64] [--only hf,http,vllm] [--ahead]
 
-Without ``--engines`` it measures those that are installed; vllm is after ``make vllm-env``, in .venv-vllm/bin/python.
+The server is the real process, joined to a run on a private nats-server and asked over ZeroMQ, or for ``http`` by as
+many streams of its OpenAI-compatible API with a chunk for each token, with the engine hf; this process plays the hubs.
+The bare engine is a process with nothing else, HFEngine or AsyncLLM; all requests at once, greedy, with the logprob of
+every token. ``vllm`` is measured by .venv-vllm/bin/python (``make vllm-env``) if this interpreter has no vLLM.
 
-The server is the real process, joined to a run on a private nats-server and asked over ZeroMQ, or with ``--http`` by as
-many streams of its OpenAI-compatible API with a chunk for each token; this process plays the hubs. The bare engine is a
-process with nothing else, AsyncLLM or HFEngine; all requests at once, greedy, with the logprob of every token.
-``ratio_vllm``, ``ratio_hf``: tokens per second of the server / of the bare engine, the median over the pairs;
-``*_interval`` holds the median of the population with at least 95 % probability, from the order statistics.
-``identical_tokens``: whether both gave the same tokens to every request of every pair. A pair during which other
-processes took more than ``--others`` of the processors is repeated; ``others_share`` is the median of what they took.
-The last line is one JSON object.
+``ratio_*``: tokens per second of the server / of the bare engine, the median over the pairs; null with the reason in
+``why_vllm`` if there is no vLLM. ``interval_*`` holds the median of the population with at least 95 % probability, from
+the order statistics. ``identical_tokens``: whether both gave the same tokens to every request of every pair. A pair
+during which other processes took more than ``--others`` of the processors is repeated, as often as there are pairs;
+if too few remain, the disturbed ones count, too. ``others_share`` is the median of what they took. The last line is one
+JSON object.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from bench.engine import Requests, make_model, make_requests, measurable
-from bench.support.other_load import NEVER_QUIET, OtherLoad
+from bench.engine import Requests, make_model, make_requests
+from bench.support.other_load import OtherLoad, take_priority
 from bench.support.paired import interval, median
 from bench.support.server_bare import asked
 from bench.support.server_http import KEY, StreamedServer, add_tokenizer
@@ -146,77 +148,123 @@ async def serving(
             await bus.close()
 
 
+class Pairs:
+    """Alternating runs of one server and its bare engine, until enough of them were quiet.
+
+    Args:
+        most: quiet pairs to measure.
+        warm_up: pairs that do not count.
+        others: share of the processors that other processes may take during a quiet pair.
+    """
+
+    def __init__(self, most: int, warm_up: int, others: float) -> None:
+        self._most, self._warm_up, self._others = most, warm_up, others
+        self._quiet: list[tuple[float, float]] = []  # ratio and share of other processes
+        self._disturbed: list[tuple[float, float]] = []
+        self.turn = 0
+
+    def __bool__(self) -> bool:
+        """Return whether another pair is needed."""
+        return len(self._quiet) < self._most and len(self._disturbed) < self._most
+
+    def add(self, ratio: float, share: float) -> str:
+        """Add a pair, and return in words whether it counts."""
+        self.turn += 1
+        if self.turn <= self._warm_up:
+            return "warm-up"
+        (self._disturbed if share > self._others else self._quiet).append((ratio, share))
+        return "disturbed" if share > self._others else "counts"
+
+    def counting(self) -> list[tuple[float, float]]:
+        """Return ratios and shares of those that count: the quiet ones, or all if too few were quiet."""
+        return self._quiet if len(self._quiet) >= self._most else self._quiet + self._disturbed
+
+
 async def compare(
-    engine: str, model: Path, folder: Path, requests: Requests, options: argparse.Namespace
-) -> tuple[list[float], bool, list[float]]:
-    """Return ratios of the alternating pairs, whether all tokens were equal, and the share of other load."""
-    ratios: list[float] = []
-    shares: list[float] = []
-    identical = True
+    measured: str, model: Path, folder: Path, requests: Requests, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Return the figures of ``hf``, ``http`` or ``vllm``."""
+    engine = "vllm" if measured == "vllm" else "hf"
+    pairs, tokens, identical = Pairs(options.pairs, options.warm_up, options.others), sum(n for _, n in requests), True
     (folder / "requests.json").write_text(json.dumps(requests))
+    options = argparse.Namespace(**vars(options), http=measured == "http")
     bare = BareEngine(engine, model, options.threads, folder / f"bare-{engine}.log")
     try:
         async with serving(engine, model, folder, options) as server:
             await bare.line()
+            if options.ahead:
+                take_priority()
             asking = StreamedServer(folder / f"server-{engine}.log") if options.http else server
-            turn = disturbed = 0
-            while len(ratios) < options.pairs and disturbed <= 2 * options.pairs:
-                new, others = asked(requests, str(turn)), OtherLoad()
-                if turn % 2:
+            while pairs:
+                new, others = asked(requests, str(pairs.turn)), OtherLoad()
+                if pairs.turn % 2:
                     plain, whole = await bare.run(), await asking.run(new)
                 else:
                     whole, plain = await asking.run(new), await bare.run()
-                share = others.share()
-                tokens = sum(length for _, length in requests)
-                same = plain[1] == whole[1]
-                verdict = "disturbed, does not count" if share > options.others else "counts"
-                verdict = "warm-up" if turn < options.warm_up else verdict
-                ratio = plain[0] / whole[0]
+                share, same, ratio = others.share(), plain[1] == whole[1], plain[0] / whole[0]
+                identical &= same
+                verdict = pairs.add(ratio, share)
                 chunks = f"  {tokens / asking.chunks:.2f} tokens a chunk" if isinstance(asking, StreamedServer) else ""
                 rates = f"bare {tokens / plain[0]:.0f}  server {tokens / whole[0]:.0f} tokens/s"
-                print(f"{engine}  {rates}  {ratio:.3f}  same {same}{chunks}  others {share:.2f}  {verdict}", flush=True)
-                if verdict == "counts":
-                    ratios.append(ratio)
-                    shares.append(share)
-                disturbed += verdict.startswith("disturbed")
-                identical &= same
-                turn += 1
+                print(
+                    f"{measured}  {rates}  {ratio:.3f}  same {same}{chunks}  others {share:.2f}  {verdict}", flush=True
+                )
     finally:
         bare.close()
-    return ratios, identical, shares
+    ratios, shares = zip(*pairs.counting(), strict=True)
+    return {
+        f"ratio_{measured}": round(median(ratios), 3),
+        f"interval_{measured}": [round(bound, 3) for bound in interval(ratios)],
+        f"pairs_{measured}": len(ratios),
+        f"others_share_{measured}": round(median(shares), 3),
+        f"identical_tokens_{measured}": identical,
+    }
 
 
-def main() -> None:
+def elsewhere(arguments: Sequence[str]) -> dict[str, Any]:
+    """Measure vLLM by the interpreter that has it."""
+    program = Path(__file__).resolve().parents[1] / ".venv-vllm/bin/python"
+    if not program.exists():
+        return {"ratio_vllm": None, "why_vllm": "vLLM is not installed; make vllm-env"}
+    command = [str(program), "-m", "bench.server", *arguments, "--only", "vllm"]
+    print(f"vllm by {program}", flush=True)
+    found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=START_S)
+    lines = found.stdout.splitlines()
+    print("\n".join(lines[:-1]), flush=True)
+    if found.returncode or not lines:
+        return {"ratio_vllm": None, "why_vllm": f"its benchmark exited with {found.returncode}"}
+    figures: dict[str, Any] = json.loads(lines[-1])
+    return figures
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    given = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--pairs", type=int, default=9)
-    add("--warm-up", type=int, default=2)
+    add("--warm-up", type=int, default=3)
     add("--requests", type=int, default=64)
     add("--hidden", type=int, default=256)
     add("--layers", type=int, default=4)
     add("--threads", type=int, default=1)
-    add("--engines", default=",".join(measurable()), help="those that are installed, of vllm and hf")
-    add("--http", action="store_true")
+    add("--only", default="hf,http,vllm", help="what to measure")
     add("--others", type=float, default=0.25)
-    options = parser.parse_args()
+    add("--ahead", action="store_true", help="run ahead of other processes, and count all pairs (root)")
+    options = parser.parse_args(given)
+    options.others = 1.0 if options.ahead else options.others
     figures: dict[str, Any] = {}
-    same = True
     with tempfile.TemporaryDirectory(prefix="rlearner-bench-") as name:
-        folder = Path(name)
-        vocab_size = make_model(str(folder / "model"), options.hidden, options.layers)
-        if options.http:
-            add_tokenizer(folder / "model")
-        requests = make_requests(options.requests, vocab_size)
-        for engine in options.engines.split(","):
-            ratios, identical, shares = asyncio.run(compare(engine, folder / "model", folder, requests, options))
-            same &= identical
-            if not ratios:
-                raise SystemExit(NEVER_QUIET)
-            figures[f"pairs_{engine}"] = len(ratios)
-            figures["others_share"] = round(median(shares), 3)
-            figures[f"ratio_{engine}"] = round(median(ratios), 3)
-            figures[f"ratio_{engine}_interval"] = [round(bound, 3) for bound in interval(ratios)]
-    print(json.dumps({**figures, "identical_tokens": same}))
+        for measured in options.only.split(","):
+            if measured == "vllm" and find_spec("vllm") is None:
+                figures |= elsewhere(given)
+                continue
+            folder = Path(name) / measured
+            vocab_size = make_model(str(folder / "model"), options.hidden, options.layers)
+            if measured == "http":
+                add_tokenizer(folder / "model")
+            requests = make_requests(options.requests, vocab_size)
+            figures |= asyncio.run(compare(measured, folder / "model", folder, requests, options))
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

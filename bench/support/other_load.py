@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Final
 
 import psutil
@@ -28,6 +29,18 @@ class OtherLoad:
         now_at, now_busy_s, now_own_s = self._before
         taken_s = (now_busy_s - busy_s) - (now_own_s - own_s)
         return max(0.0, taken_s / ((now_at - at) * (psutil.cpu_count() or 1)))
+
+
+def take_priority() -> None:
+    """Give this process and its descendants nearly all of the processors that they want, before those of others.
+
+    Raises:
+        OSError: if this is not Linux, or not root.
+    """
+    own = psutil.Process()
+    for process in [own, *own.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess, FileNotFoundError):
+            Path(f"/proc/{process.pid}/autogroup").write_text("-20")
 
 
 def _look() -> tuple[float, float, float]:

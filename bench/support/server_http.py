@@ -1,4 +1,4 @@
-"""The client of ``bench.server --http``: each request is a stream of the OpenAI-compatible API, a chunk per token."""
+"""The client of ``bench.server`` for HTTP: each request is a stream of the OpenAI-compatible API, a chunk per token."""
 
 from __future__ import annotations
 
