@@ -41,7 +41,7 @@ import transformers
 
 from bench.engine import make_model, measurable
 from bench.server import ServedEngine, serving
-from bench.support.other_load import NEVER_QUIET, OtherLoad
+from bench.support.other_load import NEVER_QUIET, OtherLoad, take_priority
 from bench.support.paired import by_second, interval, median
 from bench.support.update_bare import ByteMovers
 from broker.contract import wire
@@ -165,6 +165,8 @@ async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             async with asyncio.timeout(120):
                 while (seen := served.roster.get("server")) is None or seen.state != "serving":
                     await served.roster.changed(0.5)
+            if options.ahead:
+                take_priority()
             load.start(options.requests)
             await asyncio.sleep(options.settle)
             orders = list(itertools.permutations(rates))
@@ -232,6 +234,7 @@ def main() -> None:
     add("--window", type=int, default=6)
     add("--moved", action="store_true")
     add("--others", type=float, default=0.25)
+    add("--ahead", action="store_true", help="run ahead of other processes, and count all rounds (root)")
     add("--settle", type=float, default=12.0)
     add("--requests", type=int, default=64)
     add("--length", type=int, default=192)
@@ -239,6 +242,7 @@ def main() -> None:
     add("--layers", type=int, default=4)
     add("--threads", type=int, default=1)
     options = parser.parse_args()
+    options.others = 1.0 if options.ahead else options.others
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="rlearner-bench-") as name:
