@@ -1,6 +1,6 @@
 """What new weights in flight cost a server: tokens lost, how long generation stands still, how long a transfer takes.
 
-    python -m bench.update [--engine hf] [--rounds 15] [--every 2] [--window 6] [--moved]
+    python -m bench.update [--engine hf] [--rounds 15] [--every 2] [--window 6] [--moved] [--ahead]
 
 Without ``--engine`` it measures vllm where that is installed (``make vllm-env``, then .venv-vllm/bin/python), else hf.
 

@@ -160,6 +160,8 @@ class HttpApi:
             log.error("the process of the HTTP API ended; starting it again")
             await self._reap()
             await asyncio.sleep(RESTART_S)
+            if self._closing:
+                return
             try:
                 await self._start()
             except OSError as error:
