@@ -45,7 +45,7 @@ from learner.config import AlgorithmSection, TrainSection
 from learner.training import TrainingThread
 from rlearner_text.config import ModelSection
 
-STAGES_REPEATS: Final = 3
+STAGES_REPEATS: Final = 2
 MIN_PAIRS: Final = 3
 MAX_PAIRS: Final = 25
 Lengths = Callable[[np.random.Generator], list[int]]  # of an episode: tokens read and sampled in turn
@@ -60,7 +60,7 @@ class Case:
     group_size: int
     num_threads: int  # train.num_threads, 0 for torch's default
     lengths: Lengths
-    seconds: float = 45.0  # of pairs, at least MIN_PAIRS
+    seconds: float = 35.0  # of pairs, at least MIN_PAIRS
 
 
 def _lake(rng: np.random.Generator) -> list[int]:
@@ -78,7 +78,7 @@ QUICKSTART: Final = ModelShape(128, 3, 2, 2, 64, 384, 102, 4096)
 CASES: Final[Mapping[str, Case]] = {
     "quickstart": Case(QUICKSTART, 16, 8, 1, _lake),
     "10m": Case(SHAPES["10"], 3, 8, 0, _answer),
-    "100m": Case(SHAPES["100"], 1, 6, 0, _answer, 75.0),
+    "100m": Case(SHAPES["100"], 1, 6, 0, _answer, 60.0),
 }
 
 
