@@ -1,7 +1,7 @@
 """Compare rlearner with TRL's GRPOTrainer on the same work, interleaved, on two cores.
 
     make peers-env
-    python -m bench.peers [--pairs 5] [--cases equal,skewed,skewed_4,vllm] [--steps 10] [--trl-steps 2]
+    python -m bench.peers [--pairs 5] [--cases equal,skewed,skewed_4,vllm]
 
 Equal on both sides: model (0.6 million parameters, fp32), tokenizer, prompts, chat template, reward, sampling, cut of
 answers, 128 samples per step in groups of 8, one optimizer step per batch, GRPO's loss with the same clipping, AdamW
@@ -15,18 +15,20 @@ and keeps the faster. Ours is ``rlearner up`` from its start, measured after thr
 
 ``ratio_*``: samples per second of ours / of TRL, the median over the pairs, in alternating order. ``vllm`` runs both on
 vLLM for CPUs, in the environment of ``make vllm-env`` (``--vllm-python``); null with the reason in ``why_no_vllm`` if
-either side cannot. ``samples_per_s_*`` and ``length_*`` have ours first; ``idle_*``: shares of time
-in which our learner and our server were idle. A case takes
-about a minute a pair on a quiet machine; the last line is one JSON object.
+either side cannot. ``samples_per_s_*`` and ``length_*`` have ours first; ``idle_*``: shares of time in which our learner and
+our server were idle. Cases with the same answers share TRL's turns. On a quiet machine it takes a minute and a half per
+pair, and two more minutes. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
 import tempfile
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -70,37 +72,38 @@ def show(name: str, side: str, one: Measured) -> None:
     )
 
 
-def compare(case: Case, folder: Path, python: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of one case.
+def compare(cases: Sequence[Case], folder: Path, python: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of cases that differ in nothing that TRL knows.
 
     Raises:
-        RuntimeError: if a side cannot run it.
+        RuntimeError: if a side cannot run them.
     """
-    pairs: list[tuple[Measured, Measured]] = []
-    trl = trl_of(python, folder, case, options.trl_mode)
+    theirs: list[Measured] = []
+    mine: dict[str, list[Measured]] = {case.name: [] for case in cases}
+    trl = trl_of(python, folder, cases[0], options.trl_mode)
     try:
         for turn in range(options.pairs):
-            if turn % 2:
-                theirs, mine = trl.turn(options.trl_steps), ours(python, folder, case, options.steps, turn)
-            else:
-                mine, theirs = ours(python, folder, case, options.steps, turn), trl.turn(options.trl_steps)
-            show(case.name, "rlearner", mine)
-            show(case.name, "TRL     ", theirs)
-            pairs.append((mine, theirs))
+            sides: list[Case | None] = [*cases, None]
+            for case in sides if turn % 2 == 0 else sides[::-1]:
+                found = ours(python, folder, case, turn) if case else trl.turn(cases[0].trl_steps)
+                (mine[case.name] if case else theirs).append(found)
+                show(case.name if case else cases[0].name, "rlearner" if case else "TRL", found)
     finally:
         trl.close()
-    if not all(one.trained for pair in pairs for one in pair):
-        raise SystemExit(f"{case.name}: a side did not train; the comparison is void")
-    ratios = [mine.rate / theirs.rate for mine, theirs in pairs]
-    print(f"{case.name}  ratios {', '.join(f'{ratio:.2f}' for ratio in ratios)}", flush=True)
-    sides = list(zip(*pairs, strict=True))
-    idle = [statistics.median(mine.idle[key] for mine, _ in pairs) for key in ("learner", "server")]
-    return {
-        f"ratio_{case.name}": round(statistics.median(ratios), 3),
-        f"samples_per_s_{case.name}": [round(statistics.median(one.rate for one in side), 1) for side in sides],
-        f"length_{case.name}": [round(statistics.mean(one.length for one in side), 1) for side in sides],
-        f"idle_{case.name}": [round(share, 2) for share in idle],
-    }
+    if not all(one.trained for one in [*theirs, *itertools.chain(*mine.values())]):
+        raise SystemExit(f"{cases[0].name}: a side did not train; the comparison is void")
+    figures: dict[str, Any] = {}
+    for name, runs in mine.items():
+        ratios = [ours.rate / trl.rate for ours, trl in zip(runs, theirs, strict=True)]
+        print(f"{name}  ratios {', '.join(f'{ratio:.2f}' for ratio in ratios)}", flush=True)
+        idle = [statistics.median(one.idle[key] for one in runs) for key in ("learner", "server")]
+        figures |= {
+            f"ratio_{name}": round(statistics.median(ratios), 3),
+            f"samples_per_s_{name}": [round(statistics.median(one.rate for one in side), 1) for side in (runs, theirs)],
+            f"length_{name}": [round(statistics.mean(one.length for one in side), 1) for side in (runs, theirs)],
+            f"idle_{name}": [round(share, 2) for share in idle],
+        }
+    return figures
 
 
 def main() -> None:
@@ -108,8 +111,6 @@ def main() -> None:
     add = parser.add_argument
     add("--pairs", type=int, default=5)
     add("--cases", default=",".join(case.name for case in CASES), help="of %(default)s")
-    add("--steps", type=int, default=10, help="of ours in a turn")
-    add("--trl-steps", type=int, default=2, help="of TRL's in a turn")
     add("--trl-mode", choices=("auto", *MODES), default="auto")
     add("--vllm-python", default=str(ROOT / ".venv-vllm" / "bin" / "python"), metavar="PATH")
     options = parser.parse_args()
@@ -123,14 +124,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="rlearner-peers-") as name:
         folder = Path(name)
         make(folder)
-        for case in (one for one in CASES if one.name in chosen):
-            python = options.vllm_python if case.engine == "vllm" else PYTHON
+        wanted = [case for case in CASES if case.name in chosen]
+        for (engine, _), alike in itertools.groupby(wanted, key=lambda case: (case.engine, case.max_tokens)):
+            python = options.vllm_python if engine == "vllm" else PYTHON
             try:
                 if not os.access(python, os.X_OK):
                     raise RuntimeError(f"no {python}; run make vllm-env")
-                figures |= compare(case, folder, python, options)
+                figures |= compare(list(alike), folder, python, options)
             except RuntimeError as error:
-                if case.engine != "vllm":
+                if engine != "vllm":
                     raise
                 figures |= {"ratio_vllm": None, "why_no_vllm": str(error)}
     print(json.dumps({**figures, "pairs": options.pairs, "load": round(os.getloadavg()[0], 1)}))

@@ -85,13 +85,13 @@ class Trl:
         self._process.wait()
 
 
-def ours(python: str, folder: Path, case: Case, steps: int, turn: int) -> Measured:
+def ours(python: str, folder: Path, case: Case, turn: int) -> Measured:
     """Start a run, wait until its pipeline is full, and measure its next steps; then end it.
 
     Raises:
         RuntimeError: if the run ended early; with the end of its output.
     """
-    name = f"{case.name}-{turn}"
+    name, steps = f"{case.name}-{turn}", case.steps
     settings = config(folder, case, 10_000)
     settings["run"]["name"] = name
     file = folder / f"{name}.yaml"

@@ -45,14 +45,16 @@ class Case:
     name: str
     max_tokens: int  # of an answer
     max_staleness: int  # of ours; TRL is synchronous
+    steps: int  # of ours in a turn
+    trl_steps: int  # of TRL's in a turn
     engine: str = "hf"
 
 
 CASES: Final = (
-    Case("equal", 64, 1),
-    Case("skewed", 400, 1),
-    Case("skewed_4", 400, 4),
-    Case("vllm", 400, 1, "vllm"),
+    Case("equal", 64, 1, steps=16, trl_steps=6),
+    Case("skewed", 400, 1, steps=10, trl_steps=2),
+    Case("skewed_4", 400, 4, steps=10, trl_steps=2),
+    Case("vllm", 400, 1, steps=10, trl_steps=2, engine="vllm"),
 )
 
 
