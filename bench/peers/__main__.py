@@ -16,8 +16,8 @@ and keeps the faster. Ours is ``rlearner up`` from its start, measured after thr
 ``ratio_*``: samples per second of ours / of TRL, the median over the pairs, in alternating order. ``vllm`` runs both on
 vLLM for CPUs, in the environment of ``make vllm-env`` (``--vllm-python``); null with the reason in ``why_no_vllm`` if
 either side cannot. ``samples_per_s_*`` and ``length_*`` have ours first; ``idle_*`` has the shares of time in which our
-learner and our server were idle. Cases with the same answers share TRL's turns. On a quiet machine it takes a minute and a half per
-pair, and two more minutes. The last line is one JSON object.
+learner and our server were idle. Cases with the same answers share TRL's turns. On a quiet machine it takes a
+minute and a half per pair, and two more minutes. The last line is one JSON object.
 """
 
 from __future__ import annotations
