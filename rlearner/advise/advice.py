@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
@@ -10,6 +11,8 @@ from rlearner.advise.changes import KEYS, apply, usual
 from rlearner.advise.fit import FittedRun, NotFitted, fit
 from rlearner.advise.run_model import STAGES, RunModel, Stage
 from rlearner.advise.simulation import simulate
+
+log = logging.getLogger(__name__)
 
 ENOUGH: Final = 0.95  # of what any number of servers reaches: more of them are not worth it
 WORTH: Final = 0.03  # gain from which a change is named
@@ -154,3 +157,6 @@ def bottleneck_line(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
         return advise(rows, config).line
     except NotFitted as error:
         return f"not known: {error}"
+    except Exception as error:
+        log.exception("no advice from these steps")  # a line of the live view must not end the run
+        return f"not known: {type(error).__name__}"

@@ -106,7 +106,7 @@ def _usable(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> lis
     used: list[Mapping[str, Any]] = []
     for row in reversed(rows):
         same = all(row.get(name) == newest.get(name) for name in FLEET)
-        if not same or not all(_is_number(row.get(name)) for name in (*NEEDED, *LENGTHS)):
+        if not same or not all(_is_number(row.get(name)) for name in (*NEEDED, *LENGTHS)) or row["time/step"] <= 0:
             break
         if first < row["step"] <= last:
             used.insert(0, row)

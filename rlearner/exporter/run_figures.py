@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from broker.telemetry.families import QUEUE_DEPTH, QUEUE_DEPTH_HELP, Families
 from rlearner.advise.advice import desired_servers
 from rlearner.advise.fit import NotFitted, fit
 from rlearner.advise.follow import StepHistory
+
+log = logging.getLogger(__name__)
 
 SILENT_S: Final = 10.0  # after which the metrics of a process are no longer shown; it reports every second
 STALE_S: Final = 20.0  # after which what the broker said is no longer shown; it is asked every five
@@ -104,6 +107,9 @@ class RunFigures(Collector):
         try:
             self._desired_servers = desired_servers(fit(rows, spec.config).model)
         except NotFitted:
+            self._desired_servers = None
+        except Exception:
+            log.exception("no advice from these steps")  # it may cost a figure, never the others
             self._desired_servers = None
 
     def fail(self) -> None:

@@ -118,6 +118,7 @@ async def _follow(bus: Bus, figures: RunFigures, stop: Stop) -> None:
     roster = Roster(bus, beats=BEATS, members=[role for role in ROLES if role not in BEATS])
     listening = False
     asked = asyncio.create_task(stop.asked.wait())
+    advising = asyncio.create_task(asyncio.to_thread(figures.advise))
     ends: list[asyncio.Future[Any]] = [asked, bus.link.refused]
     try:
         while not asked.done():
@@ -128,10 +129,12 @@ async def _follow(bus: Bus, figures: RunFigures, stop: Stop) -> None:
                 listening = await _listen(roster, figures)
             await _ask_once(bus, figures, stop)
             figures.forget_silent()
-            await asyncio.to_thread(figures.advise)
+            if advising.done():  # it may take long on a busy machine, and the questions go on
+                advising = asyncio.create_task(asyncio.to_thread(figures.advise))
             await asyncio.wait(ends, timeout=ASK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
     finally:
         asked.cancel()
+        await asyncio.gather(advising, return_exceptions=True)
         with suppress(OSError, Disconnected):  # the broker has gone, and with it the subscriptions
             await roster.close()
             await subscribed.close()

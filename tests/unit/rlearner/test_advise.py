@@ -299,3 +299,11 @@ def test_advice_takes_at_most_a_fiftieth_of_the_time() -> None:
     assert history.due() == []
     history.take({"step": 30, "time/step": 2.0})
     assert len(history.due()) == 30
+
+
+def test_figures_that_make_no_sense_cost_only_the_line(caplog: pytest.LogCaptureFixture) -> None:
+    speeds = FleetSpeeds()
+    rows, config = run_fleet(speeds, 12), config_of(speeds, 12)
+    assert bottleneck_line([row | {"time/step": 0.0} for row in rows], config).startswith("not known: needs ")
+    assert bottleneck_line(rows, {"train": {}}) == "not known: KeyError"
+    assert "no advice from these steps" in caplog.text
