@@ -24,7 +24,7 @@ from rlearner.advise.advice import bottleneck_line
 from rlearner.advise.fit import NotFitted, fit
 from rlearner.advise.follow import StepHistory
 from rlearner.advise.run_model import Lengths, RunModel
-from rlearner.advise.simulation import simulate
+from rlearner.advise.simulation import Prediction, simulate
 from rlearner.cli import main
 from rlearner.ops.status import advice_on_disk
 from rlearner.up.live_state import LiveRunState
@@ -104,6 +104,27 @@ def test_more_servers_never_predict_fewer_samples(model: RunModel, more: int) ->
     assert 0 < before < math.inf
     learner_s = model.groups_per_step * model.group_s + model.step_s
     assert simulate(model).step_s >= learner_s * (1 - 1e-6)
+
+
+def test_a_schedule_that_is_worse_by_chance_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_chance = {1: 10.0, 2: 20.0, 3: 30.0, 4: 29.0, 5: 29.5, 6: 31.0, 7: 30.0, 8: 30.0, 10: 29.0}
+
+    def simulated(model: RunModel) -> Prediction:
+        return Prediction(1.0, by_chance[int(model.servers)], 1.0, {})
+
+    monkeypatch.setattr(advice, "simulate", simulated)
+    found = [advice.samples_per_s(replace(TWO_STAGES, servers=float(servers))) for servers in range(1, 10)]
+    assert found == [10, 20, 30, 30, 30, 31, 31, 31, 31]
+
+
+def test_a_step_waits_for_the_groups_that_are_due() -> None:
+    """With long tails a second step's tickets help less than they would if later groups could pass."""
+    speeds = FleetSpeeds(max_staleness=0, median=20, spread=1.0, most=600)
+    run, patient = fitted(speeds), run_fleet(replace(speeds, max_staleness=1), 30)[3:28]
+    true = sum(32 for _ in patient) / sum(row["time/step"] for row in patient)
+    assert advice.predict(run, {"max_staleness": 1}).samples_per_s == pytest.approx(true, rel=0.2)
+    passing = simulate(replace(run.model, max_staleness=1, drops_late=True)).samples_per_s
+    assert passing > 1.3 * simulate(replace(run.model, max_staleness=1)).samples_per_s
 
 
 def test_the_grid_of_server_counts_has_no_gap() -> None:

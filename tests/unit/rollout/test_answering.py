@@ -10,7 +10,7 @@ import pytest
 from waits import LONG_S, until
 
 from broker.contract import wire
-from rollout.engines.base import Engine, GenerationOutput
+from rollout.engines.base import Engine, EngineStats, GenerationOutput
 from rollout.request_handler import RequestHandler
 
 
@@ -23,6 +23,7 @@ class Slow:
         self.go = asyncio.Event()
         self.working: set[str] = set()
         self.aborted: list[str] = []
+        self.tokens: list[int] = []
 
     async def generate(self, request: wire.GenerateRequest) -> GenerationOutput:
         self.working.add(request.request_id)
@@ -30,8 +31,13 @@ class Slow:
             await self.go.wait()
         finally:
             self.working.discard(request.request_id)
+        if self.tokens:
+            return GenerationOutput(self.tokens, [-1.0] * len(self.tokens), [(3, len(self.tokens))], "stop")
         rows = np.zeros((1, request.prompt_top_k), np.int32)
         return GenerationOutput(finish_reason="stop", top_ids=rows, top_logprobs=rows.astype(np.float32))
+
+    def stats(self) -> EngineStats:
+        return EngineStats(running=len(self.working), slots=4)
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
@@ -95,3 +101,19 @@ async def test_a_drain_ends_scoring_that_does_not_finish() -> None:
     await until(lambda: engine.working)
     assert await answering.finish(0.01) == 1
     assert (await task).finish_reason == "abort"
+
+
+async def test_the_pace_of_tokens_is_measured() -> None:
+    """Eight requests of three tokens, one after the other; those that score a context do not count."""
+    engine = Slow()
+    answering = desk(engine)
+    for number in range(8):
+        engine.go.clear()
+        task = asyncio.create_task(answering.handle(scoring(f"r{number}", k=0)))
+        await until(lambda: engine.working)
+        await asyncio.sleep(0.02)
+        engine.tokens = [1, 2, 3]
+        engine.go.set()
+        await task
+    base_s, each_s = answering.curve.fit()
+    assert 0.02 / 3 <= base_s + each_s < 1.0
