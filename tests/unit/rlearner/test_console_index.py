@@ -42,12 +42,9 @@ async def test_every_ticket_is_what_trace_says(run: Path) -> None:
     for ticket in range(1, 9):
         expected = ticket_summary(ticket_lines(place, ticket))
         way = queries.provenance(ticket)
-        assert (way.state, way.step, way.duplicates) == (
-            expected["state"],
-            expected.get("step", 0),
-            expected["duplicates"],
-        )
-        assert (way.domain, way.task_index, way.reason) == ("lake", ticket - 1, expected.get("reason", ""))
+        assert (way.state, way.step) == (expected["state"], expected.get("step", 0))
+        assert (way.domain, way.task_index) == ("lake", ticket - 1)
+        assert expected.get("reason", "") in "\n".join(way.text)
     with pytest.raises(UserError, match="has no ticket 99; its tickets are 1-"):
         queries.provenance(99)
 
@@ -75,7 +72,10 @@ async def test_trajectories_are_found_by_what_they_are(run: Path) -> None:
     assert all(row.success and row.reward == 1.0 and row.episode == 1 for row in solved)
     assert [row.seq for row in solved] == sorted(row.seq for row in solved)
     twice = queries.search(TrajectoryFilter(state="duplicate")).rows
-    assert {row.seq for row in twice} == {seq for ticket in (1, 2) for seq in queries.provenance(ticket).duplicates}
+    place = RunPlace("run", run, {})
+    known = {seq for ticket in (1, 2) for seq in ticket_summary(ticket_lines(place, ticket))["duplicates"]}
+    assert {row.seq for row in twice} == known
+    assert known
 
 
 @pytest.mark.parametrize("order", ["newest", "reward_high", "shortest", "stalest"])
