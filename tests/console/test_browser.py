@@ -19,12 +19,16 @@ import pytest_asyncio
 from waits import LONG_S, until
 
 from bench.support.console_browser import CHROMIUM, FLAGS
+from broker.contract import codec, wire
+from broker.contract.streams import DEAD, TICKETS
+from broker.jetstream.bus import Bus
+from learner.run_folder import broker_address
 
 playwright = pytest.importorskip("playwright.async_api", reason="needs Playwright and Chromium: make test-console")
 
 WIDTHS = (360, 800, 1440)
 SCREENSHOTS = os.environ.get("RL_CONSOLE_SCREENSHOTS")  # a folder that gets one of each page
-STEPS = 400
+STEPS = 2000
 IS_DRAWN = "(c) => c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some((value) => value)"
 SMALL = [
     f"train.steps={STEPS}", "train.groups_per_step=4", "warm_start.steps=20", "warm_start.episodes=64", "eval.tasks=16",
@@ -68,14 +72,21 @@ async def runs(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Path]:
     """The folder of a run that trains, as ``rlearner up`` starts it, and of one full of markup."""
     root = tmp_path_factory.mktemp("runs")
     await kit.hostile_run(root)
-    words = ["-m", "rlearner.cli", "up", "configs/quickstart.yaml", "run.name=live", f"run.dir={root}", *SMALL]
-    log = (root / "up.log").open("wb")
-    environment = {name: value for name, value in os.environ.items() if name not in ("RL_BROKER", "RL_RUN")}
-    child = await asyncio.create_subprocess_exec(sys.executable, *words, stdout=log, stderr=log, env=environment)
-    try:
+    async with up(root) as child:
         await until(lambda: len(lines(root)) >= 6 or child.returncode is not None, 240)
         assert child.returncode is None, (root / "up.log").read_text()[-2000:]
         yield root
+
+
+@asynccontextmanager
+async def up(root: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    """The run, from its newest checkpoint on."""
+    words = ["-m", "rlearner.cli", "up", "configs/quickstart.yaml", "run.name=live", f"run.dir={root}", *SMALL]
+    log = (root / "up.log").open("ab")
+    environment = {name: value for name, value in os.environ.items() if name not in ("RL_BROKER", "RL_RUN")}
+    child = await asyncio.create_subprocess_exec(sys.executable, *words, stdout=log, stderr=log, env=environment)
+    try:
+        yield child
     finally:
         if child.returncode is None:
             child.terminate()
@@ -323,3 +334,75 @@ async def test_zoom_to_a_step_and_back(browser: Browser, runs: Path) -> None:
             return bool(await page.inner_text("[data-range]") != near)
 
         await until(is_wider, 10.0)
+
+
+# ------------------------------------------------------------------- an operator at work; these end the run
+
+
+async def bus_of(root: Path) -> Bus:
+    return await Bus.connect(broker_address(None, root / "live"), "live", name="test", deadline_s=20.0)
+
+
+async def test_evaluate_now(browser: Browser, runs: Path) -> None:
+    async with browser.page("/run/live/actions") as page:
+        await page.click("button:has-text('Evaluate now')")
+        await page.wait_for_selector("[data-output] >> text=/done, .*success/", timeout=90_000)
+        said = re.search(r"evaluation after step (\d+)", await page.inner_text("[data-output]"))
+    assert said
+    assert (runs / "live" / "evals" / f"actor-step-{int(said[1]):06d}.jsonl").exists()
+
+
+async def test_a_dead_letter_is_run_again_and_deleted(browser: Browser, runs: Path) -> None:
+    ticket = wire.Ticket(
+        number=900_000, domain="lake", task_index=3, seed=5, min_version=0, max_staleness=1000, group_size=2,
+        min_group_size=2, deadline_s=60.0,
+    )  # fmt: skip
+    bus = await bus_of(runs)
+    try:
+        reason = f"it broke {kit.MARKUP}"
+        await bus.dead_letter(TICKETS, seq=0, ticket=900_000, reason=reason, data=codec.encode(ticket))
+        async with browser.page("/run/live/dead-letters") as page:
+            row = "table.t tr:has-text('900,000')"
+            assert reason in await page.inner_text(row)
+            await page.click(f"{row} >> button")
+            await page.click("button:has-text('Run it again')")
+            await page.wait_for_selector("text=for inspection only", timeout=90_000)
+            assert "ticket 900000" in await body(page)
+            page.once("dialog", lambda dialog: dialog.dismiss())
+            await page.click("button:has-text('Delete…')")
+            assert (await bus.depth(DEAD))[""] == 1
+            page.once("dialog", lambda dialog: dialog.accept())
+            await page.click("button:has-text('Delete…')")
+            await page.wait_for_selector("text=1 dead letters deleted")
+            await page.wait_for_selector(".empty >> text=none")
+        assert (await bus.depth(DEAD)).get("", 0) == 0
+    finally:
+        await bus.close()
+
+
+async def test_a_drain_and_a_resume_while_a_page_is_open(browser: Browser, runs: Path) -> None:
+    async with browser.page("/run/live") as overview:
+        await overview.wait_for_selector('[data-stat="state"] >> text=training')
+        async with browser.page("/run/live/actions") as page:
+            page.once("dialog", lambda dialog: dialog.accept())
+            await page.click("button:has-text('Drain')")
+            await page.wait_for_selector("[data-output] >> text=live: draining")
+        await overview.wait_for_selector('[data-stat="state"] >> text=not running', timeout=120_000)
+        assert await overview.inner_text('[data-stat="state"] .s') != "training"
+        before = lines(runs)[-1]["step"]
+        async with up(runs):
+            await until(lambda: lines(runs)[-1]["step"] > before + 1, 240)
+            step = lines(runs)[-1]["step"]
+
+            async def shown() -> bool:
+                return int((await stat(overview, "step")).replace(",", "")) >= step
+
+            await until(shown, 60)
+            await overview.wait_for_selector('[data-stat="state"] >> text=training', timeout=60_000)
+            await overview.wait_for_selector("table.t >> text=/learner started, epoch 2/", timeout=60_000)
+            async with browser.page("/run/live/actions") as page:
+                page.once("dialog", lambda dialog: dialog.accept())
+                await page.click("button:has-text('Stop')")
+                await page.wait_for_selector("[data-output] >> text=live: stopped")
+            await overview.wait_for_selector('[data-stat="state"] >> text=not running', timeout=120_000)
+    browser.errors.clear()

@@ -55,6 +55,11 @@ class RunQueries:
         with self._asking():
             return series.last_values(self._connection(), names)
 
+    def newest_rows(self, count: int) -> list[dict[str, float]]:
+        """Return the numbers of the newest steps by name, as lines of metrics.jsonl, oldest first."""
+        with self._asking():
+            return series.newest_rows(self._connection(), count)
+
     def series(
         self, names: Sequence[str], max_points: int = 1000, first_step: int = 0, last_step: int | None = None
     ) -> dict[str, Series]:

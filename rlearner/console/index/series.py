@@ -32,6 +32,17 @@ def last_values(connection: sqlite3.Connection, names: Sequence[str]) -> dict[st
     return {name: value for name, value in found if value is not None}
 
 
+def newest_rows(connection: sqlite3.Connection, count: int) -> list[dict[str, float]]:
+    rows: dict[int, dict[str, float]] = {}
+    for step, name, value in connection.execute(
+        "SELECT p.step, m.name, p.value FROM metrics m JOIN points p ON p.metric = m.id"
+        " WHERE p.step > (SELECT max(step) FROM steps) - ?",
+        (count,),
+    ):
+        rows.setdefault(step, {"step": step})[name] = value
+    return [rows[step] for step in sorted(rows)]
+
+
 def series(
     connection: sqlite3.Connection, names: Sequence[str], max_points: int, first_step: int, last_step: int | None
 ) -> dict[str, Series]:

@@ -8,15 +8,19 @@ from typing import Any, Final
 
 from nicegui import ui
 
+from rlearner.advise.advice import bottleneck_line
 from rlearner.console.components import Chart, Grid, Stats, tag
 from rlearner.console.index.answers import EvaluationResult, Event, Series
 from rlearner.console.live import BrokerView
 from rlearner.console.pages.frame import Page, ask, frame, index_banners
 from rlearner.console.state import ConsoleRun, ConsoleState
+from rlearner.ops.status import HISTORY
 from rlearner.up.live_state import duration
 
 POINTS: Final = 300  # of a curve, a few hundred pixels wide
 SLOWLY_S: Final = 5.0  # between looks for events and evaluations
+LIMIT_S: Final = 300.0  # between looks for the bottleneck, which is simulated; the first one is after
+FIRST_LIMIT_S: Final = 1.0
 REFRESHED_S: Final = 1.5  # within which a page is up to date
 EVENTS_SHOWN: Final = 12
 MARKS: Final = 400
@@ -70,6 +74,7 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
             tag("h1", run.name)
             tag("span", _subtitle(run), "dim")
         stats = Stats(_stats(run, last, run.live.view))
+        limit = tag("p", "", "dim", data_bottleneck="")
         with tag("form", classes="form", method="get"):
             with tag("label", "any metric, or several with commas", "wide"):
                 search = {"placeholder": "for example actor/grad_norm", "list": "metrics", "value": more}
@@ -138,7 +143,15 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
         list_of_events.change(_event_rows(now))
         evaluation.tell_all("marks", _marks(now))
 
+    async def refresh_limit() -> None:
+        text = await ask(lambda: _bottleneck(queries.newest_rows(HISTORY), run.config)) if newest else ""
+        if text and limit._text != f"bottleneck: {text}":
+            limit._text = f"bottleneck: {text}"
+            limit.update()
+
     page.until_gone(run.listen(page.soon(refresh)))
+    page.until_gone(ui.timer(LIMIT_S, page.soon(refresh_limit)).cancel)
+    page.until_gone(ui.timer(FIRST_LIMIT_S, page.soon(refresh_limit), once=True).cancel)
     page.until_gone(run.live.listen(page.soon(refresh_live)))
     page.until_gone(ui.timer(SLOWLY_S, page.soon(refresh_slowly)).cancel)
 
@@ -179,7 +192,7 @@ def _digits(values: list[float]) -> list[float]:
 def _stats(run: ConsoleRun, last: dict[str, float], live: BrokerView) -> list[dict[str, Any]]:
     step = run.follower.status().steps
     learner = next((one for one in live.processes if one.role == "learner"), None)
-    heard = live.metrics.get("learner.learner")
+    heard = live.metrics.get("learner.learner") if learner is not None else None
     state, note, tone = _state(run, step, live)
     phase = heard.text.get("phase", "") if heard is not None else ""
     found: list[dict[str, Any]] = [
@@ -222,6 +235,13 @@ def _evaluations(results: list[EvaluationResult]) -> list[dict[str, Any]]:
         for name, value in (("x", one.step), ("y", one.success_rate), ("low", one.low), ("high", one.high)):
             line[name].append(value)
     return list(found.values())
+
+
+def _bottleneck(rows: list[dict[str, float]], config: dict[str, Any]) -> str:
+    try:
+        return bottleneck_line(rows, config)
+    except (KeyError, TypeError, ValueError):  # settings of an old or damaged run
+        return ""
 
 
 def _evaluated(events: list[Event]) -> list[Event]:
