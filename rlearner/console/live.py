@@ -65,6 +65,7 @@ class LiveRun:
         self.run, self.folder, self._named, self._spans = run, folder, named, spans
         self._is_kept, self._looked_at = False, -LOOK_S
         self.view = BrokerView()
+        self._url = ""  # of the broker that was tried last
         self.bus: Bus | None = None  # while connected
         self._listeners: dict[Callable[[], None], bool] = {}  # whether each one shows queues
         self._heard: dict[str, float] = {}  # when, by ``role.id``
@@ -127,7 +128,7 @@ class LiveRun:
             except Exception as error:  # pages would show the last state as if it were the present one
                 log.exception("following run %s", self.run)
                 self._say(f"{type(error).__name__}: {' '.join(str(error).split())}")
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(RETRY_S if self._url == await self._address() else TELL_S)
             left_at = None if self._listeners else left_at or clock()
 
     def _say(self, problem: str) -> None:
@@ -142,9 +143,9 @@ class LiveRun:
         Raises:
             UserError: if its broker does not answer or does not know it.
         """
-        url = broker_address(self._named, self.folder)
+        self._url = await self._address()
         try:
-            bus = await Bus.connect(url, self.run, name=f"console-{os.getpid()}", deadline_s=CONNECT_S)
+            bus = await Bus.connect(self._url, self.run, name=f"console-{os.getpid()}", deadline_s=CONNECT_S)
         except BrokerUnreachable as error:
             raise UserError(f"no live data: {error}") from None
         roster = Roster(bus)
@@ -167,7 +168,15 @@ class LiveRun:
             await roster.close()
             await bus.close()
 
+    async def _address(self) -> str:
+        return await asyncio.to_thread(broker_address, self._named, self.folder)
+
     async def _look_while_heard(self, bus: Bus, roster: Roster, hearing: asyncio.Task[None]) -> None:
+        """Keep the view up to date until no page listens.
+
+        Raises:
+            UserError: if the broker is gone and the run has another one, as after a resume.
+        """
         clock = asyncio.get_running_loop().time
         self._looked_at, left_at = -LOOK_S, clock()
         while True:
@@ -180,14 +189,17 @@ class LiveRun:
                 hearing.result()
             is_connected = bus.link.connected.is_set()
             self._spans.listening(is_connected)
+            before = self.view.problem
             if not is_connected:
+                if await self._address() != self._url:
+                    raise UserError("no live data: the run has another broker now")
                 self.view.problem = f"the broker at {self.view.broker} does not answer now"
             elif now - self._looked_at >= LOOK_S and self._listeners:
                 self._looked_at = now
                 await self._look(bus)
                 self.view.problem = ""
             present = [one for role in ROLES for one in roster.alive(role)]
-            if present != self.view.processes:
+            if present != self.view.processes or self.view.problem != before:
                 self.view.processes = present
                 self._changed.set()
             if is_connected:

@@ -214,6 +214,8 @@ def _stats(run: ConsoleRun, last: dict[str, float], live: BrokerView) -> list[di
 
 
 def _state(run: ConsoleRun, step: int, live: BrokerView) -> tuple[str, str, str]:
+    if live.problem and live.processes:  # those that were there before the broker went
+        return "broker away", live.problem, "warn"
     if any(one.role == "learner" for one in live.processes):
         if live.desired and live.desired != "running":
             return live.desired, live.reason, "warn"
