@@ -118,12 +118,12 @@ async def test_a_number_that_is_none_is_not_worth_another_try(workers: RewardWor
 
 async def test_each_fault_says_what_it_was(workers: RewardWorkerPool) -> None:
     faults = {
-        "interrupts": r"interrupts: KeyboardInterrupt \(reward_functions.py:159 in interrupts\)$",
+        "interrupts": r"interrupts: KeyboardInterrupt \(reward_functions.py:150 in interrupts\)$",
         "reads_nowhere": "reads_nowhere: the worker process died by SIGSEGV$",
         "ignores_signals": "ignores_signals: no score within 1 s$",
         "says_nothing_printable": r"says_nothing_printable: ValueError: a\?b "
-        r"\(reward_functions.py:167 in says_nothing_printable\)$",
-        "leaks": r"leaks: MemoryError \(reward_functions.py:119 in leaks\)$",
+        r"\(reward_functions.py:158 in says_nothing_printable\)$",
+        "leaks": r"leaks: MemoryError \(reward_functions.py:110 in leaks\)$",
     }
     refusals = {
         "ten_megabytes": r"the reward must be a number, got str 'x+\.\.\.$",
