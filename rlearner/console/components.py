@@ -21,7 +21,7 @@ class Chart(Element, component="web/chart.js"):
         self._props |= {"title": title, "series": series, "events": events, **more}
 
     def tell_all(self, kind: str, what: Any) -> None:
-        """Give every chart of the page new ``points`` or all ``marks``, in one message."""
+        """Give every chart of the page all ``marks``, in one message."""
         self.run_method("tell", kind, what)
 
 
@@ -50,16 +50,19 @@ class Changing(Element):
         self._props[prop] = parts
         self._known = {part["key"]: part for part in parts}
 
-    def change(self, parts: list[dict[str, Any]]) -> None:
-        """Show these parts."""
+    def change(self, parts: list[dict[str, Any]], *more: Any) -> None:
+        """Show these parts; ``more`` is sent with them."""
         changed = [part for part in parts if self._known.get(part["key"]) != part]
-        if changed:
+        if changed or any(more):
             self._known |= {part["key"]: part for part in changed}
-            self.run_method("change", changed)
+            self.run_method("change", changed, *more)
 
 
 class Stats(Changing, component="web/stats.js"):
-    """A row of figures: ``{key, label, value, note, tone}`` each."""
+    """A row of figures: ``{key, label, value, note, tone}`` each.
+
+    ``change`` also takes new points of the page's charts, as each message costs the time of many points.
+    """
 
     def __init__(self, stats: list[dict[str, Any]]) -> None:
         super().__init__("stats", stats)

@@ -196,6 +196,8 @@ async def test_page(browser: Browser, name: str, width: int) -> None:
 async def test_the_newest_step_is_shown_within_two_seconds(browser: Browser, runs: Path) -> None:
     delays = []
     async with browser.page("/run/live") as page:
+        keep = "(e) => { if (e.detail.kind === 'points') (window.news ??= []).push(e.detail.what['reward/mean']); }"
+        await page.evaluate(f"addEventListener('charts', {keep})")
         for _ in range(4):
             before = lines(runs)[-1]["step"]
             await until(lambda known=before: lines(runs)[-1]["step"] > known)
@@ -206,28 +208,36 @@ async def test_the_newest_step_is_shown_within_two_seconds(browser: Browser, run
 
             await until(shown, 10.0)
             delays.append(time.time() - line["time"])
-        legend = await page.inner_text('.chart .legend button:has-text("reward/mean")')
+        label = "[...document.querySelectorAll('.legend button')].find((b) => b.textContent.includes('reward/mean'))"
+        pushed, legend = await page.evaluate(f"[window.news, {label}.textContent]")
+        news = {step: value for one in pushed for step, value in zip(*one, strict=True)}
     assert max(delays) <= 2.0, delays
-    assert re.search(r"\d", legend)
+    assert line["step"] in news
+    written = {row["step"]: row["reward/mean"] for row in lines(runs)}
+    assert news == {step: pytest.approx(written[step], rel=1e-5) for step in news}
+    assert float(legend.split()[-1]) == pytest.approx(news[max(news)], abs=1e-4)
 
 
 async def test_a_token_shows_the_logprob_of_the_command(browser: Browser, runs: Path) -> None:
     ticket = await trained_ticket(runs)
     told = await command("show", "live", str(ticket), "--dir", str(runs), "--episode", "0", "--tokens")
-    expected = re.findall(r"^ +(\d+) +(\d+)  .*logprob +(-?[\d.]+)  version (\d+)", told, re.M)
+    number = r"(-?[\d.]+)"
+    figures = rf"logprob +{number}  version (\d+).*  entropy {number}  ratio {number}"
+    expected = re.findall(rf"^ +(\d+) +(\d+)  .*{figures}", told, re.M)
     assert expected
     async with browser.page(f"/run/live/group/{ticket}?episode=0") as page:
         await page.focus(".episodes")
-        for position, number, logprob, version in expected[:6]:
+        for position, token, logprob, version, entropy, ratio in expected[:6]:
             await page.keyboard.press("ArrowRight")
             detail = await page.inner_text("[data-token-detail]")
-            for part in (f"position {position}", f"id {number}", f"logprob {logprob}", f"version {version}"):
-                assert part in " ".join(detail.split()), detail
+            said = {"position": position, "id": token, "logprob": logprob, "version": version}
+            for name, value in (said | {"entropy": entropy, "importance ratio": ratio}).items():
+                assert f"{name} {value}" in " ".join(detail.split()), detail
         colours = "[...document.querySelectorAll('.tok')].map((t) => t.style.background)"
-        before = await page.evaluate(colours)
-        await page.click("button:has-text('policy version')")
-        assert await page.evaluate(colours) != before
-        assert await page.is_disabled("button:has-text('entropy')")
+        for name in ("policy version", "entropy", "importance ratio"):
+            before = await page.evaluate(colours)
+            await page.click(f".segment button:has-text('{name}')")
+            assert await page.evaluate(colours) != before, name
 
 
 async def test_pause_and_resume(browser: Browser, runs: Path) -> None:

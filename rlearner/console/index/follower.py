@@ -18,7 +18,7 @@ from rlearner.console.index.run_index import RunIndex
 
 log = logging.getLogger(__name__)
 
-POLL_S: Final = 1.0  # between looks at metrics.jsonl
+POLL_S: Final = 1.25  # between looks at metrics.jsonl
 LOOKS: Final = 3  # of which the last one looks at all files: larger transactions take less time
 RETRY_S: Final = 5.0  # while the database cannot be written
 CHECK_BYTES: Final = 2**28  # read in about a second at a start; damage of a larger one is found by its use

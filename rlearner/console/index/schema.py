@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-VERSION: Final = 4  # of the tables; another one is rebuilt
+VERSION: Final = 5  # of the tables; another one is rebuilt
 PAGE_BYTES: Final = 8192
 
 SCHEMA: Final = """
@@ -79,8 +79,6 @@ CREATE INDEX trajectories_by_seq ON trajectories (
     seq, ordinal, step, reward, sampled, oldest, newest, turns, success, state, domain, servers, task_index, ticket, grp
 );
 CREATE INDEX trajectories_by_step ON trajectories (step, seq, ordinal);
-CREATE INDEX trajectories_by_reward ON trajectories (reward, seq, ordinal);
-CREATE INDEX trajectories_by_sampled ON trajectories (sampled, seq, ordinal);
 
 -- evals/, checkpoints/ and logs/
 CREATE TABLE evaluated (

@@ -117,10 +117,10 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
         if goes_back:
             for curve in curves:
                 curve.chart.run_method("set", _series(curve.names, fresh))
-        elif fresh:
-            evaluation.tell_all("points", {name: [one.steps, _digits(one.values)] for name, one in fresh.items()})
-        newest = _newest(fresh) if goes_back else max(newest, _newest(fresh))
-        stats.change(_stats(run, last, run.live.view))
+            fresh, newest = {}, _newest(fresh)
+        newest = max(newest, _newest(fresh))
+        points = {name: [one.steps, _digits(one.values)] for name, one in fresh.items()}
+        stats.change(_stats(run, last, run.live.view), points or None)
         refreshed_at = clock()
 
     async def refresh_live() -> None:

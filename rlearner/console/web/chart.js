@@ -46,7 +46,7 @@ export default {
   methods: {
     take(series) { this.lines = series.map((s) => Object.freeze({ ...s })); },
     set(series) { this.take(series); this.draw(); },
-    tell(kind, what) { window.dispatchEvent(new CustomEvent("charts", { detail: { kind, what } })); }, // to all charts of the page
+    tell(kind, what) { rlearner.tellCharts(kind, what); },
     marks(events) { this.events_now = events; this.draw(); },
     points(news) { // {name: [steps, values]}
       if (!this.lines.some((s) => news[s.name])) return;

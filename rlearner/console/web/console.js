@@ -36,6 +36,9 @@
       const size = Math.abs(value);
       return size >= 1e6 || (size > 0 && size < 1e-4) ? value.toExponential(1) : value.toLocaleString("en-US", { maximumFractionDigits: 5 });
     },
+    tellCharts(kind, what) {
+      window.dispatchEvent(new CustomEvent("charts", { detail: { kind, what } }));
+    },
     clock(seconds) {
       return new Date(seconds * 1000).toLocaleTimeString("en-GB");
     },

@@ -5,6 +5,9 @@ export default {
   data() { return { own: this.stats || [] }; },
   methods: {
     text(v) { return v === null || v === undefined ? "–" : typeof v === "number" ? rlearner.number(v) : v; },
-    change(stats) { const by = new Map(stats.map((s) => [s.key, s])); this.own = this.own.map((s) => by.get(s.key) || s); for (const s of stats) if (!this.own.some((o) => o.key === s.key)) this.own.push(s); },
+    change(stats, points) {
+      if (points) rlearner.tellCharts("points", points);
+      const by = new Map(stats.map((s) => [s.key, s])); this.own = this.own.map((s) => by.get(s.key) || s); for (const s of stats) if (!this.own.some((o) => o.key === s.key)) this.own.push(s);
+    },
   },
 };
