@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,11 +71,16 @@ def test_a_line_that_is_being_written_is_not_damaged(tmp_path: Path) -> None:
     assert damaged_line(tmp_path / "none.jsonl") == 0
 
 
-def test_checkpoint_of_a_run_that_has_ended(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["checkpoint-now", str(run), "--broker", "nats://127.0.0.1:1", "--connect-deadline", "0.1"]
+def test_checkpoint_of_a_run_that_has_ended(run: Path) -> None:
+    command = [sys.executable, "-m", "rlearner.cli", "checkpoint-now", str(run)]
+    command += ["--broker", "nats://127.0.0.1:1", "--connect-deadline", "0.1"]
+
+    def said() -> str:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (2, "")
+        return done.stderr.splitlines()[-1]
+
     (run / "metrics.jsonl").write_bytes(b'{"step": 2}\n')
-    assert main(command) == 2
-    assert "127.0.0.1:1" in capsys.readouterr().err
+    assert "127.0.0.1:1" in said()
     (run / "metrics.jsonl").write_bytes(b'{"step": 2}\n{"step": 3}\n')
-    assert main(command) == 2
-    assert capsys.readouterr().err == "error: run r ended after its last step, 3, and wrote a checkpoint of it\n"
+    assert said() == "error: run r ended after its last step, 3, and wrote a checkpoint of it"
