@@ -44,15 +44,17 @@ def broker_url() -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def log_as_before() -> Iterator[None]:
-    """What a command sets up for its process, when a test calls it, is undone: handlers and level of the root
-    logger.
-    """
+    """What a command sets up for its process, when a test calls it, is undone: root's handlers, and all levels."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
+    levels = {name: one.level for name, one in root.manager.loggerDict.items() if isinstance(one, logging.Logger)}
     yield
     logging.captureWarnings(False)
     root.handlers[:] = handlers
     root.setLevel(level)
+    for name, one in root.manager.loggerDict.items():
+        if isinstance(one, logging.Logger) and one.level != (before := levels.get(name, logging.NOTSET)):
+            one.setLevel(before)
 
 
 @pytest.fixture
