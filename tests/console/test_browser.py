@@ -277,7 +277,7 @@ async def test_reloads_in_mid_stream_and_a_broken_connection(browser: Browser, r
             found = await page.query_selector('[data-stat="step"] .v')
             return found is not None and int((await found.inner_text()).replace(",", "")) > before
 
-        await until(shown, 20.0)
+        await until(shown, 60.0)
     browser.errors.clear()  # of the connection that was broken on purpose
 
 
