@@ -13,6 +13,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from broker.identity.login import keys_of
 from broker.jetstream.bus import Bus
 from broker.server.private_server import BrokerServer
 
@@ -65,9 +66,13 @@ def run_name() -> str:
 
 @pytest.fixture
 async def bus(broker_url: str, run_name: str) -> AsyncIterator[Bus]:
-    """Connected to the session's broker, in a run of its own whose streams exist; they are deleted afterwards."""
+    """Connected to the session's broker, in a run of its own; its streams and its tokens are deleted afterwards."""
     connected = await Bus.connect(broker_url, run_name, name=f"{run_name}-bus", deadline_s=60)
     await connected.ensure_streams()
     yield connected
     await connected.delete_streams()
     await connected.close()
+    keys = keys_of(broker_url)
+    for user in keys.users():
+        if user.name and user.run == run_name:  # a token; a test that is run again gives it the same name
+            keys.revoke(user)

@@ -69,7 +69,8 @@ async def test_a_token_admits_a_process_until_it_is_revoked(
         assert f"joined run {bus.run}" in read_until(child, "joined run")
         listed = rlearner("invited", url=broker_url)
         assert f"far  rewardhub of run {bus.run}" in listed.stdout
-        (plain,) = json.loads(rlearner("invited", "--json", url=broker_url).stdout)["tokens"]
+        shown = json.loads(rlearner("invited", "--json", url=broker_url).stdout)["tokens"]
+        (plain,) = [token for token in shown if token["run"] == bus.run]
         assert (plain["name"], plain["role"], plain["run"]) == ("far", "rewardhub", bus.run)
         revoked = rlearner("revoke", "far", url=broker_url)
         assert (revoked.returncode, revoked.stdout) == (0, "far: the broker refuses it from now on\n")

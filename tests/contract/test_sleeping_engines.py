@@ -70,14 +70,15 @@ async def test_requests_in_flight_go_on_with_the_tokens_that_they_would_have_had
     expected = await engine.generate(ask("alone", max_tokens=LENGTH, temperature=0))
     running = [asyncio.create_task(engine.generate(ask(f"r{i}", max_tokens=LENGTH, temperature=0))) for i in range(6)]
     await started(engine)
-    for _ in range(2):
+    for first in (True, False):
         await engine.sleep()
         sampled = engine.stats().generated_tokens
         late = asyncio.create_task(engine.generate(ask(f"late{sampled}", max_tokens=3)))
         await asyncio.sleep(0.2)
         assert engine.stats().generated_tokens == sampled
         assert not late.done()
-        assert not any(task.done() for task in running[4:])  # those that waited wait on
+        # those that waited wait on; between the two they start, and may end before a busy machine sleeps again
+        assert not first or not any(task.done() for task in running[4:])
         await engine.wake()
         assert (await asyncio.wait_for(late, LONG_S)).error == ""
     for output in await asyncio.wait_for(asyncio.gather(*running), LONG_S):
