@@ -1,11 +1,12 @@
 """Compare a rollout server, asked as hubs ask it, with the bare engine: the same requests, alternating.
 
-    python -m bench.server [--pairs 9] [--requests 64] [--only hf,http,vllm] [--ahead]
+    python -m bench.server [--pairs 15] [--starts 5] [--requests 64] [--only hf,http,vllm] [--ahead]
 
 The server is the real process, joined to a run on a private nats-server and asked over ZeroMQ, or for ``http`` by as
 many streams of its OpenAI-compatible API with a chunk for each token, with the engine hf; this process plays the hubs.
 The bare engine is a process with nothing else, HFEngine or AsyncLLM; all requests at once, greedy, with the logprob of
-every token. ``vllm`` is measured by .venv-vllm/bin/python (``make vllm-env``) if this interpreter has no vLLM.
+every token. Both processes are started anew for every third pair: where the memory of a process happens to lie changes
+its speed by some percent as long as it lives. ``vllm`` is measured by .venv-vllm/bin/python (``make vllm-env``) if this interpreter has no vLLM.
 
 ``ratio_*``: tokens per second of the server / of the bare engine, the median over the pairs; null with the reason in
 ``why_vllm`` if there is no vLLM. ``interval_*`` holds the median of the population with at least 95 % probability, from
@@ -153,27 +154,22 @@ class Pairs:
 
     Args:
         most: quiet pairs to measure.
-        warm_up: pairs that do not count.
         others: share of the processors that other processes may take during a quiet pair.
     """
 
-    def __init__(self, most: int, warm_up: int, others: float) -> None:
-        self._most, self._warm_up, self._others = most, warm_up, others
+    def __init__(self, most: int, others: float) -> None:
+        self._most, self._others = most, others
         self._quiet: list[tuple[float, float]] = []  # ratio and share of other processes
         self._disturbed: list[tuple[float, float]] = []
-        self.turn = 0
 
     def __bool__(self) -> bool:
         """Return whether another pair is needed."""
         return len(self._quiet) < self._most and len(self._disturbed) < self._most
 
-    def add(self, ratio: float, share: float) -> str:
-        """Add a pair, and return in words whether it counts."""
-        self.turn += 1
-        if self.turn <= self._warm_up:
-            return "warm-up"
+    def add(self, ratio: float, share: float) -> bool:
+        """Add a pair, and return whether it was quiet."""
         (self._disturbed if share > self._others else self._quiet).append((ratio, share))
-        return "disturbed" if share > self._others else "counts"
+        return share <= self._others
 
     def counting(self) -> list[tuple[float, float]]:
         """Return ratios and shares of those that count: the quiet ones, or all if too few were quiet."""
@@ -184,33 +180,12 @@ async def compare(
     measured: str, model: Path, folder: Path, requests: Requests, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Return the figures of ``hf``, ``http`` or ``vllm``."""
-    engine = "vllm" if measured == "vllm" else "hf"
-    pairs, tokens, identical = Pairs(options.pairs, options.warm_up, options.others), sum(n for _, n in requests), True
     (folder / "requests.json").write_text(json.dumps(requests))
     options = argparse.Namespace(**vars(options), http=measured == "http")
-    bare = BareEngine(engine, model, options.threads, folder / f"bare-{engine}.log")
-    try:
-        async with serving(engine, model, folder, options) as server:
-            await bare.line()
-            if options.ahead:
-                take_priority()
-            asking = StreamedServer(folder / f"server-{engine}.log") if options.http else server
-            while pairs:
-                new, others = asked(requests, str(pairs.turn)), OtherLoad()
-                if pairs.turn % 2:
-                    plain, whole = await bare.run(), await asking.run(new)
-                else:
-                    whole, plain = await asking.run(new), await bare.run()
-                share, same, ratio = others.share(), plain[1] == whole[1], plain[0] / whole[0]
-                identical &= same
-                verdict = pairs.add(ratio, share)
-                chunks = f"  {tokens / asking.chunks:.2f} tokens a chunk" if isinstance(asking, StreamedServer) else ""
-                rates = f"bare {tokens / plain[0]:.0f}  server {tokens / whole[0]:.0f} tokens/s"
-                print(
-                    f"{measured}  {rates}  {ratio:.3f}  same {same}{chunks}  others {share:.2f}  {verdict}", flush=True
-                )
-    finally:
-        bare.close()
+    pairs, identical, start = Pairs(options.pairs, options.others), True, 0
+    while pairs:
+        start += 1
+        identical &= await compare_once(measured, model, folder / str(start), requests, options, pairs)
     ratios, shares = zip(*pairs.counting(), strict=True)
     return {
         f"ratio_{measured}": round(median(ratios), 3),
@@ -221,6 +196,40 @@ async def compare(
     }
 
 
+async def compare_once(
+    measured: str, model: Path, folder: Path, requests: Requests, options: argparse.Namespace, pairs: Pairs
+) -> bool:
+    """Start both processes, and add the pairs of one start; return whether all their tokens were the same."""
+    folder.mkdir()
+    engine, tokens, identical = "vllm" if measured == "vllm" else "hf", sum(n for _, n in requests), True
+    bare = BareEngine(engine, model, options.threads, folder / f"bare-{engine}.log")
+    try:
+        async with serving(engine, model, folder, options) as server:
+            await bare.line()
+            if options.ahead:
+                take_priority()
+            asking = StreamedServer(folder / f"server-{engine}.log") if options.http else server
+            for turn in range(options.warm_up + -(-options.pairs // options.starts)):
+                new, others = asked(requests, str(turn)), OtherLoad()
+                if turn % 2:
+                    plain, whole = await bare.run(), await asking.run(new)
+                else:
+                    whole, plain = await asking.run(new), await bare.run()
+                share, same, ratio = others.share(), plain[1] == whole[1], plain[0] / whole[0]
+                identical &= same
+                verdict = "warm-up"
+                if turn >= options.warm_up:
+                    verdict = "counts" if pairs.add(ratio, share) else "disturbed"
+                chunks = f"  {tokens / asking.chunks:.2f} tokens a chunk" if isinstance(asking, StreamedServer) else ""
+                rates = f"bare {tokens / plain[0]:.0f}  server {tokens / whole[0]:.0f} tokens/s"
+                print(
+                    f"{measured}  {rates}  {ratio:.3f}  same {same}{chunks}  others {share:.2f}  {verdict}", flush=True
+                )
+    finally:
+        bare.close()
+    return identical
+
+
 def elsewhere(arguments: Sequence[str]) -> dict[str, Any]:
     """Measure vLLM by the interpreter that has it."""
     program = Path(__file__).resolve().parents[1] / ".venv-vllm/bin/python"
@@ -228,7 +237,7 @@ def elsewhere(arguments: Sequence[str]) -> dict[str, Any]:
         return {"ratio_vllm": None, "why_vllm": "vLLM is not installed; make vllm-env"}
     command = [str(program), "-m", "bench.server", *arguments, "--only", "vllm"]
     print(f"vllm by {program}", flush=True)
-    found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=START_S)
+    found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=3 * START_S)
     lines = found.stdout.splitlines()
     print("\n".join(lines[:-1]), flush=True)
     if found.returncode or not lines:
@@ -241,8 +250,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--pairs", type=int, default=9)
-    add("--warm-up", type=int, default=3)
+    add("--pairs", type=int, default=15)
+    add("--starts", type=int, default=5, help="of both processes, with as many pairs each")
+    add("--warm-up", type=int, default=2, help="pairs after each start that do not count")
     add("--requests", type=int, default=64)
     add("--hidden", type=int, default=256)
     add("--layers", type=int, default=4)
