@@ -6,7 +6,8 @@ The server is the real process, joined to a run on a private nats-server and ask
 many streams of its OpenAI-compatible API with a chunk for each token, with the engine hf; this process plays the hubs.
 The bare engine is a process with nothing else, HFEngine or AsyncLLM; all requests at once, greedy, with the logprob of
 every token. Both processes are started anew for every third pair: where the memory of a process happens to lie changes
-its speed by some percent as long as it lives. ``vllm`` is measured by .venv-vllm/bin/python (``make vllm-env``) if this interpreter has no vLLM.
+its speed by some percent as long as it lives. ``vllm`` is measured by .venv-vllm/bin/python (``make vllm-env``) if this
+interpreter has no vLLM.
 
 ``ratio_*``: tokens per second of the server / of the bare engine, the median over the pairs; null with the reason in
 ``why_vllm`` if there is no vLLM. ``interval_*`` holds the median of the population with at least 95 % probability, from
@@ -57,6 +58,7 @@ class BareEngine:
 
     def __init__(self, engine: str, folder: Path, threads: int, log: Path) -> None:
         command = [sys.executable, "-m", "bench.support.server_bare", engine, str(folder), str(threads)]
+        log.parent.mkdir(exist_ok=True)
         read, write = os.pipe()
         self._commands = os.fdopen(write, "wb", buffering=0)
         answers, out = os.pipe()
@@ -200,7 +202,6 @@ async def compare_once(
     measured: str, model: Path, folder: Path, requests: Requests, options: argparse.Namespace, pairs: Pairs
 ) -> bool:
     """Start both processes, and add the pairs of one start; return whether all their tokens were the same."""
-    folder.mkdir()
     engine, tokens, identical = "vllm" if measured == "vllm" else "hf", sum(n for _, n in requests), True
     bare = BareEngine(engine, model, options.threads, folder / f"bare-{engine}.log")
     try:

@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from broker.contract import wire
@@ -23,6 +24,8 @@ from rollout.engines.base import EngineConfig, EngineStats, GenerationOutput
 from rollout.engines.random import end_token
 from rollout.engines.turn_splitter import TurnSplitter
 from rollout.engines.weightless import VERSION, WeightlessEngine
+from rollout.job_queue import WAITING, GenerationJob
+from rollout.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +35,16 @@ _REASONS: Final[dict[object, wire.FinishReason]] = {
     "abort": "abort",
     "deadline": "deadline",
 }
+
+
+@dataclass(eq=False)
+class _Forwarded:
+    """A request, its answer, and the task that forwards it once it has a slot."""
+
+    request: wire.GenerateRequest
+    job: GenerationJob
+    answer: asyncio.Future[GenerationOutput]
+    work: asyncio.Task[None] | None = None
 
 
 class OpenAIEngine(WeightlessEngine):
@@ -49,10 +62,9 @@ class OpenAIEngine(WeightlessEngine):
         super().__init__(config)
         self._args = OpenAIArgs.model_validate(config.section.engine_args)
         self._slots = self._args.max_concurrency or config.section.max_running
-        self._free = asyncio.Semaphore(self._slots)
-        self._running: dict[str, asyncio.Future[wire.FinishReason]] = {}  # set the result to end a request early
-        self._works: set[asyncio.Task[GenerationOutput]] = set()
-        self._forwarding = 0
+        self._scheduler = Scheduler(num_slots=self._slots, max_running=self._slots, prefix_cache=False, version=VERSION)
+        self._requests: dict[str, _Forwarded] = {}
+        self._works: set[asyncio.Task[None]] = set()
         self._busy_s = self._busy_since = 0.0
         self._endpoint: EndpointClient | None = None
         self._model = self._args.model or ""
@@ -81,42 +93,39 @@ class OpenAIEngine(WeightlessEngine):
             raise
 
     async def generate(self, request: wire.GenerateRequest) -> GenerationOutput:
-        if (refused := self._refused(request, self._running)) is not None:
+        if (refused := self._refused(request, self._requests)) is not None:
             return refused
         if request.sampling.guides or request.sampling.logit_bias:
             return self._count(GenerationOutput(error="engine openai forwards neither guides nor logit_bias"))
-        ended: asyncio.Future[wire.FinishReason] = asyncio.get_running_loop().create_future()
-        self._running[request.request_id] = ended
-        work = asyncio.create_task(self._forward(request))
-        self._works.add(work)
-        work.add_done_callback(self._works.discard)
+        answer: asyncio.Future[GenerationOutput] = asyncio.get_running_loop().create_future()
+        asked = _Forwarded(request, GenerationJob.of(request, time.monotonic()), answer)
+        self._requests[request.request_id] = asked
+        self._scheduler.submit(asked.job)
+        self._admit()
         try:
-            either: set[asyncio.Future[Any]] = {work, ended}
-            await asyncio.wait(either, timeout=request.deadline_s, return_when=asyncio.FIRST_COMPLETED)
-            if ended.done():
-                return self._count(GenerationOutput(finish_reason=ended.result()))
-            return self._count(work.result() if work.done() else GenerationOutput(finish_reason="deadline"))
+            await asyncio.wait([answer], timeout=request.deadline_s)
+            return self._count(answer.result() if answer.done() else GenerationOutput(finish_reason="deadline"))
         finally:
-            del self._running[request.request_id]
-            work.cancel()
+            self._leave(asked)
 
     def abort(self, request_id: str) -> None:
-        if (ended := self._running.get(request_id)) is not None and not ended.done():
-            ended.set_result("abort")
+        asked = self._requests.get(request_id)
+        if asked is not None and not asked.answer.done():
+            asked.answer.set_result(GenerationOutput(finish_reason="abort"))
 
     def stats(self) -> EngineStats:
         now = time.monotonic()
         return EngineStats(
-            running=self._forwarding,
-            waiting=len(self._running) - self._forwarding,
+            running=self._scheduler.num_running,
+            waiting=self._scheduler.num_waiting,
             slots=self._slots,
-            busy_s=self._busy_s + (now - self._busy_since if self._forwarding else 0.0),
+            busy_s=self._busy_s + (now - self._busy_since if self._scheduler.num_running else 0.0),
             generated_tokens=self._generated,
             finished=dict(self._finished),
         )
 
     async def close(self) -> None:
-        for request_id in list(self._running):
+        for request_id in list(self._requests):
             self.abort(request_id)
         self._closed.set()
         for work in self._works:
@@ -149,30 +158,56 @@ class OpenAIEngine(WeightlessEngine):
         self._model = self._model or names[0]
         log.info("forwarding to %s, model %s", args.base_url, self._model)
 
+    def _admit(self) -> None:
+        """Forward waiting requests to the free slots."""
+        now = time.monotonic()
+        if not self._scheduler.num_running:
+            self._busy_since = now
+        for start in self._scheduler.admit(now):
+            asked = self._requests[start.job.request_id]
+            asked.work = asyncio.create_task(self._answer(asked))
+            self._works.add(asked.work)
+            asked.work.add_done_callback(self._works.discard)
+
+    def _leave(self, asked: _Forwarded) -> None:
+        """Forget a request that has its answer, or whose caller is gone, and free its slot for the next one."""
+        del self._requests[asked.job.request_id]
+        if asked.work is not None:
+            asked.work.cancel()
+        if asked.job.slot == WAITING:
+            self._scheduler.abort(asked.job.request_id)
+            return
+        self._scheduler.finish(asked.job.slot, None)
+        if not self._scheduler.num_running:
+            self._busy_s += time.monotonic() - self._busy_since
+        if not self._closed.is_set():
+            self._admit()
+
+    async def _answer(self, asked: _Forwarded) -> None:
+        try:
+            output = await self._forward(asked.request)
+        except Exception as error:  # noqa: BLE001 - raised again by generate
+            if not asked.answer.done():
+                asked.answer.set_exception(error)
+        else:
+            if not asked.answer.done():
+                asked.answer.set_result(output)
+
     async def _forward(self, request: wire.GenerateRequest) -> GenerationOutput:
         assert self._endpoint is not None
         context = request.token_ids.array().tolist()
         limit = min(request.sampling.max_tokens, self._config.section.max_context_tokens - len(context))
-        async with self._free:
-            self._forwarding += 1
-            if self._forwarding == 1:
-                self._busy_since = time.monotonic()
-            try:
-                path, asked = self._asked(context)
-            except ValueError as error:
+        try:
+            path, asked = self._asked(context)
+        except ValueError as error:
+            return GenerationOutput(error=str(error))
+        try:
+            body = _without_nulls(asked | self._sampling(request.sampling, limit) | self._args.extra_body)
+            reply = await self._endpoint.post(path, body)
+        except EndpointError as error:
+            if error.status in (400, 413, 422):  # concerns this request alone; other statuses affect all
                 return GenerationOutput(error=str(error))
-            else:
-                try:
-                    body = _without_nulls(asked | self._sampling(request.sampling, limit) | self._args.extra_body)
-                    reply = await self._endpoint.post(path, body)
-                except EndpointError as error:
-                    if error.status in (400, 413, 422):  # concerns this request alone; other statuses affect all
-                        return GenerationOutput(error=str(error))
-                    raise RuntimeError(str(error)) from None
-            finally:
-                self._forwarding -= 1
-                if not self._forwarding:
-                    self._busy_s += time.monotonic() - self._busy_since
+            raise RuntimeError(str(error)) from None
         return self._output(reply, request.sampling, limit)
 
     def _asked(self, context: Sequence[int]) -> tuple[str, dict[str, Any]]:

@@ -110,6 +110,34 @@ async def test_a_chat_endpoint_gets_messages_and_its_text_becomes_tokens(model_p
     assert script.asked == [("/v1/chat/completions", expected)]
 
 
+async def test_waiting_requests_are_forwarded_by_step_and_priority_one_after_another(
+    model_path: str, scripted: Any
+) -> None:
+    script = await scripted(chat("yes"))
+    settings = {"base_url": script.url, "api": "chat", "max_concurrency": 1}
+    section = RolloutSection(engine="openai", policy="judge", max_context_tokens=256, engine_args=settings)
+    engine = OpenAIEngine(EngineConfig(model_path, section))
+    prompt = Tokenizer.load(model_path).encode_chat(CHAT)
+    await engine.start()
+    try:
+        working = []
+        for tokens, step, priority in ((1, 9, 0), (2, 8, 0), (3, 7, 0), (4, 7, 0), (5, 9, 1)):
+            request = wire.GenerateRequest(
+                request_id=f"r{tokens}", conversation_id="c", token_ids=wire.column(prompt, "<i4"), deadline_s=60.0,
+                sampling=wire.SamplingParams(max_tokens=tokens), step=step, priority=priority,
+            )  # fmt: skip
+            working.append(asyncio.create_task(engine.generate(request)))
+            await asyncio.sleep(0)
+        assert (engine.stats().running, engine.stats().waiting) == (1, 4)
+        engine.abort("r3")
+        await asyncio.gather(*working)
+    finally:
+        await engine.close()
+    # the first had the slot; a priority, then the earlier step, then the longer answer
+    assert [body["max_tokens"] for _, body in script.asked] == [1, 5, 4, 2]
+    assert (engine.stats().running, engine.stats().waiting) == (0, 0)
+
+
 async def test_text_that_is_longer_here_is_cut(model_path: str, scripted: Any) -> None:
     tokenizer, script = Tokenizer.load(model_path), await scripted(chat("a rather long answer to that", "length"))
     output = await ask(model_path, script.url, tokenizer.encode_chat(CHAT), max_tokens=4)
