@@ -43,25 +43,27 @@ class OnlineRegression(TaskHistory):
         self._center, self._with_above = np.zeros(SIZE), np.zeros(SIZE)
         self._products = np.zeros((SIZE, SIZE))
         self._weights, self._offset = np.zeros(SIZE), 0.0
-        self._learnt = 0.0
+        self._learnt = 0.0  # turns in the means, by weight, at most MEMORY
+        self._unsolved = 0.0  # turns since the regression was solved
 
     def _without_task(self, turn: UpcomingTurn) -> tuple[float, Any]:
         found = turn_features(turn)
         return self._level(turn.turn) + float(self._weights.dot(found)) - self._offset, found
 
     def _learn(self, features: Vector, above: float, weight: float) -> None:
-        before, self._learnt = self._learnt, self._learnt + weight
-        share = weight / min(self._learnt, MEMORY)
+        self._learnt, self._unsolved = min(self._learnt + weight, MEMORY), self._unsolved + weight
+        share = weight / self._learnt
         self._center += share * (features - self._center)
         x = features - self._center
         self._products += share * (np.multiply.outer(x, x) - self._products)
         self._with_above += share * (x * above - self._with_above)
-        if self._learnt // SOLVE_EVERY > before // SOLVE_EVERY:
+        if self._unsolved >= SOLVE_EVERY:
+            self._unsolved %= SOLVE_EVERY
             self._solve()
 
     def _solve(self) -> None:
         variances = np.diagonal(self._products)
-        drawn = self._products + np.diag(variances * _PRIOR / min(self._learnt, MEMORY) + 1e-9)
+        drawn = self._products + np.diag(variances * _PRIOR / self._learnt + 1e-9)
         self._weights = np.asarray(np.linalg.solve(drawn, self._with_above), np.float64)
         self._offset = float(self._weights @ self._center)
 
@@ -84,7 +86,7 @@ class OnlineRegression(TaskHistory):
             return False
         super().adopt(known._replace(values=known.values[:-_OWN]))
         self._center, self._with_above, self._products = own[:SIZE], own[SIZE : 2 * SIZE], products
-        self._learnt = float(own[-1])
+        self._learnt = min(float(own[-1]), MEMORY)
         if self._learnt >= SOLVE_EVERY:
             self._solve()
         return True

@@ -18,7 +18,7 @@ from envhub.lengths import ESTIMATORS
 from envhub.lengths.base import LengthEstimator, LengthKnowledge, UpcomingTurn
 from envhub.lengths.history import LEVEL_MEMORY, NUM_TASKS, TaskEffects, TaskHistory
 from envhub.lengths.mean import RunningMean
-from envhub.lengths.regression import OnlineRegression
+from envhub.lengths.regression import MEMORY, SOLVE_EVERY, OnlineRegression
 from envhub.lengths.selection import load_estimator, task_key
 from envhub.lengths.shared import averaged
 
@@ -182,6 +182,14 @@ def test_predictions_are_positive_and_in_order_whatever_came(name: str, turns: l
             median, high = found if isinstance(found, tuple) else (found, found)
             assert 0 < median <= high < math.inf
         estimator.observe(of, tokens)
+
+
+def test_a_regression_that_has_learnt_for_long_can_still_be_stored() -> None:
+    estimator = OnlineRegression(None)
+    for _ in range(MEMORY + 2 * SOLVE_EVERY):
+        play(estimator, turn(), 30)
+    assert estimator.knowledge().values[-1] == MEMORY
+    assert estimator.adopt(estimator.knowledge())
 
 
 def known(values: list[float], tasks: list[int], counts: list[float], means: list[float]) -> LengthKnowledge:
