@@ -238,7 +238,7 @@ class EpisodeSlots:
             reason = CLOSED_FOR.get(kind) if own or kind in HOPELESS else None
             back = HandBack(key, HAND_BACK_DELAY_S, detail)
             return self._end(group, back if reason is None else CloseTicket(key, reason, detail))
-        return self._settle(group) or self._fill()
+        return self._settle(group) or self._hurry(group) + self._fill()
 
     def sampled(self, key: str, oldest_version: int) -> list[Action]:
         """Note that tokens were sampled for a group; ``oldest_version`` is the oldest policy version among them."""

@@ -125,6 +125,14 @@ def test_the_last_quarter_of_a_group_is_hurried_once() -> None:
     assert slots.finished("a", 6) == []
 
 
+def test_a_lost_episode_may_leave_the_last_quarter() -> None:
+    slots = EpisodeSlots(8, max_retries=0)
+    slots.offer(job(size=8, least=2), 0.0)
+    for episode in range(5):
+        assert slots.finished("a", episode) == []
+    assert slots.failed("a", 5, "env", "x") == [HurryEpisode("a", 6), HurryEpisode("a", 7)]
+
+
 def test_the_last_episodes_that_wait_for_a_slot_start_before_those_of_other_groups() -> None:
     slots = EpisodeSlots(3, max_retries=1)
     slots.offer(job("a", size=4), 0.0)
