@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import heapq
+import sys
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -37,6 +38,7 @@ class GenerationJob:
         resumable: whether its sender continues an output that ends early, as hubs do.
         expected_high: 0.9 quantile of the output length, 0 unknown.
         started: when it got its slot.
+        max_tokens: most tokens that its output can have.
     """
 
     request_id: str
@@ -52,6 +54,7 @@ class GenerationJob:
     resumable: bool = False
     expected_high: int = 0
     started: float = 0.0
+    max_tokens: int = sys.maxsize
 
     @classmethod
     def of(cls, request: wire.GenerateRequest, now: float) -> GenerationJob:
@@ -61,6 +64,7 @@ class GenerationJob:
         job = cls(*identity, request.token_ids.array(), expected, request.min_version, now, until)
         job.priority, job.step, job.expected_high = request.priority, request.step, request.expected_high
         sampling = request.sampling
+        job.max_tokens = sampling.max_tokens
         penalties = sampling.frequency_penalty or sampling.presence_penalty
         # these count from the first token on, so another request cannot continue the output
         counted = sampling.guides or sampling.logit_bias or penalties or sampling.top_logprobs or sampling.stop

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import heapq
-import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -135,7 +134,7 @@ class Scheduler:
         able = [job for job in self._running.values() if job.resumable and not job.priority and job.step > first.step]
         for job in sorted(able, key=lambda job: (-job.step, -job.started, job.slot)):
             count = generated(job)
-            if remaining(job.expected_tokens, job.expected_high, count, sys.maxsize)[0] > ENDS_SOON:
+            if remaining(job.expected_tokens, job.expected_high, count, job.max_tokens - count)[0] > ENDS_SOON:
                 self._leaving = job
                 return job
         return None

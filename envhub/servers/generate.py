@@ -151,7 +151,8 @@ class TurnGenerator:
         Raises:
             TurnFailed: if no server completes it within ``ask.timeout_s`` and ``max_retries``.
         """
-        turn, count = OpenTurn(ask.episode, self._clock(), ask.expected_tokens, ask.expected_high), 0
+        lengths = ask.expected_tokens, ask.expected_high, ask.sampling.max_tokens
+        turn, count = OpenTurn(ask.episode, self._clock(), *lengths), 0
         self.open.began(turn)
         try:
             sampled = await self._turn(ask)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -77,12 +76,13 @@ class RequestsInFlight:
 
 @dataclass(eq=False, slots=True)
 class OpenTurn:
-    """A turn that was requested, with its predicted length."""
+    """A turn that was requested, with its predicted length and its limit."""
 
     episode: str
     started: float
     expected: int
     high: int
+    max_tokens: int
 
 
 class OpenEpisodes:
@@ -126,5 +126,5 @@ class OpenEpisodes:
 
     def _left(self, turn: OpenTurn, now: float) -> tuple[int, int]:
         """Return the tokens that a turn has, and those still to come."""
-        grown = round((now - turn.started) * self._rate)
-        return grown, remaining(turn.expected, turn.high, grown, sys.maxsize)[0]
+        grown = min(round((now - turn.started) * self._rate), turn.max_tokens)
+        return grown, remaining(turn.expected, turn.high, grown, turn.max_tokens - grown)[0]

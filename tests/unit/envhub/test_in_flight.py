@@ -40,12 +40,12 @@ def test_without_predictions_requests_are_counted() -> None:
 
 def test_an_open_episode_grows_at_the_rate_of_earlier_turns() -> None:
     episodes = OpenEpisodes()
-    first = OpenTurn("e", 0.0, 80, 200)
+    first = OpenTurn("e", 0.0, 80, 200, 1000)
     episodes.began(first)
     assert episodes.left_s("e", 5.0) == 0.0  # no rate yet
     episodes.ended(first, 100, 10.0)  # 10 tokens per second
     assert (episodes.length("e", 10.0), episodes.left_s("e", 10.0)) == (100, 0.0)
-    episodes.began(OpenTurn("e", 10.0, 80, 200))
+    episodes.began(OpenTurn("e", 10.0, 80, 200, 1000))
     assert episodes.left_s("e", 10.0) == 8.0
     left = remaining(80, 200, 120, 10**9)[0]  # it has outgrown its prediction
     assert left > 40
@@ -53,6 +53,16 @@ def test_an_open_episode_grows_at_the_rate_of_earlier_turns() -> None:
     assert episodes.length("e", 22.0) == 100 + 120 + left
     episodes.forget("e")
     assert (episodes.length("e", 22.0), episodes.left_s("e", 22.0)) == (0, 0.0)
+
+
+def test_a_turn_near_its_limit_is_not_expected_to_pass_it() -> None:
+    episodes = OpenEpisodes()
+    first = OpenTurn("a", 0.0, 100, 1000, 1000)
+    episodes.began(first)
+    episodes.ended(first, 100, 10.0)  # 10 tokens per second
+    episodes.began(OpenTurn("b", 10.0, 100, 1000, 1000))
+    assert (episodes.left_s("b", 100.0), episodes.length("b", 100.0)) == (10.0, 1000)
+    assert (episodes.left_s("b", 300.0), episodes.length("b", 300.0)) == (0.0, 1000)
 
 
 def test_the_length_bias_compares_what_is_kept_with_all() -> None:
