@@ -123,7 +123,8 @@ class Scheduler:
         """Return a running job that makes way for a waiting one, if any must; the caller ends it with its output.
 
         One makes way at a time, only for a job of an earlier step, and never one with a priority, so a hub bounds how
-        often a turn is interrupted by raising its priority. One that soon ends by itself stays.
+        often a turn is interrupted by raising its priority. One that soon ends by itself stays, and one that started
+        because it had waited for half of its time.
 
         Args:
             generated: returns the tokens of a running job's output so far.
@@ -132,6 +133,7 @@ class Scheduler:
         if first is None or due > now:
             return None
         able = [job for job in self._running.values() if job.resumable and not job.priority and job.step > first.step]
+        able = [job for job in able if job.started < job.urgent_at]  # the others would starve
         for job in sorted(able, key=lambda job: (-job.step, -job.started, job.slot)):
             count = generated(job)
             if remaining(job.expected_tokens, job.expected_high, count, job.max_tokens - count)[0] > ENDS_SOON:

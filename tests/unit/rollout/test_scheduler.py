@@ -90,6 +90,7 @@ def test_who_never_makes_way() -> None:
     assert not yields(work("a", 1, expected=40), work("b", 0), generated=30)  # ends soon
     assert yields(work("a", 1, expected=40, expected_high=200), work("b", 0), generated=60)  # outgrew it
     assert not yields(work("a", 1, expected=512, max_tokens=512), work("b", 0), generated=510)  # near its limit
+    assert not yields(work("a", 1, at=-10.0, until=10.0), work("b", 0))  # it would starve
 
 
 def test_only_what_a_hub_continues_exactly_is_resumable() -> None:
