@@ -35,7 +35,7 @@ This is version {wire.WIRE_VERSION}.
 Every message is one MessagePack map whose field `type` names the message. Fields with a default may be omitted.
 Unknown fields are refused, as are NaN and infinity, values outside the ranges below, and messages of more than
 {wire.MAX_PAYLOAD_BYTES // (1 << 20)} MiB or {sizes.MAX_ITEMS:,} values ({sizes.MAX_SMALL_BYTES // 1024} KiB if they
-have neither columns nor bytes). A refused message goes to the stream `dead` with the reason.
+have neither columns, bytes nor an episode's text). A refused message goes to the stream `dead` with the reason.
 
 A `Group` of more than {sizes.INLINE_BYTES >> 20} MiB (or more than the broker takes in one message) is sent in parts,
 up to {sizes.MAX_GROUP_BYTES >> 30} GiB and {sizes.MAX_ITEMS:,} values per {wire.MAX_PAYLOAD_BYTES // (1 << 20)} MiB:

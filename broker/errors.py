@@ -14,6 +14,7 @@ RlearnerError
 │   └── ServerDied       the private nats-server ended by itself
 ├── LostState            the broker has less than the learner stored
 ├── RequestFailed        a request got no usable reply
+│   └── RequestInvalid   the request or its reply breaks the contract: asking again does not help
 └── TransferFailed       a weight transfer broke, timed out or did not match its digest
 """
 
@@ -82,6 +83,10 @@ class LostState(RlearnerError):
 
 class RequestFailed(RlearnerError):
     """A request got no usable reply; the requester may retry elsewhere."""
+
+
+class RequestInvalid(RequestFailed):
+    """The request or its reply breaks the contract, or is too large; asking again does not help."""
 
 
 class TransferFailed(RlearnerError):

@@ -148,9 +148,11 @@ class _Kind:
     reward: RewardConfig
     envs: Sequence[Mapping[str, str]]
     timeout_s: float
+    num_places: int
     room: asyncio.Semaphore
     processes: list[RewardProcess | None]
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    num_asked: int = 0  # samples that are being scored or wait for room
 
 
 class RewardProcesses:
@@ -193,23 +195,32 @@ class RewardProcesses:
             NoWorkerError: if no process can be started here now.
         """
         kind = self._kind(reward)
-        async with kind.room:
-            self.num_busy += 1
-            try:
-                index = min(range(len(kind.processes)), key=lambda one: _load(kind.processes[one]))
-                process = await self._process(kind, index)
-                answer = await process.ask(protocol.ScoreRequest(reward.name, reward.args, sample), kind.timeout_s)
-            except TimeoutError:
-                raise ScoreError(f"{reward.name}: no score within {kind.timeout_s:g} s", retry=True) from None
-            except _Gone as error:
-                raise ScoreError(f"{reward.name}: its process {error}", retry=True) from None
-            finally:
-                self.num_busy -= 1
-        return score_of_reply(answer)
+        kind.num_asked += 1
+        try:
+            async with kind.room:
+                return score_of_reply(await self._ask(kind, reward, sample))
+        finally:
+            kind.num_asked -= 1
 
-    def has_room(self, reward: RewardConfig) -> bool:
-        """Return whether a sample would be scored at once."""
-        return not self._kind(reward).room.locked()
+    async def _ask(
+        self, kind: _Kind, reward: RewardConfig, sample: Sample
+    ) -> protocol.ScoreReply | protocol.ScoreFailureReply:
+        self.num_busy += 1
+        try:
+            index = min(range(len(kind.processes)), key=lambda one: _load(kind.processes[one]))
+            process = await self._process(kind, index)
+            return await process.ask(protocol.ScoreRequest(reward.name, reward.args, sample), kind.timeout_s)
+        except TimeoutError:
+            raise ScoreError(f"{reward.name}: no score within {kind.timeout_s:g} s", retry=True) from None
+        except _Gone as error:
+            raise ScoreError(f"{reward.name}: its process {error}", retry=True) from None
+        finally:
+            self.num_busy -= 1
+
+    def num_free(self, reward: RewardConfig) -> int:
+        """Return how many more samples would be scored at once; negative: as many wait."""
+        kind = self._kind(reward)
+        return kind.num_places - kind.num_asked
 
     async def close(self) -> None:
         """Kill all of them."""
@@ -226,15 +237,16 @@ class RewardProcesses:
         return self._buried_cpu_s + sum(cpu_s(one.child.pid) for one in living)
 
     def _kind(self, reward: RewardConfig) -> _Kind:
-        key = json.dumps([reward.name, reward.args], sort_keys=True)
+        key = kind_key(reward)
         if key not in self._kinds:
             found = loading.concurrency_of(reward)
             assert found is not None, f"{reward.name} scores one sample at a time"
             envs: list[Mapping[str, str]] = [{}]
             if found.on_gpu and self._gpus:
                 envs = [{"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": str(gpu)} for gpu in self._gpus]
-            room = asyncio.Semaphore(found.at_once * len(envs))
-            self._kinds[key] = _Kind(reward, envs, found.timeout_s + GRACE_S, room, [None] * len(envs))
+            num_places = found.at_once * len(envs)
+            room = asyncio.Semaphore(num_places)
+            self._kinds[key] = _Kind(reward, envs, found.timeout_s + GRACE_S, num_places, room, [None] * len(envs))
         return self._kinds[key]
 
     async def _process(self, kind: _Kind, index: int) -> RewardProcess:
@@ -266,6 +278,11 @@ class RewardProcesses:
                 raise
             kind.processes[index] = process
             return process
+
+
+def kind_key(reward: RewardConfig) -> str:
+    """Return the key of the processes that compute this reward; equal for equal names and arguments."""
+    return json.dumps([reward.name, reward.args], sort_keys=True)
 
 
 def _load(process: RewardProcess | None) -> int:

@@ -8,11 +8,13 @@ Groups never wait for such a request: it is taken only if a worker is idle, and 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from broker.contract import wire
+from broker.contract import codec, wire
 from broker.contract.streams import SCORES
+from broker.errors import WireError
 from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import respond
 from broker.nats.subscription import LinkSubscription
@@ -23,6 +25,8 @@ from rewardhub.rewards.base import Sample, Scored
 from rewardhub.routing import add_scores, rewards_digest
 from rewardhub.score_dispatcher import ScoreDispatcher
 from rewardhub.worker_pool import NoWorkerError, ScoreError
+
+log = logging.getLogger(__name__)
 
 BUSY = wire.EpisodeScoreReply(busy=True)
 
@@ -48,7 +52,7 @@ class AheadScorer:
     ) -> None:
         self._bus, self._scorers, self._domains, self._takes, self._spans = bus, scorers, domains, takes, spans
         self._answering: dict[str, LinkSubscription] = {}  # by pool
-        self._promised = 0  # scores of samples that workers are about to get
+        self._promised: list[RewardConfig] = []  # of samples that processes are about to get, once for each score
         self.num_scored = 0
 
     async def serve(self, pools: Iterable[str]) -> None:
@@ -59,8 +63,20 @@ class AheadScorer:
         for pool in wanted - self._answering.keys():
             self._answering[pool] = await respond(self._bus, SCORES, pool, partial(self.answer, pool), shared=True)
 
-    async def answer(self, pool: str, request: wire.Message) -> wire.EpisodeScoreReply | None:
-        """Return the scores of one episode by the rewards of a pool; without any if one of them fails."""
+    async def answer(self, pool: str, request: wire.Message) -> wire.EpisodeScoreReply:
+        """Return the scores of one episode by the rewards of a pool, without those that fail."""
+        try:
+            reply = await self._answer(pool, request)
+            codec.encode(reply)
+        except WireError as error:  # the scores add up to infinity, or are too large
+            log.warning("the scores of an episode cannot be sent: %s", error)
+            return wire.EpisodeScoreReply()
+        except Exception:
+            log.exception("an episode was not scored early")
+            return wire.EpisodeScoreReply()  # the group would wait for an answer
+        return reply
+
+    async def _answer(self, pool: str, request: wire.Message) -> wire.EpisodeScoreReply:
         if not isinstance(request, wire.EpisodeScoreRequest) or request.domain not in (domains := self._domains()):
             return wire.EpisodeScoreReply()
         rewards = domains[request.domain].rewards
@@ -68,7 +84,7 @@ class AheadScorer:
         if not self._takes(pool) or not self._scorers.has_room(list(mine.values()), self._promised):
             return BUSY
         sample = sample_of_request(request)
-        self._promised += len(mine)
+        self._promised += mine.values()
         ticket = request.ticket if request.eval_step < 0 else 0
         with self._spans.work("reward", ticket=ticket):
             found = await asyncio.gather(*(self._score(one, sample) for one in mine.values()), return_exceptions=True)
@@ -76,9 +92,10 @@ class AheadScorer:
         for one in found:
             if not isinstance(one, Scored | ScoreError | NoWorkerError):
                 raise one
-        if len(scores) < len(mine):
+        if not scores:
             return wire.EpisodeScoreReply()  # the group's pool tries again, and decides
-        self.num_scored += 1
+        partial = len(scores) < len(mine)
+        self.num_scored += not partial
         total, parts, success = add_scores(request.reward, request.reward_parts, scores, rewards)
         labels = reward_labels(rewards)
         return wire.EpisodeScoreReply(
@@ -87,10 +104,11 @@ class AheadScorer:
             reward=total,
             reward_parts=parts,
             success=request.success if success is None else success,
+            partial=partial,
         )
 
     async def _score(self, reward: RewardConfig, sample: Sample) -> Scored:
-        self._promised -= 1
+        self._promised.remove(reward)
         return await self._scorers.score(reward, sample)
 
     async def close(self) -> None:

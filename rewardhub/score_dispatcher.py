@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from broker.runtime.load_curve import LoadCurve
 from broker.settings.config import RewardConfig
-from rewardhub.reward_processes import RewardProcesses
+from rewardhub.reward_processes import RewardProcesses, kind_key
 from rewardhub.rewards import loading
 from rewardhub.rewards.base import Sample, Scored
 from rewardhub.worker_pool import RewardWorkerPool
@@ -81,16 +82,16 @@ class ScoreDispatcher:
         finally:
             self.curve.leave(piece, time.monotonic(), float(is_scored))
 
-    def has_room(self, rewards: Sequence[RewardConfig], promised: int = 0) -> bool:
+    def has_room(self, rewards: Sequence[RewardConfig], promised: Sequence[RewardConfig] = ()) -> bool:
         """Return whether one sample would be scored by these rewards at once.
 
         Args:
-            promised: scores that are about to be asked for.
+            promised: rewards that are about to be asked for a score, once for each score.
         """
-        singles = [reward for reward in rewards if loading.concurrency_of(reward) is None]
-        hosts = [reward for reward in rewards if loading.concurrency_of(reward) is not None]
-        return self._workers.num_idle >= len(singles) + promised * bool(singles) and all(
-            map(self._hosts.has_room, hosts)
+        needed = Counter(map(_place, [*promised, *rewards]))
+        return all(
+            needed[place] <= (self._hosts.num_free(reward) if place else self._workers.num_idle)
+            for reward, place in zip(rewards, map(_place, rewards), strict=True)
         )
 
     async def close(self) -> None:
@@ -111,6 +112,11 @@ class ScoreDispatcher:
     def num_killed(self) -> int:
         """Processes that ended too early."""
         return self._workers.num_killed + self._hosts.num_killed
+
+
+def _place(reward: RewardConfig) -> str:
+    """Return the key of the processes that score many samples with this reward at once; empty: any worker."""
+    return "" if loading.concurrency_of(reward) is None else kind_key(reward)
 
 
 def _divided(rewards: Mapping[str, RewardConfig]) -> tuple[dict[str, RewardConfig], list[RewardConfig]]:

@@ -207,14 +207,15 @@ class EpisodeScoreRequest(Message, frozen=True, tag="EpisodeScoreRequest"):
 
 
 class EpisodeScoreReply(Message, frozen=True, tag="EpisodeScoreReply"):
-    """The scores, and the episode's reward with them; without scores they are left to the group."""
+    """The scores, and the episode's reward with them; those that are missing are left to the group."""
 
     rewards: str = ""  # digest of the domain's rewards
-    scores: list[RewardScore] = []  # of every reward of the pool
+    scores: list[RewardScore] = []  # of the pool's rewards
     reward: float = 0.0  # total reward so far
     reward_parts: dict[str, float] = {}  # value of each reward so far
     success: bool = False  # whether the task was solved, as far as known
     busy: bool = False  # nothing was tried: ask again later, while the group is not complete
+    partial: bool = False  # rewards of the pool failed: neither reward nor success is known, later pools are not asked
 
 
 class Closed(Message, frozen=True, tag="Closed"):
@@ -551,8 +552,9 @@ MESSAGES: Final[tuple[type[Message], ...]] = (
     OperatorReply, DeviceLease, Presence, RunSpec, ModelPart,
 )  # fmt: skip
 
-# only messages with columns or bytes may be large
+# only messages with columns, bytes or an episode's text may be large
 MAX_BYTES: Final[dict[type[Message], int]] = {kind: MAX_SMALL_BYTES for kind in MESSAGES} | {
     Group: MAX_GROUP_BYTES, GenerateRequest: MAX_PAYLOAD_BYTES, GenerateReply: MAX_PAYLOAD_BYTES,
+    EpisodeScoreRequest: MAX_PAYLOAD_BYTES,
     LengthRecord: 1 << 16, DeadLetter: (1 << 20) + MAX_SMALL_BYTES, ModelPart: (1 << 20) + MAX_SMALL_BYTES,
 }  # fmt: skip

@@ -13,7 +13,7 @@ import msgspec
 
 from broker.contract import codec, wire
 from broker.contract.streams import METRICS, Stream
-from broker.errors import RequestFailed, TooLarge, WireError
+from broker.errors import RequestFailed, RequestInvalid, TooLarge, WireError
 from broker.jetstream.bus import Bus
 from broker.jetstream.delivery import decode
 from broker.nats.client import Msg
@@ -70,7 +70,8 @@ async def request(
     """Send a request to the responder of that key; return its reply, of a type in ``reply``.
 
     Raises:
-        RequestFailed: if nothing listens, or the reply is late or does not decode.
+        RequestFailed: if nothing listens, or the reply is late.
+        RequestInvalid: if the request is not valid or too large, or the reply does not decode.
     """
     subject = stream.subject(bus.run, key)
     try:
@@ -83,8 +84,10 @@ async def request(
         raise RequestFailed(f"{subject}: nothing listens") from None
     except TimeoutError:
         raise RequestFailed(f"{subject}: no answer within {timeout_s:g} s") from None
-    except (Disconnected, WireError) as error:
+    except Disconnected as error:
         raise RequestFailed(f"{subject}: {error}") from None
+    except WireError as error:
+        raise RequestInvalid(f"{subject}: {error}") from None
 
 
 async def respond(bus: Bus, stream: Stream, key: str, handle: Handler, *, shared: bool = False) -> LinkSubscription:

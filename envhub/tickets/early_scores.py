@@ -8,23 +8,25 @@ or fails, the group's own way through the pools replaces it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import Any, Final
 
 from msgspec.structs import replace
 
 from broker.contract import wire
 from broker.contract.streams import SCORES
-from broker.errors import RequestFailed
+from broker.errors import RequestFailed, RequestInvalid
 from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import request
 from broker.settings.config import DomainSection
 from envhub.task import EpisodeResult
 from envhub.tickets.assignment import TicketAssignment, reward_pools
 
-ASK_AGAIN_S: Final = (0.1, 2.0)  # after the first and the last of several refusals
+log = logging.getLogger(__name__)
+
+ASK_AGAIN_S: Final = (0.1, 12.0)  # after the first and the last of several refusals: each request has the full text
 ENV: Final = "env"  # the environment's part of a reward; it then decides about success
 REPLY_S: Final = 3600.0  # a reward hub that has accepted a sample keeps its own time limits
 
@@ -97,18 +99,25 @@ class EarlyScores:
             self._found[message.episode] = wire.EpisodeScores(
                 episode=message.episode, rewards=reply.rewards, scores=scores
             )
+            if reply.partial:
+                return
             if pool == self._pools[0] and ENV not in message.reward_parts:
                 self._judged(message.episode, reply.success)
             message = replace(message, reward=reply.reward, reward_parts=reply.reward_parts, success=reply.success)
 
     async def _ask(self, pool: str, message: wire.EpisodeScoreRequest) -> wire.EpisodeScoreReply | None:
-        """Ask until a reward hub is there and has time, or the group is complete."""
+        """Ask until a reward hub is there and has time, or the group is complete; None: the scores are left to it."""
         delay_s, most_s = ASK_AGAIN_S
         while True:
-            with suppress(RequestFailed):
+            try:
                 reply = await request(self._bus, SCORES, pool, message, timeout_s=REPLY_S, reply=wire.EpisodeScoreReply)
                 if not reply.busy:
                     return reply
+            except RequestInvalid as error:
+                log.warning("ticket %d, episode %d: not scored early: %s", message.ticket, message.episode, error)
+                return None
+            except RequestFailed:
+                pass  # nothing listens yet, or the hub died
             try:
                 await asyncio.wait_for(self._complete.wait(), delay_s * random.uniform(0.5, 1.5))
             except TimeoutError:

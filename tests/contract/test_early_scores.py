@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 from envhub_world import KIT, LAKE, World
+from msgspec.structs import replace
 from waits import until
 
 from broker.contract import wire
 from broker.contract.streams import DEAD, EPISODES, SCORES
 from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import respond
+from broker.settings.config import DomainSection, RewardConfig
 from envhub.task import EpisodeResult
 from envhub.tickets.assignment import assignment, group
-from envhub.tickets.early_scores import score_request
+from envhub.tickets.early_scores import EarlyScores, score_request
 from rewardhub.routing import sample_of
 from rewardhub.score_ahead import sample_of_request
 
@@ -179,34 +181,84 @@ async def test_a_success_that_a_reward_decides_closes_its_group_too(world: World
     assert record.detail == "3 of 3 episodes succeeded, 1 open; pass_rate 0 to 0.5"
 
 
-def test_a_reward_sees_the_same_sample_before_and_with_its_group() -> None:
-    def trajectory(turns: int, reward: float) -> wire.Trajectory:
-        n = 2 * turns + 1
-        return wire.Trajectory(
-            episode=3,
-            token_ids=wire.column(range(n), "<i4"),
-            loss_mask=wire.column([0] + [1] * (n - 1), "|u1"),
-            logprobs=wire.column([0] + [-1] * (n - 1), "<f4"),
-            version_runs=wire.column([4, n - 1], "<i4"),
-            turns=[
-                wire.Turn(start=2 * i + 1, end=2 * i + 3, reward=0.5, valid=True, finish_reason="stop", server="r")
-                for i in range(turns)
-            ],
-            reward=reward,
-            reward_parts={"env": reward},
-            success=True,
-            end="truncated",
-            response=f"after {turns}",
-            metrics={"moves": 2.0},
-        )
+def trajectory(turns: int, reward: float) -> wire.Trajectory:
+    n = 2 * turns + 1
+    return wire.Trajectory(
+        episode=3,
+        token_ids=wire.column(range(n), "<i4"),
+        loss_mask=wire.column([0] + [1] * (n - 1), "|u1"),
+        logprobs=wire.column([0] + [-1] * (n - 1), "<f4"),
+        version_runs=wire.column([4, n - 1], "<i4"),
+        turns=[
+            wire.Turn(start=2 * i + 1, end=2 * i + 3, reward=0.5, valid=True, finish_reason="stop", server="r")
+            for i in range(turns)
+        ],
+        reward=reward,
+        reward_parts={"env": reward},
+        success=True,
+        end="truncated",
+        response=f"after {turns}",
+        metrics={"moves": 2.0},
+    )
 
+
+TICKET = wire.Ticket(
+    number=7, domain="qa", task_index=5, seed=1, min_version=0, max_staleness=1, group_size=4, min_group_size=4,
+    deadline_s=60.0,
+)  # fmt: skip
+
+
+def test_a_reward_sees_the_same_sample_before_and_with_its_group() -> None:
     played = EpisodeResult([trajectory(1, 0.0), trajectory(2, 1.5)], "question", "answer", 1.0, 0.1, [], 4)
-    ticket = wire.Ticket(
-        number=7, domain="qa", task_index=5, seed=1, min_version=0, max_staleness=1, group_size=4, min_group_size=4,
-        deadline_s=60.0,
-    )  # fmt: skip
-    asked = assignment(ticket)
+    asked = assignment(TICKET)
     complete = group(asked, [played], pools=["default"], hub="h", deliveries=1, temperature=1.0)
     expected = sample_of(complete, complete.trajectories[-1])
     assert sample_of_request(score_request(asked, played)) == expected
     assert (expected.num_turns, expected.num_tokens, expected.reward) == (3, 6, 1.5)
+
+
+@pytest.mark.parametrize(("size", "is_scored"), [(300_000, True), (9 << 20, False)])
+async def test_a_long_answer_is_scored_early_unless_no_message_can_hold_it(
+    bus: Bus, size: int, is_scored: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    score = wire.RewardScore(reward="length", value=1.0)
+
+    async def answer(request: wire.Message) -> wire.EpisodeScoreReply:
+        assert isinstance(request, wire.EpisodeScoreRequest)
+        assert len(request.response) == size
+        return wire.EpisodeScoreReply(rewards="digest", scores=[score])
+
+    answering = await respond(bus, SCORES, "default", answer, shared=True)
+    section = DomainSection(env="qa", rewards=[RewardConfig(name="my.py:length")])
+    early = EarlyScores(bus, assignment(TICKET), section, 0.1, lambda *_: None)
+    last = replace(trajectory(1, 0.0), response="a" * size)
+    early.begin(EpisodeResult([last], "question", "answer", 1.0, 0.1, [], 4))
+    await until(lambda: not early.pending)  # it does not try again
+    found = await early.take([last.episode], asyncio.Event())
+    await answering.close()
+    assert found == [wire.EpisodeScores(episode=3, rewards="digest", scores=[score])] * is_scored
+    assert ("ticket 7, episode 3: not scored early" in caplog.text) is not is_scored
+
+
+async def test_a_partial_reply_counts_but_ends_the_visit(bus: Bus) -> None:
+    score = wire.RewardScore(reward="length", value=1.0)
+    asked: list[wire.Message] = []
+    judged: list[tuple[int, bool]] = []
+
+    async def answer(request: wire.Message) -> wire.EpisodeScoreReply:
+        asked.append(request)
+        return wire.EpisodeScoreReply(rewards="digest", scores=[score], success=True, partial=True)
+
+    answering = [await respond(bus, SCORES, pool, answer, shared=True) for pool in ("first", "second")]
+    rewards = [RewardConfig(name="my.py:length", pool=pool) for pool in ("first", "second")]
+    section = DomainSection(env="qa", rewards=rewards)
+    early = EarlyScores(bus, assignment(TICKET), section, 0.1, lambda *one: judged.append(one))
+    last = replace(trajectory(1, 0.0), reward_parts={})
+    early.begin(EpisodeResult([last], "question", "answer", 1.0, 0.1, [], 4))
+    await until(lambda: not early.pending)
+    found = await early.take([last.episode], asyncio.Event())
+    for one in answering:
+        await one.close()
+    assert found == [wire.EpisodeScores(episode=3, rewards="digest", scores=[score])]
+    assert len(asked) == 1
+    assert judged == []  # the failed reward may be the one that decides
