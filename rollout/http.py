@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 from broker.contract import wire
-from broker.errors import ConfigError
+from broker.errors import ConfigError, UserError
 from broker.nats.addresses import INSECURE
 from broker.system import logs
 from broker.system.children import spawn
@@ -48,7 +48,8 @@ from rollout.http_link import (
 log = logging.getLogger(__name__)
 
 STATE_S: Final = 0.1  # until the API's process knows a new state without an answer
-RESTART_S: Final = 1.0  # pause before the process is started again
+RESTART_S: Final = 1.0  # pause before the process is started again, twice as long after each start that fails
+RESTART_MOST_S: Final = 60.0
 CLOSE_WITHIN_S: Final = 5.0  # more than it gives to clients
 
 
@@ -118,7 +119,7 @@ class HttpApi:
         if self._process is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_WITHIN_S):
-                    await asyncio.gather(*self._tasks[:1])
+                    await asyncio.gather(*self._tasks[:1], return_exceptions=True)
         for task in [*self._tasks, *self._answering.values()]:
             task.cancel()
         await asyncio.gather(*self._tasks, *self._answering.values(), return_exceptions=True)
@@ -130,6 +131,7 @@ class HttpApi:
 
         Raises:
             OSError: if it cannot listen on its socket.
+            UserError: if it ends before it listens.
         """
         mine, other = socket.socketpair()
         with other, os.fdopen(os.dup(2), "wb") as errors:
@@ -146,10 +148,11 @@ class HttpApi:
                     raise OSError(0, message.error)
                 return message.address
             self._take(message)
-        raise OSError(0, "the process of the HTTP API ended, see its last lines above")
+        raise UserError("the process of the HTTP API ended before it listened; see its last lines above")
 
     async def _keep(self) -> None:
         """Take what the process sends, and start it again whenever it has ended."""
+        pause_s = RESTART_S
         while True:
             while self._link is not None and (message := await self._link.receive()) is not None:
                 self._take(message)
@@ -159,13 +162,15 @@ class HttpApi:
                 return
             log.error("the process of the HTTP API ended; starting it again")
             await self._reap()
-            await asyncio.sleep(RESTART_S)
+            await asyncio.sleep(pause_s)
             if self._closing:
                 return
             try:
                 await self._start()
-            except OSError as error:
-                log.error("the HTTP API does not start: %s", error.strerror)
+                pause_s = RESTART_S
+            except (OSError, UserError) as error:
+                pause_s = min(2 * pause_s, RESTART_MOST_S)
+                log.error("the HTTP API does not start: %s", getattr(error, "strerror", error))
 
     async def _reap(self) -> None:
         link, process, self._link, self._process = self._link, self._process, None, None

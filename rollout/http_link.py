@@ -97,6 +97,7 @@ class HttpLink:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
+        self._ended = False
 
     @classmethod
     async def over(cls, end: socket.socket) -> HttpLink:
@@ -104,23 +105,26 @@ class HttpLink:
         return cls(*await asyncio.open_unix_connection(sock=end))
 
     def send(self, message: LinkMessage) -> None:
-        """Send soon, in the order of the calls."""
+        """Send soon, in the order of the calls; nothing after ``end``."""
         data = _encode(message)
-        self._writer.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
+        if not self._ended:
+            self._writer.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
 
     async def receive(self) -> LinkMessage | None:
-        """Return the next message; None once the other end has closed or its process has ended."""
+        """Return the next message; None once the other end has closed, has ended, or sends what is no message."""
         try:
             size = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
             message: LinkMessage = _decode(await self._reader.readexactly(size))
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError):
             return None
         return message
 
     def end(self) -> None:
         """Send no more."""
-        if self._writer.can_write_eof() and not self._writer.is_closing():
+        if not self._ended and self._writer.can_write_eof() and not self._writer.is_closing():
             self._writer.write_eof()
+        self._ended = True
 
     def close(self) -> None:
+        self._ended = True
         self._writer.close()

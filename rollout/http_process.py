@@ -96,8 +96,8 @@ class HttpProcess:
         self._answers[number] = answer
         if tap is not None:
             self._taps[number] = tap
-        self._link.send(Asked(number, request, None if tap is None else tap.top_logprobs))
         try:
+            self._link.send(Asked(number, request, None if tap is None else tap.top_logprobs))
             return await answer
         finally:
             del self._answers[number]

@@ -194,7 +194,7 @@ class GenerationBody(StrictModel):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     prompt_cache_key: str = ""  # requests with one key extend the same prefix
-    top_k: Annotated[int, Field(ge=-1)] = 0
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = 0
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0

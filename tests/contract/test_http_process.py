@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,14 @@ import pytest
 from waits import LONG_S, until
 
 from broker.contract import wire
+from broker.errors import UserError
 from rlearner_text.config import TinyModel
 from rlearner_text.openai.backends import ServedModel
 from rlearner_text.openai.token_events import TokenEvent, TokenListener
 from rlearner_text.tiny import _write_tokenizer
 from rollout.config import RolloutSection
 from rollout.http import HttpApi, prepare_http
+from rollout.http_link import HttpLink, Left
 
 KEY = "a-key-of-these-tests"
 TOKENS = [5, 9, 12, 7]
@@ -120,6 +124,15 @@ async def test_an_engine_that_raises_costs_one_request(served: Served, caplog: p
         assert (await response.json())["choices"][0]["token_ids"] == TOKENS
 
 
+@pytest.mark.parametrize("field", ["top_k", "seed", "min_version", "n"])
+async def test_numbers_that_no_message_holds_are_refused(served: Served, field: str) -> None:
+    served.engine.go.set()
+    async with served.ask(**{field: 10**20}) as response:
+        assert (response.status, field in await response.text()) == (400, True)
+    async with served.ask() as response:
+        assert response.status == 200
+
+
 async def test_a_client_that_leaves_cancels_its_request(served: Served) -> None:
     asking = asyncio.ensure_future(served.ask().__aenter__())
     async with asyncio.timeout(LONG_S):
@@ -174,3 +187,25 @@ async def test_closing_lets_clients_read_what_is_complete(served: Served) -> Non
     assert process.returncode is not None
     with pytest.raises(aiohttp.ClientError):
         await served.health()
+
+
+async def test_a_link_sends_nothing_after_its_end_and_ends_with_what_is_no_message() -> None:
+    one, other = socket.socketpair()
+    link, far = await HttpLink.over(one), await HttpLink.over(other)
+    link.send(Left(7))
+    link.end()
+    link.send(Left(8))
+    assert [await far.receive(), await far.receive()] == [Left(7), None]
+    far._writer.write((3).to_bytes(4, "big") + b"\xc1\xc1\xc1")
+    assert await link.receive() is None
+    link.close()
+    far.close()
+
+
+async def test_a_process_that_does_not_start_is_no_port_that_is_taken(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    await served.api._reap()
+    with pytest.raises(UserError, match=r"^the process of the HTTP API ended before it listened; see its last lines"):
+        await served.api._start()
