@@ -177,11 +177,13 @@ class TurnGenerator:
         done, problem, failures, sticky, oldest = None, "there is no rollout server", 0, ask.sticky, ask.min_version
         while (left_s := until - self._clock()) > 0:
             servers, near = self.servers(ask.policy), "" if sticky else self._prompts.get(group, "")
+            if near in avoid or all(one.id != near for one in servers):
+                near = ""  # the group's next server takes its place
             server = choose(servers, self._rng, min_version=oldest, sticky=sticky, near=near, avoid=avoid)
             if server is None:
                 await self._followed.changed(min(left_s, 1.0))
                 continue
-            if group and not near:
+            if group and not near and not sticky:
                 self._prompts[group] = server.id
                 self._forget_prompts()
             try:

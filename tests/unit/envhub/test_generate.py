@@ -163,6 +163,42 @@ async def test_a_groups_prompts_go_to_one_server_while_it_has_slots(engine: str,
     assert (len({address for address, _ in client.asked}) == 1) is one
 
 
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_when_a_groups_server_leaves_or_fails_its_prompts_go_to_another_one(leaves: bool) -> None:
+    client = Client(**{name: lambda request: reply(request, [9]) for name in "abcd"})
+    directory = Servers(*(presence(name, engine="vllm") for name in "abcd"))
+    asking = TurnGenerator(client, directory, name="hub", max_retries=2)
+
+    async def play(episodes: range) -> list[str]:
+        before = len(client.asked)
+        for episode in episodes:
+            await asking.turn(ask(token_ids=[1] * 300, episode=f"hub.7.{episode}.0"))
+        return [address for address, _ in client.asked[before:]]
+
+    (home,) = set(await play(range(5)))
+    if leaves:
+        directory.presences = [one for one in directory.presences if one.id != home]
+        (after,) = set(await play(range(20)))
+    else:
+        client.servers[home] = fails
+        first, after, *others = await play(range(20))
+        assert (first, set(others)) == (home, {after})
+    assert after != home
+
+
+async def test_an_interrupted_answer_is_not_its_groups_prompt() -> None:
+    def interrupted(request: wire.GenerateRequest) -> wire.GenerateReply:
+        return reply(request, [7], "abort" if len(request.token_ids.array()) == 300 else "stop")
+
+    client = Client(a=interrupted, b=interrupted)
+    asking = generator(client, presence("a", engine="vllm"), presence("b", engine="vllm"))
+    await asking.turn(ask(token_ids=[1] * 300, episode="hub.7.0.0"))
+    (home, _), (other, _) = client.asked
+    assert other != home
+    await asking.turn(ask(token_ids=[1] * 301, episode="hub.7.1.0"))
+    assert client.asked[-1][0] == home
+
+
 async def test_a_turn_is_interrupted_twice_at_most() -> None:
     def interrupted(request: wire.GenerateRequest) -> wire.GenerateReply:
         return reply(request, [7], "stop" if request.priority else "abort")
