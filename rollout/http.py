@@ -33,9 +33,9 @@ from rollout.config import RolloutSection
 from rollout.engines.base import Engine, StreamingEngine
 from rollout.http_link import (
     Answered,
-    Asked,
+    ApiRequest,
+    ClientLeft,
     HttpLink,
-    Left,
     LinkMessage,
     Listening,
     Logged,
@@ -90,7 +90,7 @@ class HttpApi:
     ) -> None:
         self._handle, self._opening, self._bound, self._state = handle, opening, bound, state
         self._key_place = key_place
-        self._told: tuple[str, int] | None = None  # the state that the process knows
+        self._sent_state: tuple[str, int] | None = None  # the state that the process knows
         self._link: HttpLink | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._answering: dict[int, asyncio.Task[None]] = {}
@@ -139,7 +139,7 @@ class HttpApi:
             command = [sys.executable, "-m", "rollout.http_process", *map(str, fds)]
             # not SIGTERM, which it ignores: a service sends it to all of its processes, and this one drains first
             self._process = spawn(command, errors, pass_fds=fds, death_signal=signal.SIGKILL)
-        self._link, self._told = await HttpLink.over(mine), None
+        self._link, self._sent_state = await HttpLink.over(mine), None
         self._link.send(self._opening)
         self._say_state()
         while (message := await self._link.receive()) is not None:
@@ -187,16 +187,16 @@ class HttpApi:
 
     def _say_state(self) -> None:
         state = self._state()
-        if state != self._told and self._link is not None:
-            self._told = state
+        if state != self._sent_state and self._link is not None:
+            self._sent_state = state
             self._link.send(ServerState(*state))
 
     def _take(self, message: LinkMessage) -> None:
         match message:
-            case Asked(number, request, top):
+            case ApiRequest(number, request, top):
                 task = self._answering[number] = asyncio.create_task(self._answer(number, request, top))
                 task.add_done_callback(lambda _: self._answering.pop(number, None))
-            case Left(number):
+            case ClientLeft(number):
                 if (left := self._answering.get(number)) is not None:
                     left.cancel()
             case Logged(logger, level, text, traceback):

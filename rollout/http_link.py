@@ -63,7 +63,7 @@ class Listening(_LinkMessage, frozen=True):
     error: str = ""
 
 
-class Asked(_LinkMessage, frozen=True):
+class ApiRequest(_LinkMessage, frozen=True):
     """A request; ``top_logprobs``: stream its tokens, each with this many of the likeliest."""
 
     number: int
@@ -71,7 +71,7 @@ class Asked(_LinkMessage, frozen=True):
     top_logprobs: int | None
 
 
-class Left(_LinkMessage, frozen=True):
+class ClientLeft(_LinkMessage, frozen=True):
     """The client of a request has disconnected."""
 
     number: int
@@ -86,7 +86,7 @@ class Logged(_LinkMessage, frozen=True):
     traceback: str = ""
 
 
-LinkMessage = Opening | ServerState | Tokens | Answered | Listening | Asked | Left | Logged
+LinkMessage = Opening | ServerState | Tokens | Answered | Listening | ApiRequest | ClientLeft | Logged
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(LinkMessage).decode

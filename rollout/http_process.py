@@ -24,7 +24,17 @@ from rlearner_text.openai.named_keys import KeyStore
 from rlearner_text.openai.server import HttpServer
 from rlearner_text.openai.token_events import TokenEvent, TokenListener
 from rlearner_text.tokenizer import Tokenizer
-from rollout.http_link import Answered, Asked, HttpLink, Left, Listening, Logged, Opening, ServerState, Tokens
+from rollout.http_link import (
+    Answered,
+    ApiRequest,
+    ClientLeft,
+    HttpLink,
+    Listening,
+    Logged,
+    Opening,
+    ServerState,
+    Tokens,
+)
 
 GARBAGE_AFTER: Final = 50_000  # objects made and not freed, as in the other processes: streams have few cycles
 
@@ -97,13 +107,13 @@ class HttpProcess:
         if tap is not None:
             self._taps[number] = tap
         try:
-            self._link.send(Asked(number, request, None if tap is None else tap.top_logprobs))
+            self._link.send(ApiRequest(number, request, None if tap is None else tap.top_logprobs))
             return await answer
         finally:
             del self._answers[number]
             self._taps.pop(number, None)
             if answer.cancelled():
-                self._link.send(Left(number))
+                self._link.send(ClientLeft(number))
 
 
 class _LinkHandler(logging.Handler):

@@ -96,7 +96,7 @@ class CorrectedEstimator:
         return self._corrected(math.log(median), math.log(high or median))
 
     def learn(self, predicted: Quantiles | None, turn: UpcomingTurn, tokens: int) -> None:
-        """Correct the corrections and let the estimator learn.
+        """Update the corrections and let the estimator learn.
 
         Raises:
             Exception: what the estimator raises.

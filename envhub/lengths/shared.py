@@ -40,7 +40,7 @@ class LengthStore:
 
     def __init__(self, bus: Bus, predictors: Callable[[], Mapping[str, tuple[str, LengthPredictor]]]) -> None:
         self._bus, self._predictors = bus, predictors
-        self._met: dict[LengthPredictor, int] = {}  # turns of the record when its predictor last met it
+        self._merged_turns: dict[LengthPredictor, int] = {}  # turns of the record at the predictor's last exchange
         self._warned = False
 
     async def serve(self) -> None:
@@ -53,30 +53,31 @@ class LengthStore:
         """Exchange with the record of every domain; failures are logged and tried again the next time."""
         for domain, (name, predictor) in self._predictors().items():
             try:
-                await self._meet(domain, name[:NAME_CHARS], predictor)
+                await self._merge(domain, name[:NAME_CHARS], predictor)
             except Exception as error:  # noqa: BLE001 - of the broker, or of the user's estimator
                 log.log(logging.DEBUG if self._warned else logging.WARNING, "lengths of %s: %s", domain, told(error))
                 self._warned = True
 
-    async def _meet(self, domain: str, name: str, predictor: LengthPredictor) -> None:
+    async def _merge(self, domain: str, name: str, predictor: LengthPredictor) -> None:
         if predictor.estimator.knowledge() is None:
             return
         bucket, key = self._bus.key_value(LENGTHS), f"{self._bus.run}.{domain}"
         data, revision = await bucket.get_bytes(key) or (b"", 0)
-        record, there = self._decoded(domain, data), 0
+        record, record_turns = self._decoded(domain, data), 0
         if record is not None and record.estimator == name:
-            there = record.turns
-            met = self._met.get(predictor, 0)
-            theirs = there - met if there >= met else there  # another run of the same name has begun
-            if theirs and self._take(predictor, record, theirs):
-                self._met[predictor] = there
+            record_turns = record.turns
+            merged = self._merged_turns.get(predictor, 0)
+            # fewer than before: another run of the same name has begun
+            new_turns = record_turns - merged if record_turns >= merged else record_turns
+            if new_turns and self._take(predictor, record, new_turns):
+                self._merged_turns[predictor] = record_turns
         new = predictor.new
         if not new or (known := predictor.estimator.knowledge()) is None:
             return
-        written = await bucket.update(key, record_of(domain, name, there + new, known), revision)
+        written = await bucket.update(key, record_of(domain, name, record_turns + new, known), revision)
         if written is not None:
             predictor.new -= new
-            self._met[predictor] = there + new
+            self._merged_turns[predictor] = record_turns + new
 
     def _decoded(self, domain: str, data: bytes) -> wire.LengthRecord | None:
         """Return a record; None if there is none, or one that does not decode, which is then written again."""
@@ -88,25 +89,25 @@ class LengthStore:
         assert record is None or isinstance(record, wire.LengthRecord)
         return record
 
-    def _take(self, predictor: LengthPredictor, record: wire.LengthRecord, theirs: int) -> bool:
+    def _take(self, predictor: LengthPredictor, record: wire.LengthRecord, new_turns: int) -> bool:
         """Average with a record; return whether it fits the estimator, which may be of another version."""
         own, known = predictor.estimator.knowledge(), knowledge_of(record)
         if own is None or own.values.shape != known.values.shape:
             return False
-        return predictor.estimator.adopt(averaged(own, known, predictor.new, theirs))
+        return predictor.estimator.adopt(averaged(own, known, predictor.new, new_turns))
 
 
-def averaged(own: LengthKnowledge, theirs: LengthKnowledge, own_turns: int, their_turns: int) -> LengthKnowledge:
+def averaged(own: LengthKnowledge, other: LengthKnowledge, own_turns: int, other_turns: int) -> LengthKnowledge:
     """Return the means of two sides that share what they knew before, weighted by the turns that each has learnt since.
 
     A task that both know has the mean of its turns there and here. If there are too many tasks, the other side's with
     the fewest turns are left out.
     """
-    share = their_turns / (own_turns + their_turns)
-    values = own.values + np.float32(share) * (theirs.values - own.values)
-    tasks, first, place = np.unique(np.concatenate([own.tasks, theirs.tasks]), return_index=True, return_inverse=True)
-    weights = np.concatenate([own.counts, theirs.counts])
-    means = np.concatenate([own.means, theirs.means])
+    share = other_turns / (own_turns + other_turns)
+    values = own.values + np.float32(share) * (other.values - own.values)
+    tasks, first, place = np.unique(np.concatenate([own.tasks, other.tasks]), return_index=True, return_inverse=True)
+    weights = np.concatenate([own.counts, other.counts])
+    means = np.concatenate([own.means, other.means])
     total = np.bincount(place, weights, len(tasks))
     mean = np.bincount(place, weights * means, len(tasks)) / np.maximum(total, 1e-9)
     counts = np.zeros(len(tasks), np.float32)

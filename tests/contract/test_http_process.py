@@ -23,7 +23,7 @@ from rlearner_text.openai.token_events import TokenEvent, TokenListener
 from rlearner_text.tiny import _write_tokenizer
 from rollout.config import RolloutSection
 from rollout.http import HttpApi, prepare_http
-from rollout.http_link import HttpLink, Left
+from rollout.http_link import ClientLeft, HttpLink
 
 KEY = "a-key-of-these-tests"
 TOKENS = [5, 9, 12, 7]
@@ -192,10 +192,10 @@ async def test_closing_lets_clients_read_what_is_complete(served: Served) -> Non
 async def test_a_link_sends_nothing_after_its_end_and_ends_with_what_is_no_message() -> None:
     one, other = socket.socketpair()
     link, far = await HttpLink.over(one), await HttpLink.over(other)
-    link.send(Left(7))
+    link.send(ClientLeft(7))
     link.end()
-    link.send(Left(8))
-    assert [await far.receive(), await far.receive()] == [Left(7), None]
+    link.send(ClientLeft(8))
+    assert [await far.receive(), await far.receive()] == [ClientLeft(7), None]
     far._writer.write((3).to_bytes(4, "big") + b"\xc1\xc1\xc1")
     assert await link.receive() is None
     link.close()

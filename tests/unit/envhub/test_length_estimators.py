@@ -200,12 +200,12 @@ def known(values: list[float], tasks: list[int], counts: list[float], means: lis
 
 def test_two_hubs_knowledge_is_averaged_by_the_turns_since_they_met() -> None:
     ours, theirs = known([1, 10], [5, 7], [2, 4], [0.5, 1.0]), known([2, 20], [7, 9], [12, 1], [2.0, -1.0])
-    found = averaged(ours, theirs, own_turns=100, their_turns=300)
+    found = averaged(ours, theirs, own_turns=100, other_turns=300)
     assert found.values.tolist() == [1.75, 17.5]
     assert found.tasks.tolist() == [5, 7, 9]
     assert found.counts.tolist() == [2, 12, 1]
     assert found.means.tolist() == pytest.approx([0.5, 1.75, -1.0])
-    assert averaged(ours, theirs, own_turns=0, their_turns=1).values.tolist() == [2, 20]
+    assert averaged(ours, theirs, own_turns=0, other_turns=1).values.tolist() == [2, 20]
 
 
 def test_too_many_tasks_lose_the_other_sides_that_are_known_least() -> None:
