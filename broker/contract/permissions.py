@@ -4,7 +4,9 @@ A role may publish what it writes and subscribe to what it reads, of one run, an
 the learner creates, trims and purges the streams of its run; only the operator deletes them and sees several runs.
 
 JetStream sends its reply to any subject that the requester names, with no check of its own. The last values on which
-processes act are therefore signed (``broker.identity.signatures``), so that a reply cannot replace one.
+processes act are therefore signed (``broker.identity.signatures``), so that a reply cannot replace one. An empty reply
+(no message, or an empty one) to a subject of JetStream's own API is a request there, even to purge or delete a stream.
+An observer may therefore ask only what has a reply in JSON, which those requests refuse.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ LOG_READS: Final = (
     *("STREAM.INFO.{}", "STREAM.MSG.GET.{}", "DIRECT.GET.{}.>"),
     *("CONSUMER.CREATE.{}", "CONSUMER.MSG.NEXT.{}.*", "CONSUMER.DELETE.{}.*"),
 )
+OBSERVER_READS: Final = ("STREAM.INFO.{}", "STREAM.MSG.GET.{}")
 MANAGES: Final = (
     *("STREAM.CREATE.{}", "STREAM.INFO.{}", "STREAM.PURGE.{}", "STREAM.MSG.GET.{}", "STREAM.MSG.DELETE.{}"),
     *("CONSUMER.DURABLE.CREATE.{}.*", "CONSUMER.INFO.{}.*", "CONSUMER.LIST.{}"),
@@ -101,7 +104,7 @@ def _publishes(stream: Stream, role: str, run: str) -> list[str]:
     if role == OBSERVER:
         requests += ["STREAM.INFO.{}"] if stream.kind in STORED else []
         requests += ["CONSUMER.LIST.{}"] if stream.kind is WORK_QUEUE else []
-        requests += LOG_READS if stream in OBSERVED else []
+        requests += OBSERVER_READS if stream in OBSERVED else []
         return [f"{API}.{one.format(stream.stream_name(run))}" for one in requests]
     if stream.writes(role):
         allowed.append(_written(stream, role, run))

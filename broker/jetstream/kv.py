@@ -11,10 +11,11 @@ from functools import partial
 from typing import Final
 
 from broker.contract import codec, wire
+from broker.contract.permissions import OBSERVER
 from broker.contract.streams import Stream, token
 from broker.errors import ConfigError, WireError
 from broker.jetstream.api import StoredEntry, find
-from broker.jetstream.latest import latest
+from broker.jetstream.latest import latest, latest_one_by_one
 from broker.jetstream.publish import EXPECTED_LAST_KEY_SEQ, MESSAGE_ID, store
 from broker.jetstream.reserve import release
 from broker.nats.client import Msg
@@ -99,8 +100,9 @@ class KeyValue:
 
     async def values(self, prefix: str) -> dict[str, wire.Message]:
         """Return every key below a prefix of whole parts (``demo.rollout``) that holds a value, with the value."""
+        read = latest_one_by_one if self._link.login.role == OBSERVER else latest
         try:
-            entries = await latest(self._link, self._stream_name, f"{self._prefix}{prefix}.>")
+            entries = await read(self._link, self._stream_name, f"{self._prefix}{prefix}.>")
         except NoStream:
             return {}
         found: dict[str, wire.Message] = {}

@@ -1,4 +1,4 @@
-"""Reads the newest message of every subject of a stream once, with a temporary consumer."""
+"""Reads the newest message of every subject of a stream once: with a temporary consumer, or one by one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from contextlib import suppress
 from typing import Final
 
-from broker.jetstream.api import EPHEMERAL, StoredEntry, ask
+from broker.jetstream.api import EPHEMERAL, StoredEntry, ask, find
 from broker.jetstream.delivery import delivery_numbers
 from broker.nats.client import Msg
 from broker.nats.connection import PAUSE_S, NatsLink
@@ -17,6 +17,7 @@ BATCH: Final = 256
 ANSWER_S: Final = 3.0  # without any message, after which a pull counts as lost
 FORGET_AFTER_S: Final = 10.0
 NO_MORE: Final = ("404", "408")
+AT_ONCE: Final = 32  # requests of an observer
 
 
 async def latest(link: NatsLink, stream_name: str, pattern: str) -> list[StoredEntry]:
@@ -32,6 +33,19 @@ async def latest(link: NatsLink, stream_name: str, pattern: str) -> list[StoredE
             if (entries := await _read(link, stream_name, pattern)) is not None:
                 return entries
         await asyncio.sleep(PAUSE_S)
+
+
+async def latest_one_by_one(link: NatsLink, stream_name: str, pattern: str) -> list[StoredEntry]:
+    """Return the same as ``latest`` without a consumer, which an observer may not have, by a request per subject."""
+    info = await ask(link, f"STREAM.INFO.{stream_name}", {"subjects_filter": pattern})
+    few = asyncio.Semaphore(AT_ONCE)
+
+    async def newest(subject: str) -> StoredEntry | None:
+        async with few:
+            return await find(link, stream_name, last_of=subject)
+
+    found = await asyncio.gather(*map(newest, info["state"].get("subjects") or ()))
+    return sorted((entry for entry in found if entry is not None), key=lambda entry: entry.seq)
 
 
 async def _read(link: NatsLink, stream_name: str, pattern: str) -> list[StoredEntry] | None:

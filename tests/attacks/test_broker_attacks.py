@@ -27,6 +27,7 @@ from broker.contract.streams import (
     EPISODES,
     EVALTICKETS,
     MEMBERS,
+    METRICS,
     RUNS,
     SAMPLES,
     STREAMS,
@@ -367,3 +368,27 @@ async def test_the_learner_writes_a_replaced_runspec_again(run: Bus, broker_url:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
         await learner.close()
+
+
+async def test_an_observer_cannot_let_the_broker_purge_or_delete(run: Bus, broker_url: str) -> None:
+    """JetStream's empty replies are requests of the broker itself, if they go to a subject of its API."""
+    samples = SAMPLES.stream_name(run.run)
+    hostile = [f"$JS.API.STREAM.PURGE.{samples}", f"$JS.API.STREAM.DELETE.{samples}"]
+    metrics, runs = METRICS.stream_name(run.run), RUNS.stream_name(run.run)
+    asked = [f"STREAM.INFO.{samples}", f"STREAM.INFO.{runs}", f"STREAM.MSG.GET.{runs}", "INFO"]
+    asked += [f"CONSUMER.LIST.{TICKETS.stream_name(run.run)}", f"STREAM.MSG.GET.{WEIGHTS.stream_name(run.run)}"]
+    asked += [f"DIRECT.GET.{runs}.nothing", f"DIRECT.GET.{samples}.nothing", f"CONSUMER.MSG.NEXT.{runs}.x"]
+    asked += [f"CONSUMER.CREATE.{runs}", f"STREAM.INFO.{metrics}"]
+    bodies = [b"", b"{}", b'{"seq": 1}', b'{"seq": 999}', b'{"batch": 1, "no_wait": true}']
+    before = (await run.info(SAMPLES))["state"]
+    assert before["messages"] == 1
+    async with stranger(broker_url, "observer", run.run) as one:
+        for question in asked:
+            for target in hostile:
+                for body in bodies:
+                    await one.client.publish(f"$JS.API.{question}", body, target)
+        await one.client.flush()
+        await asyncio.sleep(0.5)
+        assert any("CONSUMER.CREATE" in text or "consumer.create" in text for text in one.refused)
+        assert any("direct.get" in text.lower() for text in one.refused)
+    assert (await run.info(SAMPLES))["state"]["messages"] == 1

@@ -94,6 +94,13 @@ def test_an_observer_changes_nothing_and_reads_no_message(subject: str) -> None:
     assert not allowed.replies
 
 
+def test_an_observer_asks_only_what_has_a_reply_in_json() -> None:
+    own = f"{inbox(OBSERVER, 'r', '')}.>"
+    asked = {subject.removeprefix("$JS.API.") for subject in permissions(OBSERVER, "r").publish if subject != own}
+    questions = {subject.rpartition(".")[0] for subject in asked - {"INFO"}}
+    assert questions == {"STREAM.INFO", "STREAM.MSG.GET", "CONSUMER.LIST"}
+
+
 @pytest.mark.parametrize("role", [*ROLES, OBSERVER])
 def test_no_subject_of_another_run_and_no_other_inbox(role: str) -> None:
     allowed, others = permissions(role, "r", "host2"), permissions(role, "r2")
