@@ -9,7 +9,8 @@ from typing import Final
 from broker.errors import UserError
 from rlearner.advise.run_model import RunModel
 
-MOST: Final = 100_000
+MOST: Final = 100_000  # where a greater number takes no more time to simulate
+MOST_HUBS: Final = 1024
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Key:
     Attributes:
         text: what the number counts, for people.
         now: its present value.
-        least: smallest value allowed.
+        least, most: the values allowed; what a simulation of a few steps takes a minute for is refused.
         is_whole: whether it must be a whole number.
     """
 
@@ -27,6 +28,7 @@ class Key:
     now: Callable[[RunModel], float]
     apply: Callable[[RunModel, float], RunModel]
     least: float = 1
+    most: float = MOST
     is_whole: bool = True
 
 
@@ -58,16 +60,20 @@ def _spared(model: RunModel, spare: float) -> RunModel:
 KEYS: Final[dict[str, Key]] = {
     "servers": Key("rollout servers", lambda m: m.servers, lambda m, v: replace(m, servers=v)),
     "slots": Key("requests at once on a server", lambda m: m.slots, lambda m, v: replace(m, slots=int(v))),
-    "hubs": Key("environment hubs", lambda m: m.hubs, lambda m, v: replace(m, hubs=v)),
+    "hubs": Key("environment hubs", lambda m: m.hubs, lambda m, v: replace(m, hubs=v), most=MOST_HUBS),
     "envs": Key("environments on a hub", lambda m: m.envs, lambda m, v: replace(m, envs=int(v))),
-    "reward_hubs": Key("reward hubs", lambda m: m.reward_hubs, lambda m, v: replace(m, reward_hubs=v)),
+    "reward_hubs": Key("reward hubs", lambda m: m.reward_hubs, lambda m, v: replace(m, reward_hubs=v), most=MOST_HUBS),
     "workers": Key("scores at once on a reward hub", lambda m: m.workers, lambda m, v: replace(m, workers=int(v))),
     "max_staleness": Key(
-        "train.max_staleness", lambda m: m.max_staleness, lambda m, v: replace(m, max_staleness=int(v)), least=0
+        "train.max_staleness",
+        lambda m: m.max_staleness,
+        lambda m, v: replace(m, max_staleness=int(v)),
+        least=0,
+        most=64,
     ),
     "groups_per_step": Key("train.groups_per_step", lambda m: m.groups_per_step, _stepped),
-    "group_size": Key("group_size", lambda m: m.group_size - m.redundancy, _sized),
-    "group_size_redundancy": Key("group_size_redundancy", lambda m: m.redundancy, _spared, least=0),
+    "group_size": Key("group_size", lambda m: m.group_size - m.redundancy, _sized, most=1024),
+    "group_size_redundancy": Key("group_size_redundancy", lambda m: m.redundancy, _spared, least=0, most=1024),
     "learner": Key("speed of the learner, now 1", lambda m: 1.0, _faster, least=0.01, is_whole=False),
 }
 
@@ -91,12 +97,12 @@ def parse(text: str) -> dict[str, float]:
 
 def _number(name: str, value: str) -> float:
     key = KEYS[name]
-    allowed = f"{'a whole number' if key.is_whole else 'a number'} from {key.least:g} to {MOST}"
+    allowed = f"{'a whole number' if key.is_whole else 'a number'} from {key.least:g} to {key.most:g}"
     try:
         number = int(value) if key.is_whole else float(value)
     except ValueError:
         raise UserError(f"--simulate {name}={value}: expected {allowed}") from None
-    if not key.least <= number <= MOST:
+    if not key.least <= number <= key.most:
         raise UserError(f"--simulate {name}={value}: expected {allowed}")
     return float(number)
 

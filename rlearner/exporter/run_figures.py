@@ -104,6 +104,7 @@ class RunFigures(Collector):
         spec, rows = self._broker.spec, self._history.due()
         if spec is None or not rows:
             return
+        began = time.monotonic()
         try:
             self._desired_servers = desired_servers(fit(rows, spec.config).model)
         except NotFitted:
@@ -111,6 +112,8 @@ class RunFigures(Collector):
         except Exception:
             log.exception("no advice from these steps")  # it may cost a figure, never the others
             self._desired_servers = None
+        finally:
+            self._history.computed(time.monotonic() - began)
 
     def fail(self) -> None:
         """Note that the broker did not answer."""
