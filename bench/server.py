@@ -5,7 +5,7 @@
 The server is the real process, joined to a run on a private nats-server and asked over ZeroMQ, or for ``http`` by as
 many streams of its OpenAI-compatible API with a chunk for each token, with the engine hf; this process plays the hubs.
 The bare engine is a process with nothing else, HFEngine or AsyncLLM; all requests at once, greedy, with the logprob of
-every token. Both processes are started anew for every third pair: where the memory of a process happens to lie changes
+every token. Both processes are restarted after every third pair: where the memory of a process happens to lie changes
 its speed by some percent as long as it lives. ``vllm`` is measured by .venv-vllm/bin/python (``make vllm-env``) if this
 interpreter has no vLLM.
 

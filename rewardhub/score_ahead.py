@@ -94,8 +94,8 @@ class AheadScorer:
                 raise one
         if not scores:
             return wire.EpisodeScoreReply()  # the group's pool tries again, and decides
-        partial = len(scores) < len(mine)
-        self.num_scored += not partial
+        is_partial = len(scores) < len(mine)
+        self.num_scored += not is_partial
         total, parts, success = add_scores(request.reward, request.reward_parts, scores, rewards)
         labels = reward_labels(rewards)
         return wire.EpisodeScoreReply(
@@ -104,7 +104,7 @@ class AheadScorer:
             reward=total,
             reward_parts=parts,
             success=request.success if success is None else success,
-            partial=partial,
+            partial=is_partial,
         )
 
     async def _score(self, reward: RewardConfig, sample: Sample) -> Scored:

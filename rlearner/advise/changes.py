@@ -9,7 +9,7 @@ from typing import Final
 from broker.errors import UserError
 from rlearner.advise.run_model import RunModel
 
-MOST: Final = 100_000  # where a greater number takes no more time to simulate
+MOST: Final = 100_000  # of what costs a simulation no time for each
 MOST_HUBS: Final = 1024
 
 
@@ -20,7 +20,7 @@ class Key:
     Attributes:
         text: what the number counts, for people.
         now: its present value.
-        least, most: the values allowed; what a simulation of a few steps takes a minute for is refused.
+        least, most: the smallest and the largest value allowed; larger ones would take minutes to simulate.
         is_whole: whether it must be a whole number.
     """
 
