@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
 
 
 class SizedSample(Protocol):
@@ -15,7 +18,15 @@ class SizedSample(Protocol):
     def num_inputs(self) -> int: ...
 
 
+class TokenSample(SizedSample, Protocol):
+    """Object whose tokens can be compared."""
+
+    @property
+    def token_ids(self) -> Array: ...
+
+
 S = TypeVar("S", bound=SizedSample)
+T = TypeVar("T", bound=TokenSample)
 
 
 class MicroBatchCutter(Generic[S]):
@@ -76,9 +87,51 @@ def minibatches(samples: Sequence[S], count: int, seed: Sequence[int]) -> list[l
     return [[samples[i] for i in part] for part in np.array_split(order, min(count, len(samples)))]
 
 
-def by_length(samples: Sequence[S], budget: int, *, packed: bool = False) -> list[list[S]]:
+def by_length(samples: Sequence[S], budget: int) -> list[list[S]]:
     """Cut a micro-batch into slices of similar lengths within ``budget`` tokens, for less padding and cache use.
 
     The gradient is a sum over rows, so slicing does not change it.
     """
-    return cut(sorted(samples, key=lambda sample: sample.num_inputs), budget, packed=packed)
+    return cut(sorted(samples, key=lambda sample: sample.num_inputs), budget)
+
+
+def num_distinct_tokens(samples: Sequence[T]) -> int:
+    """Return the tokens of a packed row of these samples."""
+    shared = sum(num for _, num in prefix_order([sample.token_ids[: sample.num_inputs] for sample in samples]))
+    return sum(sample.num_inputs for sample in samples) - shared
+
+
+def by_prefix(samples: Sequence[T], budget: int) -> list[list[T]]:
+    """Cut a micro-batch into slices whose packed rows have at most ``budget`` tokens.
+
+    Samples that begin with the same tokens, as those of a group do, come into the same slice, whose row has these
+    tokens once.
+    """
+    slices: list[list[T]] = []
+    size = 0
+    for index, shared in prefix_order([sample.token_ids[: sample.num_inputs] for sample in samples]):
+        sample = samples[index]
+        if not slices or size + sample.num_inputs - shared > budget:
+            slices.append([])
+            size, shared = 0, 0
+        slices[-1].append(sample)
+        size += sample.num_inputs - shared
+    return slices
+
+
+def prefix_order(sequences: Sequence[Array]) -> list[tuple[int, int]]:
+    """Order sequences of token ids so that each shares the longest prefix that it can with the one before it.
+
+    Returns:
+        The number of each sequence, and of the tokens that it shares.
+    """
+    order = sorted(range(len(sequences)), key=lambda index: sequences[index].astype(">u4").tobytes())
+    before = np.empty(0, np.int64)
+    found: list[tuple[int, int]] = []
+    for index in order:
+        own = sequences[index]
+        num = min(len(own), len(before))
+        differing = np.flatnonzero(own[:num] != before[:num])
+        found.append((index, int(differing[0]) if len(differing) else num))
+        before = own
+    return found

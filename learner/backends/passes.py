@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from learner.algorithm.kl import KlCoefficient, kl_penalty
-from learner.algorithm.packing import by_length
+from learner.algorithm.packing import by_length, by_prefix, num_distinct_tokens
 from learner.algorithm.samples import Array, TrainSample
 from learner.algorithm.token_figures import TokenFigures
 from learner.backends.activation_offload import activations_in_host_memory
@@ -70,11 +70,15 @@ class ModelPasses:
         Args:
             num_at_once: slices that are worked on at the same time; where there are fewer, they are cut smaller.
         """
-        found = by_length(samples, self._slice_tokens, packed=self.packs)
+        found = self._cut(samples, self._slice_tokens)
         if num_at_once == 1 or not found or len(found) >= num_at_once or len(samples) <= len(found):
             return found
-        budget = -(-sum(sample.num_inputs for sample in samples) // num_at_once)
-        return by_length(samples, min(budget, self._slice_tokens), packed=True)
+        size = num_distinct_tokens(samples) if self.packs else sum(sample.num_inputs for sample in samples)
+        budget = -(-size // num_at_once)
+        return self._cut(samples, min(budget, self._slice_tokens))
+
+    def _cut(self, samples: Sequence[TrainSample], budget: int) -> list[list[TrainSample]]:
+        return by_prefix(samples, budget) if self.packs else by_length(samples, budget)
 
     def collate(self, samples: Sequence[TrainSample]) -> TokenBatch:
         """Return the tensors of a slice."""

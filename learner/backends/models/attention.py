@@ -2,7 +2,8 @@
 
 transformers separates packed sequences by position ids and masks them with a dense (row, row) matrix, so attention
 costs the square of the row. Here the row is split for attention only: sequences of similar length become the rows of a
-small batch for the causal kernel, which needs no mask; all other layers see the row without padding.
+small batch for the causal kernel, which needs no mask; all other layers see the row without padding. A prefix that
+several sequences begin with, as a group with its prompt, is in the row once: only attention computes it for each.
 
 A model is packed only if a trial run is exact (``enable_packing``): windows, soft caps, sinks and recurrent layers are
 not.
@@ -20,9 +21,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from learner.algorithm.packing import Array, prefix_order
+
 NAME: Final = "rlearner_packed"
 MAX_LENGTH_RATIO: Final = 1.25  # longest to shortest sequence of one call; attention of the padding is wasted
-_PROBE_LENGTHS: Final = (3, 1, 7, 6, 12)
+_PROBE_PREFIX: Final = 2  # tokens that all sequences of the trial run begin with
+_PROBE_LENGTHS: Final = (3, 1, 7, 6, 12)  # of the rest
 _TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}  # relative; a leak is about 1
 
 
@@ -30,69 +34,87 @@ class InexactAttentionError(Exception):
     """The model's attention is not plain causal attention."""
 
 
-@dataclass(frozen=True)
-class RowPiece:
-    """Neighbouring sequences of similar length in a row."""
+class PackedRow:
+    """Where the sequences of a row are; not a tuple, which torch.compile would inspect and compile for each layout.
 
-    start: int  # tokens before it
-    stop: int
-    num: int  # sequences
-    longest: int
-    spread: Tensor | None  # (num * longest,) int64, token of the piece for each place of the batch; None: one to one
-    gather: Tensor | None  # (stop - start,) int64, the inverse
+    Attributes:
+        shapes: for each call of the attention kernel, its number of sequences and the length of the longest.
+        spread: (places,) int64, the row's token at each place of those calls; None: one to one.
+        gather: (row,) int64, a place of each token.
+    """
 
-    def rows(self, states: Tensor) -> Tensor:
-        """(1, heads, row, width) to (num, heads, longest, width)."""
-        tokens = states[0, :, self.start : self.stop]
-        if self.spread is not None:
-            tokens = tokens.index_select(1, self.spread)
-        return tokens.reshape(len(tokens), self.num, self.longest, -1).transpose(0, 1)
+    def __init__(self, shapes: Sequence[tuple[int, int]], spread: Tensor | None, gather: Tensor | None) -> None:
+        self.shapes, self.spread, self.gather = tuple(shapes), spread, gather
 
-    def flat(self, rows: Tensor) -> Tensor:
-        """(num, heads, longest, width) to (stop - start, heads, width)."""
-        tokens = rows.transpose(1, 2).flatten(0, 1)
+    def rows(self, states: Tensor) -> list[Tensor]:
+        """(1, heads, row, width) to (sequences, heads, longest, width) for each call."""
+        tokens = states[0] if self.spread is None else states[0].index_select(1, self.spread)
+        parts = torch.split(tokens, [num * longest for num, longest in self.shapes], 1)
+        shaped = zip(parts, self.shapes, strict=True)
+        return [part.view(len(part), num, longest, -1).transpose(0, 1) for part, (num, longest) in shaped]
+
+    def flat(self, rows: Sequence[Tensor]) -> Tensor:
+        """The inverse, to (row, heads, width)."""
+        parts = [part.transpose(1, 2).flatten(0, 1) for part in rows]
+        tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
         return tokens if self.gather is None else tokens.index_select(0, self.gather)
 
 
-class PackedRow:
-    """The pieces of a row; not a list, which torch.compile would inspect and compile for each layout."""
-
-    def __init__(self, pieces: Sequence[RowPiece]) -> None:
-        self.pieces = pieces
-
-
-def piece_layout(lengths: Sequence[int], device: torch.device) -> list[RowPiece]:
-    """Group neighbouring sequences of similar length into pieces.
+def pack_row(sequences: Sequence[Array], device: torch.device) -> PackedRow:
+    """Group sequences of similar length.
 
     Args:
-        lengths: tokens of each sequence, in the order of the row, all above 0; sorted lengths need the fewest pieces.
+        sequences: the indices in the row of each one's tokens, (length,) int64; sequences may share tokens.
     """
-    pieces: list[RowPiece] = []
-    start, first = 0, 0
-    while first < len(lengths):
-        last, low, high = first + 1, lengths[first], lengths[first]
-        while last < len(lengths) and max(high, lengths[last]) <= MAX_LENGTH_RATIO * min(low, lengths[last]):
-            low, high, last = min(low, lengths[last]), max(high, lengths[last]), last + 1
-        pieces.append(_piece(np.asarray(lengths[first:last]), start, device))
-        start, first = pieces[-1].stop, last
-    return pieces
+    ordered = sorted(sequences, key=len)
+    shapes: list[tuple[int, int]] = []
+    spread: list[Array] = []
+    while ordered:
+        num = sum(len(one) <= MAX_LENGTH_RATIO * len(ordered[0]) for one in ordered)
+        piece, ordered = ordered[:num], ordered[num:]
+        longest = len(piece[-1])
+        shapes.append((num, longest))
+        # Places after a sequence's end repeat its last token; no token sees them, and their results are dropped.
+        spread += [np.pad(one, (0, longest - len(one)), mode="edge") for one in piece]
+    places = np.concatenate(spread)
+    _, gather = np.unique(places, return_index=True)  # a token's first place, which no padding precedes
+    if len(gather) == len(places) and bool((places[1:] > places[:-1]).all()):
+        return PackedRow(shapes, None, None)
+    return PackedRow(shapes, *(torch.from_numpy(indices).to(device) for indices in (places, gather)))
 
 
-def _piece(lengths: np.ndarray[Any, Any], start: int, device: torch.device) -> RowPiece:
-    num, longest, total = len(lengths), int(lengths.max()), int(lengths.sum())
-    if num * longest == total:
-        return RowPiece(start, start + total, num, longest, None, None)
-    firsts, places = np.cumsum(lengths) - lengths, np.arange(longest)
-    # Places after a sequence's end repeat its last token; no token sees them, and their results are dropped.
-    spread = (firsts[:, None] + np.minimum(places, lengths[:, None] - 1)).ravel()
-    gather = np.flatnonzero(places < lengths[:, None])
-    indices = [torch.from_numpy(places).to(device) for places in (spread, gather)]
-    return RowPiece(start, start + total, num, longest, *indices)
+@dataclass(frozen=True)
+class SharedRow:
+    """Sequences in one row, with a prefix that several begin with only once.
 
+    Attributes:
+        token_ids: (row,) int64.
+        places: (row,) int64, each token's place in every sequence that it is in.
+        indices: of each sequence, the indices in the row of its tokens, (length,) int64.
+    """
 
-def positions(lengths: Sequence[int]) -> np.ndarray[Any, Any]:
-    """Return each token's place in its own sequence, (row,) int64."""
-    return np.concatenate([np.arange(length) for length in lengths])
+    token_ids: Array
+    places: Array
+    indices: list[Array]
+
+    @staticmethod
+    def of(sequences: Sequence[Array]) -> SharedRow:
+        """Lay sequences in a row; a causal model computes the same for a token whatever follows it.
+
+        Args:
+            sequences: token ids, (length,) each, all lengths above 0.
+        """
+        indices: list[Array] = [np.empty(0, np.int64)] * len(sequences)
+        ids: list[Array] = []
+        places: list[Array] = []
+        before, size = np.empty(0, np.int64), 0
+        for number, shared in prefix_order(sequences):
+            own = sequences[number][shared:]
+            before = np.concatenate([before[:shared], np.arange(size, size + len(own))])
+            indices[number], size = before, size + len(own)
+            ids.append(own)
+            places.append(np.arange(shared, len(before)))
+        return SharedRow(np.concatenate(ids).astype(np.int64), np.concatenate(places), indices)
 
 
 def packed_attention(
@@ -134,8 +156,8 @@ def attend_separately(packing: PackedRow, query: Tensor, key: Tensor, value: Ten
     """Return causal attention of the sequences of one row, (1, heads, row, width) each to (1, row, heads, width)."""
     shared = query.shape[1] != key.shape[1]
     attend = partial(functional.scaled_dot_product_attention, scale=scaling, is_causal=True, enable_gqa=shared)
-    parts = [piece.flat(attend(piece.rows(query), piece.rows(key), piece.rows(value))) for piece in packing.pieces]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
+    parts = zip(packing.rows(query), packing.rows(key), packing.rows(value), strict=True)
+    return packing.flat([attend(*part) for part in parts])[None]
 
 
 def _no_mask(*_: Any, mask_function: Any = None, **others: Any) -> None:
@@ -178,12 +200,17 @@ def enable_packing(model: Any, device: torch.device) -> str:
 
 def _difference(trunk: Any, device: torch.device) -> str:
     vocabulary = int(trunk.get_input_embeddings().num_embeddings)
-    ids = torch.from_numpy(np.random.default_rng(0).integers(0, vocabulary, sum(_PROBE_LENGTHS))).to(device)
-    rows = torch.split(ids, list(_PROBE_LENGTHS))
-    alone = torch.cat([trunk(input_ids=row[None], use_cache=False).last_hidden_state[0] for row in rows])
-    where = torch.from_numpy(positions(_PROBE_LENGTHS)).to(device)
-    packed = {"position_ids": where[None], "packing": PackedRow(piece_layout(_PROBE_LENGTHS, device))}
-    together = trunk(input_ids=ids[None], **packed, use_cache=False).last_hidden_state[0]
+    ids = np.random.default_rng(0).integers(0, vocabulary, max(_PROBE_LENGTHS) + len(_PROBE_LENGTHS))
+    sequences = [np.append(ids[:_PROBE_PREFIX], ids[n : n + length]) for n, length in enumerate(_PROBE_LENGTHS)]
+
+    def put(values: Array) -> Tensor:
+        return torch.from_numpy(values).to(device)
+
+    alone = torch.cat([trunk(input_ids=put(one)[None], use_cache=False).last_hidden_state[0] for one in sequences])
+    row = SharedRow.of(sequences)
+    packed = {"position_ids": put(row.places)[None], "packing": pack_row(row.indices, device)}
+    states = trunk(input_ids=put(row.token_ids)[None], **packed, use_cache=False).last_hidden_state[0]
+    together = states[put(np.concatenate(row.indices))]
     largest = float((together - alone).abs().max()) / max(float(alone.abs().max()), 1e-12)
     if largest <= _TOLERANCE[alone.dtype]:
         return ""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from learner.algorithm.samples import Array, TrainSample
-from learner.backends.models.attention import PackedRow, piece_layout, positions
+from learner.backends.models.attention import PackedRow, SharedRow, pack_row
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class TokenBatch:
     """S sequences, T trained tokens among them, in the order of the sequences.
 
     Padded: S rows of L input tokens; a causal model's trained positions do not see the padding after them.
-    Packed: one row of all sequences, one after the other.
+    Packed: one row of all sequences, with a prefix that several of them begin with only once.
     """
 
     input_ids: Tensor  # (S, L) int64, or packed (1, L)
@@ -35,7 +35,7 @@ class TokenBatch:
     values: Tensor | None = None  # (T,) float32, likewise
     returns: Tensor | None = None  # (T,) float32, likewise
     position_ids: Tensor | None = None  # (1, L) int64, packed: each token's place in its own sequence
-    packing: PackedRow | None = None  # packed: where the sequences begin and end
+    packing: PackedRow | None = None  # packed: where the sequences are
 
     def inputs(self) -> dict[str, Any]:
         """Return the arguments of a transformers model."""
@@ -53,16 +53,15 @@ def collate(samples: Sequence[TrainSample], device: torch.device, *, packed: boo
         packed: all sequences in one row, for models that ``learner.backends.models.attention.enable_packing`` accepted.
     """
     lengths = [sample.num_inputs for sample in samples]
-    starts: Array
-    if packed:
-        tokens = [sample.token_ids[:n] for sample, n in zip(samples, lengths, strict=True)]
-        ids = np.concatenate(tokens).astype(np.int64)[None]
-        starts = np.cumsum(lengths) - lengths
+    tokens = [sample.token_ids[:n] for sample, n in zip(samples, lengths, strict=True)]
+    row = SharedRow.of(tokens) if packed else None
+    if row is not None:
+        ids, indices = row.token_ids[None], row.indices
     else:
         ids = np.zeros((len(samples), max(lengths)), np.int64)
-        for row, (sample, n) in enumerate(zip(samples, lengths, strict=True)):
-            ids[row, :n] = sample.token_ids[:n]
-        starts = np.arange(len(samples)) * max(lengths)
+        for into, read in zip(ids, tokens, strict=True):
+            into[: len(read)] = read
+        indices = [number * max(lengths) + np.arange(n) for number, n in enumerate(lengths)]
     temperatures = np.concatenate([np.full(s.num_tokens, s.temperature, np.float32) for s in samples])
 
     def put(values: Array) -> Tensor:
@@ -76,7 +75,7 @@ def collate(samples: Sequence[TrainSample], device: torch.device, *, packed: boo
 
     return TokenBatch(
         input_ids=put(ids),
-        predictors=put(np.concatenate([start + s.positions - 1 for start, s in zip(starts, samples, strict=True)])),
+        predictors=put(np.concatenate([where[s.positions - 1] for where, s in zip(indices, samples, strict=True)])),
         targets=put(np.concatenate([s.token_ids[s.positions] for s in samples]).astype(np.int64)),
         sequence=put(np.repeat(np.arange(len(samples)), [s.num_tokens for s in samples])),
         rollout_logprobs=put(np.concatenate([s.rollout_logprobs[s.positions] for s in samples])),
@@ -87,6 +86,6 @@ def collate(samples: Sequence[TrainSample], device: torch.device, *, packed: boo
         proximal_logprobs=optional("proximal_logprobs"),
         values=optional("values"),
         returns=optional("returns"),
-        position_ids=put(positions(lengths)[None]) if packed else None,
-        packing=PackedRow(piece_layout(lengths, device)) if packed else None,
+        position_ids=None if row is None else put(row.places[None]),
+        packing=None if row is None else pack_row(indices, device),
     )

@@ -13,7 +13,7 @@ from torch_backend_kit import VOCAB, backend, gradient, plain_logprobs, sample, 
 from broker.errors import ConfigError
 from learner.algorithm.aggregation import MODES
 from learner.algorithm.packing import cut
-from learner.backends.models.attention import MAX_LENGTH_RATIO, piece_layout, positions
+from learner.backends.models.attention import MAX_LENGTH_RATIO, SharedRow, pack_row
 from learner.backends.models.batch import collate
 from learner.config import AlgorithmSection, CriticSection, TrainSection
 from rlearner_text.config import ModelSection
@@ -74,34 +74,78 @@ def accumulated(path, batches, algorithm, train, **rest):
 
 
 def test_the_layout_by_hand():
-    # 4 and 5 are like each other (5 <= 1.25 * 4), 8 is not; 8 and 8 need no spreading; 30 stands alone.
-    found = piece_layout([4, 5, 8, 8, 30], CPU)
+    # 4 and 5 are like each other (5 <= 1.25 * 4), 8 is not; 30 stands alone. Order in the row: 8, 4, 30, 5, 8.
+    row = SharedRow.of([np.full(length, number) for number, length in enumerate([8, 4, 30, 5, 8])])
+    found = pack_row(row.indices, CPU)
     assert MAX_LENGTH_RATIO == 1.25
-    assert [(p.start, p.stop, p.num, p.longest) for p in found] == [(0, 9, 2, 5), (9, 25, 2, 8), (25, 55, 1, 30)]
-    # the first sequence's last token again in its fifth place
-    assert found[0].spread.tolist() == [0, 1, 2, 3, 3, 4, 5, 6, 7, 8]
-    assert found[0].gather.tolist() == [0, 1, 2, 3, 5, 6, 7, 8, 9]
-    assert found[1].spread is found[1].gather is found[2].spread is None
-    assert positions([2, 1, 3]).tolist() == [0, 1, 0, 0, 1, 2]
+    assert found.shapes == ((2, 5), (2, 8), (1, 30))
+    # the sequence of 4 with its last token again in its fifth place, then that of 5, those of 8, that of 30
+    expected = [8, 9, 10, 11, 11, *range(42, 47), *range(8), *range(47, 55), *range(12, 42)]
+    assert found.spread.tolist() == expected
+    assert found.gather.tolist() == [*range(10, 18), *range(4), *range(26, 56), *range(5, 10), *range(18, 26)]
+    alone = pack_row([np.arange(3), np.arange(3, 6)], CPU)
+    assert (alone.shapes, alone.spread, alone.gather) == (((2, 3),), None, None)
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=12))
-def test_a_layout_takes_every_token_there_and_back(lengths):
-    states = torch.randn(1, 2, sum(lengths), 3)
-    pieces = piece_layout(lengths, CPU)
-    assert [piece.start for piece in pieces] == [0, *(piece.stop for piece in pieces[:-1])]
-    assert torch.equal(torch.cat([piece.flat(piece.rows(states)) for piece in pieces]), states[0].transpose(0, 1))
+def test_a_shared_row_by_hand():
+    # in order: 5 6, 5 6 7, 5 6 9 9, 8; the second adds its 7 to the first, the third its 9 9
+    row = SharedRow.of([np.array(ids) for ids in ([5, 6, 9, 9], [8], [5, 6], [5, 6, 7], [5, 6])])
+    assert row.token_ids.tolist() == [5, 6, 7, 9, 9, 8]
+    assert row.places.tolist() == [0, 1, 2, 2, 3, 0]
+    assert [one.tolist() for one in row.indices] == [[0, 1, 3, 4], [5], [0, 1], [0, 1, 2], [0, 1]]
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=12))
+def test_a_row_has_every_prefix_once(sequences):
+    row = SharedRow.of([np.array(one, np.int32) for one in sequences])
+    assert [row.token_ids[where].tolist() for where in row.indices] == sequences
+    assert [row.places[where].tolist() for where in row.indices] == [list(range(len(one))) for one in sequences]
+    assert len(row.token_ids) == len({tuple(one[:n]) for one in sequences for n in range(1, len(one) + 1)})
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=12))
+def test_a_layout_takes_every_token_there_and_back(sequences):
+    row = SharedRow.of([np.array(one) for one in sequences])
+    states = torch.randn(1, 2, len(row.token_ids), 3)
+    packing = pack_row(row.indices, CPU)
+    rows = packing.rows(states)
+    assert torch.equal(packing.flat(rows), states[0].transpose(0, 1))
+    found = [one.transpose(0, 1) for part in rows for one in part]  # (longest, heads, width), by length
+    for where, one in zip(sorted(row.indices, key=len), found, strict=True):
+        assert torch.equal(one[: len(where)], states[0].transpose(0, 1)[torch.from_numpy(where)])
 
 
 def test_a_packed_batch_by_hand():
     rng = np.random.default_rng(0)
-    first, second = sample(rng, 6), sample(rng, 4)
+    first, second = sorted((sample(rng, 6), sample(rng, 4)), key=lambda one: one.token_ids[0])
+    assert first.token_ids[0] < second.token_ids[0]
     found = collate([first, second], CPU, packed=True)
     ends = [one.num_inputs for one in (first, second)]
     assert found.input_ids.tolist() == [[*first.token_ids[: ends[0]], *second.token_ids[: ends[1]]]]
     assert found.position_ids.tolist() == [[*range(ends[0]), *range(ends[1])]]
     assert found.predictors.tolist() == [*(first.positions - 1), *(ends[0] + second.positions - 1)]
     assert found.sequence.tolist() == [0] * first.num_tokens + [1] * second.num_tokens
+
+
+def groups(seed, number, size, prompt):
+    """Groups whose samples share a prompt, in a random order."""
+    rng, found = np.random.default_rng(seed), []
+    for _ in range(number):
+        shared = rng.integers(1, VOCAB, prompt).astype(np.int32)
+        for one in (sample(rng, int(rng.integers(prompt + 2, prompt + 14))) for _ in range(size)):
+            one.token_ids[:prompt] = shared
+            found.append(one)
+    return [found[index] for index in rng.permutation(len(found))]
+
+
+def test_a_groups_prompt_is_computed_once(path):
+    rows, algorithm = groups(0, 3, 4, 9), AlgorithmSection()
+    found = collate(rows, CPU, packed=True)
+    read = [one.token_ids[: one.num_inputs].tolist() for one in rows]
+    distinct = {tuple(one[:n]) for one in read for n in range(1, len(one) + 1)}
+    assert found.input_ids.numel() == len(distinct) < 0.6 * sum(map(len, read))
+    expected = accumulated(path, [rows], algorithm, PADDED, max_length=50)
+    assert relative(accumulated(path, [rows], algorithm, PACKED, max_length=50), expected) < 1e-5
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -144,7 +188,7 @@ def test_steps_are_the_same_packed_or_padded(path, tmp_path, algorithm):
             metrics.append(trainer.step())
         found.append(metrics)
     for packed, padded in zip(*found, strict=True):
-        assert packed.pop("actor/num_padded_tokens") == packed["actor/num_input_tokens"]
+        assert packed.pop("actor/num_padded_tokens") <= packed["actor/num_input_tokens"]
         assert padded.pop("actor/num_padded_tokens") > padded["actor/num_input_tokens"]
         assert packed == pytest.approx(padded, rel=1e-5, abs=1e-6)
 

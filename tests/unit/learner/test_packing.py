@@ -1,11 +1,12 @@
 import itertools
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.algorithm.packing import MicroBatchCutter, by_length, cut
+from learner.algorithm.packing import MicroBatchCutter, by_length, by_prefix, cut, num_distinct_tokens, prefix_order
 
 LENGTHS = st.lists(st.integers(0, 50), max_size=40)
 
@@ -77,3 +78,41 @@ def test_slices_hold_the_same_rows_with_no_more_padding(lengths, budget):
     flat = [row.num_inputs for part in slices for row in part]
     assert flat == sorted(flat)
     assert all(len(part) * part[-1].num_inputs <= budget or len(part) == 1 for part in slices)
+
+
+TOKENS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=14)
+
+
+@dataclass
+class Tokens:
+    token_ids: np.ndarray
+
+    @property
+    def num_inputs(self):
+        return len(self.token_ids)
+
+
+def test_samples_with_a_common_prefix_come_into_one_slice():
+    samples = [Tokens(np.array(ids)) for ids in ([7, 7, 1], [5, 5, 1, 2], [7, 7, 2, 3], [5, 5, 3], [9])]
+    # 5 5 1 2 and 5 5 3 have 5 distinct tokens, 7 7 1 and 7 7 2 3 also, 9 has 1
+    assert num_distinct_tokens(samples) == 11
+    slices = [[one.token_ids.tolist() for one in part] for part in by_prefix(samples, 6)]
+    assert slices == [[[5, 5, 1, 2], [5, 5, 3]], [[7, 7, 1], [7, 7, 2, 3], [9]]]
+    assert [len(part) for part in by_prefix(samples, 11)] == [5]
+    # a slice that begins within a group has its prefix again
+    assert [len(part) for part in by_prefix(samples, 4)] == [1, 1, 1, 1, 1]
+
+
+def test_prefixes_are_ordered_by_number_not_by_byte():
+    order = prefix_order([np.array([256]), np.array([2, 1]), np.array([2]), np.array([70000])])
+    assert order == [(2, 0), (1, 1), (0, 0), (3, 0)]
+
+
+@given(TOKENS, st.integers(1, 30))
+def test_slices_by_prefix_hold_every_sample_once_within_the_budget(tokens, budget):
+    samples = [Tokens(np.array(one)) for one in tokens]
+    slices = by_prefix(samples, budget)
+    assert sorted(id(one) for part in slices for one in part) == sorted(map(id, samples))
+    assert all(num_distinct_tokens(part) <= budget or len(part) == 1 for part in slices)
+    assert sum(map(num_distinct_tokens, slices)) >= num_distinct_tokens(samples)
+    assert all(num_distinct_tokens([*part, *after[:1]]) > budget for part, after in itertools.pairwise(slices))
