@@ -38,6 +38,7 @@ class SegmentBlock:
 
     Attributes:
         row: its first row in the pass.
+        segment: number of its first segment in the pass.
         slot: first slot.
         size: number of segments.
         new: new tokens of each.
@@ -45,6 +46,7 @@ class SegmentBlock:
     """
 
     row: int
+    segment: int
     slot: int
     size: int
     new: int
@@ -68,9 +70,9 @@ def join_segments(segments: Sequence[Segment]) -> list[SegmentBlock]:
         enumerate(segments), lambda item: (item[1].slot - item[0], item[1].new, item[1].new > 1 and item[1].start)
     )
     for _, group in groups:
-        members = [segment for _, segment in group]
-        first = members[0]
-        blocks.append(SegmentBlock(row, first.slot, len(members), first.new, tuple(s.start for s in members)))
+        numbers, members = zip(*group, strict=True)
+        first, starts = members[0], tuple(segment.start for segment in members)
+        blocks.append(SegmentBlock(row, numbers[0], first.slot, len(members), first.new, starts))
         row += len(members) * first.new
     return blocks
 
@@ -89,6 +91,7 @@ class ForwardPass:
     blocks: list[SegmentBlock] = field(init=False)
     _index: dict[int, Tensor] = field(default_factory=dict)
     _masks: dict[tuple[int, int, int | None, torch.dtype], Tensor | None] = field(default_factory=dict)
+    _decoding: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.blocks = join_segments(self.segments)
@@ -120,14 +123,28 @@ class ForwardPass:
         same_length = len(set(block.starts)) == 1
         if block.new == 1 and same_length and (window is None or block.length <= window):
             return None
-        starts = torch.tensor(block.starts if not same_length else block.starts[:1], device=self.device)
-        query = starts[:, None] + torch.arange(block.new, device=self.device)  # (segments or 1, new): positions
-        keys = torch.arange(block.length, device=self.device)
+        if block.new == 1:
+            every = self._decoding_mask(window, dtype)[block.segment : block.segment + block.size, :, :, : block.length]
+            return every.expand(-1, -1, groups, -1)
+        starts = torch.tensor(block.starts[:1], device=self.device)
+        query = starts[:, None] + torch.arange(block.new, device=self.device)  # (1, new): positions
+        return self._additive(query, block.length, window, dtype).repeat(1, groups, 1)[:, None]
+
+    def _decoding_mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Return the mask of all segments with one new token, (segments, 1, 1, longest); the others' is not read."""
+        if (window, dtype) not in self._decoding:
+            longest = max(block.length for block in self.blocks if block.new == 1)
+            starts = torch.tensor([segment.start for segment in self.segments], device=self.device)
+            self._decoding[window, dtype] = self._additive(starts[:, None, None], longest, window, dtype)
+        return self._decoding[window, dtype]
+
+    def _additive(self, query: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Return what is added to the scores of ``length`` keys for queries at these positions, (…, length)."""
+        keys = torch.arange(length, device=self.device)
         hidden = keys > query[..., None]
         if window is not None:
             hidden |= keys <= query[..., None] - window
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(hidden, float("-inf"))
-        return mask.repeat(1, groups, 1)[:, None]
+        return torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(hidden, float("-inf"))
 
 
 class SlotAttention:
@@ -201,11 +218,17 @@ class SlotAttention:
         values.view(-1, values.shape[-1]).index_copy_(0, index, value[0].transpose(0, 1).reshape(-1, values.shape[-1]))
         outputs = []
         for block in now.blocks:
-            slots = slice(block.slot, block.slot + block.size)
             mask = now.mask(block, how.groups, window, query.dtype)
-            seen = slots, slice(None), slice(block.length)
-            outputs.append(_attend(query, keys[seen], values[seen], mask, block, how))
+            seen = _held(keys, block), _held(values, block)
+            outputs.append(_attend(query, *seen, mask, block, how))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _held(cache: Tensor, block: SegmentBlock) -> Tensor:
+    """Return a block's part of a layer's keys or values, (size, KV heads, length, head size)."""
+    stride = cache.stride()  # one call where indexing makes two: there are thousands in a second
+    shape = (block.size, cache.shape[1], block.length, cache.shape[3])
+    return cache.as_strided(shape, stride, block.slot * stride[0])
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -233,6 +256,9 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, bl
     head size). Query heads that share a KV head are concatenated like additional queries, so no key is copied.
     """
     head_dim = query.shape[-1]
+    if block.new == 1 and how.groups == 1 and how.softcap is None and how.sinks is None:  # nothing to fold
+        rows = query[0, :, block.rows].transpose(0, 1)[:, :, None]
+        return F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=how.scale)[:, :, 0]
     folded = query[0, :, block.rows].view(how.kv_heads, how.groups, block.size, block.new, head_dim)
     folded = folded.permute(2, 0, 1, 3, 4).reshape(block.size, how.kv_heads, how.groups * block.new, head_dim)
     if how.softcap is None and how.sinks is None:
