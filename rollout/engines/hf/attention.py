@@ -176,6 +176,11 @@ class SlotAttention:
         self._keys.clear()
         self._values.clear()
 
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first ``length`` tokens of a slot to another."""
+        for cache in (*self._keys.values(), *self._values.values()):
+            cache[target, :, :length] = cache[source, :, :length]
+
     def wipe(self, slot: int) -> None:
         """Zero a slot that may hold NaN: values beyond a sequence's end have weight 0, and 0 times NaN is NaN."""
         for cache in (*self._keys.values(), *self._values.values()):

@@ -30,6 +30,7 @@ from rollout.engines.stop_strings import StopStrings
 from rollout.job_queue import GenerationJob
 from rollout.scheduler import Scheduler
 
+MIN_SHARED: Final = 8  # tokens of a prompt; copying the KV of fewer costs more than computing them
 MAX_FAILURES: Final = 3  # consecutive failed passes before the engine gives up
 
 
@@ -58,6 +59,8 @@ class EngineCore:
         self._requests: dict[str, wire.GenerateRequest] = {}
         self._rows: dict[int, RequestRow] = {}  # by slot
         self._reading: list[RequestRow] = []  # rows in prefill (more than one token to run), oldest first
+        self._shares_prompts = section.prefix_cache
+        self._prompts: dict[bytes, RequestRow] = {}  # a running row with this prompt, computed by the current weights
         self._stalled = False  # whether the current weights failed their probe
         self.asleep = False  # the weights are off the device
         self._failures = 0
@@ -154,6 +157,30 @@ class EngineCore:
             self._hits += start.reused
             if row.length - row.cached > 1:
                 self._reading.append(row)
+            if self._shares_prompts and row.cached < MIN_SHARED < row.length:
+                self._find_source(row, start.job.tokens.tobytes())
+
+    def _find_source(self, row: RequestRow, prompt: bytes) -> None:
+        """Let a row wait for the KV of another one with its prompt, as the requests of a group have."""
+        source = self._prompts.get(prompt)
+        if source is not None and self._rows.get(source.job.slot) is source:
+            row.source = source
+            if source.cached < row.length - 1:
+                return  # the next ones wait for it too
+        self._prompts[prompt] = row
+
+    def _copy_prompts(self) -> None:
+        """Give waiting rows the KV of their prompt that has been computed by now; the last token makes logits."""
+        for row in [row for row in self._reading if row.source is not None]:
+            source, wanted = row.source, row.length - 1
+            if source is None or self._rows.get(source.job.slot) is not source:
+                row.source = None  # ended early: computed here
+            elif source.cached >= wanted:
+                self.model.attention.copy(source.job.slot, row.job.slot, wanted)
+                self._hits += wanted - row.reused
+                row.cached = row.reused = wanted
+                row.source = None
+                self._reading.remove(row)
 
     def step(self) -> None:
         """Run one forward pass and sample one token for every row whose context is complete.
@@ -229,13 +256,22 @@ class EngineCore:
     def _set_version(self, version: int, *, weights_changed: bool) -> None:
         self._stalled = False
         changed = version != self.version
+        if weights_changed:
+            self._forget_prompts()
         for job in self.scheduler.update(version, weights_changed=weights_changed):
             self._end(job, "abort", keep=False)
         if changed:
             for row in self._rows.values():
                 row.new_version(version)
 
+    def _forget_prompts(self) -> None:
+        """Let no row use the KV of another from now on: it is, or will be, of other weights."""
+        self._prompts.clear()
+        for row in self._reading:
+            row.source = None
+
     def _reread(self) -> None:
+        self._forget_prompts()
         for row in self._rows.values():
             row.cached = 0
             self.scheduler.refreshed(row.job.slot)
@@ -243,13 +279,14 @@ class EngineCore:
 
     def _plan(self) -> tuple[list[RequestRow], list[Segment]]:
         """Return the rows of this pass by slot, and the tokens of each; prefill is bounded, decoding is not."""
+        self._copy_prompts()
         if not self._reading:
             rows = [self._rows[slot] for slot in sorted(self._rows)]
             return rows, [Segment(row.job.slot, row.cached, 1) for row in rows]
         share: dict[int, int] = {}
         left = self._prefill_tokens
         for row in self._reading:
-            share[row.job.slot] = min(row.length - row.cached, left)
+            share[row.job.slot] = min(row.length - row.cached, left) if row.source is None else 0
             left -= share[row.job.slot]
         rows = [self._rows[slot] for slot in sorted(self._rows) if share.get(slot, 1)]
         return rows, [Segment(row.job.slot, row.cached, share.get(row.job.slot, 1)) for row in rows]
@@ -356,6 +393,8 @@ class EngineCore:
             return
         if row in self._reading:
             self._reading.remove(row)
+        if self._prompts.get(prompt := job.tokens.tobytes()) is row:
+            del self._prompts[prompt]
         self.scheduler.finish(job.slot, row.kept() if keep else None)
         self._answer(job.request_id, row.output(reason, error))
 

@@ -21,6 +21,7 @@ class RequestRow:
         cached: leading tokens whose KV is in the slot; the others must still run.
         seed: random seed; drawn here if the request has none.
         reshaping: logit offsets; None: none.
+        source: a row that computes the same prompt, whose KV this one waits for; None: it computes its own.
     """
 
     __slots__ = (
@@ -36,6 +37,7 @@ class RequestRow:
         "reshaping",
         "reused",
         "seed",
+        "source",
         "tokens",
     )
 
@@ -44,6 +46,7 @@ class RequestRow:
         stops: StopStrings | None, reshaping: LogitOffsets | None = None,
     ) -> None:  # fmt: skip
         self.reshaping = reshaping
+        self.source: RequestRow | None = None
         self.job, self.params, self.reused = job, params, reused
         self._num_prompt = self.length = len(job.tokens)
         self.cached = reused

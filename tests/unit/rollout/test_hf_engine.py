@@ -204,6 +204,61 @@ def test_another_conversation_never_sees_it(qwen3: Path) -> None:
         assert drained(core)["2"].prefix_hit_tokens == 0
 
 
+@pytest.mark.parametrize("prefill_tokens", [7, 4096])
+def test_a_prompt_that_several_requests_begin_with_is_computed_once(prefill_tokens: int, qwen3: Path) -> None:
+    rng = random.Random(5)
+    prompt, other = ([rng.randrange(1, models.VOCAB) for _ in range(n)] for n in (20, 23))
+    prompts = [prompt, other, prompt, prompt]
+    asked = [models.request(str(i), one, max_tokens=6, seed=i) for i, one in enumerate(prompts)]
+    with opened(qwen3, prefill_tokens=prefill_tokens) as core:
+        for one in asked:
+            core.submit(one, 0.0)
+        found = drained(core)
+        assert [found[str(i)].prefix_hit_tokens for i in range(4)] == [0, 0, 19, 19]
+        # all of the first two; of the others only the last token, in a pass that nobody prefills in
+        assert core.stats().prefill_tokens <= 20 + 23 + 2 + 4 * 4
+        assert core.stats().prefix_hit_tokens == 38
+    with opened(qwen3) as alone:
+        for i, one in enumerate(asked):
+            alone.submit(one, 0.0)
+            expected = drained(alone)[str(i)]
+            assert (found[str(i)].token_ids, found[str(i)].version_runs) == (expected.token_ids, expected.version_runs)
+            assert found[str(i)].logprobs == pytest.approx(expected.logprobs, abs=CLOSE)
+
+
+@pytest.mark.parametrize("why", ["abort", "update", "recompute"])
+def test_a_request_computes_its_prompt_if_the_one_it_waits_for_cannot(why: str, qwen3: Path) -> None:
+    prompt = [random.Random(6).randrange(1, models.VOCAB) for _ in range(30)]
+    asked = [models.request(str(i), prompt, max_tokens=4, seed=i) for i in range(2)]
+    with opened(qwen3, prefill_tokens=8) as core:
+        for one in asked:
+            core.submit(one, 0.0)
+        turn(core)  # 8 of the first one's 30 tokens
+        if why == "abort":
+            core.abort("0")
+        else:
+            core.update(core.model.weights(), 1, "recompute" if why == "recompute" else "keep", None)
+        found = drained(core)
+        assert [found[str(i)].prefix_hit_tokens for i in range(2)] == [0, 0]
+        assert len(found["1"].token_ids) == 4
+    with opened(qwen3) as alone:
+        alone.submit(asked[1], 0.0)
+        assert drained(alone)["1"].logprobs == pytest.approx(found["1"].logprobs, abs=CLOSE)
+
+
+def test_no_request_uses_a_prompt_of_older_weights(qwen3: Path) -> None:
+    prompt = [random.Random(7).randrange(1, models.VOCAB) for _ in range(20)]
+    with opened(qwen3) as core:
+        core.submit(models.request("old", prompt, max_tokens=60), 0.0)
+        turn(core, 3)
+        core.update(core.model.weights(), 1, "keep", None)
+        core.submit(models.request("new", prompt, max_tokens=2), 0.0)
+        turn(core, 1)
+        core.submit(models.request("newer", prompt, max_tokens=2), 0.0)
+        found = drained(core)
+        assert (found["new"].prefix_hit_tokens, found["newer"].prefix_hit_tokens) == (0, 19)
+
+
 def test_an_aborted_request_leaves_a_usable_prefix(qwen3: Path) -> None:
     context = prompt(30)
     with opened(qwen3, prefill_tokens=8) as core:
