@@ -31,12 +31,25 @@ def die_with(parent: int, death_signal: signal.Signals) -> None:
 
 
 # Runs between fork and exec of the command, in a process of its own: a forked copy of a process with threads may only
-# make system calls, and copying the page tables of a large one takes longer than this.
-_LAUNCH: Final = """import ctypes, os, sys
-parent, signal, *command = sys.argv[1:]
+# make system calls, and copying the page tables of a large one takes longer. Where Linux shares processor time
+# out by session first (autogroup), niceness counts only within a session, so the child's new session gets it too. All
+# users together may change ten sessions in a second; a child that only inherits its niceness does not wait for that.
+_LAUNCH: Final = """import ctypes, os, sys, time
+parent, signal, nice, *command = sys.argv[1:]
 prctl = getattr(ctypes.CDLL(None), "prctl", None)
 prctl is None or prctl(1, int(signal), 0, 0, 0)
 os.getppid() == int(parent) or os._exit(1)
+level = os.nice(int(nice))
+for attempt in range((1 if nice == "0" else 20) if level > 0 else 0):
+    time.sleep(0.1 if attempt else 0)
+    try:
+        with open("/proc/self/autogroup", "w") as file:
+            file.write(str(level))
+        break
+    except BlockingIOError:
+        continue
+    except OSError:
+        break
 try:
     os.execvp(command[0], command)
 except OSError as error:
@@ -73,6 +86,7 @@ def spawn(
     env: Mapping[str, str] | None = None,
     cwd: str | None = None,
     death_signal: signal.Signals = signal.SIGTERM,
+    nice: int = 0,
 ) -> subprocess.Popen[bytes]:
     """Start a child whose stdout and stderr go to ``output``, or stderr to ``errors``.
 
@@ -80,13 +94,16 @@ def spawn(
     so a thread that lives as long as the child forks it. The child gets its own session: Ctrl-C in the terminal reaches
     only the parent, which stops its children in order. Files that it creates are private to this user.
 
+    Args:
+        nice: added to this process's niceness; higher gives way to others.
+
     Raises:
         OSError: if the command cannot be started.
     """
     program = os.path.join(cwd or "", command[0]) if os.path.dirname(command[0]) else command[0]
     if shutil.which(program, path=(os.environ if env is None else env).get("PATH")) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
-    launcher = [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), str(int(death_signal))]
+    launcher = [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), str(int(death_signal)), str(nice)]
 
     started = threading.Event()
     outcome: list[subprocess.Popen[bytes] | OSError] = []

@@ -37,6 +37,7 @@ class FleetProcess:
     module: str  # run as ``python -m module``
     args: list[str]
     log: Path
+    nice: int = 0
     process: subprocess.Popen[bytes] | None = None
     started: float = 0.0
     restarts: int = 0
@@ -90,9 +91,9 @@ class ProcessFleet:
     children: list[FleetProcess] = field(default_factory=list)
     sampled: float = 0.0  # when the processor time was taken
 
-    def add(self, name: str, module: str, args: Sequence[str]) -> FleetProcess:
-        """Start one child with its output in ``<logs>/<name>.log``."""
-        child = FleetProcess(name, module, list(args), self.logs / f"{name}.log")
+    def add(self, name: str, module: str, args: Sequence[str], *, nice: int = 0) -> FleetProcess:
+        """Start one child with its output in ``<logs>/<name>.log``; ``nice``: see ``spawn``."""
+        child = FleetProcess(name, module, list(args), self.logs / f"{name}.log", nice)
         self.children.append(child)
         self._start(child)
         return child
@@ -102,7 +103,7 @@ class ProcessFleet:
         command = [sys.executable, "-m", child.module, *child.args]
         with child.log.open("ab") as log:
             output = {OUTPUT: str(child.log.absolute())}
-            child.process = spawn(command, log, env={**os.environ, **self.env, **output})
+            child.process = spawn(command, log, env={**os.environ, **self.env, **output}, nice=child.nice)
         child.started = time.monotonic()
 
     def watch(self) -> list[ProcessEvent]:

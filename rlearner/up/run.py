@@ -47,6 +47,9 @@ from rollout.checks import refuse_sleepless
 LOOPBACK = "127.0.0.1"
 DRAW_EVERY_S = 0.25
 LEARNER_PATIENCE_S = 30.0  # for its last checkpoint
+# Hubs wake up for each message, and each time interrupt the learner or a server if these need all cores. They can wait
+# for milliseconds: enough requests are under way.
+HUB_NICE = 10
 
 
 async def is_completed(config: dict[str, Any], say: Output) -> bool:
@@ -142,8 +145,8 @@ async def _up(
         try:
             learner = fleet.add("learner", "rlearner.cli", ["start", *args, f"broker.store_max_gib={most_gib}"])
             fleet.add("rollout-server", "rollout.cli", ["--id", "rollout-1", *["--share-gpus"] * share_gpus])
-            fleet.add("envhub", "envhub.cli", ["--id", "envhub-1"])
-            fleet.add("rewardhub", "rewardhub.cli", ["--id", "rewardhub-1"])
+            for hub in ("envhub", "rewardhub"):
+                fleet.add(hub, f"{hub}.cli", ["--id", f"{hub}-1"], nice=HUB_NICE)
             evaluation = section(config, "eval", EvalSection)
             if evaluation.every_steps and "random" in (evaluation.baseline, *evaluation.against):
                 engine_args = f"engine_args={json.dumps(evaluation.baseline_args)}"  # YAML reads JSON

@@ -41,6 +41,31 @@ def make(modules: Path) -> ProcessFleet:
     return ProcessFleet(modules / "logs", {"PYTHONPATH": str(modules)})
 
 
+NICENESS = """import os, subprocess, sys, time
+from broker.system.children import spawn
+from pathlib import Path
+group = Path("/proc/self/autogroup")
+print(os.getpriority(os.PRIO_PROCESS, 0), group.read_text().split()[-1] if group.exists() else "-", flush=True)
+if sys.argv[1:]:
+    spawn([sys.executable, __file__], sys.stdout.buffer).wait()
+"""
+
+
+def test_a_nice_child_and_its_children_give_way(modules: Path) -> None:
+    (modules / "niceness.py").write_text(NICENESS)
+    fleet, own = make(modules), os.getpriority(os.PRIO_PROCESS, 0)
+    children = [fleet.add(f"nice-{nice}", "niceness", ["again"], nice=nice) for nice in (0, 7)]
+    for child, nice in zip(children, (0, 7), strict=True):
+        wait_until(lambda child=child: not child.running)  # type: ignore[misc]
+        lines = [line.split() for line in child.log.read_text().splitlines()]
+        expected = own + nice
+        assert [int(line[0]) for line in lines] == [expected, expected]
+        grouped = [int(line[1]) for line in lines if line[1] != "-"]
+        # Not to wait for the one right of all users, a child that inherits its niceness may go without its group's.
+        assert grouped[:1] in ([], [expected])
+        assert set(grouped[1:]) <= {0, expected}
+
+
 def test_a_killed_child_is_started_again(modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_module, "RESTART_AFTER_S", 0.05)
     fleet = make(modules)
