@@ -4,11 +4,12 @@
 
 Ours is a step of ``learner.training.TrainingThread``: groups in, assembly, advantages, micro-batches, packed rows,
 forward and backward pass, loss, clipping, AdamW, metrics out. Bare is a loop of a dozen lines over the finished tensors
-of the same rows: transformers' model with the same attention, logits of the sampled tokens only
-(``logits_to_keep``), ``cross_entropy``, ``backward``, and at the end torch's fused AdamW without clipping. Both have
-the same weights and threads, in one thread of one process for each model, interleaved. Every group has unequal rewards,
-so that every row is trained. ``share`` is the median over the pairs of bare seconds by our seconds, ``cpu_share`` that
-of processor seconds, which other work on the machine disturbs less. The last line is one JSON object.
+of the same rows: transformers' model with the same attention, logits of the sampled tokens only (``logits_to_keep``),
+``cross_entropy``, ``backward``, and at the end torch's fused AdamW without clipping. Both have the same weights and
+threads, in one thread of one process for each model, interleaved. Every group has unequal rewards, so that every row is
+trained, and its episodes share their prompt, which a row has once. ``share`` is the median over the pairs of bare
+seconds by our seconds, ``cpu_share`` that of processor seconds, which other work on the machine disturbs less. The last
+line is one JSON object.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn import functional
 
@@ -93,21 +95,23 @@ def made_up_groups(case: Case, rng: np.random.Generator) -> list[wire.Group]:
             hub="made-up",
             deliveries=1,
             pools=[],
-            trajectories=[_trajectory(case, episode, rng) for episode in range(case.group_size)],
+            trajectories=[_trajectory(case, episode, prompt, rng) for episode in range(case.group_size)],
         )
         for number in range(1, case.num_groups + 1)
+        for prompt in [rng.integers(3, case.shape.vocab, case.lengths(rng)[0])]
     ]
 
 
-def _trajectory(case: Case, episode: int, rng: np.random.Generator) -> wire.Trajectory:
-    spans = case.lengths(rng)
+def _trajectory(case: Case, episode: int, prompt: npt.NDArray[np.int64], rng: np.random.Generator) -> wire.Trajectory:
+    spans = [len(prompt), *case.lengths(rng)[1:]]
     ends = np.cumsum(spans).tolist()
     mask = np.repeat(np.arange(len(spans)) % 2, spans).astype(np.uint8)
+    token_ids = np.append(prompt, rng.integers(3, case.shape.vocab, len(mask) - len(prompt)))
     logprobs = np.where(mask, -np.log(case.shape.vocab), 0.0)
     reward = float(episode % 2)
     return wire.Trajectory(
         episode=episode,
-        token_ids=wire.column(rng.integers(3, case.shape.vocab, len(mask)), "<i4"),
+        token_ids=wire.column(token_ids, "<i4"),
         loss_mask=wire.column(mask, "|u1"),
         logprobs=wire.column(logprobs, "<f4"),
         version_runs=wire.column([0, int(mask.sum())], "<i4"),

@@ -10,7 +10,7 @@ from broker.contract import wire
 from broker.contract.lengths import remaining
 from envhub.servers.choose import ServerLoad
 
-SHARING: Final = frozenset({"vllm", "sglang"})  # engines that reuse the KV of a prompt for other conversations
+SHARING: Final = frozenset({"hf", "vllm", "sglang"})  # engines that compute a prompt once for several conversations
 RATE_DECAY: Final = 0.05
 
 
