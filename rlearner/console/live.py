@@ -122,13 +122,16 @@ class LiveRun:
         while self._is_kept or left_at is None or clock() - left_at < LINGER_S:
             try:
                 await self._follow()
-                return
+                if not self._listeners:
+                    return
+                left_at = None  # a page came while the connection was closed
+                continue
             except (RlearnerError, ApiError, Disconnected, OSError) as error:
                 self._say(" ".join(str(error).split()))
             except Exception as error:  # pages would show the last state as if it were the present one
                 log.exception("following run %s", self.run)
                 self._say(f"{type(error).__name__}: {' '.join(str(error).split())}")
-            await asyncio.sleep(RETRY_S if self._url == await self._address() else TELL_S)
+            await asyncio.sleep(TELL_S if await self._has_moved() else RETRY_S)
             left_at = None if self._listeners else left_at or clock()
 
     def _say(self, problem: str) -> None:
@@ -171,6 +174,13 @@ class LiveRun:
     async def _address(self) -> str:
         return await asyncio.to_thread(broker_address, self._named, self.folder)
 
+    async def _has_moved(self) -> bool:
+        """Return whether the run has another broker than the one that was tried last."""
+        try:
+            return await self._address() != self._url
+        except (RlearnerError, OSError, ValueError):  # the next attempt to connect says why
+            return False
+
     async def _look_while_heard(self, bus: Bus, roster: Roster, hearing: asyncio.Task[None]) -> None:
         """Keep the view up to date until no page listens.
 
@@ -191,7 +201,7 @@ class LiveRun:
             self._spans.listening(is_connected)
             before = self.view.problem
             if not is_connected:
-                if await self._address() != self._url:
+                if await self._has_moved():
                     raise UserError("no live data: the run has another broker now")
                 self.view.problem = f"the broker at {self.view.broker} does not answer now"
             elif now - self._looked_at >= LOOK_S and self._listeners:

@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from nicegui import ui
 
-from rlearner.advise.advice import bottleneck_line
+from rlearner.advise.advice import advise
+from rlearner.advise.fit import NotFitted
 from rlearner.console.components import Chart, Grid, Stats, tag
 from rlearner.console.index.answers import EvaluationResult, Event, Series
 from rlearner.console.live import BrokerView
@@ -241,7 +242,9 @@ def _evaluations(results: list[EvaluationResult]) -> list[dict[str, Any]]:
 
 def _bottleneck(rows: list[dict[str, float]], config: dict[str, Any]) -> str:
     try:
-        return bottleneck_line(rows, config)
+        return advise(rows, config).line
+    except NotFitted as error:
+        return f"not known: {error}"
     except (KeyError, TypeError, ValueError):  # settings of an old or damaged run
         return ""
 

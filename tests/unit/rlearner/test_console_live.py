@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
+import pytest
+
+from bench.advice.speeds import FleetSpeeds
+from bench.advice.virtual_run import config_of, run_fleet
 from broker.contract import wire
+from learner.run_folder import ADDRESS
+from rlearner.advise.advice import advise
 from rlearner.console.index.live_spans import LiveSpans
 from rlearner.console.live import LiveRun
-from rlearner.console.pages.overview import _state
+from rlearner.console.pages.overview import _bottleneck, _state
 from rlearner.console.state import ConsoleRun
 
 
@@ -35,3 +42,57 @@ def test_a_learner_is_not_said_to_train_once_its_broker_is_gone(tmp_path: Path) 
     assert _state(run, 3, live.view) == ("training", "", "good")
     live.view.problem = "the broker at here does not answer now"
     assert _state(run, 3, live.view) == ("broker away", "the broker at here does not answer now", "warn")
+
+
+async def test_an_unreadable_note_of_the_broker_is_said_and_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RETRY_S", "TELL_S", "CONNECT_S"):
+        monkeypatch.setattr(f"rlearner.console.live.{name}", 0.05)
+    live = LiveRun("run", tmp_path, None, LiveSpans())
+    note, said = tmp_path / ADDRESS, asyncio.Event()
+    note.write_bytes(b"\xff")
+    live.listen(said.set)
+    async with asyncio.timeout(10):
+        for _ in range(3):
+            await said.wait()
+            said.clear()
+            assert live.view.problem.startswith("UnicodeDecodeError: ")
+        note.write_text("nats://127.0.0.1:1")
+        while live.view.problem.startswith("UnicodeDecodeError: "):
+            await said.wait()
+            said.clear()
+    assert live.view.problem.startswith("no live data: ")
+    await live.close()
+
+
+async def test_a_page_that_comes_while_the_connection_is_closed_gets_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = LiveRun("run", tmp_path, None, LiveSpans())
+    closing, closed, again = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def follow() -> None:
+        if closed.is_set():
+            again.set()
+            await asyncio.Event().wait()
+        closing.set()
+        await closed.wait()
+
+    monkeypatch.setattr(live, "_follow", follow)
+    live.listen(lambda: None)()
+    await closing.wait()
+    live.listen(lambda: None)
+    closed.set()
+    async with asyncio.timeout(5):
+        await again.wait()
+    await live.close()
+
+
+def test_a_run_of_an_older_version_has_no_bottleneck_and_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    rows, config = run_fleet(FleetSpeeds(), 12), config_of(FleetSpeeds(), 12)
+    assert _bottleneck(rows, config) == advise(rows, config).line
+    assert _bottleneck(rows[:1], config) == "not known: needs 5 more steps of the present fleet"
+    for older in ({}, {"train": None}, config | {"train": {"steps": 12, "max_staleness": 1}}):
+        assert _bottleneck(rows, older) == ""
+    assert caplog.records == []
