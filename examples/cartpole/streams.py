@@ -38,6 +38,8 @@ class Played(wire.Message, frozen=True):
     terminated: bool
 
     def __post_init__(self) -> None:
+        if (dtypes := (self.observations.dtype, self.actions.dtype)) != ("<f4", "|u1"):
+            raise ValueError(f"observations and actions must be <f4 and |u1, not {' and '.join(dtypes)}")
         n = len(self.actions.data)
         if n < 1 or len(self.observations.data) != 4 * OBSERVATION * (n + 1):
             raise ValueError("observations must be one more than actions, of which there is at least one")

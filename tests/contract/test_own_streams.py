@@ -140,6 +140,11 @@ def test_a_user_s_rule_holds_for_what_is_received() -> None:
         Played(assignment=1, actor="a", version=0, terminated=True, **short)
     right = Played(assignment=1, actor="a", version=0, terminated=True, observations=wire.column([0.0] * 12, "<f4"),
                    actions=short["actions"])  # fmt: skip
+    for column, dtype in (("observations", "<i4"), ("actions", "<f4")):
+        wrong = {"observations": right.observations, "actions": right.actions}
+        wrong[column] = wire.Column(dtype, wrong[column].data)
+        with pytest.raises(ValueError, match=r"observations and actions must be <f4 and \|u1, not .*" + dtype):
+            Played(assignment=1, actor="a", version=0, terminated=True, **wrong)
     data = codec.encode(right)
     assert codec.decode(data, Played) == right
     with pytest.raises(WireError, match="observations must be one more than actions"):
