@@ -106,6 +106,7 @@ RUN: Final[dict[str, list[Panel]]] = {
             },
         ),
         ("Failed groups by reason", "short", {"rlearner_ticket_closed_reason_total{RUN}": "{{reason}}"}),
+        ("Length bias of kept episodes", "percentunit", {"rlearner_off_policy_length_bias{RUN}": "{{id}}"}),
     ],
 }
 FLEET: Final[dict[str, list[Panel]]] = {
