@@ -87,6 +87,8 @@ def parse(text: str) -> dict[str, float]:
     changes: dict[str, float] = {}
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
+        if not name:
+            raise UserError(f"--simulate {text!r}: expected KEY=VALUE,…; KEY is one of {', '.join(KEYS)}")
         if name not in KEYS:
             raise UserError(f"--simulate {part.strip()}: unknown key {name!r}; allowed: {', '.join(KEYS)}")
         if name in changes:

@@ -94,6 +94,7 @@ def _usable(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> lis
     """
     staleness = config["train"]["max_staleness"]
     first, last = staleness + 2, config["train"]["steps"] - staleness - 1
+    rows = [row for row in rows if _is_number(row.get("step"))]  # a damaged line may hold none
     if not rows:
         raise NotFitted(f"needs {first + MIN_STEPS} steps", first + MIN_STEPS)
     newest = rows[-1]
@@ -114,6 +115,9 @@ def _usable(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> lis
             break
     if len(used) < MIN_STEPS:
         more = max(MIN_STEPS - len(used), first + MIN_STEPS - int(newest["step"]))
+        if newest["step"] + more > last:
+            unlike = f"besides its first {first} and its last {staleness + 1}"
+            raise NotFitted(f"the run has too few steps: {MIN_STEPS} of the present fleet are needed, {unlike}")
         raise NotFitted(f"needs {more} more steps of the present fleet", more)
     return used
 

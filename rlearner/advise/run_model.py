@@ -39,7 +39,7 @@ class Lengths:
         if len(x) > 1:
             found += np.minimum(scores - x[0], 0) * (y[1] - y[0]) / (x[1] - x[0])
             found += np.maximum(scores - x[-1], 0) * (y[-1] - y[-2]) / (x[-1] - x[-2])
-        lengths: npt.NDArray[np.float64] = np.minimum(np.exp(found), self.longest)
+        lengths: npt.NDArray[np.float64] = np.minimum(np.exp(found), max(0.5, self.longest))
         return lengths
 
     @property

@@ -162,10 +162,10 @@ class _Run:
         self.version, self.taken = 0, 0
         self.in_log: list[_Group] = []
         self.kept = 0.0
-        self.free_at = self.takes_at = self.done_at = self.worked = 0.0
+        self.free_at = self.takes_at = self.worked = 0.0
         self.done_at = math.inf
         self.played = 0.0  # seconds of episodes in a slot
-        self.playing, self.played_at = 0, 0.0
+        self.playing = 0
         self.starved = 0.0  # seconds of slots that were empty because there was no ticket
         self.num_played = 0
         self.ended: list[float] = []

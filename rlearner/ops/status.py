@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import shlex
@@ -56,9 +57,9 @@ async def show_status(options: argparse.Namespace) -> int:
     """Print the status and return the exit code."""
     place = find_run(options.run_name, options.dir)
     found: dict[str, Any] = {"run": place.name, "folder": str(place.folder), **on_disk(place.folder, place.config)}
-    found["advice"] = advice_on_disk(place.folder, place.config)
     async with connect_run(options, place.name, place.folder) as (bus, why):
         found |= await on_broker(bus) if bus else {"broker": None, "broker_error": why}
+    found["advice"] = await asyncio.to_thread(advice_on_disk, place.folder, place.config)  # takes a second
     if options.json:
         print(json.dumps(found))
     else:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from rlearner.advise.follow import StepHistory
 from rlearner.advise.run_model import Lengths, RunModel
 from rlearner.advise.simulation import Prediction, simulate
 from rlearner.cli import main
+from rlearner.ops import status
 from rlearner.ops.status import advice_on_disk
 from rlearner.up.live_state import LiveRunState
 from rlearner.up.view import figures
@@ -208,6 +212,31 @@ def test_too_few_steps_say_how_many_more() -> None:
         fit(rows[:9], config)
 
 
+def test_a_run_that_will_not_make_enough_steps_is_not_told_to_make_more() -> None:
+    speeds = FleetSpeeds(max_staleness=1)
+    rows, config = run_fleet(speeds, 7), config_of(speeds, 7)
+    too_few = "the run has too few steps: 3 of the present fleet are needed besides its first 3 and its last 2"
+    for made in (4, 7):
+        with pytest.raises(NotFitted) as caught:
+            fit(rows[:made], config)
+        assert (str(caught.value), caught.value.steps) == (too_few, 0)
+    with pytest.raises(NotFitted, match="needs 2 more steps of the present fleet"):
+        fit(rows[:4], config_of(speeds, 8))
+
+
+def test_a_line_without_a_step_is_skipped() -> None:
+    rows, config = run_fleet(FleetSpeeds(), 12), config_of(FleetSpeeds(), 12)
+    damaged = [{name: value for name, value in row.items() if name != "step"} for row in rows]
+    assert fit([*rows[:6], damaged[6], *rows[6:], damaged[-1]], config) == fit(rows, config)
+    with pytest.raises(NotFitted, match="needs 6 steps"):
+        fit(damaged, config)
+
+
+def test_episodes_without_tokens_are_half_a_token_long() -> None:
+    rows = [row | {name: 0.0 for name in row if "episode_tokens/" in name} for row in run_fleet(FleetSpeeds(), 12)]
+    assert fit(rows, config_of(FleetSpeeds(), 12)).model.tokens.mean == 0.5
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -222,7 +251,9 @@ def test_too_few_steps_say_how_many_more() -> None:
         ("hubs=100000", "expected a whole number from 1 to 1024"),
         ("learner=nan", "--simulate learner=nan: expected a number from 0.01 to 100000"),
         ("servers=2,servers=3", "servers is given twice"),
-        ("", "unknown key ''"),
+        ("", "--simulate '': expected KEY=VALUE,…; KEY is one of servers, slots, hubs"),
+        (",", "--simulate ',': expected KEY=VALUE,…; KEY is one of servers, slots, hubs"),
+        ("servers=2,", "--simulate 'servers=2,': expected KEY=VALUE,…"),
     ],
 )
 def test_impossible_changes_are_named(text: str, says: str) -> None:
@@ -300,6 +331,28 @@ def test_status_and_the_live_view_name_the_bottleneck(folder: Path) -> None:
     assert advice_on_disk(folder, {"train": {"steps": 4}})["line"].startswith("not known: config.yaml lacks a setting")
 
 
+def test_status_simulates_after_the_broker_answered_and_off_the_event_loop(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    order: list[str] = []
+
+    @asynccontextmanager
+    async def connected(*_: object) -> AsyncIterator[tuple[None, str]]:
+        order.append("broker")
+        yield None, "no broker answered"
+
+    def advised(*given: Any) -> advice.Advice:
+        order.append("loop" if threading.current_thread() is threading.main_thread() else "thread")
+        return advice.advise(*given)
+
+    monkeypatch.setattr(status, "connect_run", connected)
+    monkeypatch.setattr(status, "advise", advised)
+    assert main(["status", str(folder), "--json"]) == 0
+    assert order == ["broker", "thread"]
+    found = json.loads(capsys.readouterr().out)
+    assert (found["advice"]["bottleneck"], found["broker_error"]) == ("generation", "no broker answered")
+
+
 def test_history_begins_again_when_the_learner_resumes_from_an_earlier_step() -> None:
     history = StepHistory()
     for step in (1, 2, 3, 4):
@@ -328,6 +381,6 @@ def test_advice_takes_at_most_a_fiftieth_of_the_time() -> None:
 def test_figures_that_make_no_sense_cost_only_the_line(caplog: pytest.LogCaptureFixture) -> None:
     speeds = FleetSpeeds()
     rows, config = run_fleet(speeds, 12), config_of(speeds, 12)
-    assert bottleneck_line([row | {"time/step": 0.0} for row in rows], config).startswith("not known: needs ")
+    assert bottleneck_line([row | {"time/step": 0.0} for row in rows[:6]], config).startswith("not known: needs ")
     assert bottleneck_line(rows, {"train": {}}) == "not known: KeyError"
     assert "no advice from these steps" in caplog.text
