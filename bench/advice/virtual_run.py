@@ -180,6 +180,8 @@ class VirtualRun:
                 match action:
                     case slots.StartEpisode(key, episode, _):
                         one.tasks[episode] = asyncio.create_task(play(key, episode))
+                    case slots.HurryEpisode():
+                        pass  # these servers know no priorities
                     case slots.AbortEpisode(_, episode):
                         one.tasks.pop(episode).cancel()
                     case slots.FinishGroup(key, episodes):
