@@ -116,8 +116,8 @@ def _usable(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> lis
     if len(used) < MIN_STEPS:
         more = max(MIN_STEPS - len(used), first + MIN_STEPS - int(newest["step"]))
         if newest["step"] + more > last:
-            needed = f"{MIN_STEPS} of the present fleet besides its first {first} and its last {staleness + 1}"
-            raise NotFitted(f"the run has too few steps: needed are {needed}")
+            least = f"{MIN_STEPS} of the present fleet besides its first {first} and its last {staleness + 1}"
+            raise NotFitted(f"the run has too few steps: it needs {least}")
         raise NotFitted(f"needs {more} more steps of the present fleet", more)
     return used
 

@@ -215,7 +215,7 @@ def test_too_few_steps_say_how_many_more() -> None:
 def test_a_run_that_will_not_make_enough_steps_is_not_told_to_make_more() -> None:
     speeds = FleetSpeeds(max_staleness=1)
     rows, config = run_fleet(speeds, 7), config_of(speeds, 7)
-    too_few = "the run has too few steps: needed are 3 of the present fleet besides its first 3 and its last 2"
+    too_few = "the run has too few steps: it needs 3 of the present fleet besides its first 3 and its last 2"
     for made in (4, 7):
         with pytest.raises(NotFitted) as caught:
             fit(rows[:made], config)
