@@ -227,6 +227,7 @@ class EnvironmentHub:
             log.info("domain %s %s", name, "has new settings" if name in self.domains else "is new")
             domain.check()
             self._retire(name)
+            self.players.lengths.renew(name, domain.make_estimator)
             self.domains[name] = domain
             self.health.renew(name)
             if name not in self._feeds:

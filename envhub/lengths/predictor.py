@@ -55,6 +55,7 @@ class LengthPredictor:
 
     Attributes:
         new: turns learnt from since ``envhub.lengths.shared`` last shared what is known.
+        merged: turns of the shared record at that time.
     """
 
     def __init__(self, domain: str, estimator: LengthEstimator, calibration: LengthCalibration) -> None:
@@ -63,7 +64,7 @@ class LengthPredictor:
         self._mean = CorrectedEstimator(RunningMean())
         self._noted: set[str] = set()
         self._num_slow = 0  # predictions in a row that took long
-        self.new = 0
+        self.new = self.merged = 0
 
     @classmethod
     def of(cls, domain: str, make: Callable[[], LengthEstimator], calibration: LengthCalibration) -> LengthPredictor:
@@ -140,13 +141,17 @@ class HubLengths:
         """Return the predictor for a domain's turns; a baseline has one of its own, which uses the mean.
 
         Args:
-            make: of the domain's settings; another one than before makes a new predictor.
+            make: for the first of a domain; ``renew`` replaces it, also for tickets with the settings of before.
         """
         if policy != wire.ACTOR:
             unused = LengthCalibration()
             return self._others.setdefault((domain, policy), LengthPredictor(domain, RunningMean(), unused))
-        found = self.trained.get(domain)
-        if found is None or self._choices[domain] != make:
-            found = self.trained[domain] = LengthPredictor.of(domain, make, self.calibration)
+        if domain not in self.trained:
+            self.renew(domain, make)
+        return self.trained[domain]
+
+    def renew(self, domain: str, make: Callable[[], LengthEstimator]) -> None:
+        """Use a domain's new settings; a predictor with the same estimator is kept."""
+        if self._choices.get(domain) != make:
+            self.trained[domain] = LengthPredictor.of(domain, make, self.calibration)
             self._choices[domain] = make
-        return found

@@ -40,7 +40,6 @@ class LengthStore:
 
     def __init__(self, bus: Bus, predictors: Callable[[], Mapping[str, tuple[str, LengthPredictor]]]) -> None:
         self._bus, self._predictors = bus, predictors
-        self._merged_turns: dict[LengthPredictor, int] = {}  # turns of the record at the predictor's last exchange
         self._warned = False
 
     async def serve(self) -> None:
@@ -66,18 +65,17 @@ class LengthStore:
         record, record_turns = self._decoded(domain, data), 0
         if record is not None and record.estimator == name:
             record_turns = record.turns
-            merged = self._merged_turns.get(predictor, 0)
             # fewer than before: another run of the same name has begun
-            new_turns = record_turns - merged if record_turns >= merged else record_turns
+            new_turns = record_turns - predictor.merged if record_turns >= predictor.merged else record_turns
             if new_turns and self._take(predictor, record, new_turns):
-                self._merged_turns[predictor] = record_turns
+                predictor.merged = record_turns
         new = predictor.new
         if not new or (known := predictor.estimator.knowledge()) is None:
             return
         written = await bucket.update(key, record_of(domain, name, record_turns + new, known), revision)
         if written is not None:
             predictor.new -= new
-            self._merged_turns[predictor] = record_turns + new
+            predictor.merged = record_turns + new
 
     def _decoded(self, domain: str, data: bytes) -> wire.LengthRecord | None:
         """Return a record; None if there is none, or one that does not decode, which is then written again."""

@@ -84,6 +84,31 @@ async def test_a_hub_that_starts_again_knows_what_its_predecessor_learnt(world: 
     assert (await stored(world.bus)).turns == len(server.asked)
 
 
+async def test_what_old_tickets_play_after_new_settings_teaches_the_new_estimator(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    lake = {**LAKE, "max_turns": 1}
+    await world.publish_spec({"lake": lake})
+    asked, go = asyncio.Event(), asyncio.Event()
+
+    async def answer() -> str:
+        asked.set()
+        await go.wait()
+        return "R"
+
+    await world.server(script=lambda *_: answer())
+    await world.ticket()
+    caplog.set_level(logging.INFO)
+    async with world.hub("--n", "1"):
+        await until(asked.is_set)
+        await world.publish_spec({"lake": {**lake, "length_estimator": "mean"}})
+        await until(lambda: "domain lake has new settings" in caplog.text)
+        go.set()
+        await world.groups(1)
+    record = await stored(world.bus)
+    assert (record.estimator, record.turns) == ("mean", 1)  # the second episode's, which began after the new settings
+
+
 async def _is_heard(world: World, hub: str) -> bool:
     return f"{world.bus.run}.envhub.{hub}" in await world.bus.key_value(MEMBERS).values(world.bus.run)
 

@@ -203,9 +203,15 @@ def test_a_baseline_neither_teaches_nor_counts() -> None:
     assert lengths.of("lake", choice, "random").predict(turn()).expected == pytest.approx(900, rel=0.01)
 
 
-def test_new_settings_begin_again() -> None:
-    lengths = HubLengths()
-    first = lengths.of("lake", load_estimator("lake", "history", {}), wire.ACTOR)
-    second = lengths.of("lake", load_estimator("lake", "mean", {}), wire.ACTOR)
-    assert second is not first
-    assert lengths.trained == {"lake": second}
+def test_new_settings_begin_again_and_tickets_of_the_old_ones_teach_them() -> None:
+    lengths, old, new = HubLengths(), load_estimator("lake", "history", {}), load_estimator("lake", "mean", {})
+    first = lengths.of("lake", old, wire.ACTOR)
+    lengths.renew("lake", new)
+    for choice in (old, new) * 10:
+        play(lengths.of("lake", choice, wire.ACTOR), [30])
+    (second,) = lengths.trained.values()
+    assert (first.new, second.new) == (0, 20)
+    assert isinstance(second.estimator, RunningMean)
+    assert second.predict(turn()).expected == pytest.approx(30, abs=1)
+    lengths.renew("lake", load_estimator("lake", "mean", {}))  # another setting has changed
+    assert lengths.of("lake", new, wire.ACTOR) is second
