@@ -385,8 +385,6 @@ class EnvironmentHub:
             log.exception("%s episode %d", key, episode)  # a bug of the hub may cost this episode only
             self._failed(key, held, episode, EpisodeFailed("env", f"{type(error).__name__}: {error}"))
             return
-        finally:
-            self.generator.forget(name)
         self.health.succeeded(held.domain.name)
         if self._in_hand.get(key) is held:
             self.tally.add(played)

@@ -86,6 +86,9 @@ class InlineHub:
         runs = [number for run in output.version_runs for number in run]
         return SampledTurn.of(output.token_ids, output.logprobs, runs, output.finish_reason, "engine")
 
+    def forget(self, episode: str) -> None:
+        """Do nothing: this hub knows nothing of an episode between its turns."""
+
     def _pass(self) -> None:
         self._core.admit(time.monotonic())
         if self._core.can_step:

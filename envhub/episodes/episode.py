@@ -30,9 +30,10 @@ CHARS_PER_TOKEN: Final = 128  # no text has more on average: a longer one does n
 
 
 class TurnSampler(Protocol):
-    """What samples a turn; see ``envhub.servers.generate.TurnGenerator``."""
+    """What samples turns; see ``envhub.servers.generate.TurnGenerator``."""
 
     async def turn(self, ask: TurnRequest) -> SampledTurn: ...
+    def forget(self, episode: str) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,7 @@ class EpisodeRunners:
                 environment = None
             return played
         finally:
+            self.turns.forget(task.id)
             if environment is not None:
                 self.calls.retire(environment)
 

@@ -47,6 +47,8 @@ class Scripted:
         reason = "stop" if ids and ids[-1] == end else "length"
         return SampledTurn.of(ids, [-0.5] * len(ids), [self.version, len(ids)], reason, "server-1")  # type: ignore[arg-type]
 
+    def forget(self, episode: str) -> None: ...
+
 
 class CountArgs(Section):
     """``env_args`` of the counting environment."""

@@ -375,6 +375,8 @@ async def test_a_policy_that_cannot_be_had_is_nobodys_fault_here(play: Play) -> 
         async def turn(self, ask: TurnRequest) -> SampledTurn:
             raise TurnFailed("there is no rollout server")
 
+        def forget(self, episode: str) -> None: ...
+
     failed = await fails(play, "no_result", policy=Nobody())
     assert failed.kind == "generate"
     assert failed.detail.endswith("HTTP Error 503: Service Unavailable (there is no rollout server)")
