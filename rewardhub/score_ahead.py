@@ -84,10 +84,16 @@ class AheadScorer:
         if not self._takes(pool) or not self._scorers.has_room(list(mine.values()), self._promised):
             return BUSY
         sample = sample_of_request(request)
-        self._promised += mine.values()
+        promised = list(mine.values())
+        self._promised += promised
         ticket = request.ticket if request.eval_step < 0 else 0
-        with self._spans.work("reward", ticket=ticket):
-            found = await asyncio.gather(*(self._score(one, sample) for one in mine.values()), return_exceptions=True)
+        scores_of = (self._score(one, sample, promised) for one in mine.values())
+        try:
+            with self._spans.work("reward", ticket=ticket):
+                found = await asyncio.gather(*scores_of, return_exceptions=True)
+        finally:
+            for one in promised:  # cancelled before it began
+                self._promised.remove(one)
         scores = {r: one for r, one in zip(mine, found, strict=True) if isinstance(one, Scored)}
         for one in found:
             if not isinstance(one, Scored | ScoreError | NoWorkerError):
@@ -107,7 +113,8 @@ class AheadScorer:
             partial=is_partial,
         )
 
-    async def _score(self, reward: RewardConfig, sample: Sample) -> Scored:
+    async def _score(self, reward: RewardConfig, sample: Sample, promised: list[RewardConfig]) -> Scored:
+        promised.remove(reward)
         self._promised.remove(reward)
         return await self._scorers.score(reward, sample)
 

@@ -92,6 +92,22 @@ async def test_a_sample_is_refused_while_the_workers_have_others() -> None:
     assert hub.num_scored == 2
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+async def test_a_request_that_is_cancelled_leaves_room_for_the_next_one(passes: int) -> None:
+    """After one pass of the loop the scores are about to begin, after two they have begun."""
+    scorers = Scorers()
+    hub = ahead(scorers)
+    asking = asyncio.create_task(hub.answer("default", REQUEST))
+    for _ in range(passes):
+        await asyncio.sleep(0)
+    assert len(scorers.asked) == (0 if passes == 1 else 2)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    scorers.release.set()
+    assert len((await hub.answer("default", REQUEST)).scores) == 2
+
+
 async def test_a_pool_that_takes_no_groups_takes_no_samples() -> None:
     assert await ahead(Scorers(), takes=False).answer("default", REQUEST) is BUSY
 
