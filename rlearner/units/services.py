@@ -72,11 +72,6 @@ class Service:
     def is_broker(self) -> bool:
         return self.name == BROKER_NAME
 
-    @property
-    def joins(self) -> bool:
-        """Whether it joins a run, perhaps with a token."""
-        return self.role in ("rollout", "envhub", "rewardhub")
-
 
 def services(bin_folder: str = BIN) -> tuple[Service, ...]:
     """Return the units of every role; ``%i`` is a run, a list of GPUs, or any number."""
