@@ -134,11 +134,15 @@ class HttpApi:
             UserError: if it ends before it listens.
         """
         mine, other = socket.socketpair()
-        with other, os.fdopen(os.dup(2), "wb") as errors:
-            fds = other.fileno(), self._bound.fileno()
-            command = [sys.executable, "-m", "rollout.http_process", *map(str, fds)]
-            # not SIGTERM, which it ignores: a service sends it to all of its processes, and this one drains first
-            self._process = spawn(command, errors, pass_fds=fds, death_signal=signal.SIGKILL)
+        try:
+            with other, os.fdopen(os.dup(2), "wb") as errors:
+                fds = other.fileno(), self._bound.fileno()
+                command = [sys.executable, "-m", "rollout.http_process", *map(str, fds)]
+                # not SIGTERM, which it ignores: a service sends it to all of its processes, and this one drains first
+                self._process = spawn(command, errors, pass_fds=fds, death_signal=signal.SIGKILL)
+        except BaseException:
+            mine.close()
+            raise
         self._link, self._sent_state = await HttpLink.over(mine), None
         self._link.send(self._opening)
         self._say_state()

@@ -10,9 +10,8 @@ from typing import Final
 import msgspec
 
 from broker.contract import wire
+from broker.system.workers import line
 from rlearner_text.openai.token_events import TopLogprobs
-
-_LENGTH_BYTES: Final = 4
 
 # request number, token ids, logprobs, policy version, likeliest tokens at each position: the fields of a TokenEvent
 TokenEntry = tuple[int, Sequence[int], Sequence[float], int, Sequence[TopLogprobs]]
@@ -106,14 +105,13 @@ class HttpLink:
 
     def send(self, message: LinkMessage) -> None:
         """Send soon, in the order of the calls; nothing after ``end``."""
-        data = _encode(message)
         if not self._ended:
-            self._writer.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
+            self._writer.write(line.frame(_encode(message)))
 
     async def receive(self) -> LinkMessage | None:
         """Return the next message; None once the other end has closed, has ended, or sends what is no message."""
         try:
-            size = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
+            (size,) = line.HEADER.unpack(await self._reader.readexactly(line.HEADER.size))
             message: LinkMessage = _decode(await self._reader.readexactly(size))
         except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError):
             return None

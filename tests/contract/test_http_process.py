@@ -17,6 +17,7 @@ from waits import LONG_S, until
 
 from broker.contract import wire
 from broker.errors import UserError
+from broker.system.workers import line
 from rlearner_text.config import TinyModel
 from rlearner_text.openai.backends import ServedModel
 from rlearner_text.openai.token_events import TokenEvent, TokenListener
@@ -196,10 +197,22 @@ async def test_a_link_sends_nothing_after_its_end_and_ends_with_what_is_no_messa
     link.end()
     link.send(ClientLeft(8))
     assert [await far.receive(), await far.receive()] == [ClientLeft(7), None]
-    far._writer.write((3).to_bytes(4, "big") + b"\xc1\xc1\xc1")
+    far._writer.write(line.frame(b"\xc1\xc1\xc1"))
     assert await link.receive() is None
     link.close()
     far.close()
+
+
+async def test_a_process_that_cannot_be_spawned_leaves_no_socket_open(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = socket.socketpair()
+    monkeypatch.setattr(socket, "socketpair", lambda: pair)
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    await served.api._reap()
+    with pytest.raises(FileNotFoundError):
+        await served.api._start()
+    assert [one.fileno() for one in pair] == [-1, -1]
 
 
 async def test_a_process_that_does_not_start_is_no_port_that_is_taken(

@@ -1,4 +1,4 @@
-"""Frames between a hub and its worker processes over a socket pair: a request, then its response.
+"""Frames between a process and its worker processes over a socket pair.
 
 A frame is a length, four bytes little-endian, and that many bytes of a MessagePack message, never a pickle. Long frames
 of a worker are refused unread, because it runs users' code.

@@ -39,8 +39,12 @@ class ChildRanks:
     def _start(self, rank: int) -> None:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "learner.backends.ranks.follower", str(theirs.fileno())]
-        with theirs, os.fdopen(os.dup(2), "wb") as output:  # their logs go where this process's go
-            process = spawn(command, output, pass_fds=[theirs.fileno()])
+        try:
+            with theirs, os.fdopen(os.dup(2), "wb") as output:  # their logs go where this process's go
+                process = spawn(command, output, pass_fds=[theirs.fileno()])
+        except BaseException:
+            ours.close()
+            raise
         self.processes.append(process)
         self.links.append(RankLink(SocketFrames(ours)))
         threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
+import sys
 import time
 
 import pytest
@@ -37,3 +39,14 @@ def test_ranks_that_do_not_leave_are_given_one_time_together(monkeypatch: pytest
     children.close()
     assert all(rank.killed for rank in ranks)
     assert sum(rank.patience[0] or 0.0 for rank in ranks) <= 0.2
+
+
+def test_a_rank_that_cannot_be_spawned_leaves_no_socket_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = socket.socketpair()
+    monkeypatch.setattr(socket, "socketpair", lambda: pair)
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    children = ChildRanks(1)
+    with pytest.raises(FileNotFoundError):
+        children._start(1)
+    assert [one.fileno() for one in pair] == [-1, -1]
+    children.close()
