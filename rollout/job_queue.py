@@ -63,12 +63,8 @@ class GenerationJob:
         expected = request.expected_tokens or request.sampling.max_tokens
         job = cls(*identity, request.token_ids.array(), expected, request.min_version, now, until)
         job.priority, job.step, job.expected_high = request.priority, request.step, request.expected_high
-        sampling = request.sampling
-        job.max_tokens = sampling.max_tokens
-        penalties = sampling.frequency_penalty or sampling.presence_penalty
-        # these count from the first token on, so another request cannot continue the output
-        counted = sampling.guides or sampling.logit_bias or penalties or sampling.top_logprobs or sampling.stop
-        job.resumable = request.step >= 0 and not counted
+        job.max_tokens = request.sampling.max_tokens
+        job.resumable = request.step >= 0 and request.sampling.is_resumable
         return job
 
     @property

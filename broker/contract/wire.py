@@ -346,6 +346,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     guides: list[Guide] = []  # forms of which the output must match one, ending after it; empty: any output
     top_logprobs: int = 0  # number of likeliest tokens to return at each sampled one, if the engine can
 
+    @property
+    def is_resumable(self) -> bool:
+        """Whether another request can continue an output that ended early.
+
+        Guides and penalties depend on the whole output, the columns for biases and likeliest tokens are of one reply,
+        and a stop string may begin in one output and end in the next.
+        """
+        has_penalty = self.frequency_penalty or self.presence_penalty
+        return not (self.guides or self.logit_bias or has_penalty or self.top_logprobs or self.stop)
+
 
 class GenerateRequest(Message, frozen=True, tag="GenerateRequest"):
     """A request for one server to generate tokens; sent to another one if it does not answer."""

@@ -195,9 +195,10 @@ class TurnGenerator:
                     break
                 continue
             whole = reply.finish_reason in ("stop", "length")
-            if _reshaped(ask.sampling) and not whole:
-                # guides and penalties count from the first token on: start over
+            if not (whole or ask.sampling.is_resumable):  # start over
                 reply, done = _without_tokens(reply), None
+                if reply.finish_reason == "deadline":
+                    attempt_s = ask.timeout_s  # the server works, and the same time would be too short again
             done = _with(done, reply)
             self.tokens += len(reply.token_ids.data) // 4
             if whole:
@@ -275,11 +276,6 @@ def _with(done: SampledTurn | None, reply: wire.GenerateReply) -> SampledTurn:
         ids, logprobs, runs = done.token_ids + ids, done.logprobs + logprobs, done.version_runs + runs
     reshaped = reply.reshaped.data if reply.reshaped is not None else b""
     return SampledTurn(ids, logprobs, runs, reply.finish_reason, reply.server, reshaped, _top(reply))
-
-
-def _reshaped(sampling: wire.SamplingParams) -> bool:
-    has_penalty = sampling.frequency_penalty or sampling.presence_penalty
-    return bool(sampling.guides or sampling.logit_bias or has_penalty or sampling.top_logprobs)
 
 
 def _without_tokens(reply: wire.GenerateReply) -> wire.GenerateReply:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from envhub_kit import domain, write_tokenizer
 
 from broker.contract import wire
 from broker.contract.lengths import remaining
 from broker.errors import RequestFailed, WireError
+from envhub.episodes.rerun import TicketReruns
+from envhub.episodes.runners import EpisodeLimits, EpisodeRunners
+from envhub.episodes.trial import trial
 from envhub.servers.awake_clock import AwakeClock
 from envhub.servers.generate import TurnFailed, TurnGenerator, TurnRequest, mix, stirred
+from envhub.workers.calls import EnvironmentCalls
+from rlearner_text.tokenizer import Tokenizer
 
 Answer = Callable[[wire.GenerateRequest], wire.GenerateReply | Awaitable[wire.GenerateReply]]
 
@@ -154,6 +164,24 @@ async def test_a_continued_request_expects_what_is_still_to_come() -> None:
     assert asked[1][:2] == (2, 6)
 
 
+@pytest.mark.parametrize("reason", ["abort", "deadline"])
+async def test_an_output_that_cannot_be_continued_starts_over(reason: str) -> None:
+    def first(request: wire.GenerateRequest) -> wire.GenerateReply:
+        client.servers["a"] = client.servers["b"]
+        return reply(request, [7, 8], reason, version=1)
+
+    client = Client(a=first, b=lambda request: reply(request, [9], version=2, server="b"))
+    sampling = wire.SamplingParams(max_tokens=8, seed=5, stop=["ab"])  # 8 may be "a", and 9 "b"
+    sampled = await generator(client, presence("a"), presence("b", running=1)).turn(ask(sampling=sampling))
+    assert (list(sampled.token_ids), list(sampled.version_runs), list(sampled.logprobs)) == ([9], [2, 1], [-1.0])
+    (_, before), (_, again) = client.asked
+    assert again.token_ids.array().tolist() == [1, 2, 3]
+    assert again.sampling == sampling
+    assert before.deadline_s <= 5 / 3
+    # what did not end within the time of an attempt would not do so again
+    assert (again.deadline_s > 4) is (reason == "deadline")
+
+
 @pytest.mark.parametrize(("engine", "tokens", "one"), [("vllm", 300, True), ("vllm", 20, False), ("hf", 300, False)])
 async def test_a_groups_prompts_go_to_one_server_while_it_has_slots(engine: str, tokens: int, one: bool) -> None:
     client = Client(**{name: lambda request: reply(request, [9]) for name in "abcd"})
@@ -293,3 +321,46 @@ async def test_time_in_which_the_servers_sleep_is_no_time_of_a_turn() -> None:
     client.asked.clear()
     with pytest.raises(TurnFailed, match="deadline before the turn was complete"):
         await asking.turn(ask(timeout_s=0.3))  # awake
+
+
+@pytest.mark.parametrize(
+    ("trouble", "max_turns", "hangs"), [("", 2, False), ("raise in step", 2, False), ("", 3, True)]
+)
+async def test_trials_and_reruns_leave_no_open_episode(
+    trouble: str, max_turns: int, hangs: bool, tmp_path: Path
+) -> None:
+    """However they end: well, with an error of the environment, or cancelled or late in their second turn."""
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path))
+
+    async def answers(request: wire.GenerateRequest) -> wire.GenerateReply:
+        if hangs and len(client.asked) > 1:
+            await asyncio.Event().wait()
+        return reply(request, tokenizer.encode("R"))
+
+    client = Client(a=answers)
+    asking = generator(client, presence("a"))
+    crew = EpisodeRunners(tokenizer, asking, EnvironmentCalls(5.0), EpisodeLimits(20.0, 10.0))
+    count = domain("envhub_kit:Count", max_turns=max_turns, env_args={"until": 9, "trouble": trouble})
+
+    async def left_by(work: Any) -> dict[str, int]:
+        client.asked.clear()
+        running = asyncio.ensure_future(work)
+        if hangs:
+            async with asyncio.timeout(5):
+                while len(client.asked) < 2:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert asking.open.length(client.asked[0][1].conversation_id, time.monotonic()) > 0
+            running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        names = {request.conversation_id for _, request in client.asked}
+        return {name: asking.open.length(name, time.monotonic()) for name in names}
+
+    assert await left_by(trial(crew, count, "hub.trial1.d", 1)) == {"hub.trial1.d": 0}
+    member: Any = SimpleNamespace(id="hub", stop=SimpleNamespace(asked=asyncio.Event()))
+    ticket = wire.Ticket(
+        number=7, domain="d", task_index=0, seed=1, min_version=0, max_staleness=1, group_size=1, min_group_size=1,
+        deadline_s=9.0,
+    )  # fmt: skip
+    ((name, length),) = (await left_by(TicketReruns(member, crew, {"d": count}).answer(ticket))).items()
+    assert (name.startswith("hub.rerun1."), length) == (True, 0)
+    await crew.close()
