@@ -182,7 +182,9 @@ async def test_an_output_that_cannot_be_continued_starts_over(reason: str) -> No
     assert (again.deadline_s > 4) is (reason == "deadline")
 
 
-@pytest.mark.parametrize(("engine", "tokens", "one"), [("vllm", 300, True), ("vllm", 20, False), ("hf", 300, False)])
+@pytest.mark.parametrize(
+    ("engine", "tokens", "one"), [("vllm", 300, True), ("vllm", 20, False), ("hf", 300, True), ("openai", 300, False)]
+)
 async def test_a_groups_prompts_go_to_one_server_while_it_has_slots(engine: str, tokens: int, one: bool) -> None:
     client = Client(**{name: lambda request: reply(request, [9]) for name in "abcd"})
     asking = generator(client, *(presence(name, engine=engine) for name in "abcd"))
