@@ -275,7 +275,7 @@ async def test_bad_environments_cost_only_their_own_tickets(world: World, caplog
         "env_error",
         "episode 0, attempt 2: step did not return within 1 s",
     )
-    broken = "ValueError: broken in reset (envhub_kit.py:94 in _trouble)"
+    broken = "ValueError: broken in reset (envhub_kit.py:96 in _trouble)"
     assert (records[2].reason, records[2].detail) == ("env_error", f"episode 0, attempt 2: reset raised {broken}")
     assert all(isinstance(records[n], wire.Group) for n in (3, 4, 5))
     failures = [

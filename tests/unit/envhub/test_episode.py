@@ -181,8 +181,8 @@ async def test_environments_of_either_kind_are_used_again(tokenizer: Tokenizer, 
 @pytest.mark.parametrize(
     ("trouble", "detail"),
     [
-        ("raise in reset", "reset raised ValueError: broken in reset (envhub_kit.py:94 in _trouble)"),
-        ("raise in step", "step raised ValueError: broken in step (envhub_kit.py:94 in _trouble)"),
+        ("raise in reset", "reset raised ValueError: broken in reset (envhub_kit.py:96 in _trouble)"),
+        ("raise in step", "step raised ValueError: broken in step (envhub_kit.py:96 in _trouble)"),
         ("nan", "step returned reward nan; it must be finite"),
     ],
 )
