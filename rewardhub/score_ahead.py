@@ -92,8 +92,8 @@ class AheadScorer:
             with self._spans.work("reward", ticket=ticket):
                 found = await asyncio.gather(*scores_of, return_exceptions=True)
         finally:
-            for one in promised:  # cancelled before it began
-                self._promised.remove(one)
+            for reward in promised:  # cancelled before it began
+                self._promised.remove(reward)
         scores = {r: one for r, one in zip(mine, found, strict=True) if isinstance(one, Scored)}
         for one in found:
             if not isinstance(one, Scored | ScoreError | NoWorkerError):
