@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import reprlib
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from broker.contract.lengths import HIGH
 from envhub.lengths.base import LengthEstimator, UpcomingTurn
@@ -86,7 +86,7 @@ class CorrectedEstimator:
         if found is None:
             return None
         try:
-            median, high = map(float, found) if isinstance(found, tuple) else (float(found), 0.0)
+            median, high = map(_number, found) if isinstance(found, tuple) else (_number(found), 0.0)
         except (TypeError, ValueError):
             median = high = math.nan
         if not (0 < median <= MOST_TOKENS and (not high or median <= high <= MOST_TOKENS)):
@@ -118,3 +118,9 @@ class CorrectedEstimator:
 
     def _corrected(self, median: float, high: float) -> Quantiles:
         return Quantiles((now := median + self._median), max(high + self._high, now), median, high)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, (str, bytes)):  # which float would read
+        raise TypeError("not a number")
+    return float(value)

@@ -1,17 +1,20 @@
 """Predicts the lengths of one domain's turns, by its estimator or, where that fails, by the running mean.
 
 An estimator that fails costs its prediction of that turn only; one whose predictions have been clearly worse than the
-mean is not used until they are better.
+mean is not used until they are better. One that hangs is interrupted, and not called again.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from broker.contract import wire
 from broker.system.workers.fault import told
@@ -24,9 +27,13 @@ log = logging.getLogger(__name__)
 INSTEAD: Final = "the running mean is used instead"
 JUDGED_AFTER: Final = 100  # turns, before an estimator can count as worse than the mean
 WORSE: Final = 1.25  # times the mean's error
+MATTERS: Final = math.log(1.1)  # an error below this does no harm, whatever the mean's is
+STARTS_S: Final = 60.0  # at most, with its imports
+HANGS_S: Final = 1.0  # of a prediction, in which the hub can do nothing
 SLOW_S: Final = 0.001  # of a prediction
 SLOW_IN_A_ROW: Final = 20  # a single one may be slow because the machine is busy
 MEANING: Final = "in which the hub can do nothing else"
+T = TypeVar("T")
 
 
 @dataclass(slots=True, frozen=True)
@@ -63,14 +70,16 @@ class LengthPredictor:
         self._own = CorrectedEstimator(estimator)
         self._mean = CorrectedEstimator(RunningMean())
         self._noted: set[str] = set()
-        self._num_slow = 0  # predictions in a row that took long
+        self._hangs = False
+        self._slow_s: list[float] = []  # times of the last predictions, all of which took long
         self.new = self.merged = 0
 
     @classmethod
     def of(cls, domain: str, make: Callable[[], LengthEstimator], calibration: LengthCalibration) -> LengthPredictor:
         """Return a predictor with a new estimator; with the mean if that fails to start."""
         try:
-            return cls(domain, make(), calibration)
+            with time_limit(STARTS_S):
+                return cls(domain, make(), calibration)
         except BaseException as error:  # noqa: BLE001 - it may be the user's code
             made = cls(domain, RunningMean(), calibration)
             made._note("starts", f"{told(error)}; {INSTEAD}")
@@ -83,14 +92,13 @@ class LengthPredictor:
 
     def predict(self, turn: UpcomingTurn) -> LengthPrediction:
         """Predict a turn; without the estimator if it fails, or if the mean has been clearly better."""
-        own, fallback, began = None, self._mean.predict(turn), time.perf_counter()
-        try:
-            own = self._own.predict(turn)
-        except BaseException as error:  # noqa: BLE001 - the user's code; a cancellation cannot arrive here
-            self._note("fails", f"{told(error)}; {INSTEAD}")
-        self._num_slow = self._num_slow + 1 if time.perf_counter() - began > SLOW_S else 0
-        if self._num_slow == SLOW_IN_A_ROW:
-            self._note("slow", f"{SLOW_IN_A_ROW} predictions in a row took over {SLOW_S * 1000:g} ms, {MEANING}")
+        fallback, began = self._mean.predict(turn), time.perf_counter()
+        own = self._ask(self._own.predict, turn)
+        self._slow_s = [*self._slow_s, taken] if (taken := time.perf_counter() - began) > SLOW_S else []
+        if len(self._slow_s) == SLOW_IN_A_ROW:
+            typical = sorted(self._slow_s)[SLOW_IN_A_ROW // 2] * 1000
+            self._note("slow", f"{SLOW_IN_A_ROW} predictions in a row took about {typical:.2g} ms each, {MEANING}")
+            self._slow_s = []
         chosen = fallback if own is None or self._is_worse else own
         if chosen is None:
             return LengthPrediction(turn, 0, 0, own, fallback)
@@ -103,10 +111,7 @@ class LengthPredictor:
         if (used := fallback if own is None or self._is_worse else own) is not None:
             self._calibration.add(used, math.log(max(tokens, 1)), math.log(turn.max_tokens))
         self._mean.learn(fallback, turn, tokens)
-        try:
-            self._own.learn(own, turn, tokens)
-        except BaseException as error:  # noqa: BLE001 - as above
-            self._note("fails", f"{told(error)}; {INSTEAD}")
+        self._ask(self._own.learn, own, turn, tokens)
         self.new += 1
         if self._is_worse:
             off, mean = (math.exp(one.error) for one in (self._own, self._mean))
@@ -114,13 +119,53 @@ class LengthPredictor:
 
     @property
     def _is_worse(self) -> bool:
-        return self._own.num_turns >= JUDGED_AFTER and self._own.error > WORSE * self._mean.error
+        return self._own.num_turns >= JUDGED_AFTER and self._own.error > max(WORSE * self._mean.error, MATTERS)
+
+    def _ask(self, method: Callable[..., T], *arguments: Any) -> T | None:
+        """Call a method of the estimator; return None if it raises or hangs, or has hung before."""
+        if self._hangs:
+            return None
+        try:
+            with time_limit(HANGS_S):
+                return method(*arguments)
+        except Interrupted:
+            self._hangs = True
+            self._note("hangs", f"it takes longer than {HANGS_S:g} s and is not called again; {INSTEAD}")
+        except BaseException as error:  # noqa: BLE001 - the user's code; a cancellation cannot arrive here
+            self._note("fails", f"{told(error)}; {INSTEAD}")
+        return None
 
     def _note(self, fault: str, text: str) -> None:
         """Log a fault once."""
         if fault not in self._noted:
             self._noted.add(fault)
             log.warning("domains.%s.length_estimator: %s", self._domain, text)
+
+
+class Interrupted(BaseException):
+    """Raised in code that takes too long; not an Exception, so that it does not catch this as its own."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise ``Interrupted`` in Python code that runs longer. Has no effect in other threads than the main one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    running = True
+
+    def interrupt(*_: Any) -> None:
+        if running:
+            raise Interrupted
+
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds, 0.1)  # again, if it catches everything
+    try:
+        yield
+    finally:
+        running = False
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
 
 
 class HubLengths:

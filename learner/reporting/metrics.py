@@ -182,7 +182,7 @@ def _rows_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the objects of a JSONL file up to the first line that does not hold one."""
     lines: list[dict[str, Any]] = []
-    for row in path.read_bytes().split(b"\n") if path.exists() else []:
+    for row in path.read_bytes().split(b"\n") if path.is_file() else []:
         try:
             line = json.loads(row)
         except ValueError:  # the bytes may not even be text
@@ -196,7 +196,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def damaged_line(path: Path) -> int:
     """Return the number of the first complete line that ``read_lines`` stops at; 0 if there is none."""
     number = len(read_lines(path)) + 1
-    return number if path.exists() and path.read_bytes().count(b"\n") >= number else 0
+    return number if path.is_file() and path.read_bytes().count(b"\n") >= number else 0
+
+
+def damage(path: Path) -> str:
+    """Return in one line that, and from which line on, ``read_lines`` does not read a file; empty if it reads all."""
+    number = damaged_line(path)
+    return f"{path.name}: line {number} is damaged; it and later lines are not read" if number else ""
 
 
 def newest_line(path: Path) -> dict[str, Any]:

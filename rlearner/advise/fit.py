@@ -62,8 +62,15 @@ def fit(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> FittedR
         config: the run's settings, validated.
 
     Raises:
-        NotFitted: if there are too few steps, or a figure was not measured.
+        NotFitted: if there are too few steps, a figure was not measured, or settings and figures make no sense.
     """
+    try:
+        return _fit(rows, config)
+    except (ArithmeticError, RuntimeError, ValueError) as error:
+        raise NotFitted(f"settings and figures are not those of a run ({error})") from error
+
+
+def _fit(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> FittedRun:
     used = _usable(rows, config)
     mean = {
         name: fmean(row[name] for row in used) for name in used[-1] if all(_is_number(row.get(name)) for row in used)

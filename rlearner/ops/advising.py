@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from broker.errors import UserError
+from broker.settings.sections import parse
 from broker.system.visible_text import visible
-from learner.reporting.metrics import read_lines
+from learner.config import TrainSection
+from learner.reporting.metrics import damage, read_lines
 from learner.run_folder import find_run
 from rlearner.advise import changes
 from rlearner.advise.advice import Advice, advice_of, desired_servers, predict
 from rlearner.advise.fit import FittedRun, NotFitted, fit
 from rlearner.advise.run_model import STAGES
+
+READ: Final = ("steps", "groups_per_step", "max_staleness")  # of train
 
 
 async def advise_run(options: argparse.Namespace) -> int:
@@ -25,8 +30,13 @@ async def advise_run(options: argparse.Namespace) -> int:
     """
     wanted = changes.parse(options.simulate) if options.simulate is not None else None
     place = find_run(options.run_name, options.dir)
+    metrics = place.folder / "metrics.jsonl"
+    if damaged := damage(metrics):
+        print(f"warning: {damaged}", file=sys.stderr)
+    train = place.config.get("train") or {}
+    parse("train", {name: train[name] for name in READ if name in train}, TrainSection)  # it may be damaged since
     try:
-        run = fit(read_lines(place.folder / "metrics.jsonl"), place.config)
+        run = fit(read_lines(metrics), place.config)
     except NotFitted as error:
         raise UserError(f"run {place.name}: {error}") from None
     except (KeyError, TypeError) as error:

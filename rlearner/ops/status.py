@@ -25,7 +25,7 @@ from broker.runtime.presence import CENSUS_S, census, display_name
 from broker.system.visible_text import visible
 from learner.checkpoints import checkpoint
 from learner.credit import ledger_file, ledger_segments
-from learner.reporting.metrics import read_lines
+from learner.reporting.metrics import damage, read_lines
 from learner.reporting.training_signals import RECENT, active_warnings
 from learner.run_folder import STARTING, UNKNOWN, connect_run, find_run
 from rlearner.advise.advice import advise
@@ -71,7 +71,8 @@ async def show_status(options: argparse.Namespace) -> int:
 
 def on_disk(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the status in the run's folder: steps, newest metrics, checkpoints, tickets."""
-    rows = read_lines(folder / "metrics.jsonl")
+    metrics = folder / "metrics.jsonl"
+    rows = [_numbers(row) for row in read_lines(metrics)]
     last = rows[-1] if rows else {}
     lines, problem = ledger_segments.read_newest(folder / ledger_segments.FOLDER)
     counts, dead = ledger_file.final_counts(lines)
@@ -80,12 +81,16 @@ def on_disk(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         "steps": config["train"]["steps"],
         "step_at": last.get("time"),
         "figures": {name: last[name] for name in SHOWN if name in last},
-        "warnings": active_warnings(rows[-RECENT:]),
+        "warnings": [*([damaged] if (damaged := damage(metrics)) else []), *active_warnings(rows[-RECENT:])],
         "tickets": {name: counts[name] for name in TICKETS if name in counts},
         "dead": dead,
         "ledger_file": problem or _state_of(lines),
         "checkpoints": [_step_of(path) for path in checkpoint.list_checkpoints(folder / "checkpoints")],
     }
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if isinstance(value, (int, float))}
 
 
 def advice_on_disk(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import re
+import signal
 import time
 from typing import Any
 
@@ -13,10 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from broker.contract import wire
+from envhub.lengths import predictor as predictor_module
 from envhub.lengths.base import LengthEstimator, UpcomingTurn
 from envhub.lengths.corrections import LengthCalibration
 from envhub.lengths.mean import RunningMean
-from envhub.lengths.predictor import HubLengths, LengthPredictor
+from envhub.lengths.predictor import HubLengths, Interrupted, LengthPredictor, time_limit
 from envhub.lengths.selection import FunctionEstimator, load_estimator
 
 
@@ -124,6 +128,7 @@ def test_whatever_a_users_function_does_costs_its_prediction_only(
     [
         ("ZeroDivisionError: division by zero", lambda turn: 1 / 0),
         ("ValueError: it predicts nan, not a number above 0, or two in order", math.nan),
+        ("ValueError: it predicts '12', not a number above 0, or two in order", "12"),
         ("ValueError: it predicts -3, not a number above 0, or two in order", -3),
         ("ValueError: it predicts (9, 4), not a number above 0, or two in order", (9, 4)),
     ],
@@ -158,8 +163,59 @@ def test_a_slow_function_is_noted_once_and_used(caplog: pytest.LogCaptureFixture
         rows = play(using, [70] * 30)
     assert rows[-1][0] == pytest.approx(70, abs=2)
     (line,) = [record.message for record in caplog.records]
-    says = "20 predictions in a row took over 1 ms, in which the hub can do nothing else"
+    says = r"20 predictions in a row took about \d+(\.\d+)? ms each, in which the hub can do nothing else"
+    assert re.fullmatch(f"domains.lake.length_estimator: {says}", line)
+
+
+def test_a_function_that_hangs_is_interrupted_once_and_never_called_again(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def hangs(turn: UpcomingTurn) -> float:
+        calls.append(turn)
+        while True:
+            with contextlib.suppress(Exception):  # as careless code does
+                time.sleep(60)
+
+    monkeypatch.setattr(predictor_module, "HANGS_S", 0.05)
+    before = signal.getsignal(signal.SIGALRM)
+    using, mean = predictor(hangs), LengthPredictor("lake", RunningMean(), LengthCalibration())
+    with caplog.at_level(logging.WARNING):
+        rows = play(using, [40, 60, 50] * 10)
+    assert rows == play(mean, [40, 60, 50] * 10)
+    assert len(calls) == 1
+    (line,) = [record.message for record in caplog.records]
+    says = "it takes longer than 0.05 s and is not called again; the running mean is used instead"
     assert line == f"domains.lake.length_estimator: {says}"
+    assert signal.getsignal(signal.SIGALRM) is before
+
+
+def test_the_time_limit_leaves_another_timer_running() -> None:
+    rang = []
+    handler = signal.signal(signal.SIGALRM, lambda *_: rang.append(1))
+    timer = signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        with pytest.raises(Interrupted), time_limit(0.01):
+            time.sleep(10)
+        deadline = time.monotonic() + 10
+        while not rang and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert rang == [1]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
+
+
+def test_an_error_that_does_no_harm_is_not_noted(caplog: pytest.LogCaptureFixture) -> None:
+    # Lengths hardly differ: the mean is better by far, and still it does not matter.
+    rng = np.random.default_rng(4)
+    using = predictor(lambda turn: float(rng.choice([97.0, 103.0])))
+    with caplog.at_level(logging.WARNING):
+        rows = play(using, [100] * 400)
+    assert all(88 <= median <= 112 for median, _, _ in rows[200:])
+    assert using._own.error > predictor_module.WORSE * using._mean.error
+    assert not caplog.records
 
 
 class Broken(LengthEstimator):

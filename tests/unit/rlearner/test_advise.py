@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -306,6 +307,62 @@ def test_the_command_refuses(folder: Path, capsys: pytest.CaptureFixture[str]) -
     (folder / "config.yaml").write_text("run: {name: past}\n")
     assert main(["advise", str(folder)]) == 2
     assert "does not hold all settings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "says"),
+    [
+        (("train", "max_staleness"), -7, "train.max_staleness: -7 is not allowed"),
+        (("train", "max_staleness"), "abc", "train.max_staleness: 'abc' is not allowed"),
+        (("domains", "lake", "group_size"), 0, "run past: settings and figures are not those of a run ("),
+    ],
+)
+def test_damaged_settings_are_one_line(
+    folder: Path, setting: tuple[str, ...], value: Any, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    place = config
+    for name in setting[:-1]:
+        place = place[name] if name in place else next(iter(place.values()))
+    place[setting[-1]] = value
+    (folder / "config.yaml").write_text(to_yaml(config))
+    assert main(["advise", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert "Traceback" not in error
+    assert main(["status", str(folder)]) == 0
+
+
+def test_damaged_metrics_are_named_and_not_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = folder / "metrics.jsonl"
+    lines = metrics.read_text().splitlines()
+    metrics.write_text("\n".join([*lines[:11], "garbage", *lines[11:]]) + "\n")
+    says = "metrics.jsonl: line 12 is damaged; it and later lines are not read"
+    assert main(["advise", str(folder)]) == 0
+    found = capsys.readouterr()
+    assert found.err == f"warning: {says}\n"
+    assert found.out.startswith("run past, steps 4 to 11: ")
+    assert main(["status", str(folder)]) == 0
+    assert says in capsys.readouterr().out
+    huge = [
+        json.dumps({name: 1e308 if isinstance(value, float) else value for name, value in json.loads(line).items()})
+        for line in lines
+    ]
+    words = [
+        json.dumps(
+            {name: str(value) if isinstance(value, float) else value for name, value in json.loads(line).items()}
+        )
+        for line in lines
+    ]
+    for changed, why in ((huge, "settings and figures are not those of a run"), (words, "the newest step has no ")):
+        metrics.write_text("\n".join(changed) + "\n")
+        assert main(["advise", str(folder)]) == 2
+        assert why in capsys.readouterr().err
+        assert main(["status", str(folder)]) == 0
+    metrics.unlink()
+    metrics.mkdir()
+    assert main(["advise", str(folder)]) == 2
+    assert "run past: needs " in capsys.readouterr().err
 
 
 def test_status_and_the_live_view_name_the_bottleneck(folder: Path) -> None:
