@@ -5,8 +5,10 @@ Losses import torch, so they are only asked for what they declare if a setting t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from broker.contract.pass_rate import is_within
 from broker.errors import ConfigError
 from broker.settings.config import takes_steps
 from broker.settings.registry import resolve
@@ -119,6 +121,18 @@ def _check_steps(key: str, algorithm: AlgorithmSection, traits: EstimatorTraits 
         raise ConfigError(f"{key}.context", "steps", allowed)
 
 
+def _check_pass_rate(key: str, domain: dict[str, Any], bounds: Sequence[float] | None) -> None:
+    """Refuse bounds that filter every group: shares of N episodes are multiples of 1/N."""
+    if bounds is None:
+        return
+    most = domain["group_size"]
+    least = domain["min_group_size"] or most
+    if not any(is_within(solved, num, *bounds) for num in range(least, most + 1) for solved in range(num + 1)):
+        sizes = str(most) if least == most else f"{least} to {most}"
+        allowed = f"bounds with a share of successes between them that a group of {key}, {sizes} episodes, can have"
+        raise ConfigError("algorithm.pass_rate", list(bounds), allowed)
+
+
 def _check_domain(
     name: str, domain: dict[str, Any], algorithm: AlgorithmSection, declared: EstimatorTraits | None
 ) -> None:
@@ -134,6 +148,7 @@ def _check_domain(
     if domain["group_size_redundancy"] and traits.greedy_baseline:
         allowed = f"0 with algorithm.adv_estimator {estimator}"
         raise ConfigError(f"{key}.group_size_redundancy", domain["group_size_redundancy"], allowed)
+    _check_pass_rate(key, domain, algorithm.pass_rate)
     if takes_steps(domain["context"], estimator):
         _check_steps(key, algorithm, declared)
     elif domain["thinking"] == "drop" and domain["max_turns"] > 1:

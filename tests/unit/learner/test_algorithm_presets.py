@@ -146,6 +146,11 @@ LAKE = {
             "domains.lake.context: 'steps' is not allowed; full with algorithm.format_penalty",
         ),
         (
+            {"algorithm": {"pass_rate": [0.9, 0.95]}, "domains": {"lake": {**LAKE, "group_size": 8}}},
+            "algorithm.pass_rate: [0.9, 0.95] is not allowed; bounds with a share of successes between them that a "
+            "group of domains.lake, 8 episodes, can have",
+        ),
+        (
             {"algorithm": {"adv_estimator": "remax"}, "domains": {"lake": {**LAKE, "group_size_redundancy": 2}}},
             "domains.lake.group_size_redundancy: 2 is not allowed; 0 with algorithm.adv_estimator remax",
         ),
