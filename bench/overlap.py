@@ -17,10 +17,12 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from bench.support.fleet import RunFleet
+from broker.settings.arguments import count, positive
 from broker.settings.runspec import validate
 from learner.prepare import to_yaml
 
@@ -75,13 +77,13 @@ async def row(folder: Path, ratio: str, longer_s: float, steps: int) -> dict[str
 SHOWN: Final = ("time/wait_for_batch", "time/train", "time/offer_weights", "trainer/idle_ratio")
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Measure every ratio."""
     parser = argparse.ArgumentParser(prog="python -m bench.overlap", description="Measure how well stages overlap.")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of the longer stage (%(default)s)")
-    parser.add_argument("--steps", type=int, default=STEPS, help="counted steps of each ratio (%(default)s)")
+    parser.add_argument("--seconds", type=positive, default=2.0, help="of the longer stage (%(default)s)")
+    parser.add_argument("--steps", type=count, default=STEPS, help="counted steps of each ratio (%(default)s)")
     parser.add_argument("--ratios", nargs="+", choices=sorted(RATIOS), default=list(RATIOS), help="Tg:Tt (all)")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     began, rows = time.monotonic(), []
     for ratio in options.ratios:
         with tempfile.TemporaryDirectory(prefix="rlearner-overlap-") as folder:

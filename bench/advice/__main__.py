@@ -77,10 +77,11 @@ def as_processes(case: Case) -> dict[str, Any]:
     return compare(case, rows, config, measured(changed, case.changed.max_staleness))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+def main(argv: Sequence[str] | None = None) -> int:
+    about = __doc__.splitlines()[0] if __doc__ else ""
+    parser = argparse.ArgumentParser(prog="python -m bench.advice", description=about)
     parser.add_argument("--virtual", action="store_true", help="run every fleet in virtual time only")
-    only_virtual = parser.parse_args().virtual
+    only_virtual = parser.parse_args(argv).virtual
     rows = [as_processes(case) if case.is_real and not only_virtual else in_virtual_time(case) for case in CASES]
     errors = [row["error"] for row in rows]
     found: dict[str, Any] = {"median_error": round(statistics.median(errors), 3), "worst_error": max(errors)}

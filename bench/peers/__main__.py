@@ -35,6 +35,7 @@ from typing import Any, Final
 
 from bench.peers.sides import PACKAGES, PYTHON, ROOT, Measured, Trl, ours
 from bench.peers.workload import CASES, Case, make
+from broker.settings.arguments import count
 
 MODES: Final = ("static", "continuous")
 MISSING: Final = "TRL is not installed; run make peers-env"
@@ -106,14 +107,16 @@ def compare(cases: Sequence[Case], folder: Path, python: str, options: argparse.
     return figures
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
-    add("--pairs", type=int, default=5)
+    add("--pairs", type=count, default=5)
     add("--cases", default=",".join(case.name for case in CASES), help="of %(default)s")
     add("--trl-mode", choices=("auto", *MODES), default="auto")
     add("--vllm-python", default=str(ROOT / ".venv-vllm" / "bin" / "python"), metavar="PATH")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     names = [case.name for case in CASES]
     chosen = options.cases.split(",")
     if unknown := sorted(set(chosen) - set(names)):

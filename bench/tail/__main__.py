@@ -1,7 +1,5 @@
 """Compare the schedulers with schedules that know all lengths; print one JSON object last.
 
-Usage: python -m bench.tail [SEED ...]
-
 The fleet runs in simulated time: the real ledger, slots, length predictor, choice of servers and server scheduler, four
 servers of 16 slots, two hubs, steps of 64 groups of 8. Lengths are lognormal with p99/median = 10 (median 400 tokens,
 at most 16,384). 60 % of the variance of the log lengths belong to the task, which a predictor can learn from earlier
@@ -17,15 +15,18 @@ Each is the mean of the seeds, measured from the ninth step on, for as long as c
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from statistics import mean
 
 from bench.scale import virtual
 from bench.tail import oracle
 from bench.tail.fleet import Fleet
 from bench.tail.scene import STEPS, Lengths
+from broker.settings.arguments import natural
 
 SEEDS = (1, 2)
 
@@ -47,7 +48,12 @@ def measure(seed: int) -> dict[str, float]:
     return found | {"oracle_share": bounded / unbounded}
 
 
-def main(seeds: list[int]) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.tail", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("seeds", metavar="SEED", nargs="*", type=natural, default=list(SEEDS), help="of lengths (1 2)")
+    seeds = parser.parse_args(argv).seeds
     rows = []
     for seed in seeds:
         began = time.monotonic()
@@ -60,4 +66,4 @@ def main(seeds: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main([int(one) for one in sys.argv[1:]] or list(SEEDS))
+    main()

@@ -23,20 +23,26 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 import gymnasium
 import torch
 
 from broker.contract import wire
+from broker.errors import BrokerUnreachable, ServerDied
 from broker.jetstream.bus import Bus
+from broker.nats import addresses
+from broker.runtime import process
 from broker.server.private_server import BrokerServer
+from broker.settings.arguments import count
 from broker.system.children import spawn
+from broker.system.entry import EXIT_STOPPED, enter
 from broker.weights.memory.staging import plan_of
 from broker.weights.receiver.receive import WeightReceiver
 from broker.weights.sender.send import WeightSender
-from examples.cartpole.dqn import Agent, Progress, add_options, epsilon, play
+from examples.cartpole.dqn import Agent, Progress, epsilon, make_parser, play
 from examples.cartpole.streams import (
     ASSIGNMENTS,
     BUCKET_MIB,
@@ -56,7 +62,7 @@ UPDATES_PER_VERSION: Final = 50
 KEEP_EPISODES: Final = 200  # in the log, to look at
 
 
-async def act(url: str, name: str) -> None:
+async def act(url: str, name: str) -> NoReturn:
     """Play what is assigned until this process is ended."""
     bus = await Bus.connect(url, RUN, name=name)
     await bus.ensure_streams(STREAMS)
@@ -159,26 +165,30 @@ async def learn(url: str, options: argparse.Namespace) -> dict[str, object]:
     return {"mean_return": learner.progress.confirmed, **counts, **others, "episodes_by_actor": learner.players}
 
 
-def main() -> None:
+async def watch(server: BrokerServer) -> None:
+    """Raise ServerDied once the broker has ended; no other process would start it again."""
+    while True:
+        await asyncio.sleep(0.2)
+        if not server.running:
+            raise ServerDied("the private broker ended by itself, and so does the run")
+
+
+async def distribute(options: argparse.Namespace) -> None:
+    """Start a broker and the actors, run the learner in this process and print its figures."""
     started = time.monotonic()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
-    parser.add_argument("--actors", type=int, default=4, help="actor processes (%(default)s)")
-    parser.add_argument("--join", metavar="URL", help="be an actor on this broker")
-    parser.add_argument("--name", default=f"actor-{os.getpid()}", help="of an actor that joins")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    if options.join:
-        asyncio.run(act(options.join, options.name))
-        return
     with tempfile.TemporaryDirectory(prefix="cartpole-") as folder, BrokerServer(f"{folder}/broker") as server:
         print(f"broker at {server.url}", flush=True)
         command = [sys.executable, "-m", "examples.cartpole.actors", "--join", server.url, "--name"]
         with (Path(folder) / "actors.log").open("wb") as log:
             actors = [spawn([*command, f"actor-{index}"], log) for index in range(options.actors)]
+        try:
             for index, actor in enumerate(actors):
                 print(f"actor-{index} has pid {actor.pid}", flush=True)
-            figures = asyncio.run(learn(server.url, options))
+            async with asyncio.TaskGroup() as group:
+                watching = group.create_task(watch(server))
+                figures = await learn(server.url, options)
+                watching.cancel()
+        finally:
             for actor in actors:
                 actor.terminate()
             for actor in actors:
@@ -186,5 +196,31 @@ def main() -> None:
     print(json.dumps({**figures, "seconds": round(time.monotonic() - started, 1)}))
 
 
+def broker_address(text: str) -> str:
+    """Parse the address of a broker."""
+    try:
+        addresses.split(text)
+    except BrokerUnreachable:
+        shown, allowed = addresses.without_passwords(text), "expected nats://host:port, or several separated by commas"
+        raise argparse.ArgumentTypeError(f"{shown!r} is not a broker address; {allowed}") from None
+    return text
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser("actors", __doc__)
+    parser.add_argument("--actors", type=count, default=4, help="actor processes (%(default)s)")
+    parser.add_argument("--join", type=broker_address, metavar="URL", help="be an actor on this broker")
+    parser.add_argument("--name", default=f"actor-{os.getpid()}", help="of an actor that joins")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    if options.join is not None:
+        return enter(lambda: asyncio.run(act(options.join, options.name)))
+    return enter(
+        lambda: process.main(
+            "learner", lambda stop: process.unless_stopped(stop, distribute(options)), stopped=EXIT_STOPPED
+        )
+    )
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

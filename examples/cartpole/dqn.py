@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,6 +23,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from broker.settings.arguments import ArgumentParser, count, natural, positive
+from broker.system.entry import enter
+
 Floats = npt.NDArray[np.float32]
 
 OBSERVATION: Final = 4  # position and speed of the cart, angle and speed of the pole
@@ -29,6 +34,7 @@ SCALE: Final = torch.tensor([1.2, 1.5, 0.1, 1.5])  # of observations
 GAMMA: Final = 0.99
 LOOKAHEAD: Final = 3  # steps whose rewards count before the value of a state
 EVALUATE_EVERY: Final = 2000  # environment steps
+LARGEST_SEED: Final = 2**32 - 1  # a million seeds of episodes for each still fit 64 bits
 
 
 @dataclass(frozen=True)
@@ -188,17 +194,33 @@ class Progress:
         return self.confirmed is not None
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--solved", type=float, default=475.0, help="mean return at which training ends (%(default)s)")
-    parser.add_argument("--max-steps", type=int, default=150_000, help="environment steps at most (%(default)s)")
+def seed(text: str) -> int:
+    """Parse a seed."""
+    if (value := natural(text)) > LARGEST_SEED:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a whole number from 0 to {LARGEST_SEED}")
+    return value
 
 
-def main() -> None:
+def make_parser(program: str, description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options of training."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = ArgumentParser(
+        prog=f"python -m examples.cartpole.{program}", description=description, formatter_class=form
+    )
+    parser.add_argument("--seed", type=seed, default=0, help="of weights, exploration and episodes (%(default)s)")
+    parser.add_argument("--solved", type=positive, default=475.0, help="mean return that ends training (%(default)s)")
+    parser.add_argument("--max-steps", type=count, default=150_000, help="environment steps at most (%(default)s)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = make_parser("dqn", __doc__).parse_args(argv)
+    return enter(lambda: train(options))
+
+
+def train(options: argparse.Namespace) -> int:
+    """Train in this process and print the figures."""
     started = time.monotonic()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
-    options = parser.parse_args()
     torch.set_num_threads(1)
     env = gymnasium.make("CartPole-v1")
     agent, progress = Agent(options.seed), Progress(options.seed, options.solved, options.max_steps)
@@ -208,7 +230,8 @@ def main() -> None:
         agent.learn(play(env, agent.network, options.seed * 1_000_003 + played, epsilon(agent.replay.total)))
     figures = {"mean_return": progress.confirmed, "steps": agent.replay.total, "episodes": played}
     print(json.dumps({**figures, "updates": agent.updates, "seconds": round(time.monotonic() - started, 1)}))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+import psutil
 import pytest
 
 from broker.contract import codec, wire
 from broker.contract.streams import LOG, WORK_QUEUE, Stream
 from broker.errors import ConfigError, TooLarge, WireError
 from broker.jetstream.bus import Bus
+from examples.cartpole import actors, dqn
 from examples.cartpole.streams import ASSIGNMENTS, EPISODES, QUEUE, Assignment, Played
 
 ROOT: Final = Path(__file__).parents[2]
@@ -39,9 +41,14 @@ class Small(wire.Message, frozen=True):
 
 
 @contextmanager
-def running(*command: str, cwd: Path = ROOT) -> Iterator[subprocess.Popen[str]]:
+def running(*command: str, cwd: Path = ROOT, **env: str) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
-        [sys.executable, *command], cwd=cwd, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, *command],
+        cwd=cwd,
+        env=ENV | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         try:
             yield process
@@ -83,6 +90,63 @@ def test_learner_and_actors_go_on_when_an_actor_is_killed() -> None:
     assert figures["episodes"] == sum(by_actor.values())
     assert [line for line in lines if line.startswith("episode ")][-1].endswith(" by actor-1\n")
     assert 0 <= figures["largest_lag"] <= figures["versions"]
+
+
+@pytest.mark.parametrize(
+    ("victim", "number", "code", "says"),
+    [
+        ("learner", signal.SIGTERM, 130, "INFO - learner - stopping: SIGTERM\n"),
+        ("nats-server", signal.SIGKILL, 1, "error: the private broker ended by itself, and so does the run\n"),
+    ],
+)
+def test_a_run_that_is_stopped_leaves_nothing(
+    victim: str, number: signal.Signals, code: int, says: str, tmp_path: Path
+) -> None:
+    with running("-m", "examples.cartpole.actors", "--actors", "1", "--solved", "501", TMPDIR=str(tmp_path)) as run:
+        assert run.stdout is not None
+        while not run.stdout.readline().startswith("episode 1 "):
+            assert run.poll() is None
+        assert len(list(tmp_path.glob("cartpole-*"))) == 1
+        children = psutil.Process(run.pid).children()
+        by_name = {"learner": run.pid, **{child.name(): child.pid for child in children}}
+        os.kill(by_name[victim], number)
+        _, errors = run.communicate(timeout=60)
+    assert run.returncode == code
+    assert errors.endswith(says)
+    assert errors.count("\n") - errors.count("; trying again\n") == 1
+    assert errors.count("; trying again\n") <= 1  # the learner may look for the broker once
+    assert list(tmp_path.glob("cartpole-*")) == []
+    assert [child for child in children if child.is_running()] == []
+
+
+TRAINING: Final = [
+    (["--seed", "-1"], "argument --seed: '-1' is not allowed; a whole number of at least 0"),
+    (["--seed", "4294967296"], "argument --seed: '4294967296' is not allowed; a whole number from 0 to 4294967295"),
+    (["--solved", "nan"], "argument --solved: 'nan' is not allowed; a number above 0"),
+    (["--max-steps", "0"], "argument --max-steps: '0' is not allowed; a whole number of at least 1"),
+    (["--max-steps", "-5"], "argument --max-steps: '-5' is not allowed; a whole number of at least 1"),
+]
+ADDRESS: Final = "is not a broker address; expected nats://host:port, or several separated by commas"
+DISTRIBUTED: Final = [
+    (["--actors", "0"], "argument --actors: '0' is not allowed; a whole number of at least 1"),
+    (["--actors", "-1"], "argument --actors: '-1' is not allowed; a whole number of at least 1"),
+    (["--join", ""], f"argument --join: '' {ADDRESS}"),
+    (["--join", "user:secret@foo"], f"argument --join: 'foo' {ADDRESS}"),
+]
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "says"),
+    [*(("dqn", *one) for one in TRAINING), *(("actors", *one) for one in TRAINING + DISTRIBUTED)],
+)
+def test_bad_options_of_the_example(
+    program: str, options: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        {"dqn": dqn, "actors": actors}[program].main(options)
+    name = f"python -m examples.cartpole.{program}"
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"error: {name}: {says}; see {name} --help\n"
 
 
 async def test_messages_of_other_programs_are_checked_on_both_sides(bus: Bus) -> None:
