@@ -160,7 +160,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
     def interrupt(*_: Any) -> None:
         if running:
-            raise Interrupted
+            raise Interrupted(f"it takes longer than {seconds:g} s")
 
     handler = signal.signal(signal.SIGALRM, interrupt)
     timer = signal.setitimer(signal.ITIMER_REAL, seconds, 0.1)  # again, if it catches everything
