@@ -71,6 +71,8 @@ STEPS: Final = (
           "broadcast_gbytes_per_s", "ratio_transfer"), cpu=(*TINY, "--repeats", "2")),
     Step("ipc", "weights by CUDA IPC, and a learner killed while it is read", "bench.gpu.ipc", ("--repeats", "5"),
          20, 90, ("ipc_gbytes_per_s", "ratio_to_copy", "ratio_to_local"), cpu=(*TINY, "--repeats", "2")),
+    Step("checks", "what only a GPU runs, against the CPU", "bench.gpu.checks", (), 45, 120,
+         ("held", "made"), cpu=TINY),
     Step("learner", "a training step of the backend torch", "bench.gpu.learner", ("--repeats", "3"), 45, 150,
          ("tokens_per_s", "mfu", "mfu_causal", "memory_gib", "plan_gib", "tokens_per_s_4096", "mfu_4096",
           "mfu_causal_4096", "memory_gib_4096"), cpu=(*TINY, "--repeats", "1")),

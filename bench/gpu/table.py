@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,6 +14,7 @@ from bench.gpu.state import Outcome, State
 from bench.gpu.steps import Step
 from broker.errors import UserError
 
+ROOT: Final = Path(__file__).resolve().parents[2]
 BEGIN: Final = "<!-- bench.gpu: the table below is written by python -m bench.gpu -->"
 END: Final = "<!-- bench.gpu: end -->"
 
@@ -27,6 +30,16 @@ def table(steps: Sequence[Step], state: State, day: str) -> str:
         cells = (step.name, outcome.state + why, ", ".join(shown))
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
+
+
+def commit() -> str:
+    """Return the commit of the clone or of the bundle from which this was installed; empty if neither tells."""
+    manifest = ROOT / "bench" / "manifest.json"  # install.sh leaves the bundle's there
+    if manifest.is_file():
+        return str(json.loads(manifest.read_text(encoding="utf-8"))["commit"])
+    git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    done = subprocess.run(git, capture_output=True, text=True, check=False) if shutil.which("git") else None
+    return done.stdout.strip() if done is not None and done.returncode == 0 else ""
 
 
 def _figure(value: Any) -> str:
@@ -54,7 +67,8 @@ def write_table(page: Path, steps: Sequence[Step], state: State) -> None:
     """
     try:
         text = page.read_text(encoding="utf-8")
-        page.write_text(replace_table(text, table(steps, state, f"{datetime.now(UTC):%Y-%m-%d}")), encoding="utf-8")
+        day = f"{datetime.now(UTC):%Y-%m-%d}, commit {commit()[:8] or 'unknown'}"
+        page.write_text(replace_table(text, table(steps, state, day)), encoding="utf-8")
     except OSError as error:
         raise UserError(f"{page}: {error.strerror}") from None
 
@@ -68,5 +82,11 @@ def last_line(steps: Sequence[Step], state: State) -> str:
             by_state[outcome.state].append(step.name)
             figures[step.name] = {name: outcome.result[name] for name in step.figures if name in outcome.result}
     named = {name.replace(" ", "_"): found for name, found in by_state.items()}
-    line = {"bench": "bench.gpu", "device": state.device, **named, "seconds": round(state.seconds, 1)}
+    line = {
+        "bench": "bench.gpu",
+        "device": state.device,
+        "commit": commit(),
+        **named,
+        "seconds": round(state.seconds, 1),
+    }
     return json.dumps(line | {"figures": figures})

@@ -51,12 +51,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="make bundle", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--python", default="3.12", help="version of the target (%(default)s)")
-    parser.add_argument("--have", default=IMAGE, help="packages that the target has, with commas (%(default)s)")
+    parser.add_argument("--have", default="", help=f"packages that the target has, with commas ({IMAGE})")
     parser.add_argument("--have-file", default="", metavar="FILE", help="the same as pip freeze prints it")
     parser.add_argument("--model", default="", metavar="FILE", help="a model file to take along")
     parser.add_argument("--part-size", type=int, default=45, metavar="MIB", help="of its parts (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("bundle"), metavar="FOLDER", help="(%(default)s)")
+    parser.add_argument("--list-image", action="store_true", help="print a lock of the image's packages but torch")
     options = parser.parse_args(arguments)
+    if options.list_image:
+        print(image_lock())
+        return 0
     try:
         print(json.dumps(build_bundle(options)))
     except ValueError as error:
@@ -78,7 +82,7 @@ def build_bundle(options: argparse.Namespace) -> dict[str, Any]:
     model = Path(options.model) if options.model else None
     if model is not None and not model.is_file():
         raise ValueError(f"MODEL: {options.model}: there is no such file")
-    present = read_present(options.have, options.have_file)
+    present = read_present(options.have or IMAGE, options.have_file)
     entries = locked_entries("".join((ROOT / "requirements" / name).read_text(encoding="utf-8") for name in LOCKS))
     missing = missing_packages(project_requirements(), present, installed_requirements)
     if unknown := sorted(missing - entries.keys()):
@@ -191,6 +195,19 @@ def locked_entries(text: str) -> dict[str, str]:
     """Return each requirement of a lock with its hashes, by canonical name."""
     entries = re.findall(r"^\S+==(?:.|\n(?=    ))*\n?", text, re.MULTILINE)
     return {canonicalize_name(entry.partition("==")[0]): entry for entry in entries}
+
+
+def image_lock() -> str:
+    """Return the locked entries of what the image holds, with what that needs, but not torch."""
+    entries = locked_entries((ROOT / "requirements" / "setup.txt").read_text(encoding="utf-8"))
+    names: set[str] = set()
+    pending = IMAGE.split(",")
+    while pending:
+        name = canonicalize_name(pending.pop())
+        if name not in names and name in entries:
+            names.add(name)
+            pending += [requirement.name for requirement in installed_requirements(name) or []]
+    return "\n".join(entries[name] for name in sorted(names))
 
 
 def platforms() -> list[str]:

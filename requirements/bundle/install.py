@@ -13,6 +13,7 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 
@@ -21,7 +22,7 @@ class BundleError(Exception):
     """The bundle does not fit this machine, or is damaged."""
 
 
-def main():
+def main() -> int:
     """Check, install, and print the line that sets the variables; return the exit code."""
     parser = argparse.ArgumentParser(prog="install.sh", description="Install rlearner without a network.")
     parser.add_argument("--target", default="rlearner-site", metavar="FOLDER", help="(%(default)s)")
@@ -45,16 +46,17 @@ def main():
     return 0
 
 
-def fail(reason):
+def fail(reason: str) -> int:
     print(f"error: {reason}", file=sys.stderr)
     return 2
 
 
-def places(target):
+def places(target: Path) -> dict[str, Path]:
+    """Return the folder that each variable begins with."""
     return {"PATH": target / "bin", "PYTHONPATH": target}
 
 
-def check_machine(manifest):
+def check_machine(manifest: dict[str, Any]) -> None:
     """Raise BundleError if Python, processor or C library are not those of the bundle."""
     python = ".".join(map(str, sys.version_info[:2]))
     if python != manifest["python"]:
@@ -68,11 +70,11 @@ def check_machine(manifest):
         raise BundleError(f"the C library is glibc {found}; the bundle needs {manifest['glibc']} or newer")
 
 
-def numbers(text):
+def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(".")]
 
 
-def check_files():
+def check_files() -> None:
     """Raise BundleError if a file is missing or has other bytes than when the bundle was made."""
     for line in (HERE / "SHA256SUMS").read_text(encoding="utf-8").splitlines():
         expected, _, name = line.partition("  ")
@@ -82,12 +84,12 @@ def check_files():
             raise BundleError(f"{name}: wrong checksum; copy the bundle again")
 
 
-def digest(path):
+def digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def check_packages(names):
+def check_packages(names: list[str]) -> None:
     """Raise BundleError if this Python lacks packages that the bundle counts on."""
     missing = []
     for name in names:
@@ -99,7 +101,7 @@ def check_packages(names):
         raise BundleError(f"{sys.executable} lacks {', '.join(missing)}; build the bundle with HAVE without them")
 
 
-def install(target):
+def install(target: Path) -> None:
     """Install all wheels and the benchmarks into a folder."""
     command = [
         sys.executable,
@@ -117,6 +119,7 @@ def install(target):
     if done.returncode:
         raise BundleError(f"pip: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
     shutil.copytree(HERE / "bench", target / "bench", dirs_exist_ok=True)
+    shutil.copy(HERE / "manifest.json", target / "bench")  # measurements name its commit
     variables = {name: f"{place}:{os.environ.get(name, '')}" for name, place in places(target).items()}
     words = [sys.executable, "-c", "import broker.contract.wire, rlearner_text.config"]
     done = subprocess.run(words, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
@@ -124,7 +127,7 @@ def install(target):
         raise BundleError(f"installed, but not usable: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
 
 
-def join_model(model, folder):
+def join_model(model: dict[str, str], folder: Path) -> Path:
     """Join the parts of the model file and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / model["name"]

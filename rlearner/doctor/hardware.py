@@ -162,7 +162,7 @@ def _weights(torch: TorchBuild | None, needs: MachineRequirements, count: int) -
             status: Status = "missing" if unreachable else "absent"
             found.append(_finding("weights", status, why, "train.weights_backend=auto"))
         elif pair.carrier == "ipc":
-            why = f"{who}: ipc, {pair.why}; CUDA IPC was not run on a GPU before this release"
+            why = f"{who}: ipc, {pair.why}; run with one H100 only"
             found.append(_finding("weights", "warning", why, "train.weights_backend=auto  # if it fails here"))
         else:
             found.append(_finding("weights", "ok", f"{who}: {pair.carrier}, {pair.why}"))

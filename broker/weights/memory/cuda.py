@@ -1,4 +1,4 @@
-"""GPU memory that other processes of this host can open (CUDA IPC). Not yet run on a GPU.
+"""GPU memory that other processes of this host can open (CUDA IPC).
 
 The memory comes from the driver, not from torch's allocator: the handle then refers to the start of an allocation that
 is neither split nor moved (expandable segments cannot be exported this way), without the reference counts that torch
