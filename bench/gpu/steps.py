@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, Literal
 
 TINY: Final = ("--device", "cpu", "--tiny")
+GGUF: Final = "models/*.gguf"  # where install.sh leaves the model of a bundle
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Step:
         figures: names of its results that the table shows.
         gpus: that it needs.
         packages: that it needs.
-        files: that it needs.
+        files: that it needs, as patterns from the current folder.
     """
 
     name: str
@@ -85,6 +86,8 @@ STEPS: Final = (
          ("success_before", "success_after", "seconds", "audit"), cpu=("--device", "cpu", "--tiny")),
     Step("shared", "learner and server taking turns on one GPU", "bench.shared", (), 60, 150,
          ("turn_s", "sleep_s", "load_s", "offload_s", "wake_s", "params_m"), cpu=("--params-m", "1", "--steps", "3")),
+    Step("real", "a pretrained model learns additions; success before and after", "bench.gpu.real", (), 90, 240,
+         ("success_before", "success_after", "step_s", "seconds", "audit"), packages=("gguf",), files=(GGUF,)),
     Step("engine-vllm", "engine vllm behind a server against it bare", "bench.gpu.engine",
          (*VLLM, "--pairs", "2"), 120, 300, ENGINE, cpu=(*TINY, *VLLM, "--pairs", "1"), packages=("vllm",)),
     Step("launch", "learner on GPU 0, server on GPU 1, by today's launch lines", "bench.gpu.quickstart",
@@ -115,7 +118,7 @@ def why_left_out(step: Step, machine: Machine, left_s: float, installed: Callabl
         return f"{', '.join(lacking)} is not installed"
     if len(machine.devices) < step.gpus:
         return f"it needs {step.gpus} GPUs, and there is {len(machine.devices)}"
-    if absent := [name for name in step.files if not Path(name).exists()]:
+    if absent := [pattern for pattern in step.files if not glob.glob(pattern)]:
         return f"there is no {absent[0]}"
     if step.least_s > left_s:
         return f"it takes {step.least_s:g} s, and {max(0.0, left_s):.0f} s are left; --minutes allows more"

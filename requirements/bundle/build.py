@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import io
 import json
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,7 +42,7 @@ NEWEST_GLIBC = 39  # 2.39, of Ubuntu 24.04; wheels name the oldest glibc that th
 PLATFORMS = ["linux_x86_64", "manylinux1_x86_64", "manylinux2010_x86_64", "manylinux2014_x86_64"]
 ABSENT = "0"  # the version of a package that HAVE names without one
 MIB = 1 << 20
-LOCKS = ("runtime.txt", "broker.txt")
+LOCKS = ("runtime.txt", "broker.txt", "real-model.txt")
 
 Requires = Callable[[str], Sequence[Requirement] | None]
 
@@ -85,6 +87,8 @@ def build_bundle(options: argparse.Namespace) -> dict[str, Any]:
     present = read_present(options.have or IMAGE, options.have_file)
     entries = locked_entries("".join((ROOT / "requirements" / name).read_text(encoding="utf-8") for name in LOCKS))
     missing = missing_packages(project_requirements(), present, installed_requirements)
+    if model is not None and model.suffix == ".gguf":
+        missing |= {"gguf"} - present.keys()  # what converts it there
     if unknown := sorted(missing - entries.keys()):
         raise ValueError(f"no locked version of {', '.join(unknown)}; make setup LOCKED= && make lock")
     out: Path = options.out.resolve()
@@ -96,7 +100,7 @@ def build_bundle(options: argparse.Namespace) -> dict[str, Any]:
     (own,) = (out / "dist").glob("*.whl")
     shutil.move(own, wheels)
     shutil.rmtree(out / "dist")
-    copy_tracked("bench", out)
+    export_folder("bench", out)
     if model is not None:
         split_file(model, out / "model", options.part_size * MIB)
     for name in ("install.sh", "install.py"):
@@ -261,17 +265,15 @@ def run(command: Sequence[str]) -> str:
     return done.stdout
 
 
-def copy_tracked(folder: str, out: Path) -> None:
-    """Copy the files of a folder of the project that git tracks; outside a clone all but caches."""
-    if (ROOT / ".git").exists():
-        names = run(["git", "-C", str(ROOT), "ls-files", "-z", folder]).split("\0")
-        paths = [ROOT / name for name in names if name]
-    else:
-        paths = [path for path in (ROOT / folder).rglob("*.py")]
-    for path in paths:
-        target = out / path.relative_to(ROOT)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, target)
+def export_folder(folder: str, out: Path) -> None:
+    """Copy a folder of the project as it is committed, like the wheel; outside a clone as it is."""
+    if not (ROOT / ".git").exists():
+        shutil.copytree(ROOT / folder, out / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        return
+    command = ["git", "-C", str(ROOT), "archive", "--format=tar", "HEAD", folder]
+    archive = subprocess.run(command, check=True, capture_output=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        tar.extractall(out, filter="data")
 
 
 def split_file(source: Path, folder: Path, size: int) -> None:
