@@ -43,7 +43,7 @@ async def _compare(
     options: argparse.Namespace, model: str, shape: common.ModelShape, dtype: str
 ) -> tuple[dict[str, Any], dict[str, bool]]:
     numbers = sorted(options.requests or ([8] if options.tiny else [64, 256]))
-    prompt, output = ((8, 24), (8, 16)) if options.tiny else ((128, 384), (64, 192))
+    prompt, output = ((8, 24), (8, 16)) if options.tiny else ((128, 384), (32, 96))
     settings = load.section(options, numbers[-1], prompt[1] + output[1] + 8)
     figures: dict[str, Any] = {"requests": numbers}
     checks: dict[str, bool] = {}

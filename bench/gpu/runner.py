@@ -9,9 +9,11 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from bench.gpu.source import current_commit
 from bench.gpu.state import Outcome, State, write_state
 from bench.gpu.steps import Machine, Step, why_left_out
 from broker.system.children import spawn
@@ -50,7 +52,8 @@ def run_steps(
         else:
             limit_s = round(min(step.limit_s, left_s - END_S))
             say(f"{step.name}: {step.shows}, at most {limit_s} s")
-            state.steps[step.name] = run_one(step, machine, out.with_name(f"{out.stem}-{step.name}.log"), limit_s)
+            outcome = run_one(step, machine, out.with_name(f"{out.stem}-{step.name}.log"), limit_s)
+            state.steps[step.name] = replace(outcome, commit=current_commit())
         outcome = state.steps[step.name]
         write_state(out, state)
         say(f"{step.name}: {outcome.state} in {outcome.seconds:.0f} s" + (f": {outcome.reason}" * bool(outcome.reason)))

@@ -3,43 +3,34 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
 from bench.gpu.state import Outcome, State
+from bench.gpu.source import current_commit
 from bench.gpu.steps import Step
 from broker.errors import UserError
 
-ROOT: Final = Path(__file__).resolve().parents[2]
 BEGIN: Final = "<!-- bench.gpu: the table below is written by python -m bench.gpu -->"
 END: Final = "<!-- bench.gpu: end -->"
 
 
-def table(steps: Sequence[Step], state: State, day: str) -> str:
-    """Return a Markdown table of all steps."""
-    lines = [f"{state.device}, {day}:", "", "| step | outcome | figures |", "|---|---|---|"]
+def table(steps: Sequence[Step], state: State, day: str, commit: str = "") -> str:
+    """Return a Markdown table of all steps; a step that ran with another commit names it."""
+    heading = f"{state.device}, {day}" + (f", commit {commit[:8]}" if commit else "")
+    lines = [f"{heading}:", "", "| step | outcome | figures |", "|---|---|---|"]
     for step in steps:
         outcome = state.steps.get(step.name, Outcome("not run"))
         found = {name: outcome.result[name] for name in step.figures if outcome.result.get(name) is not None}
         shown = [f"{name} {_figure(value)}" for name, value in found.items()]
         why = f": {outcome.reason}" if outcome.reason else f", {outcome.seconds:.0f} s" if outcome.seconds else ""
+        if outcome.commit != commit and outcome.finished and outcome.commit:
+            why += f", commit {outcome.commit[:8]}"
         cells = (step.name, outcome.state + why, ", ".join(shown))
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
-
-
-def commit() -> str:
-    """Return the commit of the clone or of the bundle from which this was installed; empty if neither tells."""
-    manifest = ROOT / "bench" / "manifest.json"  # install.sh leaves the bundle's there
-    if manifest.is_file():
-        return str(json.loads(manifest.read_text(encoding="utf-8"))["commit"])
-    git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-    done = subprocess.run(git, capture_output=True, text=True, check=False) if shutil.which("git") else None
-    return done.stdout.strip() if done is not None and done.returncode == 0 else ""
 
 
 def _figure(value: Any) -> str:
@@ -67,8 +58,8 @@ def write_table(page: Path, steps: Sequence[Step], state: State) -> None:
     """
     try:
         text = page.read_text(encoding="utf-8")
-        day = f"{datetime.now(UTC):%Y-%m-%d}, commit {commit()[:8] or 'unknown'}"
-        page.write_text(replace_table(text, table(steps, state, day)), encoding="utf-8")
+        new = table(steps, state, f"{datetime.now(UTC):%Y-%m-%d}", current_commit())
+        page.write_text(replace_table(text, new), encoding="utf-8")
     except OSError as error:
         raise UserError(f"{page}: {error.strerror}") from None
 
@@ -85,7 +76,7 @@ def last_line(steps: Sequence[Step], state: State) -> str:
     line = {
         "bench": "bench.gpu",
         "device": state.device,
-        "commit": commit(),
+        "commit": current_commit(),
         **named,
         "seconds": round(state.seconds, 1),
     }

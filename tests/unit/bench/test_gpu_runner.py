@@ -278,6 +278,11 @@ def test_cells_of_the_table() -> None:
     state = State(
         "1 x A", {"a": Outcome("passed", 61.4, result={"speed": 0.123456}), "b": Outcome("failed", 3, "x | y")}
     )
+    mixed = State("1 x A", {"a": Outcome("passed", 2, commit="0" * 40), "b": Outcome("passed", 2, commit="1" * 40)})
+    assert table([step("a"), step("b")], mixed, "2026-01-02", "1" * 40).splitlines() == [
+        "1 x A, 2026-01-02, commit 11111111:", "", "| step | outcome | figures |", "|---|---|---|",
+        "| a | passed, 2 s, commit 00000000 |  |", "| b | passed, 2 s |  |",
+    ]  # fmt: skip
     assert table([step("a"), step("b"), step("c")], state, "2026-01-02").splitlines() == [
         "1 x A, 2026-01-02:", "", "| step | outcome | figures |", "|---|---|---|",
         "| a | passed, 61 s | speed 0.1235 |", "| b | failed: x \\| y |  |", "| c | not run |  |",
