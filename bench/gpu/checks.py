@@ -163,10 +163,14 @@ def _reads_beside_expandable_segments(device: str) -> bool:
     command = [sys.executable, "-m", "bench.gpu.ipc", "--device", device, "--tiny", "--repeats", "1"]
     environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=90)
-    if done.returncode:
+    try:
+        failed = json.loads(done.stdout.splitlines()[-1])["failed"]
+    except (IndexError, ValueError):
         lines = (done.stdout + done.stderr).strip().splitlines()
-        raise RuntimeError(lines[-1] if lines else f"exit code {done.returncode}")
-    return not json.loads(done.stdout.splitlines()[-1])["failed"]
+        raise RuntimeError(lines[-1] if lines else f"exit code {done.returncode}") from None
+    if failed:
+        raise RuntimeError(f"bench.gpu.ipc: failed checks: {', '.join(failed)}")
+    return True
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from bench.gpu.state import Outcome, State
 from bench.gpu.source import current_commit
+from bench.gpu.state import Outcome, State
 from bench.gpu.steps import Step
 from broker.errors import UserError
 

@@ -253,6 +253,14 @@ def name_of(unit: bytes) -> str:
     return f"GPU-{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
 
+def numbered(device: str | torch.device) -> torch.device:
+    """Return the device, a GPU with its number: ``torch.cuda.set_device`` refuses a plain ``cuda``."""
+    device = torch.device(device)
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def device_of(device: torch.device) -> SharedDevice | None:
     """Return the device that opens a learner's GPU memory for a server whose weights arrive there; None for a CPU."""
     return CudaDevice(device) if device.type == "cuda" else None
