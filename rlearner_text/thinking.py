@@ -17,3 +17,10 @@ def without_thinking(text: str) -> str:
     _, closed, said = text.rpartition(CLOSE)
     said, opened, _ = (said if closed else text).partition(OPEN)
     return said.lstrip() if closed or opened else text
+
+
+def after_thinking(text: str) -> str:
+    """Return the text after the reasoning; nothing if its last block is not closed, for that is no answer."""
+    _, closed, said = text.rpartition(CLOSE)
+    said = said if closed else text
+    return "" if OPEN in said else said
