@@ -98,7 +98,7 @@ def _main() -> None:
     for number, text in enumerate(asked.references):
         if time.monotonic() > ends:
             break
-        gold = math_extract.answer_of(text, args.answer_after)
+        gold = reward.answer_of_reference(text)
         if not gold.text.strip():
             reasons[number] = NO_ANSWER
         elif reward.kind(gold) == "text":

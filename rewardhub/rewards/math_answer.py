@@ -67,10 +67,8 @@ class MathAnswerReward:
             ResponseFault: if the answer is too costly to compare, or sympy raises.
             NoScore: if the reference is empty, a fault of the data.
         """
-        marker = self._args.answer_after
-        thinking: Thinking = "keep" if self._args.thinking == "keep" else "drop"  # of a worked solution
-        gold = math_extract.answer_of(sample.reference, marker, thinking)
-        found = math_extract.answer_of(sample.response, marker, self._args.thinking)
+        gold = self.answer_of_reference(sample.reference)
+        found = math_extract.answer_of(sample.response, self._args.answer_after, self._args.thinking)
         if not gold.text.strip():
             raise NoScore(f"no answer in the reference {sample.reference[-200:]!r}")
         if self.kind(gold) == "text":
@@ -80,6 +78,11 @@ class MathAnswerReward:
         if verdict in ("too_costly", "failed"):
             raise ResponseFault("too_costly" if verdict == "too_costly" else "not_comparable", self._args.wrong)
         return self._args.correct if verdict == "equal" else self._args.wrong
+
+    def answer_of_reference(self, reference: str) -> ExtractedAnswer:
+        """Return the answer of a reference, whose thinking is never required."""
+        thinking: Thinking = "keep" if self._args.thinking == "keep" else "drop"
+        return math_extract.answer_of(reference, self._args.answer_after, thinking)
 
     def _kind(self, gold: ExtractedAnswer) -> Kind:
         """Return how a reference is compared: as text if it cannot be parsed in time."""

@@ -37,6 +37,7 @@ WARM_UP: Final = (
     (r"$\begin{pmatrix}1\\2\end{pmatrix}$", r"$\begin{pmatrix}1\\\sqrt{3}\end{pmatrix}$"),
     (r"$50\%$", "$0.5$"),
     (r"$6 - 5i$", "$(2+i)^2$"),
+    (r"$a_n = \sum_{k=0}^{n-1} F_k F_{n-k}$", r"$a_n = |x|$"),
 )
 
 

@@ -70,6 +70,8 @@ class NodeComparison:
         self._num_pairs += 1
         if self._num_pairs > MAX_PAIRS:
             raise TooCostly("too many items to compare")
+        if gold.unit and found.unit and gold.unit != found.unit:
+            return False
         if math_text.canonical(gold.text) == math_text.canonical(found.text):
             return True
         if "words" in (gold.kind, found.kind):
@@ -77,8 +79,6 @@ class NodeComparison:
         unwrapped = self._unwrapped(gold, found)
         if unwrapped is not None:
             return self.is_equal(*unwrapped)
-        if gold.unit and found.unit and gold.unit != found.unit:
-            return False
         same_kind = getattr(self, f"_same_{gold.kind}", None) if gold.kind == found.kind else None
         if same_kind is not None:
             return bool(same_kind(gold, found))
@@ -109,6 +109,8 @@ class NodeComparison:
                 named = "system" in kinds or ("set" in kinds and self._options.strict)
                 return False if named else self._same_items(gold.parts, found.parts, ordered="set" not in kinds)
             return self._same_items(gold.parts, found.parts, ordered=_are_named_apart(gold, found))
+        if kinds == {"tuple", "interval"}:  # of other brackets
+            return False
         if kinds == {"list", "interval"} and gold.kind == "list":
             return found.label == "[]" and self._same_items(gold.parts, found.parts, ordered=True)
         if kinds == {"matrix", "tuple"}:
@@ -231,6 +233,8 @@ class NodeComparison:
                 return True
             if is_costly(exact) or is_costly(other):
                 raise TooCostly("too large to compute with")
+            if math_expression.ordered(exact) == math_expression.ordered(other):
+                return True
             if not math_expression.is_near(exact, other, self._options.float_rounding):
                 return False
             settings = msgspec.structs.asdict(self._options)
@@ -267,7 +271,8 @@ def _times(node: Node) -> set[tuple[int, int, int]]:
     hour, minute, second = (int(part.value or 0) for part in node.parts)
     if node.label:
         return {(hour % 12 + (12 if node.label == "p" else 0), minute, second)}
-    return {(hour, minute, second), (hour + 12, minute, second)} if hour < 12 else {(hour, minute, second), (0, minute, second)} if hour == 12 else {(hour, minute, second)}
+    hours = {hour, (hour + 12) % 24} if hour <= 12 else {hour}
+    return {(each, minute, second) for each in hours}
 
 
 def _renamed(gold: str, found: str) -> str | None:

@@ -11,13 +11,18 @@ from rewardhub.rewards.math_read import Node, read
 
 SMALL: Final = 1e-3
 # What the parser would misread: digits next to digits, subscripts of numbers, colons, decimals without end.
-_UNREADABLE: Final = re.compile(r"\d\s+[\d.]|\d_|\d\)_|:|\.\.\.|\\ldots|\\cdots|\\dots|\\pmod|\\equiv|\\mid|[?#&@\"]|\\\\$")
+_UNREADABLE: Final = re.compile(
+    r"(?<![_^])\d\s+[\d.]|\d_|\d\)_|:|\.\.\.|\\ldots|\\cdots|\\dots|\\pmod|\\equiv|\\mid|[?#@\"]|^(?!.*\\begin).*(?:&|\\\\)",
+    re.DOTALL,
+)
 _IMAGINARY_FACTOR: Final = re.compile(r"(?<=[\d)}])i(?![A-Za-z])")
-_FACTOR: Final = re.compile(r"(\}|\))\s+(?=\d)")
+_FACTOR: Final = re.compile(r"(\\frac\s*\{[^{}]*\}\s*\{[^{}]*\})\s+(?=\d)")
 _UNIT_OF_ROOT: Final = re.compile(r"(?<![A-Za-z\\])\\?(?:i|imath|mathrm\s*\{i\}|text\s*\{i\})(?![A-Za-z])")
-_INDEX: Final = re.compile(r"_\{?\s*i(?![A-Za-z])|(?<![A-Za-z])i\s*(?:=|\\in)|[<>j]|\\[lg]e(?![A-Za-z])|\\equiv|\\(?:max|min)")
+_INDEX: Final = re.compile(
+    r"_\{?\s*i(?![A-Za-z])|(?<![A-Za-z])i\s*(?:=|\\in)|[<>j]|\\[lg]e(?![A-Za-z])|\\equiv|\\(?:max|min)"
+)
 _LAST_NUMBER: Final = re.compile(
-    r"(?<![\w.,:/^])[-+−]?(?:\\?[$€£¥]\s?)?-?(?:\d{1,3}(?:[ \u00a0\u2009\u202f]\d{3})+(?!\d)|[\d][\d,]*)?(?:\.\d+)?"
+    r"-?\\[dtc]?frac\{-?\d+\}\{-?\d+\}|(?<![A-Za-z0-9_.,:/^{])[-+−]?(?:\\?[$€£¥]\s?)?-?(?:\d{1,3}(?:[ \u00a0\u2009\u202f]\d{3})+(?!\d)|[\d][\d,]*)?(?:\.\d+)?"
     r"(?:\s+\d+/\d+|:\d\d(?!\d)|/\d+|_\{?\d+\}?|!+)?(?:\s*\\?%)?"
 )
 
@@ -68,6 +73,13 @@ def is_undefined(expression: Any) -> bool:
     import sympy
 
     return bool(expression.has(sympy.zoo, sympy.nan))
+
+
+def ordered(expression: Any) -> Any:
+    """Return an expression with the factors and terms of each product and sum in sympy's order."""
+    import sympy
+
+    return expression.replace(lambda node: isinstance(node, (sympy.Mul, sympy.Add)), lambda node: node.func(*node.args))
 
 
 def is_near(gold: Any, found: Any, digits: int) -> bool:

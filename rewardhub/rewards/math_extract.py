@@ -29,7 +29,9 @@ _ENVIRONMENT: Final = re.compile(
     r"(?:\\left\s*\\?[\[({|.])?\s*\\begin\{(?P<name>[A-Za-z]+\*?)\}(?s:.)*\\end\{(?P=name)\}\s*(?:\\right\s*\\?[\])}|.])?"
 )
 _PERCENT: Final = re.compile(r"\s*\$?\s*(?:\\?%|percent(?:age)?\b|pct\b)", re.IGNORECASE)
-_CONNECTED: Final = re.compile(r"(?:[\s$,;.&]|\\[()\[\],; ]|\\q?quad|\\text\s*\{\s*(?:and|or)\s*\}|and|or)*")
+_CONNECTED: Final = re.compile(
+    r"(?:[\s$,;.&]|[A-Za-z](?:_\{?\w\}?)?\s*=|\\[()\[\],; ]|\\q?quad|\\text\s*\{(?:[^{}]*\s)?(?:and|or)\s*\}|and|or)*"
+)
 _SPECIAL_TOKENS: Final = re.compile(r"(?:\s|<\|[\w/ ]{1,40}\|>|</s>|<eos>|<end_of_turn>)+$")
 _OPEN_TAG: Final = "<answer>"
 _CLOSE_TAG: Final = "</answer>"
@@ -68,6 +70,8 @@ def answer_of(text: str, marker: str, thinking: Thinking = "drop") -> ExtractedA
         return ExtractedAnswer(strip_markup(line.lstrip(" :")), bare=True)
     text = _tagged_text(after if is_marked else text)
     boxes = _boxes(text)
+    if boxes and (stated := _final_answer(text[boxes[-1].end :])) is not None:
+        return ExtractedAnswer(stated, bare=True)
     if boxes:
         contents = dict.fromkeys(box.content for box in _last_boxes(text, boxes))
         return ExtractedAnswer(", ".join(contents), bare=True)  # the blank tells a set from digit groups
@@ -105,7 +109,7 @@ def _is_only_answer(line: str) -> bool:
         return "$" not in formula[0].strip("$").replace("\\$", "")
     if _DELIMITED.search(line):
         return False
-    return math_text.number(line) is not None or math_text.is_formula(line)
+    return math_text.number(line) is not None or math_text.is_formula(line) or math_text.has_unit(line)
 
 
 def _stated_answer(text: str) -> str | None:
@@ -120,6 +124,14 @@ def _stated_answer(text: str) -> str | None:
     if not candidate or _DELIMITED.search(candidate):
         return None
     return candidate if len(candidate.split()) <= MANY_WORDS else None
+
+
+def _final_answer(text: str) -> str | None:
+    """Return what follows "final answer" after the last box, if that holds a number."""
+    if "final answer" not in text.lower():
+        return None
+    stated = _stated_answer(text)
+    return stated if stated is not None and re.search(r"\d", stated) else None
 
 
 def last_formulas(text: str, *, first: bool = False) -> str | None:
@@ -207,7 +219,7 @@ def is_prose(text: str) -> bool:
 
 def is_same_writing(gold: ExtractedAnswer, found: ExtractedAnswer) -> bool:
     """Return whether an answer is written like the reference, or names the same choice."""
-    if gold.bare and (letter := _choice_of_reference(gold.text)) is not None:
+    if (letter := _choice_of_reference(gold.text.strip())) is not None:
         return letter == _choice_of_response(found)
     if not (gold.bare and found.bare):
         return False

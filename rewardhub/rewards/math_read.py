@@ -51,7 +51,9 @@ _RELATIONS: Final = {
     **{"\\in": "\\in", "\\approx": "\\approx", "\\simeq": "\\approx", "\\sim": "\\approx"},
 }
 _REVERSED: Final = {">": "<", "\\ge": "\\le"}
-_AND: Final = re.compile(r"\s*,?\s*(?:\\text\s*\{[\s,]*(?:and|or)\s*\}|\\lor(?![A-Za-z])|\\land(?![A-Za-z]))\s*,?\s*")
+_AND: Final = re.compile(r"\s*,?\s*\\text\s*\{[\s,]*(?:and|or)\s*\}\s*,?\s*")
+_EITHER: Final = re.compile(r"\\lor(?![A-Za-z])")  # only between relations
+_LEAD: Final = re.compile(r"\\text\s*\{[^{}]*(?:\bis|\bare|:)\s*\}\s*:?")
 _WORD_AND: Final = re.compile(r"\s*,?\s*(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])\s*")
 _SUBSCRIPT: Final = re.compile(
     r"\(?(?P<digits>[0-9A-Fa-f]+)\)?_(?:\{(?P<base>[^{}]*(?:\{[^{}]*\})?[^{}]*)\}|(?P<digit>\d+))"
@@ -92,7 +94,15 @@ UNITS: Final = (
     *(("cm", "centimeter", "centimetre"), ("mm", "millimeter", "millimetre"), ("km", "kilometer", "kilometre")),
     *(("m", "meter", "metre"), ("kg", "kilogram"), ("g", "gram"), ("mg", "milligram"), ("l", "liter", "litre")),
     *(("ml", "milliliter", "millilitre"), ("s", "second", "sec"), ("min", "minute"), ("h", "hour", "hr"), ("day",)),
-    *(("inch", "inche", "in"), ("ft", "foot", "feet"), ("yd", "yard"), ("mile", "mi"), ("week",), ("year",), ("month",)),
+    *(
+        ("inch", "inche", "in"),
+        ("ft", "foot", "feet"),
+        ("yd", "yard"),
+        ("mile", "mi"),
+        ("week",),
+        ("year",),
+        ("month",),
+    ),
 )
 
 
@@ -139,6 +149,8 @@ def _wrapped(text: str, depth: int) -> Node | None:
     if whole is not None:
         content = whole[1].strip()
         return _read(content, depth + 1) if re.search(r"\d", content) else Node("words", content)
+    if (lead := _LEAD.match(text)) is not None:
+        return _read(text[lead.end() :], depth + 1)
     if text.startswith("{") and _matching_close(text) == len(text):
         return _read(text[1:-1], depth + 1)
     return None
@@ -218,12 +230,17 @@ def _items(text: str) -> list[str]:
     groups = split_top(text, ";")
     if len(groups) > 1:
         return [f"({group})" if len(_items(group)) > 1 else group for group in groups]
+    alternatives = _split_words(text)
+    if len(alternatives) > 1 and all("=" in group and len(split_top(group, ",")) > 1 for group in alternatives):
+        return [f"({group})" for group in alternatives]  # x = 1, y = 2 or x = 3, y = 4
     pieces = [piece for part in split_top(text, ",") for piece in _split_words(part)]
     return [piece for piece in pieces if piece.strip()] if len(pieces) > 1 else pieces
 
 
 def _split_words(text: str) -> list[str]:
     """Split at "and" and "or" outside brackets."""
+    if _EITHER.search(text) and all(_relation_sides(side)[1] for side in _EITHER.split(text)):
+        return _EITHER.split(text)
     matches = [match for pattern in (_AND, _WORD_AND) for match in pattern.finditer(text)]
     pieces, start = [], 0
     for match in sorted(matches, key=lambda match: match.start()):

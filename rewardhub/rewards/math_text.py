@@ -10,7 +10,7 @@ LONGEST_NUMBER: Final = 60  # characters of a number that is read without the pa
 # Digits grouped by commas ("36,000", "36{,}000"), thin spaces or blanks; a tuple or a set is never one number.
 _NUMBER: Final = re.compile(
     r"(?P<sign>[-+−]?)\s*(?:\\?[$€£¥])?\s*(?P<sign2>-?)"
-    r"(?P<whole>\d{1,3}(?:(?:,|\{,\}|\\[,!; ]|[~' \u00a0\u2007\u2009\u202f])\d{3})+|\d+)?(?P<part>\.\d+)?"
+    r"(?P<whole>[1-9]\d{0,2}(?:(?:,|\{,\}|\\[,!; ]|[~' \u00a0\u2007\u2009\u202f])\d{3})+|\d+)?(?P<part>\.\d+)?"
     r"(?P<power>[eE][-+]?\d{1,2})?\.?\s*(?:\\?[$€£¥])?"
 )
 _DECIMAL_COMMA: Final = re.compile(r"(-?)(0|[1-9]\d*),(\d{2}|\d{4,}|(?<=0,)\d+)")
@@ -33,7 +33,9 @@ _BARE_FUNCTION: Final = re.compile(
 )
 _WORD_BEFORE_TERM: Final = re.compile(r"(?<![A-Za-z])([A-Za-z]{2,})\s+(?=[A-Za-z0-9$])")
 _POWER: Final = re.compile(r"(?:\*\*|\^)\s*(-?\d+(?:\.\d+)?|\((-?\d+(?:\.\d+)?)\))")
-_CHOICE: Final = re.compile(r"(?:(?:option|choice)\s+)?[(\[]?([A-Z])(?:[)\]]|[.:](?!\w)|\s*$)(?:\s.*)?", re.IGNORECASE)
+_CHOICE: Final = re.compile(
+    r"(?:(?i:option|choice)\s+)?[(\[]?([A-Z])(?:[)\]]\s*|(?![A-Za-z0-9\s'’+*/^=<>_!-])(?!\.\w)|\s*$).*", re.DOTALL
+)
 _CHARACTERS: Final = str.maketrans(
     {
         "−": "-", "–": "-", "·": "\\cdot ", "×": "\\times ", "÷": "/", "∞": "\\infty ", "π": "\\pi ", "∪": "\\cup ",
@@ -56,6 +58,7 @@ _SPELLINGS: Final = (
     (re.compile(r"\\leq(?:slant)?(?![A-Za-z])|<="), r"\\le "),
     (re.compile(r"\\geq(?:slant)?(?![A-Za-z])|>="), r"\\ge "),
     (re.compile(r"\\neq(?![A-Za-z])|!="), r"\\ne "),
+    (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset "),
     (re.compile(r"\\lt(?![A-Za-z])"), "<"),
     (re.compile(r"\\gt(?![A-Za-z])"), ">"),
     (re.compile(r"\\(?:lbrace|lbrack)(?![A-Za-z])"), r"\\{"),
@@ -120,7 +123,7 @@ def has_unit(text: str) -> bool:
 
 def is_formula(text: str) -> bool:
     """Return whether the text can be a formula: its words are function names or short products of variables."""
-    if not text or has_control_characters(text):
+    if not text or has_control_characters(text) or _has_foreign_letters(text):
         return False
     plain = _COMMAND.sub(" ", TEXT_COMMAND.sub(" ", text))
     words = re.findall(r"[A-Za-z]+", plain)
@@ -133,6 +136,14 @@ def is_formula(text: str) -> bool:
     # "no", "left": letters alone are words unless they are one variable.
     is_text = any(len(word) == 3 and word not in FUNCTIONS for word in words)
     return not is_text and re.fullmatch(r"[A-Za-z\s.,'!?]*", text) is None
+
+
+def _has_foreign_letters(text: str) -> bool:
+    """Return whether the text holds letters other than Latin and Greek ones and symbols such as ℝ."""
+    return not text.isascii() and any(
+        char.isalpha() and not (char.isascii() or "\u0370" <= char <= "\u03ff" or "\u2100" <= char <= "\u214f")
+        for char in text
+    )
 
 
 def has_control_characters(text: str) -> bool:
@@ -153,6 +164,8 @@ def plain_latex(text: str) -> str:
     """Return a formula without dollars, size commands and spaces that have no meaning, with one name per relation."""
     text = text.translate(_CHARACTERS)
     text = re.sub(r"(?<!\\)\$", " ", text)
+    if "\\begin" not in text:
+        text = re.sub(r"\\{2,}(?=[A-Za-z{}])", r"\\", text)  # of a text that was escaped twice
     for pattern, spelling in _SPELLINGS:
         text = pattern.sub(spelling, text)
     return text.strip()
