@@ -2,10 +2,11 @@
 
     python -m bench.answers [--workers 2] [--every 1]
 
-The last line is JSON: ``adversarial`` counts the attacks, ``pairs`` the answers with a reference, of ``kinds`` that each
-have equal and unequal ones; ``voided`` had no score, which would void a group; ``over_2_s`` took longer by the clock; ``executed`` created a file that only code in an answer would create;
-``wrong_verdicts``; ``slowest_s``; ``neighbours_s``, the time of 40 plain answers next to a costly one; ``per_s``,
-ordinary answers per second. The cases are in ``bench.support.answer_cases`` and ``answer_pairs``.
+The last line is JSON: ``adversarial`` counts the attacks, ``pairs`` the answers with a reference, of ``kinds`` with
+both verdicts; ``voided`` had no score, which would void a group; ``over_2_s`` took longer by the clock;
+``executed`` created a file that only code in an answer would create; ``wrong_verdicts``; ``slowest_s``;
+``neighbours_s``, the time of 40 plain answers next to a costly one; ``per_s``, ordinary answers per second. The cases
+are in ``bench.support.answer_cases``, ``answer_pairs`` and ``answer_structures``.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def matrices() -> Iterator[AnswerPair]:
             f"\\boxed{{{_matrix([list(column) for column in zip(*rows, strict=True)])}}}", _matrix(rows), False
         )
     yield AnswerPair(
-        f"$\\left[\\begin{{array}}{{cc}}1&2\\\\3&4\\end{{array}}\\right]$", _matrix([["1", "2"], ["3", "4"]]), True
+        "$\\left[\\begin{array}{cc}1&2\\\\3&4\\end{array}\\right]$", _matrix([["1", "2"], ["3", "4"]]), True
     )
 
 

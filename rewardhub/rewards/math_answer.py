@@ -17,7 +17,8 @@ from rewardhub.rewards import math_compare, math_extract, math_text
 from rewardhub.rewards.base import NoScore, ResponseFault, Sample, Scored
 from rewardhub.rewards.math_compare import ComparisonRequest
 from rewardhub.rewards.math_equality import ComparisonOptions
-from rewardhub.rewards.math_extract import ExtractedAnswer, Thinking
+from rewardhub.rewards.math_extract import ExtractedAnswer
+from rewardhub.rewards.thinking import Thinking
 
 MEMORY_MIB: Final = 512  # of the bounded process
 REMEMBERED: Final = 1024  # verdicts: the answers of a group are often the same
@@ -29,9 +30,7 @@ class MathAnswerArgs(Section):
     """Arguments of the reward ``math_answer``."""
 
     answer_after: str = "####"  # marks the answer in reference and response, by its last occurrence; empty: no marker
-    # drop: only what follows the thinking counts, and nothing if it does not end; required: nothing without </think>,
-    # where the chat template opens the thinking; keep: all of the response counts
-    thinking: Thinking = "drop"
+    thinking: Thinking = "drop"  # keep: answers in <think> count; required: without </think> there is no answer
     correct: float = 1.0  # reward of an equal answer
     wrong: float = 0.0  # reward of any other, or of no answer
     float_rounding: Annotated[int, Field(ge=0, le=30)] = 6  # decimals that must agree if one number has a decimal point

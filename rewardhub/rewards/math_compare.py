@@ -104,7 +104,7 @@ def node_of(answer: ExtractedAnswer, *, reference: bool = False) -> Node:
             raise TooCostly("too large to parse")
         return _bare_node(answer.text, reference=reference)
     is_searched = not reference or math_extract.is_prose(answer.text) or "$" in answer.text or "\\" in answer.text
-    if not is_searched:
+    if not is_searched or math_text.has_control_characters(answer.text):
         return Node("words", answer.text)
     formula = math_extract.last_formulas(answer.text)
     if formula is not None:

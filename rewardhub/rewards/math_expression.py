@@ -22,7 +22,8 @@ _INDEX: Final = re.compile(
     r"_\{?\s*i(?![A-Za-z])|(?<![A-Za-z])i\s*(?:=|\\in)|[<>j]|\\[lg]e(?![A-Za-z])|\\equiv|\\(?:max|min)"
 )
 _LAST_NUMBER: Final = re.compile(
-    r"-?\\[dtc]?frac\{-?\d+\}\{-?\d+\}|(?<![A-Za-z0-9_.,:/^{])[-+−]?(?:\\?[$€£¥]\s?)?-?(?:\d{1,3}(?:[ \u00a0\u2009\u202f]\d{3})+(?!\d)|[\d][\d,]*)?(?:\.\d+)?"
+    r"-?\\[dtc]?frac\{-?\d+\}\{-?\d+\}|(?<![A-Za-z0-9_.,:/^{])[-+−]?(?:\\?[$€£¥]\s?)?-?"
+    r"(?:\d{1,3}(?:[ \u00a0\u2009\u202f]\d{3})+(?!\d)|[\d][\d,]*)?(?:\.\d+)?"
     r"(?:\s+\d+/\d+|:\d\d(?!\d)|/\d+|_\{?\d+\}?|!+)?(?:\s*\\?%)?"
 )
 
@@ -97,7 +98,7 @@ def is_near(gold: Any, found: Any, digits: int) -> bool:
 def last_number(text: str) -> Node | None:
     """Return the last number of prose."""
     numbers = _numbers(text)
-    return read(numbers[-1]) if numbers else None
+    return read(numbers[-1]) if numbers and len(numbers[-1]) <= math_text.LONGEST_NUMBER else None
 
 
 def only_number(text: str) -> Node | None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
 from rewardhub.rewards import math_text
-from rlearner_text.thinking import CLOSE, after_thinking
-
-Thinking = Literal["drop", "required", "keep"]
+from rewardhub.rewards.thinking import Thinking, visible_text
 
 LONGEST_ANSWER: Final = 4000  # characters that are searched, from the end
 LONGEST_LINE: Final = 200  # characters of a response that is only an answer
@@ -22,8 +20,8 @@ _DELIMITED: Final = re.compile(r"\\\(|\\\[|(?<!\\)\$.*?(?<!\\)\$|\\boxed|\\fbox"
 _MATH: Final = re.compile(r"\\\(|\\\[|(?<!\\)\$")
 # Formulas in prose; a formula between single dollars has no line end.
 _FORMULA: Final = re.compile(
-    r"(?<!\\)\$\$(?P<display>[^$]+)\$\$|\\\[(?P<bracket>(?:[^\\]|\\(?!\]))+)\\\]"
-    r"|(?<!\\)\$(?P<inline>(?:\\\$|[^$\n])+)(?<!\\)\$|\\\((?P<round>(?:[^\\]|\\(?!\)))+)\\\)"
+    r"(?<!\\)\$\$(?P<display>[^$]+)\$\$|\\\[(?P<bracket>(?:[^\\]|\\(?!\]))++)\\\]"
+    r"|(?<!\\)\$(?P<inline>(?:\\\$|[^$\n])+)(?<!\\)\$|\\\((?P<round>(?:[^\\]|\\(?!\)))++)\\\)"
 )
 _ENVIRONMENT: Final = re.compile(
     r"(?:\\left\s*\\?[\[({|.])?\s*\\begin\{(?P<name>[A-Za-z]+\*?)\}(?s:.)*\\end\{(?P=name)\}\s*(?:\\right\s*\\?[\])}|.])?"
@@ -32,11 +30,12 @@ _PERCENT: Final = re.compile(r"\s*\$?\s*(?:\\?%|percent(?:age)?\b|pct\b)", re.IG
 _CONNECTED: Final = re.compile(
     r"(?:[\s$,;.&]|[A-Za-z](?:_\{?\w\}?)?\s*=|\\[()\[\],; ]|\\q?quad|\\text\s*\{(?:[^{}]*\s)?(?:and|or)\s*\}|and|or)*"
 )
-_SPECIAL_TOKENS: Final = re.compile(r"(?:\s|<\|[\w/ ]{1,40}\|>|</s>|<eos>|<end_of_turn>)+$")
+_SPECIAL_TOKEN: Final = re.compile(r"(?:<\|[\w/ ]{1,40}\|>|</s>|<eos>|<end_of_turn>)\Z")
 _OPEN_TAG: Final = "<answer>"
 _CLOSE_TAG: Final = "</answer>"
 _STATED: Final = re.compile(
-    r"\banswer\b(?:[^\n.:=$\\]{0,60}?\b(?:is|are|equals)\b(?:\s+for\s+sure)?|[^\n.:=$\\]{0,40}?[:=])[ \t]*[:=]?[ \t*_]*",
+    r"\banswer\b(?:[^\n.:=$\\]{0,60}?\b(?:is|are|equals)\b(?:\s+for\s+sure)?|[^\n.:=$\\]{0,40}?[:=])"
+    r"[ \t]*[:=]?[ \t*_]*",
     re.IGNORECASE,
 )
 _SENTENCE_END: Final = re.compile(r"[.!?](?:\s+(?=[A-Z(])|\s*$)|[,;]\s+(?=[A-Za-z]{2})(?!and |or )|\n")
@@ -63,7 +62,7 @@ def answer_of(text: str, marker: str, thinking: Thinking = "drop") -> ExtractedA
     the last ``<answer>`` tags, a single line that is only an answer, what the text says the answer is, or the last
     formula if no number follows it; else the whole text, whose last number counts.
     """
-    text = _SPECIAL_TOKENS.sub("", _visible_text(text, thinking)[-LONGEST_ANSWER:])
+    text = _without_end_tokens(visible_text(text, thinking)[-LONGEST_ANSWER:])
     _, is_marked, after = text.rpartition(marker) if marker else ("", "", text)
     if is_marked and not BOXED.search(after):
         line = next((line for line in after.splitlines() if line.strip(" :*")), "")
@@ -83,13 +82,12 @@ def answer_of(text: str, marker: str, thinking: Thinking = "drop") -> ExtractedA
     return ExtractedAnswer(text, bare=False)
 
 
-def _visible_text(text: str, thinking: Thinking) -> str:
-    """Return what stands after the reasoning; nothing if the reasoning does not end."""
-    if thinking == "keep":
-        return text
-    if thinking == "required" and CLOSE not in text:
-        return ""
-    return after_thinking(text)
+def _without_end_tokens(text: str) -> str:
+    """Return a text without the special tokens that end it."""
+    text = text.rstrip()
+    while text.endswith(">") and (token := _SPECIAL_TOKEN.search(text, max(0, len(text) - 60))) is not None:
+        text = text[: token.start()].rstrip()
+    return text
 
 
 def _tagged_text(text: str) -> str:
@@ -139,6 +137,8 @@ def last_formulas(text: str, *, first: bool = False) -> str | None:
 
     None if a digit follows it. With ``first``, the formulas that the text starts with instead, or None.
     """
+    if first and not text.startswith(("$", "\\(", "\\[")):
+        return None
     formulas = list(_FORMULA.finditer(text))
     if not formulas or (first and formulas[0].start() > 0):
         return None

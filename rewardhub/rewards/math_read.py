@@ -14,6 +14,8 @@ from typing import Final, Literal
 import msgspec
 
 from rewardhub.rewards import math_text
+from rewardhub.rewards.math_numbers import exact_value, unit_name
+from rewardhub.rewards.math_split import joined, matching_close, relation_sides, split_items, split_top
 
 Kind = Literal[
     "number",
@@ -37,8 +39,6 @@ SEQUENCES: Final = ("list", "set", "tuple", "interval")
 MAX_DEPTH: Final = 6  # of structures in structures
 MAX_ITEMS: Final = 400
 
-_OPEN, _CLOSE = "([{", ")]}"
-_TOKEN: Final = re.compile(r"\\begin\{[a-zA-Z]+\*?\}|\\end\{[a-zA-Z]+\*?\}|\\[A-Za-z]+|\\.|.", re.DOTALL)
 _MATRICES: Final = frozenset(("matrix", "pmatrix", "bmatrix", "Bmatrix", "smallmatrix", "psmallmatrix", "array"))
 _SYSTEMS: Final = frozenset(("aligned", "align", "align*", "gathered", "gather", "gather*", "split", "alignedat"))
 _ENVIRONMENT: Final = re.compile(
@@ -46,33 +46,8 @@ _ENVIRONMENT: Final = re.compile(
     r"\s*(?:\\\}|[\])|])?",
     re.DOTALL,
 )
-_RELATIONS: Final = {
-    **{"=": "=", "<": "<", ">": ">", "\\le": "\\le", "\\ge": "\\ge", "\\ne": "\\ne"},
-    **{"\\in": "\\in", "\\approx": "\\approx", "\\simeq": "\\approx", "\\sim": "\\approx"},
-}
 _REVERSED: Final = {">": "<", "\\ge": "\\le"}
-_AND: Final = re.compile(r"\s*,?\s*\\text\s*\{[\s,]*(?:and|or)\s*\}\s*,?\s*")
-_EITHER: Final = re.compile(r"\\lor(?![A-Za-z])")  # only between relations
 _LEAD: Final = re.compile(r"\\text\s*\{[^{}]*(?:\bis|\bare|:)\s*\}\s*:?")
-_WORD_AND: Final = re.compile(r"\s*,?\s*(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])\s*")
-_SUBSCRIPT: Final = re.compile(
-    r"\(?(?P<digits>[0-9A-Fa-f]+)\)?_(?:\{(?P<base>[^{}]*(?:\{[^{}]*\})?[^{}]*)\}|(?P<digit>\d+))"
-)
-_BASE_NAMES: Final = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9}
-_BASE_NAMES_LONG: Final = {"ten": 10, "twelve": 12, "sixteen": 16}
-_REPEATING: Final = re.compile(
-    r"(?P<sign>[-+]?)(?P<whole>\d*)\.(?P<head>\d*)"
-    r"(?:\\(?:overline|bar|dot)\s*(?:\{(?P<bar>\d+)\}|(?P<one>\d))|\((?P<round>\d+)\)"
-    r"|\\dot\{(?P<first>\d)\}(?P<middle>\d*)\\dot\{(?P<last>\d)\})"
-)
-_ELLIPSIS: Final = re.compile(r"([-+]?)(\d*)\.(\d*?)(\d+?)\4{2,}\s*(?:\\[lc]?dots|\.\.\.)")
-_MIXED: Final = re.compile(
-    r"(?P<sign>[-+]?)\s*(?P<whole>\d+)(?:\s*\\frac\s*\{\s*(?P<up>\d+)\s*\}\s*\{\s*(?P<down>\d+)\s*\}"
-    r"|\s+(?P<over>\d+)\s*/\s*(?P<under>\d+))"
-)
-_FRACTION: Final = re.compile(
-    r"(?P<sign>[-+]?)\s*(?:\\frac\s*\{\s*(?P<up>-?\d+)\s*\}\s*\{\s*(?P<down>-?\d+)\s*\}|(?P<over>\d+)\s*/\s*(?P<under>\d+))"
-)
 _CLOCK: Final = re.compile(
     r"(\d{1,2}):([0-5]\d)(?::([0-5]\d))?\s*(?:\\text\s*\{)?\s*(?:([ap])\s*\.?\s*m\.?)?\s*\}?", re.IGNORECASE
 )
@@ -90,20 +65,6 @@ _UNIT: Final = re.compile(
 )
 _WORDS: Final = re.compile(r"[A-Za-z][A-Za-z'’\-]*(?:[ ,]+[A-Za-z'’\-]+)*[.!?]?")
 _NAME: Final = re.compile(r"(?:\\[A-Za-z]++|[A-Za-z]|_\{[^{}]*\}|_\w|['(){}, :|;])++")
-UNITS: Final = (
-    *(("cm", "centimeter", "centimetre"), ("mm", "millimeter", "millimetre"), ("km", "kilometer", "kilometre")),
-    *(("m", "meter", "metre"), ("kg", "kilogram"), ("g", "gram"), ("mg", "milligram"), ("l", "liter", "litre")),
-    *(("ml", "milliliter", "millilitre"), ("s", "second", "sec"), ("min", "minute"), ("h", "hour", "hr"), ("day",)),
-    *(
-        ("inch", "inche", "in"),
-        ("ft", "foot", "feet"),
-        ("yd", "yard"),
-        ("mile", "mi"),
-        ("week",),
-        ("year",),
-        ("month",),
-    ),
-)
 
 
 class Node(msgspec.Struct, frozen=True):
@@ -151,7 +112,7 @@ def _wrapped(text: str, depth: int) -> Node | None:
         return _read(content, depth + 1) if re.search(r"\d", content) else Node("words", content)
     if (lead := _LEAD.match(text)) is not None:
         return _read(text[lead.end() :], depth + 1)
-    if text.startswith("{") and _matching_close(text) == len(text):
+    if text.startswith("{") and matching_close(text) == len(text):
         return _read(text[1:-1], depth + 1)
     return None
 
@@ -202,16 +163,16 @@ def _congruence(text: str, depth: int) -> Node | None:
     if len(sides) > 2 or any("\\equiv" in side or "mod" in side for side in sides):
         return None
     base = next(group for group in modulus.groups() if group is not None).strip()
-    residues = tuple(_read(item, depth + 1) for item in _items(sides[-1]))
+    residues = tuple(_read(item, depth + 1) for item in split_items(sides[-1]))
     left = math_text.canonical(sides[0]) if len(sides) == 2 else ""
     return Node("congruence", text, (_read(base, depth + 1), *residues), label=left)
 
 
 def _sequence(text: str, depth: int) -> Node | None:
     """Read items between commas, semicolons, "and" or "or" without brackets."""
-    if math_text.number(text) is not None or "\\pm" in text and len(_items(text)) == 1:
+    if math_text.number(text) is not None or ("\\pm" in text and len(split_items(text)) == 1):
         return _both_signs(text, depth)
-    items = _items(text)
+    items = split_items(text)
     if not 1 < len(items) <= MAX_ITEMS or not all(item.strip() for item in items):
         return None
     parts = [_read(item, depth + 1) for item in items]
@@ -226,30 +187,6 @@ def _both_signs(text: str, depth: int) -> Node | None:
     return Node("list", text, (upper, lower))
 
 
-def _items(text: str) -> list[str]:
-    groups = split_top(text, ";")
-    if len(groups) > 1:
-        return [f"({group})" if len(_items(group)) > 1 else group for group in groups]
-    alternatives = _split_words(text)
-    if len(alternatives) > 1 and all("=" in group and len(split_top(group, ",")) > 1 for group in alternatives):
-        return [f"({group})" for group in alternatives]  # x = 1, y = 2 or x = 3, y = 4
-    pieces = [piece for part in split_top(text, ",") for piece in _split_words(part)]
-    return [piece for piece in pieces if piece.strip()] if len(pieces) > 1 else pieces
-
-
-def _split_words(text: str) -> list[str]:
-    """Split at "and" and "or" outside brackets."""
-    if _EITHER.search(text) and all(_relation_sides(side)[1] for side in _EITHER.split(text)):
-        return _EITHER.split(text)
-    matches = [match for pattern in (_AND, _WORD_AND) for match in pattern.finditer(text)]
-    pieces, start = [], 0
-    for match in sorted(matches, key=lambda match: match.start()):
-        if match.start() >= start and _depth_at(text, match.start()) == 0:
-            pieces.append(text[start : match.start()])
-            start = match.end()
-    return [*pieces, text[start:]]
-
-
 def _bracketed(text: str, depth: int) -> Node | None:
     """Read a set, tuple, interval or anything in brackets."""
     start = 2 if text.startswith("\\{") else 1
@@ -259,7 +196,7 @@ def _bracketed(text: str, depth: int) -> Node | None:
         if not text.endswith("[") or len(split_top(text[1:-1], ",")) != 2:
             return None
         return _read(f"({text[1:-1]})", depth + 1)
-    if _matching_close(text) != len(text):
+    if matching_close(text) != len(text):
         return None
     end = 2 if text.endswith("\\}") else 1
     inner, brackets = text[start:-end], text[:start] + text[-end:]
@@ -267,7 +204,7 @@ def _bracketed(text: str, depth: int) -> Node | None:
         return None
     if brackets == "\\{\\}" and (builder := _builder(text, inner, depth)) is not None:
         return builder
-    items = _items(inner)
+    items = split_items(inner)
     if len(items) == 1:
         return _read(inner, depth + 1) if brackets in ("()", "[]", "\\{\\}") else None
     if len(items) > MAX_ITEMS:
@@ -289,34 +226,20 @@ def _builder(text: str, inner: str, depth: int) -> Node | None:
 
 
 def _relation(text: str, depth: int) -> Node | None:
-    sides, signs = _relation_sides(text)
+    sides, signs = relation_sides(text)
     if not signs or len(signs) > 8:
         return None
     if "\\approx" in signs:  # what is exact counts; a name alone is approximately what follows it
         cut = signs.index("\\approx")
         if cut or not is_name(sides[0]):
-            return _read(_joined(sides[: cut + 1], signs[:cut]), depth + 1)
+            return _read(joined(sides[: cut + 1], signs[:cut]), depth + 1)
         sides, signs = sides[:2], ["="]
     if not all(side.strip() for side in sides):
         return None
     if all(sign in _REVERSED or sign == "=" for sign in signs) and any(sign in _REVERSED for sign in signs):
         sides, signs = sides[::-1], [_REVERSED.get(sign, sign) for sign in reversed(signs)]
     parts = tuple(_read(side, depth + 1) for side in sides)
-    return Node("relation", _joined(sides, signs), parts, label=" ".join(signs))
-
-
-def _joined(sides: list[str], signs: list[str]) -> str:
-    return sides[0] + "".join(f" {sign} {side}" for sign, side in zip(signs, sides[1:], strict=True))
-
-
-def _relation_sides(text: str) -> tuple[list[str], list[str]]:
-    sides, signs, start = [], [], 0
-    for token, position, level in _tokens(text):
-        if level == 0 and token in _RELATIONS:
-            sides.append(text[start:position].strip())
-            signs.append(_RELATIONS[token])
-            start = position + len(token)
-    return [*sides, text[start:].strip()], signs
+    return Node("relation", joined(sides, signs), parts, label=" ".join(signs))
 
 
 def is_name(text: str) -> bool:
@@ -328,9 +251,8 @@ def _number(text: str, depth: int) -> Node | None:
     """Read a number in any notation."""
     if (plain := math_text.number(text) or math_text.decimal_comma(text)) is not None:
         return Node("number", text, value=plain[0], is_decimal=plain[1])
-    for reader in (_fraction, _mixed, _repeating, _based):
-        if (value := reader(text)) is not None:
-            return Node("number", text, value=value)
+    if (value := exact_value(text)) is not None:
+        return Node("number", text, value=value)
     if (clock := _CLOCK.fullmatch(text)) is not None:
         hours, minutes, seconds, half = clock.groups()
         fields = (str(int(hours)), minutes, seconds or "00")
@@ -351,59 +273,6 @@ def _quotient(text: str) -> Fraction | None:
     return terms[0] / terms[1] if len(terms) == 2 and terms[1] else None
 
 
-def _fraction(text: str) -> Fraction | None:
-    match = _FRACTION.fullmatch(text) if len(text) <= 200 else None
-    if match is None:
-        return None
-    down = int(match["down"] or match["under"])
-    value = Fraction(int(match["up"] or match["over"]), down) if down else None
-    return -value if value is not None and match["sign"] == "-" else value
-
-
-def _mixed(text: str) -> Fraction | None:
-    """Return the value of a mixed number: ``3 1/2`` and ``3\\frac{1}{2}`` are seven halves."""
-    match = _MIXED.fullmatch(text) if len(text) <= 200 else None
-    if match is None:
-        return None
-    up, down = int(match["up"] or match["over"]), int(match["down"] or match["under"])
-    if not 0 < up < down:
-        return None
-    value = int(match["whole"]) + Fraction(up, down)
-    return -value if match["sign"] == "-" else value
-
-
-def _repeating(text: str) -> Fraction | None:
-    """Return the value of a decimal that repeats for ever."""
-    if len(text) > 200:
-        return None
-    if (match := _ELLIPSIS.fullmatch(text)) is not None:
-        sign, whole, head, period = match.groups()
-    elif (match := _REPEATING.fullmatch(text)) is not None:
-        sign, whole, head = match["sign"], match["whole"], match["head"]
-        period = match["bar"] or match["one"] or match["round"]
-        period = period or match["first"] + match["middle"] + match["last"]
-    else:
-        return None
-    scale = 10 ** len(head)
-    value = Fraction(int(whole + head or "0"), scale) + Fraction(int(period), scale * (10 ** len(period) - 1))
-    return -value if sign == "-" else value
-
-
-def _based(text: str) -> Fraction | None:
-    """Return the value of a number with its base, such as ``204_5``."""
-    match = _SUBSCRIPT.fullmatch(text) if len(text) <= 200 else None
-    if match is None or not (match["digits"][0].isdigit() or text.startswith("(")) and match["digit"]:
-        return None
-    name = re.sub(r"\\text|\\mathrm|[{}() ]|base", "", match["base"] or match["digit"])
-    base = int(name) if name.isdecimal() and len(name) < 3 else {**_BASE_NAMES, **_BASE_NAMES_LONG}.get(name, 0)
-    if not 2 <= base <= 36:
-        return None
-    try:
-        return Fraction(int(match["digits"], base))
-    except ValueError:
-        return None
-
-
 def _measured(text: str, depth: int) -> Node | None:
     """Read a value with its unit; only a unit of physics is kept."""
     if (degrees := _DEGREES.search(text)) is not None and degrees.start():
@@ -416,59 +285,9 @@ def _measured(text: str, depth: int) -> Node | None:
     else:
         return None
     node = _read(value, depth + 1)
-    return msgspec.structs.replace(node, unit=_unit_name(unit)) if node.kind == "number" else node
-
-
-def _unit_name(unit: str) -> str:
-    word = unit.strip(" .").lower()
-    return next((names[0] for names in UNITS if word in names or word.removesuffix("s") in names), "")
+    return msgspec.structs.replace(node, unit=unit_name(unit)) if node.kind == "number" else node
 
 
 _READERS: Final[tuple[Callable[[str, int], Node | None], ...]] = (
     *(_wrapped, _number, _words, _environment, _congruence, _measured, _sequence, _bracketed, _relation),
 )
-
-
-def _tokens(text: str) -> list[tuple[str, int, int]]:
-    """Return the tokens of LaTeX with their places and how many brackets are open around each."""
-    tokens, level = [], 0
-    for match in _TOKEN.finditer(text):
-        token = match[0]
-        if token.startswith("\\end{") or token in _CLOSE or token == "\\}":
-            level -= 1
-        tokens.append((token, match.start(), level))
-        if token.startswith("\\begin{") or token in _OPEN or token == "\\{":
-            level += 1
-    return tokens
-
-
-def split_top(text: str, separator: str) -> list[str]:
-    """Split at a separator outside brackets and environments."""
-    pieces, start = [], 0
-    may_group = separator == "," and re.search(r",\s", text) is not None
-    for token, position, level in _tokens(text):
-        if level == 0 and token == separator:
-            if may_group and _groups_digits(text, position):
-                continue
-            pieces.append(text[start:position].strip())
-            start = position + len(token)
-    return [*pieces, text[start:].strip()]
-
-
-def _groups_digits(text: str, position: int) -> bool:
-    """Return whether a comma stands between digit groups of one number, as in ``1,234, 5``."""
-    before = re.search(r"(?<![\d,])\d{1,3}(?:,\d{3}){0,9}$", text[max(0, position - 40) : position])
-    after = re.match(r",\d{3}(?!\d)", text[position:])
-    return before is not None and after is not None
-
-
-def _depth_at(text: str, position: int) -> int:
-    return next((level for _, place, level in _tokens(text) if place >= position), 0)
-
-
-def _matching_close(text: str) -> int:
-    """Return the position after the bracket that closes the first one, of any shape; 0 without one."""
-    for token, position, level in _tokens(text):
-        if position and level == 0:
-            return position + len(token)
-    return 0

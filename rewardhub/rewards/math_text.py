@@ -17,7 +17,8 @@ _DECIMAL_COMMA: Final = re.compile(r"(-?)(0|[1-9]\d*),(\d{2}|\d{4,}|(?<=0,)\d+)"
 # A single letter after a number is a variable, a word is a unit.
 _NUMBER_WITH_UNIT: Final = re.compile(
     r"[-+−]?\s*+(?:\\?[$€£¥])?\s*+-?(?:[\d,]*+\.\d++|[\d,]*+(?<=\d))"
-    r"(?:\s*%|\s*(?:km|cm|mm|kg|mg|lbs?|oz|ft|hr|ml|mph|m(?=[²³])|°[CF]?)\b[/a-z²³]*|\s+(?P<word>[A-Za-z]{3,})[A-Za-z.,/ ]*)",
+    r"(?:\s*%|\s*(?:km|cm|mm|kg|mg|lbs?|oz|ft|hr|ml|mph|m(?=[²³])|°[CF]?)\b[/a-z²³]*"
+    r"|\s+(?P<word>[A-Za-z]{3,})[A-Za-z.,/ ]*)",
     re.IGNORECASE,
 )
 _EMPHASIS: Final = re.compile(r"(?<![\w)}*])(\*{1,3}|_{2,3}|`+)(?=\S)([^*`\n]*?\S)\1(?![\w({*])")
@@ -83,7 +84,7 @@ def number(text: str) -> tuple[Fraction, bool] | None:
     """Return a plain decimal number and whether it has a decimal point; None for any other text."""
     text = text.strip().removeprefix("$").removesuffix("$") if text.count("$") == 2 else text.strip()
     match = _NUMBER.fullmatch(text.strip()) if len(text) <= LONGEST_NUMBER else None
-    if match is None or not (match["whole"] or match["part"]) or not text.isascii() and _has_other_digits(text):
+    if match is None or not (match["whole"] or match["part"]) or (not text.isascii() and _has_other_digits(text)):
         return None
     digits = re.sub(r"\D", "", match["whole"] or "0") + (match["part"] or "")
     value = Fraction(digits + (match["power"] or ""))
