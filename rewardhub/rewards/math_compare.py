@@ -37,7 +37,8 @@ WARM_UP: Final = (
     (r"$\begin{pmatrix}1\\2\end{pmatrix}$", r"$\begin{pmatrix}1\\\sqrt{3}\end{pmatrix}$"),
     (r"$50\%$", "$0.5$"),
     (r"$6 - 5i$", "$(2+i)^2$"),
-    (r"$a_n = \sum_{k=0}^{n-1} F_k F_{n-k}$", r"$a_n = |x|$"),
+    (r"$a_n = \sum_{k=0}^{n-1} F_k F_{n-k-1}$", r"$a_n = \sum_{k=0}^{n-1} F_{n-k-1} F_k$"),
+    (r"$x^2/4 + y^2/3 = 1$", r"$|x|/2 + y^2/9 = 1/4$"),
 )
 
 
@@ -76,16 +77,16 @@ def answer(data: bytes) -> bytes:
         TooCostly: if an answer is too costly, before computing.
     """
     request = _REQUESTS.decode(data)
-    gold = _gold(request.gold)
-    comparison = NodeComparison(request.options, gold.text)
-    if request.found is None:
-        return b"formula" if comparison.is_mathematics(gold) else b"text"
     try:
+        gold = _gold(request.gold)
+        comparison = NodeComparison(request.options, gold.text)
+        if request.found is None:
+            return b"formula" if comparison.is_mathematics(gold) else b"text"
         return comparison.verdict(gold, node_of(request.found)).encode()
     except (TooCostly, MemoryError, RecursionError):
         raise
     except Exception:  # noqa: BLE001 - sympy raises any exception, and an answer must never void its group
-        return b"failed"
+        return b"text" if request.found is None else b"failed"
 
 
 @lru_cache(maxsize=64)

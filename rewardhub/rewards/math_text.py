@@ -35,7 +35,8 @@ _BARE_FUNCTION: Final = re.compile(
 _WORD_BEFORE_TERM: Final = re.compile(r"(?<![A-Za-z])([A-Za-z]{2,})\s+(?=[A-Za-z0-9$])")
 _POWER: Final = re.compile(r"(?:\*\*|\^)\s*(-?\d+(?:\.\d+)?|\((-?\d+(?:\.\d+)?)\))")
 _CHOICE: Final = re.compile(
-    r"(?:(?i:option|choice)\s+)?[(\[]?([A-Z])(?:[)\]]\s*|(?![A-Za-z0-9\s'’+*/^=<>_!-])(?!\.\w)|\s*$).*", re.DOTALL
+    r"(?:(?i:option|choice)\s+)?[(\[]?([A-Z])(?:[)\]](?:[\s.,:;].*)?|\s*|[.,:;](?!\w).*|[。，、：；）\u3040-\u9fff].*)",
+    re.DOTALL,
 )
 _CHARACTERS: Final = str.maketrans(
     {

@@ -264,11 +264,11 @@ def test_arguments_are_checked(args: dict[str, Any], key: str) -> None:
 @pytest.mark.parametrize(
     ("thinking", "response", "runs"),
     [
-        ("drop", "<think>```\nprint(2)\n```</think>\nI give up", False),
-        ("drop", "<think>```\nprint(2)\n```", False),
+        ("drop", "<think>\n```\nprint(2)\n```</think>\nI give up", False),
+        ("drop", "<think>\n```\nprint(2)\n```", False),
         ("drop", "<think>no</think>\n```\nprint(2)\n```", True),
         ("required", "```\nprint(2)\n```", False),
-        ("keep", "<think>```\nprint(2)\n```", True),
+        ("keep", "<think>\n```\nprint(2)\n```", True),
     ],
 )
 def test_a_program_in_the_thinking_does_not_count(thinking: str, response: str, runs: bool) -> None:
