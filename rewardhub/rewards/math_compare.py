@@ -66,7 +66,7 @@ def warm_up() -> None:
     options = ComparisonOptions(6, 15, True, False)
     loose = msgspec.structs.replace(options, strict=False, allow_set_relation_comp=True)
     for gold, found in WARM_UP:
-        for chosen in (options, loose):
+        for chosen in (options, loose) if "<" in gold + found else (options,):
             NodeComparison(chosen, gold).verdict(read(gold), read(found))
 
 
