@@ -113,7 +113,7 @@ def _wrapped(text: str, depth: int) -> Node | None:
     if (lead := _LEAD.match(text)) is not None:
         return _read(text[lead.end() :], depth + 1)
     if text.startswith("{") and matching_close(text) == len(text):
-        return _read(text[1:-1], depth + 1)
+        return _read(text[1:-1], depth)
     return None
 
 
@@ -206,7 +206,7 @@ def _bracketed(text: str, depth: int) -> Node | None:
         return builder
     items = split_items(inner)
     if len(items) == 1:
-        return _read(inner, depth + 1) if brackets in ("()", "[]", "\\{\\}") else None
+        return _read(inner, depth) if brackets in ("()", "[]", "\\{\\}") else None
     if len(items) > MAX_ITEMS:
         return None
     parts = tuple(_read(item, depth + 1) for item in items)
