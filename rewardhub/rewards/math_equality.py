@@ -176,6 +176,8 @@ class NodeComparison:
         )
 
     def _same_relation(self, gold: Node, found: Node) -> bool:
+        if gold.label == found.label == "=" and not any(is_name(node.parts[0].text) for node in (gold, found)):
+            return self._same_expression(gold, found)
         if gold.label == found.label and len(gold.parts) == len(found.parts):
             names = [node.parts[0].text for node in (gold, found)]
             if all(map(is_name, names)) and gold.label == "=" and _renamed(*names) is not None:
@@ -234,6 +236,8 @@ class NodeComparison:
             if is_costly(exact) or is_costly(other):
                 raise TooCostly("too large to compute with")
             if math_expression.ordered(exact) == math_expression.ordered(other):
+                return True
+            if math_expression.is_same_equation(exact, other):
                 return True
             if not math_expression.is_near(exact, other, self._options.float_rounding):
                 return False

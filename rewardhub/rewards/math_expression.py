@@ -83,6 +83,19 @@ def ordered(expression: Any) -> Any:
     return expression.replace(lambda node: isinstance(node, (sympy.Mul, sympy.Add)), lambda node: node.func(*node.args))
 
 
+def is_same_equation(gold: Any, found: Any) -> bool:
+    """Return whether two equations of polynomials are multiples of each other; False if that is not known."""
+    import sympy
+
+    if not (isinstance(gold, sympy.Eq) and isinstance(found, sympy.Eq)):
+        return False
+    sides = [equation.lhs - equation.rhs for equation in (gold, found)]
+    if not all(side.free_symbols and side.is_polynomial(*side.free_symbols) for side in sides):
+        return False
+    ratio = sympy.cancel(sides[0] / sides[1])
+    return bool(ratio.is_number and ratio.is_nonzero)
+
+
 def is_near(gold: Any, found: Any, digits: int) -> bool:
     """Return False for a small number and one that differs relatively; math-verify rounds small numbers to zero."""
     import sympy

@@ -95,6 +95,7 @@ def test_an_exception_outside_the_comparison_of_expressions_is_one_too(monkeypat
         ("3+4i", r"\boxed{(2+i)^2}", r"\boxed{3}"),
         (r"5\text{ cm}", r"\boxed{5}", r"\boxed{5\text{ m}}"),
         ("3t", r"\boxed{3t}", r"\boxed{3}"),
+        ("$x^2/4 + y^2/3 = 1$", r"\boxed{3x^2 + 4y^2 = 12}", r"\boxed{3x^2 + 4y^2 = 11}"),
     ],
 )
 def test_a_structure_is_never_read_as_its_last_number(score: Any, reference: str, right: str, wrong: str) -> None:
@@ -129,6 +130,8 @@ def test_the_thinking_of_a_reference_is_never_required() -> None:
     ("response", "expected"),
     [
         ("We get 3 and then 42.", 1.0),
+        (r"<think>\boxed{42}</think>\boxed{43}", 0.0),
+        (r"<think>so \boxed{42}", 0.0),
         ("We get 42 and then 3.", 0.0),
         ("Hence $x = 42$ apples.", 1.0),
         ("#### Ann has 5 apples and Bob has 42", 0.0),
