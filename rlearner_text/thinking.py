@@ -17,3 +17,8 @@ def without_thinking(text: str) -> str:
     _, closed, said = text.rpartition(CLOSE)
     said, opened, _ = (said if closed else text).partition(OPEN)
     return said.lstrip() if closed or opened else text
+
+
+def is_open(text: str) -> bool:
+    """Return whether a text ends inside a block of reasoning."""
+    return text.rfind(OPEN) > text.rfind(CLOSE)
