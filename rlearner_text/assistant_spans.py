@@ -20,11 +20,10 @@ def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
     return next((index for index in range(shortest) if first[index] != second[index]), shortest)
 
 
-def assistant_span(prompt: str, turn: str, end: str, content: str) -> str:
-    """Return the text that leads from the generation prompt to the end of an assistant's turn.
+def rendered_span(prompt: str, turn: str, end: str, content: str) -> str | None:
+    """Return what a template renders between its generation prompt and the end of an assistant's turn.
 
-    It is what the template itself renders there if that continues the prompt and has all that the message says;
-    otherwise the message, fitted to a reasoning block that the prompt has opened.
+    None if that does not continue the prompt, or lacks something that the message says, such as its reasoning.
 
     Args:
         prompt: the text behind a user's message, generation prompt included.
@@ -32,22 +31,20 @@ def assistant_span(prompt: str, turn: str, end: str, content: str) -> str:
         end: the text with which the template ends a turn.
         content: of the assistant's message.
     """
-    if turn.startswith(prompt) and turn.endswith(end) and len(prompt) + len(end) <= len(turn):
-        span = turn[len(prompt) : len(turn) - len(end)]
-        if not is_open(content) and _is_complete(span, content):
-            return span
+    if not turn.startswith(prompt) or not turn.endswith(end) or len(turn) < len(prompt) + len(end):
+        return None
+    span = turn[len(prompt) : len(turn) - len(end)]
+    return span if not is_open(content) and _is_complete(span, content) else None
+
+
+def continued_span(prompt: str, turn: str, content: str) -> str:
+    """Return an assistant's message fitted to the generation prompt, which may have opened a reasoning block.
+
+    Args:
+        prompt, turn, content: as ``rendered_span``.
+    """
     if not is_open(prompt):
         return content
-    return _continued(prompt, turn, content)
-
-
-def _is_complete(span: str, content: str) -> bool:
-    reasoning, _, answer = content.rpartition(CLOSE)
-    return reasoning.strip().removeprefix(OPEN).strip() in span and answer.strip() in span
-
-
-def _continued(prompt: str, turn: str, content: str) -> str:
-    """Return the message after a prompt that ends inside a reasoning block."""
     space = prompt.rpartition(OPEN)[2]
     if OPEN in content or CLOSE in content:
         return content.lstrip().removeprefix(OPEN).removeprefix(space)
@@ -55,3 +52,9 @@ def _continued(prompt: str, turn: str, content: str) -> str:
     header = turn[common_length(prompt, turn) : turn.rfind(content)] if content else ""
     gap = header.rpartition(CLOSE)[2] if CLOSE in header else _GAP
     return f"{space}{CLOSE}{gap}{content}"
+
+
+def _is_complete(span: str, content: str) -> bool:
+    reasoning, _, answer = content.rpartition(CLOSE)
+    return reasoning.strip().removeprefix(OPEN).strip() in span and answer.strip() in span
+

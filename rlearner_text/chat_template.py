@@ -28,6 +28,7 @@ _PLAIN_SOURCE: Final = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- 'Assistant:' }}{%- endif %}"
 )
+TEMPLATE_KEY: Final = "model.chat_template"
 TEMPLATE_FILE: Final = "chat_template.jinja"  # in a model's folder
 MAX_TEMPLATE_BYTES: Final = 1 << 20  # published ones have up to 30 kB
 
@@ -111,7 +112,7 @@ def template_source(setting: str | None, *, opens_with_bos: bool = False) -> str
     if setting == PLAIN:
         return "{{- bos_token }}" + _PLAIN_SOURCE if opens_with_bos else _PLAIN_SOURCE
     allowed = "plain, or the text of a template: only the process that starts a run reads the file"
-    raise ConfigError("model.chat_template", setting, allowed)
+    raise ConfigError(TEMPLATE_KEY, setting, allowed)
 
 
 def is_template(text: str) -> bool:
@@ -127,7 +128,7 @@ def read_template(setting: str | None) -> str | None:
     """
     if setting is None or setting == PLAIN or is_template(setting):
         return setting
-    key, allowed = "model.chat_template", "plain, or a file with a Jinja chat template"
+    key, allowed = TEMPLATE_KEY, "plain, or a file with a Jinja chat template"
     try:
         data = Path(setting).expanduser().read_bytes()
         text = data.decode()

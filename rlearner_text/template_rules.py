@@ -8,8 +8,9 @@ from functools import cached_property, lru_cache
 from typing import Any, Final, Literal
 
 from broker.errors import ConfigError
-from rlearner_text.assistant_spans import assistant_span, common_length
+from rlearner_text.assistant_spans import common_length, continued_span, rendered_span
 from rlearner_text.chat_template import Chat
+from rlearner_text.thinking import CLOSE, OPEN
 from rlearner_text.tokenizer import Tokenizer
 from rlearner_text.tool_calls import PROBE, PROBE_ID, ToolCall, ToolSyntax, UnknownSyntaxError, learn_syntax
 from rlearner_text.turn_text import TurnReader
@@ -76,10 +77,24 @@ class TemplateRules:
         """
         asked = [_user(_ASKED[0])]
         prompt = _after(self._render(asked), _ASKED[0])
-        turn = _after(self._render([*asked, _assistant(text)], prompt=False), _ASKED[0])
-        span = assistant_span(prompt, turn, self.end_of_turn, text)
+        span, turn = None, ""
+        for message in self._forms(text):
+            turn = _after(self._render([*asked, message], prompt=False), _ASKED[0])
+            if (span := rendered_span(prompt, turn, self.end_of_turn, text)) is not None:
+                break
+        if span is None:
+            span = continued_span(prompt, turn, text)
         closing = self.closing or self._tokenizer.eos_token_ids[:1]
         return [*self._tokenizer.encode_continuation(span), *closing]
+
+    def _forms(self, text: str) -> list[dict[str, str]]:
+        """Return an assistant's message in the forms in which the template may take it."""
+        reasoning, is_closed, answer = text.rpartition(CLOSE)
+        if not is_closed or not self._reader.has_channels:
+            return [_assistant(text)]
+        thinking = reasoning.strip().removeprefix(OPEN).strip()
+        named = {"thinking": thinking, "reasoning_content": thinking}  # as templates name it
+        return [_assistant(answer.strip()) | named, _assistant(text)]
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Return the text of a sampled turn without special tokens; reasoning stands between ``<think>`` tags."""

@@ -46,7 +46,7 @@ def build_tiny(out: str | Path, tiny: TinyModel, *, seed: int = 0, dtype: str = 
     """
     check_tiny(tiny)
     with atomic_folder(out) as folder:
-        _write_tokenizer(folder, tiny)
+        write_tokenizer(folder, tiny)
         _write_model(folder, tiny, seed, dtype)
     return Path(out)
 
@@ -74,7 +74,8 @@ def check_tiny(tiny: TinyModel) -> None:
             raise ConfigError("model.tiny.vocab_size", tiny.vocab_size, allowed)
 
 
-def _write_tokenizer(folder: Path, tiny: TinyModel) -> None:
+def write_tokenizer(folder: Path, tiny: TinyModel) -> None:
+    """Write the files of the tokenizer and its chat template."""
     tokenizer = _chars(tiny.words) if tiny.vocab == "chars" else _bpe(tiny)
     tokenizer.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {

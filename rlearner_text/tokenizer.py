@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 import tokenizers
 
 from broker.errors import ConfigError
-from rlearner_text.chat_template import Chat, ChatTemplate, find_template, template_source
+from rlearner_text.chat_template import TEMPLATE_KEY, Chat, ChatTemplate, find_template, template_source
 from rlearner_text.hub import read_json, tokenizer_folder
 from rlearner_text.special_text import encode_parts, shielder
 from rlearner_text.transformers_import import import_transformers
@@ -230,7 +230,7 @@ class Tokenizer:
     def template_error(self, problem: str) -> ConfigError:
         """Return the error for a chat template that cannot be used; ``problem`` continues a sentence about it."""
         if self._own_template is not None:
-            return ConfigError("model.chat_template", _first_words(self._own_template), f"the template {problem}")
+            return ConfigError(TEMPLATE_KEY, _first_words(self._own_template), f"the template {problem}")
         return ConfigError("model.path", self.name, f"its chat template {problem}")
 
     def render_chat(

@@ -27,7 +27,13 @@ class TurnReader:
         tags = {tag: tokenizer.token_id(tag) for tag in (OPEN, CLOSE)}
         # Special tokens vanish in decoded text, but the tags must not.
         self._tags = {token: tag for tag, token in tags.items() if token is not None and self._is_special(token)}
-        self._header = list(header) if self._has_channels(header) else []
+        is_channel = bool(header) and self._is_special(header[-1]) and header[-1] not in self._tags
+        self._header = list(header) if is_channel else []
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether an answer follows a header of special tokens."""
+        return bool(self._header)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Return the text of a turn without special tokens; reasoning stands between its tags."""
@@ -40,9 +46,6 @@ class TurnReader:
             return f"{OPEN}\n{thoughts}" if thoughts else self._tokenizer.decode(ids)
         answer = self._tokenizer.decode(ids[end:])
         return f"{OPEN}\n{thoughts}\n{CLOSE}\n\n{answer}" if thoughts else answer
-
-    def _has_channels(self, header: Sequence[int]) -> bool:
-        return bool(header) and self._is_special(header[-1]) and header[-1] not in self._tags
 
     def _messages(self, ids: Sequence[int]) -> list[str]:
         """Return the texts that follow the last token of a header, to the next special token."""

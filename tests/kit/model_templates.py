@@ -260,6 +260,9 @@ _HARMONY = """
         {{- call.arguments | tojson + '<|call|>' }}
     {%- elif message.role == 'assistant' %}
         {{- raise_exception('channels do not belong in content') if '<|channel|>' in message.content else '' }}
+        {%- if message.thinking and loop.last %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}
+        {%- endif %}
         {{- '<|start|>assistant<|channel|>final<|message|>' + message.content }}
         {{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}
     {%- elif message.role == 'tool' %}
