@@ -57,4 +57,3 @@ def continued_span(prompt: str, turn: str, content: str) -> str:
 def _is_complete(span: str, content: str) -> bool:
     reasoning, _, answer = content.rpartition(CLOSE)
     return reasoning.strip().removeprefix(OPEN).strip() in span and answer.strip() in span
-
