@@ -223,6 +223,23 @@ def check_template(tokenizer: Tokenizer) -> None:
     tokenizer.render_chat([{"role": "user", "content": "question"}])
 
 
+def known_positions(model: Mapping[str, Any]) -> int | None:
+    """Return how many positions the model of a section ``model`` has; None if that is not known yet.
+
+    Raises:
+        ConfigError: if its config.json cannot be read.
+    """
+    path = model.get("path")
+    if path is None:
+        found = (model.get("tiny") or {}).get("max_position_embeddings")
+    elif is_local(path) and Path(path).expanduser().is_dir():
+        config = read_json(Path(path).expanduser() / "config.json", path, KEY, missing_ok=True)
+        found = (config.get("text_config") or config).get("max_position_embeddings")
+    else:
+        return None
+    return found if isinstance(found, int) else None
+
+
 def sampling_note(model: Mapping[str, Any], domains: Mapping[str, Any]) -> str:
     """Return a note about sampling settings of the model's own, which a run does not use; empty if there are none.
 
