@@ -90,7 +90,7 @@ class TemplateRules:
     def _forms(self, text: str) -> list[dict[str, str]]:
         """Return an assistant's message in the forms in which the template may take it."""
         reasoning, is_closed, answer = text.rpartition(CLOSE)
-        if not is_closed or not self._reader.has_channels:
+        if not is_closed or not self.reader.has_channels:
             return [_assistant(text)]
         thinking = reasoning.strip().removeprefix(OPEN).strip()
         named = {"thinking": thinking, "reasoning_content": thinking}  # as templates name it
@@ -98,7 +98,7 @@ class TemplateRules:
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Return the text of a sampled turn without special tokens; reasoning stands between ``<think>`` tags."""
-        return self._reader.text(token_ids)
+        return self.reader.text(token_ids)
 
     def calls(self, text: str) -> list[ToolCall]:
         """Return the tool calls in a turn's text, which includes special tokens.
@@ -186,7 +186,8 @@ class TemplateRules:
         return self.closing[-1] if self.closing else None
 
     @cached_property
-    def _reader(self) -> TurnReader:
+    def reader(self) -> TurnReader:
+        """Reads sampled turns as text."""
         asked = [_user(_ASKED[0])]
         turn = _before(self._render([*asked, _assistant(_ANSWERED[0])], prompt=False), _ANSWERED[0])
         header = turn.removeprefix(prompt) if turn.startswith(prompt := self._render(asked)) else ""
@@ -236,6 +237,16 @@ class TemplateRules:
 def rules_for(tokenizer: Tokenizer, system_prompt: str = "", tools: str = "") -> TemplateRules:
     """Return the checked rules for a tokenizer, system prompt and set of tools (JSON); cached."""
     return TemplateRules(tokenizer, system_prompt, tools)
+
+
+@lru_cache(maxsize=8)
+def channel_reader(tokenizer: Tokenizer) -> TurnReader | None:
+    """Return the reader of a model that answers in channels, None for any other."""
+    try:
+        reader = rules_for(tokenizer).reader
+    except ConfigError:  # the template cannot be used turn by turn, or there is none
+        return None
+    return reader if reader.has_channels else None
 
 
 def _user(text: str) -> dict[str, str]:

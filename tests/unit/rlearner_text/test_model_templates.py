@@ -11,12 +11,16 @@ import pytest
 from model_templates import CHATML, STYLES, ModelStyle, make_style_folder
 from template_models import make_tokenizer_folder
 
+from broker.contract import wire
 from broker.errors import ConfigError
 from learner.offline.preference_pairs import load_pairs
 from rlearner_text.incremental_tokenization import Conversation
 from rlearner_text.openai.answer_store import AnswerStore
+from rlearner_text.openai.answers import AnswerChoice, AnswerWriter
 from rlearner_text.openai.backends import ServedModel, SingleKeyBackend
 from rlearner_text.openai.request_bodies import ChatBody
+from rlearner_text.openai.sse_chunks import ChunkEvents
+from rlearner_text.openai.token_events import TokenEvent
 from rlearner_text.supervised_masks import encode_supervised
 from rlearner_text.template_rules import TemplateRules, rules_for
 from rlearner_text.thinking import without_thinking
@@ -245,6 +249,29 @@ async def test_the_http_endpoint_renders_the_template(tokenizers: dict[str, Toke
     rendered = tokenizer.render_chat(CHAT[:4], tools=tools)
     assert tokenizer.decode(prompt, skip_special_tokens=False) == rendered
     assert rendered.count("Be brief.") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("harmony", "<think>\nsix\n</think>\n\n6"), ("qwen35", "six\n</think>\n\n6")]
+)
+def test_the_http_endpoint_answers_with_reasoning_in_tags(
+    tokenizers: dict[str, Tokenizer], name: str, text: str
+) -> None:
+    tokenizer = tokenizers[name]
+    ids = tokenizer.encode(REASONING[name])
+    zeros = [0.0] * len(ids)
+    reply = wire.GenerateReply(
+        request_id="r", server="s", token_ids=wire.column(ids, "<i4"), logprobs=wire.column(zeros, "<f4"),
+        version_runs=wire.column([1, len(ids)], "<i4"), finish_reason="stop", policy_version=1,
+    )  # fmt: skip
+    choice = AnswerChoice(0, [1], reply)
+    body = ChatBody.model_validate({"messages": CHAT[:2]})
+    writer = AnswerWriter(body, tokenizer, "actor", "id")
+    assert writer.said(choice) == (text, [])
+    chunks = ChunkEvents(body, tokenizer, writer, 0, [1])
+    events = [event for token in ids for event in chunks.of([TokenEvent([token], [0.0], 1, ())])]
+    contents = [event["choices"][0]["delta"].get("content", "") for event in [*events, *chunks.last(choice)]]
+    assert "".join(contents) == text
 
 
 @pytest.mark.parametrize("name", STYLES)
