@@ -13,7 +13,6 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from broker.errors import ConfigError
@@ -119,15 +118,12 @@ def check_tiny_tokenizer(section: ModelSection) -> Tokenizer | None:
     Raises:
         ConfigError: if ``chat_template`` cannot be used.
     """
-    from rlearner_text.tiny import write_tokenizer
+    from rlearner_text.tiny import tiny_tokenizer
 
     if section.tiny.vocab != "chars":
         template_source(section.chat_template)
         return None
-    with TemporaryDirectory() as folder:
-        write_tokenizer(Path(folder), section.tiny)
-        tokenizer = Tokenizer.load(folder, chat_template=section.chat_template)
-    tokenizer.name = "the model of model.tiny"
+    tokenizer = tiny_tokenizer(section.tiny, chat_template=section.chat_template)
     check_template(tokenizer)
     return tokenizer
 

@@ -13,7 +13,7 @@ import msgspec
 
 from broker.contract import wire
 from rlearner_text.config import TinyModel
-from rlearner_text.tiny import write_tokenizer
+from rlearner_text.tiny import _write_tokenizer
 
 KEY: Final = "the-key-of-this-benchmark"
 _SAID: Final = re.compile(r"API at (\S+),")
@@ -22,7 +22,7 @@ _json: Final = msgspec.json.Decoder()
 
 def add_tokenizer(folder: Path) -> None:
     """The API needs one; tokens that it does not know print nothing."""
-    write_tokenizer(folder, TinyModel())
+    _write_tokenizer(folder, TinyModel())
 
 
 class StreamedServer:

@@ -15,7 +15,7 @@ from http_kit import KEY, Api, api
 
 from rlearner_text.config import TinyModel
 from rlearner_text.openai.connections import Connections, Limits
-from rlearner_text.tiny import write_tokenizer
+from rlearner_text.tiny import _write_tokenizer
 
 LIMITS = Limits(total=64, per_peer=48, arrival_s=1.0)
 BODY = json.dumps({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}).encode()
@@ -25,7 +25,7 @@ START = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
 
 @pytest.fixture
 async def served(tmp_path: Path) -> AsyncIterator[Api]:
-    write_tokenizer(tmp_path, TinyModel())
+    _write_tokenizer(tmp_path, TinyModel())
     async with api(str(tmp_path)) as made:
         made.server._connections.limits = LIMITS
         yield made

@@ -18,7 +18,7 @@ from https_kit import Issued, issue
 
 from rlearner_text.config import TinyModel
 from rlearner_text.openai.connections import Limits
-from rlearner_text.tiny import write_tokenizer
+from rlearner_text.tiny import _write_tokenizer
 
 LIMITS = Limits(total=64, per_peer=48, arrival_s=1.0)
 REQUEST = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nConnection: close\r\n\r\n".encode()
@@ -31,7 +31,7 @@ def issued(tmp_path: Path) -> Issued:
 
 @pytest.fixture
 async def served(tmp_path: Path, issued: Issued) -> AsyncIterator[Api]:
-    write_tokenizer(tmp_path, TinyModel())
+    _write_tokenizer(tmp_path, TinyModel())
     async with api(str(tmp_path), tls=issued) as made:
         made.server._connections.limits = LIMITS
         yield made
@@ -93,7 +93,7 @@ async def test_old_tls_versions_are_refused(
 
 async def test_a_certificate_of_another_host_gets_no_key(tmp_path: Path) -> None:
     """A server that pretends to be ours with a certificate of its own authority's other host never sees the key."""
-    write_tokenizer(tmp_path, TinyModel())
+    _write_tokenizer(tmp_path, TinyModel())
     other = issue(tmp_path / "tls", "192.0.2.7")
     received: list[bytes] = []
 

@@ -31,7 +31,7 @@ from rewardhub.rewards.judge import JudgeArgs, JudgeReward
 from rlearner_text.config import TinyModel
 from rlearner_text.openai import api_keys
 from rlearner_text.openai.backends import ServedModel
-from rlearner_text.tiny import write_tokenizer
+from rlearner_text.tiny import _write_tokenizer
 from rollout.config import RolloutSection
 from rollout.http import prepare_http
 
@@ -41,7 +41,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("http")
-    write_tokenizer(folder, TinyModel())  # all that engine random needs
+    _write_tokenizer(folder, TinyModel())  # all that engine random needs
     return str(folder)
 
 

@@ -21,7 +21,7 @@ from broker.system.workers import line
 from rlearner_text.config import TinyModel
 from rlearner_text.openai.backends import ServedModel
 from rlearner_text.openai.token_events import TokenEvent, TokenListener
-from rlearner_text.tiny import write_tokenizer
+from rlearner_text.tiny import _write_tokenizer
 from rollout.config import RolloutSection
 from rollout.http import HttpApi, prepare_http
 from rollout.http_link import ClientLeft, HttpLink
@@ -85,7 +85,7 @@ async def served(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     caplog.set_level(logging.INFO)
     (tmp_path / "model").mkdir()
-    write_tokenizer(tmp_path / "model", TinyModel())
+    _write_tokenizer(tmp_path / "model", TinyModel())
     engine, path = Engine(), str(tmp_path / "model")
     model = ServedModel("actor", path, 64, lambda: engine.state, lambda: engine.version)
     args = {"bind": "127.0.0.1", "port": 0, "trust_remote_code": False}

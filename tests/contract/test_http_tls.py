@@ -23,7 +23,7 @@ from broker.settings import runspec
 from rlearner_text.config import TinyModel
 from rlearner_text.openai.backends import ServedModel
 from rlearner_text.openai.certificates import server_tls
-from rlearner_text.tiny import write_tokenizer
+from rlearner_text.tiny import _write_tokenizer
 from rollout.checks import check
 from rollout.config import RolloutSection
 from rollout.http import prepare_http
@@ -34,7 +34,7 @@ BODY = {"prompt": "hi", "max_tokens": 3, "ignore_eos": True}
 @pytest.fixture
 def model_path(tmp_path: Path) -> str:
     (tmp_path / "model").mkdir()
-    write_tokenizer(tmp_path / "model", TinyModel())
+    _write_tokenizer(tmp_path / "model", TinyModel())
     return str(tmp_path / "model")
 
 

@@ -21,7 +21,7 @@ from http_kit import KEY, Api, api
 from broker.errors import UserError
 from rlearner_text.config import TinyModel
 from rlearner_text.openai.named_keys import MOST_KEYS, KeyStore, LiveKeys
-from rlearner_text.tiny import write_tokenizer
+from rlearner_text.tiny import _write_tokenizer
 
 BODY = {"prompt": "hi", "max_tokens": 4, "ignore_eos": True}  # 2 tokens of prompt, 4 of answer
 
@@ -33,7 +33,7 @@ def store(tmp_path: Path) -> KeyStore:
 
 @pytest.fixture
 async def served(tmp_path: Path, store: KeyStore) -> AsyncIterator[Api]:
-    write_tokenizer(tmp_path, TinyModel())
+    _write_tokenizer(tmp_path, TinyModel())
     async with api(str(tmp_path), named=store) as made:
         yield made
 

@@ -14,7 +14,7 @@ from broker.contract import wire
 from broker.errors import ConfigError, UserError
 from rlearner_text.config import TinyModel
 from rlearner_text.openai.client import backoff_s
-from rlearner_text.tiny import write_tokenizer
+from rlearner_text.tiny import _write_tokenizer
 from rlearner_text.tokenizer import Tokenizer
 from rollout.checks import check_engine
 from rollout.config import RolloutSection
@@ -28,7 +28,7 @@ CHAT = [{"role": "system", "content": "be short"}, {"role": "user", "content": "
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("openai")
-    write_tokenizer(folder, TinyModel())
+    _write_tokenizer(folder, TinyModel())
     return str(folder)
 
 

@@ -13,15 +13,15 @@ from broker.settings.config import DomainSection, Section
 from envhub.domain import Domain, load_domain
 from envhub.envs.base import Environment, Observation, Split, StepResult
 from envhub.servers.generate import SampledTurn, TurnRequest
-from rlearner_text import tiny
 from rlearner_text.config import TinyModel
+from rlearner_text.tiny import _write_tokenizer
 from rlearner_text.tokenizer import Tokenizer
 
 
 def write_tokenizer(folder: Path) -> Path:
     """A folder with the quickstart's tokenizer and no model."""
     folder.mkdir(parents=True, exist_ok=True)
-    tiny.write_tokenizer(folder, TinyModel())
+    _write_tokenizer(folder, TinyModel())
     return folder
 
 

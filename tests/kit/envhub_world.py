@@ -24,7 +24,7 @@ from broker.runtime.process import Stop, add_join_options
 from broker.settings import runspec
 from envhub.service import serve
 from rlearner_text.config import TinyModel
-from rlearner_text.tiny import write_tokenizer
+from rlearner_text.tiny import _write_tokenizer
 from rlearner_text.tokenizer import Tokenizer
 
 KIT = str(Path(__file__).with_name("envhub_kit.py"))
@@ -90,7 +90,7 @@ class World:
 
     def __init__(self, bus: Bus, url: str, folder: Path) -> None:
         self.bus, self.url, self.folder = bus, url, folder
-        write_tokenizer(folder, TinyModel())
+        _write_tokenizer(folder, TinyModel())
         self.tokenizer = Tokenizer.load(folder)
         self.servers: list[Server] = []
         self.children: list[subprocess.Popen[str]] = []

@@ -26,7 +26,7 @@ from rewardhub.rewards.base import NoScore, Sample
 from rewardhub.rewards.reward_model import RewardModel
 from rewardhub.rewards.reward_model_args import RewardModelArgs
 from rlearner_text.config import TinyModel
-from rlearner_text.tiny import write_tokenizer
+from rlearner_text.tiny import _write_tokenizer
 
 WORDS = ["<pad>", "good", "bad", "so", "what"]
 BOTH = "{prompt} {response}"
@@ -150,7 +150,7 @@ async def test_a_process_on_each_gpu() -> None:
 
 
 async def test_with_its_own_chat_template_it_gives_what_transformers_gives(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path, TinyModel())
+    _write_tokenizer(tmp_path, TinyModel())
     reference_tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     torch.manual_seed(5)
     made = Qwen3ForSequenceClassification(config(vocab_size=len(reference_tokenizer), num_labels=1))

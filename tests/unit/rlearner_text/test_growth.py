@@ -11,7 +11,7 @@ from broker.errors import ConfigError
 from rlearner_text.config import TinyModel
 from rlearner_text.incremental_tokenization import Conversation
 from rlearner_text.template_rules import rules_for
-from rlearner_text.tiny import write_tokenizer
+from rlearner_text.tiny import _write_tokenizer
 from rlearner_text.tokenizer import Tokenizer
 
 _cache: dict[str, Tokenizer] = {}
@@ -23,7 +23,7 @@ def _folders(tmp_path_factory: pytest.TempPathFactory) -> None:
     for family in ("qwen3", "qwen2", "llama3", "mistral", "gemma", "r1", "marked", "plain", "countdown", "amnesia"):
         _cache[family] = Tokenizer.load(make_tokenizer_folder(root / family, family))
     (root / "tiny").mkdir()
-    write_tokenizer(root / "tiny", TinyModel())
+    _write_tokenizer(root / "tiny", TinyModel())
     _cache["tiny"] = Tokenizer.load(root / "tiny")
 
 

@@ -12,14 +12,14 @@ from tokenizers import decoders, models, pre_tokenizers
 from broker.contract import wire
 from rlearner_text.config import TinyModel
 from rlearner_text.guided_decoding import GuideCompiler, GuideError
-from rlearner_text.tiny import write_tokenizer
+from rlearner_text.tiny import _write_tokenizer
 from rlearner_text.tokenizer import Tokenizer
 
 SCHEMA = json.dumps({"type": "object", "properties": {"to": {"type": "integer"}}, "required": ["to"]})
 
 
 def test_a_vocabulary_of_characters_is_guided(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path, TinyModel(words=["move"]))
+    _write_tokenizer(tmp_path, TinyModel(words=["move"]))
     tokenizer = Tokenizer.load(tmp_path)
     compiler = GuideCompiler(tokenizer, tokenizer.vocab_size + 7)
     matcher = compiler.matcher([wire.Guide(schema=SCHEMA)])

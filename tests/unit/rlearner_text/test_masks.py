@@ -10,7 +10,7 @@ from template_models import make_tokenizer_folder
 
 from rlearner_text.config import TinyModel
 from rlearner_text.supervised_masks import check_messages, encode_supervised
-from rlearner_text.tiny import write_tokenizer
+from rlearner_text.tiny import _write_tokenizer
 from rlearner_text.tokenizer import Tokenizer
 
 CHAT = [
@@ -23,7 +23,7 @@ CHAT = [
 
 
 def test_mask_by_hand(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path, TinyModel())
+    _write_tokenizer(tmp_path, TinyModel())
     tokenizer = Tokenizer.load(tmp_path)
     ids, mask = encode_supervised(tokenizer, CHAT)
     assert ids == tokenizer.encode_chat(CHAT, add_generation_prompt=False)
