@@ -16,6 +16,7 @@ from broker.errors import ConfigError
 from rlearner_text.config import ModelSection
 from rlearner_text.model_checks import check_trained_model, known_types, resolve_model, sampling_note
 from rlearner_text.tokenizer import Tokenizer
+from rollout import checks as rollout_checks
 
 SIZE = 1000
 TEMPLATE = "chat_template.jinja"
@@ -193,3 +194,14 @@ def test_checking_imports_neither_torch_nor_transformers(folder: Path) -> None:
         "assert not {'torch', 'transformers'} & set(sys.modules), 'imported'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("engine", ["hf", "vllm", "sglang"])
+def test_a_context_longer_than_the_positions_is_refused(folder: Path, engine: str) -> None:
+    edit(folder, "config.json", max_position_embeddings=512)
+    config = {"model": section(folder), "rollout": {"engine": engine, "max_context_tokens": 513}}
+    allowed = "rollout.max_context_tokens: 513 is not allowed; at most 512, the positions of the model"
+    with pytest.raises(ConfigError, match=allowed):
+        rollout_checks.check(config)
+    config["rollout"]["max_context_tokens"] = 512
+    rollout_checks.check(config)
