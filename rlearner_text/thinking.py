@@ -24,3 +24,8 @@ def after_thinking(text: str) -> str:
     _, closed, said = text.rpartition(CLOSE)
     said = said if closed else text
     return "" if OPEN in said else said
+
+
+def is_open(text: str) -> bool:
+    """Return whether a text ends inside a block of reasoning."""
+    return text.rfind(OPEN) > text.rfind(CLOSE)
