@@ -15,7 +15,7 @@ import numpy as np
 
 from rlearner_text.tokenizer import Tokenizer
 
-SHORTEST: Final = 96  # tokens; past the chunks of 64 in which kernels of linear attention compute
+SHORTEST: Final = 72  # tokens; past the chunks of 64 in which kernels of linear attention compute
 MARGIN: Final = 32  # tokens past the last switch
 
 # Settings whose value is a number of tokens at which attention or a recurrent kernel changes.
