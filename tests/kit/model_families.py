@@ -162,28 +162,58 @@ def _configs() -> dict[str, Callable[[], Any]]:
             mamba_num_heads=8, mamba_head_dim=16, ssm_state_size=16, chunk_size=16, n_groups=1, head_dim=16,
         ),
         "olmo_hybrid": lambda: t.OlmoHybridConfig(**_GQA, **_DELTA),
-        "zamba2": lambda: t.Zamba2Config(
-            **_GQA | {"num_hidden_layers": 4}, layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
-            mamba_d_state=16, n_mamba_heads=8, mamba_ngroups=1, chunk_size=16, num_mem_blocks=1,
-        ),
-        "mamba2": lambda: t.Mamba2Config(
-            vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_heads=8, head_dim=16, state_size=16,
-            n_groups=1, chunk_size=16, pad_token_id=0, bos_token_id=0, eos_token_id=1,
-        ),
-        "recurrent_gemma": lambda: t.RecurrentGemmaConfig(
-            **_GQA | {"num_hidden_layers": 3}, attention_window_size=WINDOW, lru_width=64
-        ),
-        "kimi_linear": lambda: t.KimiLinearConfig(**_MLA, head_dim=16),
     }  # fmt: skip
 
 
 FAMILIES = _configs()
+RECURRENT = (
+    "qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_moe", "falcon_h1", "jamba", "bamba", "granitemoehybrid",
+    "minimax", "nemotron_h", "olmo_hybrid",
+)  # fmt: skip
+WINDOWED = (
+    "qwen2 window", "mistral", "phi3", "gemma2", "gemma3", "gemma3n", "gemma4", "olmo3", "smollm3", "starcoder2",
+    "cohere2", "exaone4", "ministral", "qwen2_moe", "qwen3_moe", "mixtral", "phimoe", "gpt_oss", "llama4", "dots1",
+)  # fmt: skip
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "bloom": (
+        lambda: transformers.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=1, n_head=2),
+        "its attention does not go through transformers' AttentionInterface",
+    ),
+    "gptj": (
+        lambda: transformers.GPTJConfig(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2, rotary_dim=8),
+        "its attention does not go through transformers' AttentionInterface",
+    ),
+    "falcon": (
+        lambda: transformers.FalconConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=2),
+        "its attention does not go through transformers' AttentionInterface",
+    ),
+    "zamba2": (
+        lambda: transformers.Zamba2Config(
+            **_GQA, layers_block_type=["mamba", "hybrid", "mamba", "hybrid"], mamba_d_state=16, n_mamba_heads=8,
+            mamba_ngroups=1, chunk_size=16, num_mem_blocks=1,
+        ),
+        "layers share one attention module",
+    ),
+    "mamba2": (
+        lambda: transformers.Mamba2Config(
+            vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_heads=8, head_dim=16, state_size=16,
+            n_groups=1, chunk_size=16, pad_token_id=0, bos_token_id=0, eos_token_id=1,
+        ),
+        "it takes no cache as past_key_values",
+    ),
+    "recurrent_gemma": (
+        lambda: transformers.RecurrentGemmaConfig(
+            **_GQA | {"num_hidden_layers": 3}, attention_window_size=WINDOW, lru_width=64
+        ),
+        "2 of its 3 layers keep what they have read outside transformers' caches",
+    ),
+}  # fmt: skip
 
 
 def make_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 3.0) -> Any:
     """Return a model whose weights are large enough that a wrong mask changes its output."""
     torch.manual_seed(seed)
-    config = FAMILIES[name]()
+    config = FAMILIES[name]() if name in FAMILIES else REFUSED[name][0]()
     attention = {"attn_implementation": "eager"} if name in ("gemma2", "gpt_oss") else {}
     model = transformers.AutoModelForCausalLM.from_config(config, **attention)
     with torch.no_grad():

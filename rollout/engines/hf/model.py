@@ -29,6 +29,7 @@ from rollout.engines.hf.forward_pass import ForwardPass, Segment
 from rollout.engines.hf.mask_rule import make_rule
 from rollout.engines.hf.recurrent import PassCache, RecurrentStates, pass_over
 from rollout.engines.hf.self_test import test_slots
+from rollout.engines.hf.support import unsupported_class, unsupported_reason
 from rollout.engines.hf.weights import HeldWeights
 
 log = logging.getLogger(__name__)
@@ -173,7 +174,7 @@ class SlotModel:
             UserError: if its layers cannot be taken over.
         """
         name = type(self.model).__name__
-        if why := unsupported_attention(type(self.model)):
+        if why := unsupported_reason(self.model.config) or unsupported_class(type(self.model)):
             raise UserError(f"engine hf cannot run {name}: {why}")
         ALL_ATTENTION_FUNCTIONS.register(self._name, self.attention)
         ALL_MASK_ATTENTION_FUNCTIONS.register(self._name, make_rule)
@@ -201,14 +202,6 @@ class SlotModel:
         self.attention.allocate(slots, self.max_context)
         self.states.allocate(slots)
         return slots, min(max_running, slots)
-
-
-def unsupported_attention(model_class: type) -> str:
-    """Return why the engine cannot replace the attention of a class of models; empty if it can."""
-    replaceable = getattr(model_class, "_can_set_attn_implementation", None)
-    if replaceable is None or replaceable():
-        return ""
-    return "its attention does not go through transformers' AttentionInterface"
 
 
 def load_model(config: EngineConfig, device: torch.device) -> Any:
