@@ -18,6 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from broker.errors import UserError
+from broker.weights.memory.cuda import numbered
 from broker.weights.memory.offload import OffloadedMemory
 from rlearner_text.hub import model_folder
 from rlearner_text.rope import fix_rope
@@ -254,7 +255,7 @@ def pick_device(wanted: str) -> torch.device:
     if torch.cuda.device_count() > 1:
         count = torch.cuda.device_count()
         log.warning("engine hf uses only the first of %d GPUs; start one rollout-server per GPU", count)
-    return torch.device("cuda")
+    return numbered("cuda")
 
 
 def fitting_context(model: Any, wanted: int) -> int:
