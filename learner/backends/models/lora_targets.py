@@ -19,6 +19,8 @@ from broker.weights.adapter import name_pattern
 from learner.config import LoraSection
 
 _ROUTER: Final = re.compile(r"(^|\.)(router|gate|wg|shared_expert_gate|modality_router)(\.|$)")
+_TOWER: Final = re.compile("vision|visual|audio|projector")
+SMALLEST_SHARE: Final = 0.005  # of the weights, that is named by itself
 _UNCALLED: Final = ("dt_proj",)  # Mamba multiplies by the weight without calling the layer, so adapters are ignored
 _WEIGHT: Final = ".weight"
 
@@ -100,20 +102,21 @@ def describe_share(sizes: Mapping[str, int], adapted: Collection[str]) -> str:
     total = max(1, sum(sizes.values()))
     has, lacks = Counter[str](), Counter[str]()
     for name, size in sizes.items():
-        layer = name_pattern(name).removesuffix(_WEIGHT)
+        layer = name_pattern(name).removesuffix(_WEIGHT).split(".")
         if name in adapted:
-            has[".".join(layer.split(".")[-2:]) if "experts" in layer else layer.rpartition(".")[2]] += size
+            has[".".join(layer[-2:] if "experts" in layer else layer[-1:])] += size
         else:
             lacks[_outer_name(layer)] += size
     line = f"adapters on {has.total() / total:.1%} of the weights ({', '.join(sorted(has))})"
-    rest = [f"{name} {size / total:.1%}" for name, size in lacks.most_common() if size / total >= 5e-4]
-    return f"{line}; none on {', '.join(rest)}" if rest else line
+    rest = {name: size / total for name, size in lacks.most_common() if size / total >= SMALLEST_SHARE}
+    rest["other weights"] = lacks.total() / total - sum(rest.values())
+    return f"{line}; none on {', '.join(f'{name} {share:.1%}' for name, share in rest.items())}"
 
 
-def _outer_name(layer: str) -> str:
+def _outer_name(layer: list[str]) -> str:
     """Return a short name of what a weight without adapters belongs to: a tower, or the layer itself."""
-    tower = re.search(r"[^.]*(vision|visual|audio|projector)[^.]*", layer)
-    return tower[0] if tower else ".".join(part for part in layer.split(".")[-2:] if part not in ("*", "model"))
+    tower = next((part for part in layer if _TOWER.search(part)), "")
+    return tower or ".".join(part for part in layer[-2:] if part not in ("*", "model"))
 
 
 def _candidates(module: Any) -> Iterator[_Candidate]:
