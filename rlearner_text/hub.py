@@ -123,6 +123,8 @@ def layer_names(folder: Path) -> set[str] | None:
         return None
     names, has_experts = set[str](), bool(expert_names(folder))
     for name, shape in shapes.items():
+        if _TOWER.search(name):
+            continue
         parts = name.split(".")
         is_matrix = parts[-1] == "weight" and len(shape) == 2 and any(part.isdigit() for part in parts[:-2])
         if is_matrix and "experts" not in parts and not (has_experts and parts[-2] in _ROUTERS):
@@ -137,8 +139,13 @@ def expert_names(folder: Path) -> frozenset[str]:
     )
 
 
+def stored_names(folder: Path) -> list[str]:
+    """Return the names of the tensors in a model's files; empty if it has none, or one cannot be read."""
+    return list(_stored_shapes(folder) or ())
+
+
 def _stored_shapes(folder: Path) -> dict[str, list[int]] | None:
-    """Return the shapes of a language model's tensors by name, without towers; None if a file cannot be read.
+    """Return the shapes of a model's tensors by name; None if a file cannot be read.
 
     A header is its length, 8 bytes little-endian, then JSON (github.com/huggingface/safetensors, README, "Format").
     """
@@ -148,7 +155,7 @@ def _stored_shapes(folder: Path) -> dict[str, list[int]] | None:
             with file.open("rb") as opened:
                 header = json.loads(opened.read(min(int.from_bytes(opened.read(8), "little"), _MAX_HEADER)))
             header.pop("__metadata__", None)
-            shapes |= {name: tensor["shape"] for name, tensor in header.items() if not _TOWER.search(name)}
+            shapes |= {name: tensor["shape"] for name, tensor in header.items()}
         except (OSError, ValueError, AttributeError, KeyError, TypeError):
             return None  # loading the model reports the error
     return shapes

@@ -6,10 +6,13 @@ also hold tensors that a causal language model leaves out: a vision tower, layer
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+View = tuple[str, list[int], list[int], int]  # name in the files, shape, strides, and first element in the weight
 
 
 def use_conversions(
@@ -79,3 +82,44 @@ def stored_groups(module: Any, shapes: Mapping[str, Tensor]) -> list[tuple[list[
     parts = {name: tensor.shape for _, form in groups for name, tensor in form.items()}
     same = parts == {name: tensor.shape for name, tensor in whole.items()}
     return groups if same and len(parts) == sum(len(form) for _, form in groups) else [(list(shapes), whole)]
+
+
+class _ViewsOnly(TorchFunctionMode):
+    """Within it a tensor is not copied to make it contiguous, as transformers does with the slices that it saves."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
+
+
+def stored_views(module: Any, shapes: Mapping[str, Tensor]) -> dict[str, list[View]]:
+    """Return what the files hold of each weight that they hold otherwise, if all of that are views of it.
+
+    Servers that read a model's files load updates by the same names, without a copy.
+
+    Args:
+        shapes: the model's weights on the meta device.
+    """
+    views: dict[str, list[View]] = {}
+    with _ViewsOnly():
+        groups = stored_groups(module, shapes)
+    for names, form in groups:
+        weight = shapes[names[0]]
+        same_storage = all(t.untyped_storage()._cdata == weight.untyped_storage()._cdata for t in form.values())
+        if len(names) > 1 or not same_storage:
+            return {}
+        if list(form) != names or form[names[0]].shape != weight.shape:
+            views[names[0]] = [(n, list(t.shape), list(t.stride()), int(t.storage_offset())) for n, t in form.items()]
+    return views
+
+
+def as_stored(
+    tensors: Iterable[tuple[str, Tensor]], views: Mapping[str, Iterable[View]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights as the files hold them."""
+    for name, tensor in tensors:
+        if name not in views:
+            yield name, tensor
+            continue
+        whole = tensor.contiguous()
+        for stored, shape, stride, offset in views[name]:
+            yield stored, whole.as_strided(shape, stride, offset + whole.storage_offset())
