@@ -117,3 +117,18 @@ def test_share_names_towers() -> None:
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     adapters = LoraAdapters(model, LoraSection(), 0, "base")
     assert " vision_tower " in describe_share(sizes, adapters.adapted).partition("; none on")[2]
+
+
+def test_the_plan_counts_the_factors_of_experts(tmp_path: Any) -> None:
+    from part_models import save_parts
+
+    from rlearner.plan.demands import lora_parameters
+    from rlearner.plan.model_reader import read_folder
+    from rlearner_text.config import ModelSection
+
+    path, section = save_parts("qwen3_moe", tmp_path / "model"), LoraSection(rank=4)
+    facts = read_folder(tmp_path / "model", path, ModelSection(path=path, dtype="bfloat16"), None)
+    model = model_of("qwen3_moe")
+    LoraAdapters(model, section, 0, path)
+    factors = sum(parameter.numel() for name, parameter in model.named_parameters() if ".lora_" in name)
+    assert lora_parameters(section, facts) == factors
