@@ -17,6 +17,7 @@ from learner.backends.models.attention import enable_packing
 from learner.backends.models.batch import TokenBatch
 from learner.backends.models.block_compilation import compile_blocks
 from learner.backends.models.empty_model import EmptyModel, open_empty, open_parts
+from learner.backends.models.language_model import untrained_parts
 from learner.backends.models.lora import Find, LoraAdapters, MergedWeights
 from learner.backends.models.token_scores import token_scores
 from learner.config import LoraSection
@@ -68,6 +69,8 @@ class PolicyModel:
                 log.info("%s: every rank loads the whole model: %s", path, found)
         self.module = self.empty.module if self.empty is not None else load_model(path, model, device)
         self.module.requires_grad_(trainable)
+        for name in untrained_parts(self.module):
+            self.module.get_parameter(name).requires_grad_(False)  # checkpoints keep them as they are
         self.head = self.module.get_output_embeddings()
         if self.head is None:
             allowed = f"{type(self.module).__name__} has no output embeddings: not a language model"
