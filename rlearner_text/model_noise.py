@@ -1,0 +1,65 @@
+"""Judges whether logprobs of one text, computed in two ways, differ by more than the model differs from itself.
+
+A model computed whole and in parts gives other logprobs, by rounding alone: 1e-6 for one, 0.3 for another, a thousand
+times more for some tokens than for others. So a constant limit refuses good models and lets wrong ones pass.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+LARGEST_RATIO: Final = 4.0  # of the largest differences: that of a few tokens is a matter of luck
+MEAN_RATIO: Final = 3.0  # of the mean differences of a stretch of text
+
+Values = npt.NDArray[np.float32]
+
+
+def noise_limit(samples: Sequence[Values], *, epsilon: float, ratio: float = LARGEST_RATIO) -> float:
+    """Return the largest difference that rounding explains.
+
+    Args:
+        samples: two or more arrays of the same logprobs, each computed otherwise by the same model.
+        epsilon: of the dtype in which they were computed: ``torch.finfo(dtype).eps``.
+        ratio: how many times the model's largest difference from itself is still noise.
+    """
+    return ratio * float(_noise(samples).max(initial=0.0)) + _rounding(samples[0], epsilon)
+
+
+def noise_problem(samples: Sequence[Values], other: Values, *, epsilon: float, stretches: Sequence[int] = ()) -> str:
+    """Return how another way of computing differs by more than noise; empty if it does not.
+
+    Args:
+        samples, epsilon: as for ``noise_limit``.
+        other: the logprobs to judge, of the same shape.
+        stretches: lengths beyond which the model computes otherwise; each stretch of text between them is judged
+            alone, since few tokens past a window are lost in the mean of all.
+    """
+    difference = np.abs(other.astype(np.float64) - samples[0])
+    noise, rounding = _noise(samples), _rounding(samples[0], epsilon)
+    ends = sorted({0, len(difference), *(end for end in stretches if end < len(difference))})
+    for start, end in itertools.pairwise(ends):
+        largest, mean = float(difference[start:end].max()), float(difference[start:end].mean())
+        if not largest <= (limit := LARGEST_RATIO * float(noise.max()) + rounding):
+            return f"logprobs differ by up to {largest:.2g}, the model from itself by {limit / LARGEST_RATIO:.2g}"
+        if not mean <= (limit := MEAN_RATIO * max(noise[start:end].mean(), noise.mean()) + rounding / 2):
+            where = f" at tokens {start} to {end}" if len(ends) > 2 else ""
+            own = f"the model from itself by {limit / MEAN_RATIO:.2g}"
+            return f"logprobs differ by {mean:.2g} on average{where}, {own}"
+    return ""
+
+
+def _noise(samples: Sequence[Values]) -> npt.NDArray[np.float64]:
+    """Return for each token how far the samples lie apart."""
+    every = np.stack([sample.astype(np.float64) for sample in samples])
+    spread: npt.NDArray[np.float64] = every.max(0) - every.min(0)
+    return spread
+
+
+def _rounding(values: Values, epsilon: float) -> float:
+    """Return the error of logprobs whose logits are rounded to a dtype: about their size times its epsilon."""
+    return 2 * epsilon * max(1.0, float(np.abs(values[np.isfinite(values)]).max(initial=0.0)))
