@@ -1,10 +1,10 @@
 """Attention of the learner for transformers models: causal, within windows or chunks, with soft caps and sinks.
 
 transformers separates packed sequences by position ids and masks them with a dense (row, row) matrix, so attention
-costs the square of the row, and its SDPA function silently drops soft caps and sinks. Here each sequence of a packed row
-attends by itself, as does each row of a padded batch; no padding mask is needed, since no token sees those after it.
-Plain causal attention uses torch's kernel without a mask. Windows and chunks are computed for blocks of queries with
-the keys that they can see, so that their cost grows with the window and not with the sequence.
+costs the square of the row; its SDPA function silently drops soft caps and sinks. Here each sequence of a packed row
+attends by itself, as does each row of a padded batch; padding needs no mask, since no token sees those after it. Plain
+causal attention uses torch's kernel without a mask. Windows and chunks are computed for blocks of queries with the keys
+that they can see, so that the cost grows with the window and not with the sequence.
 
 Every argument is either used or known to have no effect; any other is an error.
 """
@@ -29,7 +29,8 @@ _MAX_SCORES: Final = 1 << 26  # of a block, 256 MiB in float32
 # Arguments of transformers that change nothing in attention: positions are in queries and keys already.
 _IRRELEVANT: Final = frozenset({
     "position_ids", "use_cache", "cache_position", "past_key_values", "output_attentions", "output_hidden_states",
-    "output_router_logits", "return_dict", "logits_to_keep", "num_items_in_batch", "token_type_ids", "mm_token_type_ids",
+    "output_router_logits", "return_dict", "logits_to_keep", "num_items_in_batch", "token_type_ids",
+    "mm_token_type_ids",
 })  # fmt: skip
 
 
@@ -60,7 +61,7 @@ class AttentionPattern:
 
 
 @dataclass(frozen=True)
-class CausalAttention:
+class SequenceAttention:
     """Attention from queries, keys and values, (rows, heads, tokens, width) each, to (rows, heads, tokens, width).
 
     Attributes:
@@ -160,12 +161,15 @@ def compute_attention(
         raise InexactAttentionError("its attention has more keys than queries")
     if sliding_window is not None and attention_mask is None:
         raise InexactAttentionError(f"its attention has a window of {sliding_window} that its mask does not have")
-    form = CausalAttention(scaling, attention_mask, softcap, s_aux)
-    return _attend(form, query, key, value, packing), None
+    form = SequenceAttention(scaling, attention_mask, softcap, s_aux)
+    return attend_sequences(form, query, key, value, packing), None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _attend(form: CausalAttention, query: Tensor, key: Tensor, value: Tensor, packing: PackedRow | None) -> Tensor:
+def attend_sequences(
+    form: SequenceAttention, query: Tensor, key: Tensor, value: Tensor, packing: PackedRow | None
+) -> Tensor:
+    """Return attention of each row, or of each sequence of the only row, as (rows, tokens, heads, width)."""
     if packing is None:
         return form(query, key, value).transpose(1, 2)
     parts = zip(packing.rows(query), packing.rows(key), packing.rows(value), strict=True)

@@ -1,8 +1,8 @@
 """Recurrent and convolutional layers of packed rows: each sequence of a row has a state of its own.
 
 Layers of linear attention, state spaces and short convolutions carry a state along a row. In a packed row they take
-its sequences as the rows of a batch, like attention; transformers' own way (``cu_seq_lens_q``, ``seq_idx``) needs kernels
-that run on few GPUs and takes no shared prefix.
+its sequences as the rows of a batch, like attention. The way of transformers (``cu_seq_lens_q``, ``seq_idx``) works
+only with kernels for few GPUs, and with no prefix that sequences share.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class PackedMixer:
     def __init__(self, module: nn.Module) -> None:
         self.packing: PackedRow | None = None
         self._module, self._forward = module, module.forward
-        module.forward = self.run  # type: ignore[method-assign]
+        module.forward = self.run
 
     def remove(self) -> None:
         """Give the layer its own forward pass back."""
-        self._module.forward = self._forward  # type: ignore[method-assign]
+        self._module.forward = self._forward
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, *arguments: Any, **named: Any) -> Any:

@@ -11,7 +11,7 @@ from family_models import FAMILIES, VOCAB, family_config, save_family
 from broker.errors import ConfigError
 from learner.algorithm.samples import TrainSample
 from learner.backends.models import attention, attention_trial, mixers
-from learner.backends.models.attention import AttentionPattern, CausalAttention, InexactAttentionError
+from learner.backends.models.attention import AttentionPattern, InexactAttentionError, SequenceAttention
 from learner.backends.models.batch import collate
 from learner.backends.models.policy import PolicyModel, load_model
 from rlearner_text.config import ModelSection
@@ -27,7 +27,9 @@ def make_rows() -> list[TrainSample]:
     rng = np.random.default_rng(0)
     prompt = rng.integers(2, VOCAB, 11).astype(np.int32)
     rows = [rng.integers(2, VOCAB, length).astype(np.int32) for length in (3, 12, 41, 40, 70)]
-    rows += [np.append(prompt, row[:length]).astype(np.int32) for row, length in zip(rows[2:], (3, 19, 20), strict=True)]
+    rows += [
+        np.append(prompt, row[:length]).astype(np.int32) for row, length in zip(rows[2:], (3, 19, 20), strict=True)
+    ]
     return [make_sample(ids) for ids in rows]
 
 
@@ -142,20 +144,24 @@ def test_windows_longer_than_the_trial_are_crossed_in_it(tmp_path, monkeypatch):
     )
     trained = policy(str(tmp_path))
     assert not trained.unpackable
-    assert set(sizes) == {5}
+    assert sizes[0] == 5
     assert trained.module.config.sliding_window == 4096
 
 
 def test_a_model_that_amplifies_rounding_errors_is_not_refused(tmp_path):
-    model = transformers.AutoModelForCausalLM.from_config(family_config("qwen3"))
+    config = family_config("llama")
+    config.num_hidden_layers = 8
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, 0.0, 0.2 if parameter.ndim == 1 else 8.0)
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, 0.0, 2.0)
     model.save_pretrained(tmp_path)
     module = load_model(str(tmp_path), ModelSection(), CPU)
     module.set_attn_implementation("eager")
     with torch.no_grad():
         noise = attention_trial.AttentionTrial(module.base_model, CPU).noise
-    assert noise > 1e-5
+    assert noise > 2e-5
     assert not policy(str(tmp_path)).unpackable
 
 
@@ -202,7 +208,7 @@ def test_attention_in_blocks_equals_the_formula(monkeypatch, step, size, softcap
     window = None
     if size is not None:
         window = AttentionPattern(lambda row, head, q, k: (k <= q) & (k > q - size), size, CPU)
-    form = CausalAttention(0.5, window, softcap, sinks)
+    form = SequenceAttention(0.5, window, softcap, sinks)
     torch.testing.assert_close(form(query, key, value), expected, rtol=0, atol=1e-5)
 
 

@@ -13,8 +13,8 @@ from torch_backend_kit import VOCAB, backend, gradient, plain_logprobs, sample, 
 from broker.errors import ConfigError
 from learner.algorithm.aggregation import MODES
 from learner.algorithm.packing import cut
-from learner.backends.models.packed_rows import MAX_LENGTH_RATIO, SharedRow, pack_row
 from learner.backends.models.batch import collate
+from learner.backends.models.packed_rows import MAX_LENGTH_RATIO, SharedRow, pack_row
 from learner.config import AlgorithmSection, CriticSection, TrainSection
 from rlearner_text.config import ModelSection
 
