@@ -226,7 +226,7 @@ def _attention(model: Any, found: Traced) -> Iterator[None]:
         if isinstance(getattr(module, "rope_type", None), str):  # tables of one size; others follow tensors' values
             module.rope_type = FIXED
     try:
-        with GroupedShapes():
+        with GroupedShapes():  # type: ignore[no-untyped-call]
             yield
     finally:
         AttentionInterface._global_mapping.pop(ATTENTION, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -17,10 +18,11 @@ from learner.backends.models.batch import TokenBatch
 from learner.backends.models.block_compilation import compile_blocks
 from learner.backends.models.empty_model import EmptyModel, open_empty, open_parts
 from learner.backends.models.lora import Find, LoraAdapters, MergedWeights
+from learner.backends.models.support import training_problem
 from learner.backends.models.token_scores import token_scores
 from learner.config import LoraSection
 from rlearner_text.config import ModelSection, check_model_path
-from rlearner_text.hub import model_folder
+from rlearner_text.hub import model_folder, read_json
 from rlearner_text.rope import fix_rope
 from rlearner_text.transformers_import import import_transformers
 
@@ -313,6 +315,8 @@ def load_model(path: str, section: ModelSection, device: torch.device, max_conte
     check_model_path(path)
     transformers_logging.disable_progress_bar()
     folder = model_folder(path, trust_remote_code=section.trust_remote_code)
+    if problem := training_problem(read_json(Path(folder) / "config.json", path, "model.path")):
+        raise ConfigError("model.path", path, problem)
     named: dict[str, Any] = {"dtype": getattr(torch, section.dtype), "trust_remote_code": section.trust_remote_code}
     named |= {"use_safetensors": True, "output_loading_info": True}
     try:

@@ -14,6 +14,7 @@ from learner.backends.models import attention, attention_trial, mixers
 from learner.backends.models.attention import AttentionPattern, InexactAttentionError, SequenceAttention
 from learner.backends.models.batch import collate
 from learner.backends.models.policy import PolicyModel, load_model
+from learner.backends.models.support import training_problem
 from rlearner_text.config import ModelSection
 
 CPU = torch.device("cpu")
@@ -166,16 +167,43 @@ def test_a_model_that_amplifies_rounding_errors_is_not_refused(tmp_path):
 
 
 def test_a_model_that_sees_later_tokens_is_refused(tmp_path):
-    config = transformers.BertConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
-    )
+    save_bert(tmp_path, is_decoder=False)
+    with pytest.raises(ConfigError, match=r"model.path: .* bert without is_decoder sees later tokens: it is no causal"):
+        policy(str(tmp_path))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"model.path: .* BertLMHeadModel cannot be trained: states differ by"):
+        attention_trial.choose_attention(model.eval(), CPU, "a/bert", packed=True)
+
+
+def save_bert(folder, *, is_decoder):
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48}
+    config = transformers.BertConfig(**sizes, num_hidden_layers=2, num_attention_heads=4, is_decoder=is_decoder)
     torch.manual_seed(0)
     model = transformers.BertLMHeadModel(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.3)
-    model.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"model.path: .* BertLMHeadModel cannot be trained: states differ by"):
-        policy(str(tmp_path))
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"model_type": "bert"}, "bert without is_decoder sees later tokens"),
+        ({"model_type": "bert", "is_decoder": True}, ""),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "t5 has an encoder"),
+        ({"model_type": "vit"}, "transformers has no causal language model of type 'vit'"),
+        ({"model_type": "own", "auto_map": {"AutoModelForCausalLM": "code.Own"}}, ""),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, "its weights are quantised (fp8)"),
+    ],
+)
+def test_what_a_configuration_shows(config, problem):
+    found = training_problem(config)
+    assert found.startswith(problem) if problem else not found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_family_is_refused_by_its_configuration(name):
+    assert training_problem(family_config(name).to_dict()) == ""
 
 
 @pytest.mark.parametrize("name", ["indices", "position_bias", "anything_new"])
