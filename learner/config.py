@@ -83,7 +83,7 @@ class TrainSection(OptimizationSection):
     weights_timeout_s: PositiveFloat = 30.0  # longest wait for one bucket
     # auto, null: each server by its best of nccl (from a GPU), shared and gloo; shared: servers on this host read the
     # learner's memory, others by gloo; gloo: all by gloo; nccl: only between GPUs; ipc: servers read the learner's GPU,
-    # others by gloo, not run on a GPU yet; curve: all encrypted, for untrusted networks
+    # others by gloo; curve: all encrypted, for untrusted networks
     weights_backend: Literal["auto", "shared", "gloo", "nccl", "ipc", "curve"] | None = "auto"
     # all ranks send the weights that they hold, at the same time; auto: with several nodes, where each has its own link
     weights_stripes: Literal["auto", "always", "never"] = "auto"

@@ -23,7 +23,8 @@ def noise_limit(samples: Sequence[Values], *, epsilon: float, ratio: float = LAR
     """Return the largest difference that rounding explains.
 
     Args:
-        samples: two or more arrays of the same logprobs, each computed otherwise by the same model.
+        samples: arrays of the same logprobs, (n,) or (n, tokens of the vocabulary), each computed otherwise by the
+            same model.
         epsilon: of the dtype in which they were computed: ``torch.finfo(dtype).eps``.
         ratio: how many times the model's largest difference from itself is still noise.
     """
@@ -39,7 +40,7 @@ def noise_problem(samples: Sequence[Values], other: Values, *, epsilon: float, s
         stretches: lengths beyond which the model computes otherwise; each stretch of text between them is judged
             alone, since few tokens past a window are lost in the mean of all.
     """
-    difference = np.abs(other.astype(np.float64) - samples[0])
+    difference = _distance(other, samples[0])
     noise, rounding = _noise(samples), _rounding(samples[0], epsilon)
     ends = sorted({0, len(difference), *(end for end in stretches if end < len(difference))})
     for start, end in itertools.pairwise(ends):
@@ -54,12 +55,20 @@ def noise_problem(samples: Sequence[Values], other: Values, *, epsilon: float, s
 
 
 def _noise(samples: Sequence[Values]) -> npt.NDArray[np.float64]:
-    """Return for each token how far the samples lie apart."""
-    every = np.stack([sample.astype(np.float64) for sample in samples])
-    spread: npt.NDArray[np.float64] = every.max(0) - every.min(0)
-    return spread
+    """Return for each token how far the samples lie apart from the first."""
+    if len(samples) < 2:
+        return np.zeros(len(samples[0]))
+    distances: npt.NDArray[np.float64] = np.max([_distance(each, samples[0]) for each in samples[1:]], axis=0)
+    return distances
+
+
+def _distance(values: Values, others: Values) -> npt.NDArray[np.float64]:
+    """Return the distance at each token: of logprobs (n,), or root mean square of (n, tokens of the vocabulary)."""
+    squares = (values.astype(np.float64) - others) ** 2
+    distance: npt.NDArray[np.float64] = np.sqrt(squares.reshape(len(squares), -1).mean(1))
+    return distance
 
 
 def _rounding(values: Values, epsilon: float) -> float:
     """Return the error of logprobs whose logits are rounded to a dtype: about their size times its epsilon."""
-    return 2 * epsilon * max(1.0, float(np.abs(values[np.isfinite(values)]).max(initial=0.0)))
+    return epsilon / 4 * max(1.0, float(np.abs(values).mean()))

@@ -15,8 +15,9 @@ import numpy as np
 
 from rlearner_text.tokenizer import Tokenizer
 
-SHORTEST: Final = 96  # tokens; past the chunks of 64 in which kernels of linear attention compute
+SHORTEST: Final = 72  # tokens; past the chunks of 64 in which kernels of linear attention compute
 MARGIN: Final = 32  # tokens past the last switch
+FEWEST: Final = 12  # different tokens; attention to equal tokens is alike, whatever it sees
 
 # Settings whose value is a number of tokens at which attention or a recurrent kernel changes.
 _SWITCH: Final = re.compile(r"window|chunk|local_attention|floor_scale|index_topk$")
@@ -105,7 +106,7 @@ def probe_tokens(
             if not piece:
                 break
             ids += piece
-    if len(ids) < length:  # without a tokenizer, or with one that knows no letters
+    if len(ids) < length or len(set(ids)) < FEWEST:  # no tokenizer, or one that knows no letters
         ids = np.random.default_rng(start).integers(0, vocab_size, length).tolist()
     return ids[:length]
 

@@ -49,6 +49,7 @@ class Scheduler:
         prefix_cache: whether finished conversations keep their slot.
         version: served policy version, -1 for none.
         preempt_after_s: how long a job waits before one of a later step makes way for it; None: none ever does.
+        whole_prefixes: a slot's tokens can only be reused all together, as with recurrent states.
     """
 
     def __init__(
@@ -59,11 +60,13 @@ class Scheduler:
         prefix_cache: bool = True,
         version: int = -1,
         preempt_after_s: float | None = None,
+        whole_prefixes: bool = False,
     ) -> None:
         if not 1 <= max_running <= num_slots:
             raise ValueError(f"max_running={max_running} must be between 1 and num_slots={num_slots}")
         self.num_slots, self.max_running, self.prefix_cache = num_slots, max_running, prefix_cache
         self.version, self.preempt_after_s = version, preempt_after_s
+        self._whole_prefixes = whole_prefixes
         self._leaving: GenerationJob | None = None  # makes way, and has not ended yet
         self._jobs: dict[str, GenerationJob] = {}
         self._running: dict[int, GenerationJob] = {}
@@ -245,7 +248,10 @@ class Scheduler:
         slot = self._idle_of.get(job.conversation_id)
         reused = 0
         if slot is not None:
-            reused = common_prefix(self._idle[slot].tokens, job.tokens[:-1])  # the last one must produce logits
+            tokens = self._idle[slot].tokens
+            reused = common_prefix(tokens, job.tokens[:-1])  # the last one must produce logits
+            if self._whole_prefixes and reused < len(tokens):
+                reused = 0
             self._forget(slot)
         elif not self._free:
             self._forget(self._victim())

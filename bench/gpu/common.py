@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +22,9 @@ PEAK_FLOPS: Final[Mapping[str, float]] = {
     "B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "H20": 148e12, "A100": 312e12, "A10G": 70e12,
     "A10": 125e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
 }  # fmt: skip
+
+
+MODELS: Final = "RL_BENCH_MODELS"  # variable that names a folder in which steps share generated models
 
 
 @dataclass(frozen=True)
@@ -49,14 +54,18 @@ def num_parameters(shape: ModelShape) -> tuple[int, int]:
     return shape.layers * block + shape.hidden, shape.vocab * shape.hidden
 
 
-def train_flops_per_token(shape: ModelShape, context: float) -> float:
+def train_flops_per_token(shape: ModelShape, context: float, *, causal: bool = False) -> float:
     """Operations of forward and backward pass per token: 6 N + 12 L H Q T (Chowdhery et al. 2022, PaLM, appendix B).
 
     N counts the blocks and the output projection, not the look-up of the embedding; T is the mean length of a sequence.
-    Attention is counted as if it were not causal, and nothing that is computed again, as there.
+    Nothing that is computed again counts.
+
+    Args:
+        causal: count half of the attention, 6 L H Q T: the part that a causal kernel computes.
     """
     blocks, output = num_parameters(shape)
-    return 6.0 * (blocks + output) + 12.0 * shape.layers * shape.heads * shape.head_dim * context
+    attention = (6.0 if causal else 12.0) * shape.layers * shape.heads * shape.head_dim * context
+    return 6.0 * (blocks + output) + attention
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float | None) -> float | None:
@@ -101,7 +110,21 @@ def begin(options: argparse.Namespace) -> str:
 
 
 def make_model(folder: str | Path, shape: ModelShape, *, dtype: str = "bfloat16", seed: int = 0) -> str:
-    """Write a Qwen3 with random weights and a tokenizer of single characters; return the folder."""
+    """Write a Qwen3 with random weights and a tokenizer of single characters; return the folder.
+
+    If the variable ``RL_BENCH_MODELS`` names a folder, the model lies there, and a later call finds it.
+    """
+    if not (shared := os.environ.get(MODELS)):
+        return _write_model(Path(folder), shape, dtype, seed)
+    key = hashlib.sha256(json.dumps([asdict(shape), dtype, seed]).encode()).hexdigest()[:12]
+    place = Path(shared) / key
+    if not (place / "complete").exists():
+        _write_model(place, shape, dtype, seed)
+        (place / "complete").touch()
+    return str(place / "model")
+
+
+def _write_model(folder: Path, shape: ModelShape, dtype: str, seed: int) -> str:
     import torch
     import transformers
 
@@ -109,7 +132,6 @@ def make_model(folder: str | Path, shape: ModelShape, *, dtype: str = "bfloat16"
     from rlearner_text.hub import copy_tokenizer
     from rlearner_text.tiny import build_tiny
 
-    folder = Path(folder)
     build_tiny(folder / "tokenizer", TinyModel(hidden_size=8, num_layers=1, head_dim=4, intermediate_size=8))
     config = transformers.Qwen3Config(
         vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
@@ -119,7 +141,9 @@ def make_model(folder: str | Path, shape: ModelShape, *, dtype: str = "bfloat16"
     )  # fmt: skip
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(seed)
-    transformers.Qwen3ForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder / "model")
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # drawing 0.6 billion numbers takes a CPU long
+        model = transformers.Qwen3ForCausalLM(config)
+    model.to(getattr(torch, dtype)).save_pretrained(folder / "model")
     copy_tokenizer(str(folder / "tokenizer"), folder / "model")
     return str(folder / "model")
 
@@ -142,6 +166,11 @@ def seconds(work: Callable[[], object], device: str, *, repeats: int = 7, warm_u
         if turn >= warm_up:
             taken.append(time.perf_counter() - began)
     return taken
+
+
+def show(figures: Mapping[str, Any]) -> None:
+    """Print figures as one line of JSON, which counts if the step does not reach its end."""
+    print(json.dumps(dict(figures)), flush=True)
 
 
 def finish(name: str, device: str, shape: ModelShape, figures: Mapping[str, Any], checks: Mapping[str, bool]) -> int:

@@ -1,4 +1,4 @@
-"""Versions of driver, torch and NCCL, and one collective over all GPUs: whether anything else can work.
+"""Versions of driver, torch and NCCL, clocks, and one collective over all GPUs: whether anything else can work.
 
 python -m bench.gpu.driver [--device cpu]
 """
@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from typing import Any, Final
 
 import torch
@@ -22,7 +23,11 @@ from bench.gpu import common
 from bench.support.rendezvous import MeetingPlace, serve_place
 
 SIZE: Final = {"cuda": 256 << 20, "cpu": 1 << 20}  # bytes of the collective
-SMI: Final = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+# by nvidia-smi's names; clocks are those of an idle GPU and the highest that it allows
+FIELDS: Final = {
+    "driver": "driver_version", "sm_mhz": "clocks.sm", "sm_mhz_max": "clocks.max.sm", "memory_mhz": "clocks.mem",
+    "power_limit_w": "power.limit",
+}  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -36,7 +41,8 @@ def _measure(options: argparse.Namespace, device: str) -> int:
     kind = str(options.device)
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if kind == "cuda" else []
     devices = names or ["cpu", "cpu"]
-    found = {"devices": devices, "torch": torch.__version__, "cuda": torch.version.cuda, "driver": _driver(kind)}
+    found: dict[str, Any] = {"devices": devices, "torch": torch.__version__, "cuda": torch.version.cuda}
+    found |= {"transformers": version("transformers"), **_query(kind)}
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if kind == "cuda" else None  # type: ignore[no-untyped-call]
     rate, exact = _all_reduce(kind, len(devices)) if len(devices) > 1 else (None, _computes(kind))
     line: dict[str, Any] = {"bench": "bench.gpu.driver", "device": device, **found, "nccl": nccl}
@@ -45,11 +51,15 @@ def _measure(options: argparse.Namespace, device: str) -> int:
     return 1 if failed else 0
 
 
-def _driver(kind: str) -> str | None:
+def _query(kind: str) -> dict[str, str | None]:
+    """Return what nvidia-smi says of the first GPU; None for each field without it."""
+    nothing = dict.fromkeys(FIELDS)
     if kind == "cpu" or shutil.which("nvidia-smi") is None:
-        return None
-    answer = subprocess.run(SMI, capture_output=True, text=True, timeout=30, check=False)
-    return answer.stdout.strip().splitlines()[0] if answer.returncode == 0 and answer.stdout.strip() else None
+        return nothing
+    command = ["nvidia-smi", f"--query-gpu={','.join(FIELDS.values())}", "--format=csv,noheader,nounits"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    values = [field.strip() for field in answer.stdout.partition("\n")[0].split(",")]
+    return dict(zip(FIELDS, values, strict=True)) if len(values) == len(FIELDS) else nothing
 
 
 def _computes(kind: str) -> bool:

@@ -37,6 +37,7 @@ from broker.weights.memory.staging import FlatBuffer, StagingBuffers, plan_of
 
 WAIT_S: Final = 120.0
 LET_GO_S: Final = 20.0  # until the driver has taken back what a killed process had
+SPARE_BYTES: Final = 64 << 20  # kernels that were loaded meanwhile
 LEFT_BEHIND: Final = 0.25  # of the learner's two buffers may still be missing then, for others use the GPU, too
 
 
@@ -199,7 +200,7 @@ class _Server:
         return torch.cuda.mem_get_info()[0] if self.kind == "cuda" else 0
 
     def freed(self, before: int) -> bool:
-        least = before - int(LEFT_BEHIND * 2 * self.plan.size_bytes)
+        least = before - max(SPARE_BYTES, int(LEFT_BEHIND * 2 * self.plan.size_bytes))
         deadline = time.monotonic() + LET_GO_S
         while self.free_bytes() < least and time.monotonic() < deadline:
             torch.cuda.empty_cache()

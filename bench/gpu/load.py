@@ -63,9 +63,16 @@ def make_requests(
     return made
 
 
+KV_GIB: Final = 30.0  # of engine hf on a GPU, which may hold two engines
+
+
 def section(options: argparse.Namespace, number: int, context: int) -> RolloutSection:
+    """Return the settings of an engine; prompts are random, so that a prefix cache finds nothing."""
+    args = dict(options.engine_args)
+    if options.engine == "hf" and not options.tiny:
+        args.setdefault("kv_cache_gib", KV_GIB)
     return RolloutSection(
-        engine=options.engine, engine_args=options.engine_args, max_running=number, max_context_tokens=context,
+        engine=options.engine, engine_args=args, max_running=number, max_context_tokens=context, prefix_cache=False,
         prefill_tokens=16384, policy=POLICY,
     )  # fmt: skip
 

@@ -70,11 +70,10 @@ def shape_of(options: argparse.Namespace) -> common.ModelShape:
 
 
 def _measure(options: argparse.Namespace, device: str) -> int:
-    config = Path(__file__).resolve().parents[2] / "rlearner" / "configs" / "quickstart.yaml"
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""} if options.device == "cpu" else dict(os.environ)
     ipc = _ipc(options, environment) if options.engine == "hf" else None
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "rlearner.cli", "up", str(config), *settings(options, folder)]
+        command = [sys.executable, "-m", "rlearner.cli", "up", "configs/quickstart.yaml", *settings(options, folder)]
         try:
             done = subprocess.run(
                 command, env=environment, timeout=options.timeout_s, check=False, stderr=subprocess.PIPE, text=True

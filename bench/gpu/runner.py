@@ -9,9 +9,11 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from bench.gpu.source import current_commit
 from bench.gpu.state import Outcome, State, write_state
 from bench.gpu.steps import Machine, Step, why_left_out
 from broker.system.children import spawn
@@ -44,28 +46,31 @@ def run_steps(
         if (before := state.steps.get(step.name)) is not None and before.finished:
             say(f"{step.name}: {before.state} before, not repeated (--again)")
             continue
-        if why := why_left_out(step, machine, total_s - state.seconds):
+        left_s = total_s - state.seconds
+        if why := why_left_out(step, machine, left_s):
             state.steps[step.name] = Outcome("left out", reason=why)
         else:
-            say(f"{step.name}: {step.shows}, at most {step.limit_s:g} s")
-            state.steps[step.name] = run_one(step, machine, out.with_name(f"{out.stem}-{step.name}.log"))
+            limit_s = round(min(step.limit_s, left_s - END_S))
+            say(f"{step.name}: {step.shows}, at most {limit_s} s")
+            outcome = run_one(step, machine, out.with_name(f"{out.stem}-{step.name}.log"), limit_s)
+            state.steps[step.name] = replace(outcome, commit=current_commit())
         outcome = state.steps[step.name]
         write_state(out, state)
         say(f"{step.name}: {outcome.state} in {outcome.seconds:.0f} s" + (f": {outcome.reason}" * bool(outcome.reason)))
 
 
-def run_one(step: Step, machine: Machine, log: Path) -> Outcome:
+def run_one(step: Step, machine: Machine, log: Path, limit_s: float) -> Outcome:
     """Run one step to its end or its limit; end what it started."""
     began = time.monotonic()
     with log.open("wb") as file:
         child = spawn(step.command(machine), file)
         try:
-            code: int | None = child.wait(step.limit_s)
+            code: int | None = child.wait(limit_s)
         except subprocess.TimeoutExpired:
             code = None
         finally:
             _end(child)
-    return _outcome(code, step.limit_s, time.monotonic() - began, log.read_text(encoding="utf-8", errors="replace"))
+    return _outcome(code, limit_s, time.monotonic() - began, log.read_text(encoding="utf-8", errors="replace"))
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
@@ -86,15 +91,17 @@ def _outcome(code: int | None, limit_s: float, seconds: float, text: str) -> Out
         return Outcome("timed out", took, f"it did not end within {limit_s:g} s", result)
     if code == 0 and result:
         return Outcome("passed", took, "", result)
-    last = lines[-1][:300] if lines else "it printed nothing"
+    error = next((line for line in reversed(lines) if line.startswith("error: ")), "")
+    last = (error or lines[-1])[:300] if lines else "it printed nothing"
     reason = f"failed checks: {', '.join(result['failed'])}" if result.get("failed") else f"exit code {code}: {last}"
     return Outcome("failed", took, reason, result)
 
 
 def _result(lines: Sequence[str]) -> dict[str, Any]:
-    """Return the object on the last line; empty if there is none."""
-    try:
-        found = json.loads(lines[-1])
-    except (IndexError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    """Return the object on the last line that is one; empty if there is none."""
+    for line in reversed(lines):
+        if line.startswith("{"):
+            with contextlib.suppress(ValueError):
+                figures: dict[str, Any] = json.loads(line)
+                return figures
+    return {}

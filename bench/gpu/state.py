@@ -20,6 +20,7 @@ class Outcome:
     seconds: float = 0.0
     reason: str = ""
     result: Mapping[str, Any] = field(default_factory=dict)
+    commit: str = ""  # of the code that ran
 
     @property
     def finished(self) -> bool:

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
+from bench.gpu.source import current_commit
 from bench.gpu.state import Outcome, State
 from bench.gpu.steps import Step
 from broker.errors import UserError
@@ -16,14 +17,17 @@ BEGIN: Final = "<!-- bench.gpu: the table below is written by python -m bench.gp
 END: Final = "<!-- bench.gpu: end -->"
 
 
-def table(steps: Sequence[Step], state: State, day: str) -> str:
-    """Return a Markdown table of all steps."""
-    lines = [f"{state.device}, {day}:", "", "| step | outcome | figures |", "|---|---|---|"]
+def table(steps: Sequence[Step], state: State, day: str, commit: str = "") -> str:
+    """Return a Markdown table of all steps; a step that ran with another commit names it."""
+    heading = f"{state.device}, {day}" + (f", commit {commit[:8]}" if commit else "")
+    lines = [f"{heading}:", "", "| step | outcome | figures |", "|---|---|---|"]
     for step in steps:
         outcome = state.steps.get(step.name, Outcome("not run"))
         found = {name: outcome.result[name] for name in step.figures if outcome.result.get(name) is not None}
         shown = [f"{name} {_figure(value)}" for name, value in found.items()]
         why = f": {outcome.reason}" if outcome.reason else f", {outcome.seconds:.0f} s" if outcome.seconds else ""
+        if outcome.commit != commit and outcome.finished and outcome.commit:
+            why += f", commit {outcome.commit[:8]}"
         cells = (step.name, outcome.state + why, ", ".join(shown))
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
@@ -54,7 +58,8 @@ def write_table(page: Path, steps: Sequence[Step], state: State) -> None:
     """
     try:
         text = page.read_text(encoding="utf-8")
-        page.write_text(replace_table(text, table(steps, state, f"{datetime.now(UTC):%Y-%m-%d}")), encoding="utf-8")
+        new = table(steps, state, f"{datetime.now(UTC):%Y-%m-%d}", current_commit())
+        page.write_text(replace_table(text, new), encoding="utf-8")
     except OSError as error:
         raise UserError(f"{page}: {error.strerror}") from None
 
@@ -68,5 +73,11 @@ def last_line(steps: Sequence[Step], state: State) -> str:
             by_state[outcome.state].append(step.name)
             figures[step.name] = {name: outcome.result[name] for name in step.figures if name in outcome.result}
     named = {name.replace(" ", "_"): found for name, found in by_state.items()}
-    line = {"bench": "bench.gpu", "device": state.device, **named, "seconds": round(state.seconds, 1)}
+    line = {
+        "bench": "bench.gpu",
+        "device": state.device,
+        "commit": current_commit(),
+        **named,
+        "seconds": round(state.seconds, 1),
+    }
     return json.dumps(line | {"figures": figures})

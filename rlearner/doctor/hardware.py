@@ -116,6 +116,39 @@ def gpu_findings(
     return [*_devices(gpus, problem, needs, count), *cuda, _nccl_finding(torch, count), *_weights(torch, needs, count)]
 
 
+def gpu_obstacle(gpus: Sequence[GpuInfo], problem: str, torch: TorchBuild | None) -> str:
+    """Return why nothing can be measured on these GPUs, with what to do; empty if it can.
+
+    Args:
+        problem: why nvidia-smi did not answer.
+    """
+    if problem:
+        return f"the driver does not answer: {problem}"
+    if not gpus:
+        return "this machine has no NVIDIA GPU, or no driver for it; --cpu runs the steps small without one"
+    if torch is None or not torch.cuda:
+        return f"torch {torch.version if torch else ''} is built without CUDA; install its CUDA build"
+    if (least := too_old_for(gpus, torch)) is not None:
+        return f"driver {gpus[0].driver} is too old: torch {torch.version} for CUDA {torch.cuda} needs {least} or newer"
+    for gpu in gpus:
+        if _is_busy(gpu):
+            used = f"{gpu.used_mib} of {gpu.total_mib} MiB"
+            return f"GPU {gpu.index} is in use by other processes ({used}); stop them, or measure anyway with --busy"
+    return ""
+
+
+def too_old_for(gpus: Sequence[GpuInfo], torch: TorchBuild) -> str | None:
+    """Return the oldest driver that this torch needs if one of the GPUs has an older one."""
+    least = OLDEST_DRIVER.get(int(torch.cuda.partition(".")[0]))
+    if least is None or all(_numbers(gpu.driver)[:2] >= least for gpu in gpus):
+        return None
+    return ".".join(map(str, least))
+
+
+def _is_busy(gpu: GpuInfo) -> bool:
+    return gpu.total_mib > 0 and gpu.used_mib > MOST_USED * gpu.total_mib
+
+
 def _weights(torch: TorchBuild | None, needs: MachineRequirements, count: int) -> list[PreflightFinding]:
     """Return how weights will travel to servers at each place, and why; a pair without a way is missing."""
     usable = count if torch is not None and torch.cuda else 0
@@ -129,7 +162,7 @@ def _weights(torch: TorchBuild | None, needs: MachineRequirements, count: int) -
             status: Status = "missing" if unreachable else "absent"
             found.append(_finding("weights", status, why, "train.weights_backend=auto"))
         elif pair.carrier == "ipc":
-            why = f"{who}: ipc, {pair.why}; CUDA IPC was not run on a GPU before this release"
+            why = f"{who}: ipc, {pair.why}; run with one H100 only"
             found.append(_finding("weights", "warning", why, "train.weights_backend=auto  # if it fails here"))
         else:
             found.append(_finding("weights", "ok", f"{who}: {pair.carrier}, {pair.why}"))
@@ -152,7 +185,7 @@ def _devices(gpus: Sequence[GpuInfo], problem: str, needs: MachineRequirements, 
         result.append(_finding("GPUs", "missing", said, remedy))
     for gpu in gpus:
         said = f"{gpu.name}, {gpu.total_mib / 1024:.0f} GiB, driver {gpu.driver}, compute capability {gpu.capability}"
-        if gpu.total_mib and gpu.used_mib > MOST_USED * gpu.total_mib:
+        if _is_busy(gpu):
             said += f"; {gpu.used_mib / 1024:.1f} GiB in use by other processes"
             remedy = "nvidia-smi --query-compute-apps=pid,used_memory,name --format=csv  # stop those, or see --gpus"
             result.append(_finding(f"GPU {gpu.index}", "warning", said, remedy))
@@ -174,10 +207,8 @@ def _cuda(gpus: Sequence[GpuInfo], torch: TorchBuild, needs: MachineRequirements
             return _finding("CUDA", "warning", f"{said}, so the GPUs stay idle", remedy)
         return _finding("CUDA", "absent", said)
     said = f"torch {torch.version} is built for CUDA {torch.cuda}"
-    least = OLDEST_DRIVER.get(int(torch.cuda.partition(".")[0]))
-    old = [gpu.driver for gpu in gpus if least and _numbers(gpu.driver)[:2] < least]
-    if old and least:
-        said += f", which needs driver {'.'.join(map(str, least))} or newer, not {old[0]}"
+    if (least := too_old_for(gpus, torch)) is not None:
+        said += f", which needs driver {least} or newer, not {min(gpu.driver for gpu in gpus)}"
         remedy = "apt-get install --only-upgrade nvidia-driver"
         return _finding("CUDA", "missing" if needs.cuda else "warning", said, remedy)
     return _finding("CUDA", "ok", said)

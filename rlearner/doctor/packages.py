@@ -23,6 +23,12 @@ PROJECT: Final = "rlearner"
 SOURCE: Final = Path(__file__).resolve().parents[2]
 CORE: Final = ("torch", "transformers", "safetensors", "tokenizers", "numpy", "nats-py", "pyzmq", "msgspec", "pydantic")
 
+# Versions with which the tests were run; the oldest by make test-oldest, torch 2.11 on an H100.
+TESTED: Final[Mapping[str, tuple[str, ...]]] = {
+    "torch": ("2.11.0", "2.13.0"),
+    "transformers": ("5.9.0", "5.17.0", "5.19.0"),
+}
+
 # Plug-in name to distributions, of which one is enough. Other plug-ins need the extra of their name, if there is one.
 TOOLS: Final[Mapping[str, tuple[str, ...]]] = {
     **{name: packages for name in ENGINES if (packages := getattr(declaration(name), "packages", ()))},
@@ -111,6 +117,8 @@ def base_findings(project: ProjectRequirements, found: Installed = installed) ->
     result = []
     for requirement in project.base:
         status, said = _judge(requirement, found)
+        if status == "ok" and (tested := TESTED.get(canonicalize_name(requirement.name))):
+            said += f" (tested: {', '.join(tested)})"
         if status != "ok" or canonicalize_name(requirement.name) in CORE:
             remedy = "" if status == "ok" else project.install("")
             result.append(PreflightFinding("python", requirement.name, status, said, remedy))

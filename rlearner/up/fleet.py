@@ -23,6 +23,7 @@ from broker.system.logs import error_of
 from rlearner.up.event_log import ProcessEvent
 
 RESTART_AFTER_S = 1.0  # doubled at every restart that did not last a minute
+LONGEST_REASON = 200  # characters
 RESTART_AT_MOST_S = 30.0
 SAMPLE_EVERY_S = 1.0  # of processor time
 GIVE_UP_AFTER = 6  # quick exits in a row
@@ -52,6 +53,12 @@ class FleetProcess:
     @property
     def running(self) -> bool:
         return self.process is not None and self.process.poll() is None
+
+    @property
+    def reason(self) -> str:
+        """The last line of its log after a colon, which is that of a traceback if it ended with one."""
+        last = next((line.strip() for line in reversed(self.last_lines()) if line.strip()), "")
+        return f": {last[:LONGEST_REASON]}" if last else ""
 
     def last_lines(self, count: int = 5) -> list[str]:
         """Return the last lines of its log."""
@@ -127,7 +134,7 @@ class ProcessFleet:
                 child.restarts = child.restarts + 1 if quick else 1
                 delay = min(RESTART_AFTER_S * 2 ** (child.restarts - 1), RESTART_AT_MOST_S)
                 child.not_before = now + delay
-                how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+                how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}{child.reason}"
                 line = f"{child.name} (pid {child.pid}) died {how}; starting it again in {delay:.0f} s"
                 events.append(ProcessEvent(line, "death", child.name))
             elif now >= child.not_before:

@@ -1,4 +1,4 @@
-"""GPU memory that other processes of this host can open (CUDA IPC). Not yet run on a GPU.
+"""GPU memory that other processes of this host can open (CUDA IPC).
 
 The memory comes from the driver, not from torch's allocator: the handle then refers to the start of an allocation that
 is neither split nor moved (expandable segments cannot be exported this way), without the reference counts that torch
@@ -251,6 +251,14 @@ def name_of(unit: bytes) -> str:
     """Return a GPU's UUID as nvidia-smi prints it."""
     text = unit.hex()
     return f"GPU-{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
+
+
+def numbered(device: str | torch.device) -> torch.device:
+    """Return the device, a GPU with its number: ``torch.cuda.set_device`` refuses a plain ``cuda``."""
+    device = torch.device(device)
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def device_of(device: torch.device) -> SharedDevice | None:

@@ -32,7 +32,7 @@ from broker.runtime.presence import Roster
 from broker.weights.bucket_payload import ReferenceBytes
 from broker.weights.carriers import READ
 from broker.weights.group import Group, WaitMonitor
-from broker.weights.memory.cuda import gpu_uuid
+from broker.weights.memory.cuda import gpu_uuid, numbered
 from broker.weights.memory.devices import SharedDevice
 from broker.weights.memory.shared import segment_of
 from broker.weights.memory.staging import StagingBuffers
@@ -96,7 +96,7 @@ class WeightSender:
         self._bus, self._roster, self._policy = bus, roster, policy
         self._offers = OfferStore(bus, epoch)
         self.settings = settings or TransferSettings()
-        self._gpu = torch.device(device) if torch.device(device).type == "cuda" else None
+        self._gpu = numbered(device) if torch.device(device).type == "cuda" else None
         carriers = self.settings.carriers
         self._stripes, self._num_orders = stripes, 0
         if stripes is not None:  # no process has whole versions in its memory

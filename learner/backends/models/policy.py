@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from broker.errors import ConfigError
+from broker.weights.memory.cuda import numbered
 from learner.backends.models.attention_trial import choose_attention, trunk_of
 from learner.backends.models.batch import TokenBatch
 from learner.backends.models.block_compilation import compile_blocks
@@ -343,4 +344,4 @@ def pick_device(wanted: str) -> torch.device:
     known = ["cpu", *(["cuda"] if count else []), *(f"cuda:{index}" for index in range(count))]
     if wanted not in known:
         raise ConfigError("train.device", wanted, f"this machine has {', '.join(known)}")
-    return torch.device(wanted)
+    return numbered(wanted)

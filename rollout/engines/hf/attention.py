@@ -5,16 +5,15 @@ sequence, many of a sequence in prefill. Everything but attention treats them al
 values into the sequences' slots and reads each slot up to its length, so sequences of any length share a pass, and
 enter and leave between passes.
 
-Adjacent slots with equally many new tokens are attended to in one call (a *block*).
+What a token sees follows from the mask that transformers makes for the layer (``mask_rule``), not from the arguments of
+the attention function: windows and chunks are in the mask only, for some models.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,140 +21,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from broker.errors import UserError
-
-
-class Segment(NamedTuple):
-    """The new tokens of one sequence: ``new`` tokens after the ``start`` tokens that its slot already holds."""
-
-    slot: int
-    start: int
-    new: int
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentBlock:
-    """Segments in adjacent slots with equally many new tokens.
-
-    Attributes:
-        row: its first row in the pass.
-        segment: number of its first segment in the pass.
-        slot: first slot.
-        size: number of segments.
-        new: new tokens of each.
-        starts: tokens that each slot held before; all equal unless ``new`` is 1.
-    """
-
-    row: int
-    segment: int
-    slot: int
-    size: int
-    new: int
-    starts: tuple[int, ...]
-
-    @property
-    def rows(self) -> slice:
-        return slice(self.row, self.row + self.size * self.new)
-
-    @property
-    def length(self) -> int:
-        """Number of tokens in its longest slot after this pass."""
-        return max(self.starts) + self.new
-
-
-def join_segments(segments: Sequence[Segment]) -> list[SegmentBlock]:
-    """Join segments, ordered by slot, into as few blocks as possible."""
-    blocks: list[SegmentBlock] = []
-    row = 0
-    groups = itertools.groupby(
-        enumerate(segments), lambda item: (item[1].slot - item[0], item[1].new, item[1].new > 1 and item[1].start)
-    )
-    for _, group in groups:
-        numbers, members = zip(*group, strict=True)
-        first, starts = members[0], tuple(segment.start for segment in members)
-        blocks.append(SegmentBlock(row, numbers[0], first.slot, len(members), first.new, starts))
-        row += len(members) * first.new
-    return blocks
-
-
-@dataclass(eq=False)
-class ForwardPass:
-    """Layout of one forward pass; index and masks are built once and shared by all layers.
-
-    Args:
-        segments: ordered by slot, which is the order of the rows.
-    """
-
-    segments: Sequence[Segment]
-    max_context: int
-    device: torch.device
-    blocks: list[SegmentBlock] = field(init=False)
-    _index: dict[int, Tensor] = field(default_factory=dict)
-    _masks: dict[tuple[int, int, int | None, torch.dtype], Tensor | None] = field(default_factory=dict)
-    _decoding: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.blocks = join_segments(self.segments)
-        new = np.array([s.new for s in self.segments], dtype=np.int64)
-        starts = np.array([s.start for s in self.segments], dtype=np.int64)
-        ends = np.cumsum(new)
-        self._position = np.repeat(starts - ends + new, new) + np.arange(int(ends[-1]), dtype=np.int64)
-        self._slot = np.repeat(np.array([s.slot for s in self.segments], dtype=np.int64), new)
-
-    def positions(self) -> Tensor:
-        """Return each row's position in its sequence, shape (1, rows)."""
-        return torch.from_numpy(self._position)[None].to(self.device)
-
-    def index(self, num_heads: int) -> Tensor:
-        """Return the cache row of each key, (rows * heads,), in a cache of (slots * heads * max_context, head_dim)."""
-        if num_heads not in self._index:
-            flat = (self._slot[:, None] * num_heads + np.arange(num_heads)) * self.max_context + self._position[:, None]
-            self._index[num_heads] = torch.from_numpy(flat.reshape(-1)).to(self.device)
-        return self._index[num_heads]
-
-    def mask(self, block: SegmentBlock, groups: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Return an additive mask for (size, heads, groups * new, length); None if every row sees everything."""
-        key = (block.row, groups, window, dtype)
-        if key not in self._masks:
-            self._masks[key] = self._mask(block, groups, window, dtype)
-        return self._masks[key]
-
-    def _mask(self, block: SegmentBlock, groups: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        same_length = len(set(block.starts)) == 1
-        if block.new == 1 and same_length and (window is None or block.length <= window):
-            return None
-        if block.new == 1:
-            every = self._decoding_mask(window, dtype)[block.segment : block.segment + block.size, :, :, : block.length]
-            return every.expand(-1, -1, groups, -1)
-        starts = torch.tensor(block.starts[:1], device=self.device)
-        query = starts[:, None] + torch.arange(block.new, device=self.device)  # (1, new): positions
-        return self._additive(query, block.length, window, dtype).repeat(1, groups, 1)[:, None]
-
-    def _decoding_mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Return the mask of all segments with one new token, (segments, 1, 1, longest); the others' is not read."""
-        if (window, dtype) not in self._decoding:
-            longest = max(block.length for block in self.blocks if block.new == 1)
-            starts = torch.tensor([segment.start for segment in self.segments], device=self.device)
-            self._decoding[window, dtype] = self._additive(starts[:, None, None], longest, window, dtype)
-        return self._decoding[window, dtype]
-
-    def _additive(self, query: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Return what is added to the scores of ``length`` keys for queries at these positions, (…, length)."""
-        keys = torch.arange(length, device=self.device)
-        hidden = keys > query[..., None]
-        if window is not None:
-            hidden |= keys <= query[..., None] - window
-        return torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(hidden, float("-inf"))
+from rollout.engines.hf.forward_pass import ForwardPass, Segment, SegmentBlock
+from rollout.engines.hf.mask_rule import MaskRule, mask_rule
 
 
 class SlotAttention:
     """The attention function of one model and its KV cache.
 
     ``current`` is the pass under way: a Pass reads and writes slots; None is one causal sequence that uses no slot.
+    ``is_capped`` tells whether a layer caps its scores, which PyTorch's fused attention does not do. While
+    ``discovers`` is set, a pass finds out what each layer keeps.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.current: ForwardPass | None = None
+        self.is_capped = False
+        self.discovers = False
         self.shapes: dict[int, tuple[int, int, int, torch.dtype]] = {}  # layer: KV heads, key size, value size, dtype
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
@@ -195,7 +77,6 @@ class SlotAttention:
         attention_mask: Tensor | None,
         scaling: float | None = None,
         dropout: float = 0.0,
-        sliding_window: int | None = None,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
         **others: Any,
@@ -204,18 +85,22 @@ class SlotAttention:
         if others.get("position_bias") is not None or others.get("is_causal") is False:
             raise UserError(f"engine hf does not run {type(module).__name__}: only plain causal attention is supported")
         how = _How(key.shape[1], query.shape[1] // key.shape[1], scaling, softcap, s_aux)
+        rule = mask_rule(attention_mask, type(module).__name__)
+        self.is_capped = self.is_capped or softcap is not None
         layer = int(module.layer_idx)  # type: ignore[arg-type]  # every attention module in transformers has one
         if self.current is None:
+            if self.discovers and layer in self.shapes:
+                raise UserError(f"layer {layer} attends twice")
             self.shapes[layer] = (key.shape[1], key.shape[-1], value.shape[-1], key.dtype)
             rows = query.shape[2]
             alone = ForwardPass([Segment(0, 0, rows)], rows, self.device)
             block = alone.blocks[0]
-            mask = alone.mask(block, how.groups, sliding_window, query.dtype)
+            mask = alone.mask(block, how.groups, rule, query.dtype)
             return _attend(query, key, value, mask, block, how)[None], None
-        return self._slotted(self.current, layer, query, key, value, sliding_window, how)[None], None
+        return self._slotted(self.current, layer, query, key, value, rule, how)[None], None
 
     def _slotted(
-        self, now: ForwardPass, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None, how: _How
+        self, now: ForwardPass, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: MaskRule | None, how: _How
     ) -> Tensor:
         keys, values = self._keys[layer], self._values[layer]
         index = now.index(how.kv_heads)
@@ -223,7 +108,7 @@ class SlotAttention:
         values.view(-1, values.shape[-1]).index_copy_(0, index, value[0].transpose(0, 1).reshape(-1, values.shape[-1]))
         outputs = []
         for block in now.blocks:
-            mask = now.mask(block, how.groups, window, query.dtype)
+            mask = now.mask(block, how.groups, rule, query.dtype)
             seen = _held(keys, block), _held(values, block)
             outputs.append(_attend(query, *seen, mask, block, how))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

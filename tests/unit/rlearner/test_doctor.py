@@ -144,7 +144,8 @@ def found_in(versions: dict[str, str]) -> Any:
 
 def test_packages_of_the_base_are_named_when_missing_or_too_old() -> None:
     assert base_findings(PROJECT, found_in({"torch": "2.13.0+cpu", "numpy": "2.1"})) == [
-        PreflightFinding("python", "torch", "ok", "2.13.0+cpu"), PreflightFinding("python", "numpy", "ok", "2.1"),
+        PreflightFinding("python", "torch", "ok", "2.13.0+cpu (tested: 2.11.0, 2.13.0)"),
+        PreflightFinding("python", "numpy", "ok", "2.1"),
     ]  # fmt: skip
     old, gone = base_findings(PROJECT, found_in({"torch": "2.8.0"}))
     assert (old.status, old.found, old.remedy) == (
@@ -285,7 +286,9 @@ def test_how_weights_travel_by_other_settings() -> None:
         "missing: on another GPU of this host gets none by train.weights_backend=nccl: it takes host memory"
     )
     ipc = weights_said("hf", 1, weights_backend="ipc")
-    assert ipc[0].startswith("warning: on the learner's GPU: ipc, the server reads the learner's GPU memory; CUDA IPC")
+    assert ipc[0].startswith(
+        "warning: on the learner's GPU: ipc, the server reads the learner's GPU memory; run with one"
+    )
     ipc = weights_said("sglang", 1, weights_backend="ipc")
     assert ipc[0].startswith(
         "warning: on the learner's GPU: ipc, the server reads the learner's GPU memory, into 1 worker with rlearner in"

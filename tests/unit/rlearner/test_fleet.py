@@ -129,13 +129,15 @@ def test_a_child_that_always_dies_is_given_up(modules: Path, monkeypatch: pytest
     monkeypatch.setattr(fleet_module, "RESTART_AFTER_S", 0.0)
     monkeypatch.setattr(fleet_module, "RESTART_AT_MOST_S", 0.0)
     monkeypatch.setattr(fleet_module, "GIVE_UP_AFTER", 2)
-    (modules / "broken.py").write_text("raise SystemExit(3)\n")
+    (modules / "broken.py").write_text("import sys\nprint('ValueError: a number is missing')\nsys.exit(3)\n")
     fleet = make(modules)
     child = fleet.add("broken", "broken", [])
     events: list[str] = []
     wait_until(lambda: events.extend(fleet.watch()) or child.exit_code is not None)  # type: ignore[func-returns-value]
     assert child.exit_code == 3
-    assert [event for event in events if "died" in event][-1].startswith("broken died 2 times in a row; giving up")
+    deaths = [event for event in events if "died" in event]
+    assert ") died with exit code 3: ValueError: a number is missing; starting it again in 0 s" in deaths[0]
+    assert deaths[-1].startswith("broken died 2 times in a row; giving up")
 
 
 BURN = "import time\nwhile time.process_time() < {}: pass\n"

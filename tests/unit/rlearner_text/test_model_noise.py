@@ -40,5 +40,5 @@ def test_stretch_past_a_window_is_judged_alone() -> None:
 
 def test_limit_follows_the_dtype_where_samples_agree() -> None:
     same = [np.full(5, -10, np.float32)] * 2
-    assert noise_limit(same, epsilon=EPSILON) == 20 * EPSILON
+    assert noise_limit(same, epsilon=EPSILON) == 2.5 * EPSILON
     assert noise_limit([same[0], same[0] + np.float32(0.1)], epsilon=EPSILON) > 0.3

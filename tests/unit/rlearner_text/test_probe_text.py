@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import tokenizers
+
 from rlearner_text.config import TinyModel
 from rlearner_text.probe_text import MARGIN, SHORTEST, probe_length, probe_tokens, switch_lengths
 from rlearner_text.tiny import build_tiny
@@ -41,6 +43,14 @@ def test_probe_is_text_of_the_tokenizer(tmp_path: Path) -> None:
     other = probe_tokens(tokenizer, {}, vocab_size=tokenizer.vocab_size, max_context=4096, start=5)
     assert tokenizer.decode(other) != tokenizer.decode(ids[:SHORTEST])
     assert max(probe_tokens(tokenizer, {}, vocab_size=70, max_context=99)) < 70
+
+
+def test_probe_of_a_tokenizer_without_letters_is_not_all_alike(tmp_path: Path) -> None:
+    bpe = tokenizers.models.BPE(vocab={"<unk>": 0, "x": 1}, merges=[], unk_token="<unk>")
+    tokenizers.Tokenizer(bpe).save(str(tmp_path / "tokenizer.json"))
+    ids = probe_tokens(Tokenizer.load(tmp_path), {}, vocab_size=90, max_context=99)
+    assert len(ids) == SHORTEST
+    assert len(set(ids)) > 30
 
 
 def test_probe_without_a_tokenizer() -> None:
