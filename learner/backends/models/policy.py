@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ from learner.backends.models.lora import Find, LoraAdapters, MergedWeights
 from learner.backends.models.token_scores import token_scores
 from learner.config import LoraSection
 from rlearner_text.config import ModelSection, check_model_path
+from rlearner_text.finite_weights import weights_problem
 from rlearner_text.hub import model_folder
 from rlearner_text.transformers_import import import_transformers
 
@@ -187,6 +189,19 @@ class PolicyModel:
         chosen: Tensor = logits.float().log_softmax(-1).gather(-1, token_ids[1:, None])[:, 0]
         return chosen
 
+    @contextmanager
+    def plain_attention(self) -> Iterator[None]:
+        """Within it attention is computed as the model's own code defines it, without a faster implementation."""
+        configs = {id(part.config): part.config for part in self.module.modules() if hasattr(part, "config")}
+        chosen = [(config, config._attn_implementation) for config in configs.values()]
+        try:
+            for config, _ in chosen:
+                config._attn_implementation = "eager"
+            yield
+        finally:
+            for config, implementation in chosen:  # of the whole model first: it sets those of its parts
+                config._attn_implementation = implementation
+
     def weights(self) -> Mapping[str, Tensor]:
         """Return parameters, then persistent buffers, by state-dict name in order; tied ones once, by the first name.
 
@@ -279,7 +294,8 @@ def load_model(path: str, section: ModelSection, device: torch.device) -> Any:
     """Load a causal language model in evaluation mode.
 
     Raises:
-        ConfigError: if the path holds none, or weights are missing, which transformers would initialise at random.
+        ConfigError: if the path holds none, or weights are missing, which transformers would initialise at random, or
+            hold NaN or infinity.
     """
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
@@ -303,7 +319,10 @@ def load_model(path: str, section: ModelSection, device: torch.device) -> Any:
         raise ConfigError("model.path", path, allowed) from error
     if missing := sorted(info["missing_keys"]):
         raise ConfigError("model.path", path, f"{len(missing)} of its weights are missing, the first is {missing[0]}")
-    return model.eval().to(device)
+    model = model.eval().to(device)
+    if problem := weights_problem(dict(model.named_parameters()), folder):
+        raise ConfigError("model.path", path, f"a model of finite weights: {problem}")
+    return model
 
 
 def pick_device(wanted: str) -> torch.device:
