@@ -423,14 +423,29 @@ class LearnerService:
             await self.watch.put(wire.DesiredState(state="stopped", reason=str(error)))
             raise
         self.watch.refuse_if_seen_fenced()
+        verdict = giveup.verdict or refusals.verdict
+        if not done and verdict and self.stop.reason == verdict:
+            await self._give_up(verdict, loop)
         await services.saver.finish(loop.boundary)
         if done:
             await self.watch.put(ALL_DONE)
             self.shown.say("done")
-        elif (verdict := giveup.verdict or refusals.verdict) and self.stop.reason == verdict:
-            # hubs hold the code that failed, servers the model
-            await self.watch.put(wire.DesiredState(state="stopped", reason=verdict))
-            raise UserError(verdict)
+
+    async def _give_up(self, verdict: str, loop: TrainingLoop) -> NoReturn:
+        """Write a checkpoint if that is possible, and end the run for all processes.
+
+        Raises:
+            UserError: always, with the verdict.
+        """
+        try:
+            await self.services.saver.finish(loop.boundary)
+        except Fenced:
+            raise
+        except Exception as error:  # noqa: BLE001 - wrong names cannot be saved either; the cause is the verdict
+            log.error("no checkpoint was written: %s", " ".join(str(error).split()))
+        # hubs hold the code that failed, servers the model
+        await self.watch.put(wire.DesiredState(state="stopped", reason=verdict))
+        raise UserError(verdict)
 
     async def _check_offer(self, check: CheckOffer) -> str:
         """Return the first fault of the weights on offer, as far as this process can find one."""

@@ -37,4 +37,4 @@ def _described(name: str, tensor: Tensor) -> str:
     broken = (~tensor.isfinite()).nonzero()
     first = broken[0].tolist()
     value = float(tensor[tuple(first)])
-    return f"{name} holds {value} at {first}, one of {len(broken)} of its {tensor.numel()} values that are not finite"
+    return f"{name} holds {value} at {first} ({len(broken)} of its {tensor.numel()} values are not finite)"

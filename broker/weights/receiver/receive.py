@@ -101,6 +101,7 @@ class WeightReceiver:
         self._workers = workers if dtype != fp8.NAME else None  # they load what arrives as it is
         self.plan = plan_of(tensors, bucket_mib, dtype=dtype)
         self.refused = ""  # why the newest offer is not for this server, for example another model
+        self._difference = ""  # of the last refused offer, which was logged
         self.last_error = ""  # of the last attempt, empty after a success
         self._bus = bus
         self._settings = settings or TransferSettings()
@@ -195,9 +196,12 @@ class WeightReceiver:
             if offer.plan not in self._state.plans and self._state.newest is offer:
                 difference = problem or await self._questions.explain(offer, self._landing.plan(offer.adapter))
                 self._state.refuse(offer, "base" if problem else "layout", difference)
+                is_known = self._difference == difference
+                self._difference = difference
                 whose = f"epoch {offer.epoch} version {offer.version} is another model than the one here"
                 self.refused = f"{whose}: {difference}"
-                log.error("weights: %s", self.refused)
+                if not is_known:  # all versions of a run have the same layout
+                    log.error("weights: %s", self.refused)
             elif refused:
                 log.warning("weights: offer refused: %s", refused)
             self._changed.set()
