@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -228,6 +229,8 @@ class TrainingThread:
         if values is None:
             return None
         groups, self._groups = self._groups, []
+        is_finite = all(map(math.isfinite, values.values()))
+        problem = "" if is_finite else self.backend.take_problem()
         values = step_metrics(groups, version) | values
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         num_tokens = sum(int(trajectory.loss_mask.array().sum()) for trajectory in trajectories)
@@ -246,7 +249,7 @@ class TrainingThread:
             tickets,
             tokens,
             is_skipped=skipped > 0 and skipped >= values.get("actor/num_updates", 1.0),
-            problem=self.backend.take_problem(),
+            problem=problem,
         )
 
     def _recorded(self, groups: list[wire.Group]) -> StepTokens | None:
