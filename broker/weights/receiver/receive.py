@@ -199,7 +199,7 @@ class WeightReceiver:
                 is_known = self._difference == difference
                 self._difference = difference
                 whose = f"epoch {offer.epoch} version {offer.version} is another model than the one here"
-                self.refused = f"{whose}: {difference}"
+                self.refused = problem or f"{whose}: {difference}"
                 if not is_known:  # all versions of a run have the same layout
                     log.error("weights: %s", self.refused)
             elif refused:
