@@ -66,7 +66,8 @@ domains in `serves`, every second or two to `rl.{{run}}.presence.envhub.{{id}}`,
 `rl_{{run}}_members` every 20 s. The learner uses it to find the members of the run. Its `voucher` proves that it is
 yours: the join token's `certificate`, a dot, and the base64 of an ed25519 signature with the token's key of
 `rlearner statement`, a newline and the JSON list `[run, role, id, address, channel, policy, serves, key]` without
-spaces. Others ignore a presence without a valid one.
+spaces (with `epoch, version, kind` at its end where a rollout server's presence has a `refusal`). Others ignore a
+presence without a valid one.
 
 **Take tickets.** All hubs read the queue of a domain through one durable pull consumer, named after the domain (after
 the pool in the stream `rl_{{run}}_episodes`). The learner creates it before the RunSpec; hubs may not:
@@ -221,7 +222,7 @@ def _default(value: ast.expr) -> str:
 
 def _spelled(annotation: str) -> str:
     """Return an annotation with literal types replaced by their values."""
-    for name in ("FinishReason", "EpisodeEnd", "ClosedReason", "Dtype"):
+    for name in ("FinishReason", "EpisodeEnd", "ClosedReason", "Dtype", "RefusalKind"):
         if annotation == name:
             return " | ".join(repr(value) for value in getattr(wire, name).__args__)
     return annotation

@@ -5,6 +5,7 @@ RlearnerError
 │   ├── ConfigError      a key, its value, and what is allowed
 │   ├── DataError        a file and a line
 │   ├── NotInstalled     a required package or program is not installed
+│   ├── NotFinite        weights, or what a model computes, hold NaN or infinity
 │   └── BrokerUnreachable   the broker did not answer before the deadline
 ├── WireError            not a valid message: unknown field, wrong type, bad length, NaN, too large
 │   └── TooLarge         a message to be sent exceeds the limit
@@ -16,6 +17,7 @@ RlearnerError
 ├── RequestFailed        a request got no usable reply
 │   └── RequestInvalid   the request or its reply breaks the contract: asking again does not help
 └── TransferFailed       a weight transfer broke, timed out or did not match its digest
+    └── OfferRefused     its bytes are right, but the engine cannot serve them
 """
 
 from __future__ import annotations
@@ -47,6 +49,10 @@ class DataError(UserError):
 
 class NotInstalled(UserError):
     """A package or program that a setting requires is not installed; the message says how to get it."""
+
+
+class NotFinite(UserError):
+    """Weights, or what a model computes with them, hold NaN or infinity; training on cannot help."""
 
 
 class BrokerUnreachable(UserError):
@@ -91,3 +97,7 @@ class RequestInvalid(RequestFailed):
 
 class TransferFailed(RlearnerError):
     """A weight transfer broke, timed out, or did not match its digest or probe."""
+
+
+class OfferRefused(TransferFailed):
+    """The offered bytes are right, but their names, shapes or logprobs are not those of the engine's model."""

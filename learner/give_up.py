@@ -1,12 +1,14 @@
-"""Decides when a run whose groups only fail must end. Pure, except for ``watch_hubs``.
+"""Decides when a run that only fails must end. Pure, except for ``watch_hubs``.
 
-Three rules, of which any one ends the run:
+Four rules, of which any one ends the run:
 
 1. The first ``give_up_after`` groups of this learner all failed.
 2. In the last ``WINDOW`` groups of each domain the share of failures, weighted by the domains' weights, reaches
    ``max_share``. Shares are per domain because groups that fail at once come back more often than trained ones.
 3. For ``give_up_after_s`` seconds every hub of a domain or a reward pool has reported that it is broken there, and no
    group was trained. A domain that has worked under this learner gets ``WORKED_TIMES`` as long.
+4. ``MAX_SKIPPED`` steps in a row made no update, because their gradients were not finite. (One or two may pass: other
+   groups have other gradients.)
 
 Only records appended while this learner runs count, so a run that ended this way resumes with a count of zero.
 """
@@ -14,6 +16,7 @@ Only records appended while this learner runs count, so a run that ended this wa
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import re
 from collections import Counter, deque
@@ -25,17 +28,20 @@ from broker.runtime.presence import Roster
 from broker.settings.config import DomainSection
 from learner.config import FailuresSection
 
+log = logging.getLogger(__name__)
+
 # closed by the learner's pace, by --rebase, by a filter, or handed back
 NOT_FAILURES: Final = frozenset({"late", "lost", "filtered", "aborted"})
 LEAST_WINDOW: Final = 32
 WORKED_TIMES: Final = 12
+MAX_SKIPPED: Final = 5
 LOOK_EVERY_S: Final = 1.0
 MAX_CHARS: Final = 400  # of a failure's detail
 PLACE: Final = re.compile(r"\([^()\s]+:\d+ in [^()]+\)")  # (file.py:88 in fn), see broker.system.workers.fault
 
 
 class FailureMonitor:
-    """Detector of runs that only fail, from the outcomes of groups and the reports of hubs.
+    """Detector of runs that only fail, from the outcomes of groups and steps, and the reports of hubs.
 
     Args:
         settings: the section ``failures``.
@@ -62,6 +68,7 @@ class FailureMonitor:
         self._worked: set[str] = set()  # domains and pools
         self._broken: dict[str, tuple[float, str]] = {}  # domain or pool -> since when all its hubs are broken, and why
         self._worked_then = 0
+        self._num_skipped = 0  # steps in a row
         self.verdict = ""  # one line, why the run must end; empty if it need not
 
     def worked(self, domain: str) -> None:
@@ -90,6 +97,25 @@ class FailureMonitor:
             self._ended[domain].append(True)
         if self._after and not self.verdict:
             self._judge()
+        return self.verdict
+
+    def stepped(self, *, is_skipped: bool, problem: str) -> str:
+        """Take the end of a step, and return the verdict.
+
+        Args:
+            is_skipped: whether it made no update.
+            problem: the tensor by which a gradient was not finite, empty if it is not known.
+        """
+        self._num_skipped = self._num_skipped + 1 if is_skipped else 0
+        if problem and self._num_skipped <= 1:
+            log.warning("an update was skipped: %s", problem)
+        if self._num_skipped >= MAX_SKIPPED and self._after and not self.verdict:
+            reason = problem or "the tensor is not known"
+            self.verdict = (
+                f"{self._num_skipped} steps in a row made no update because their gradients were not finite: "
+                f"{reason}; lower train.lr or set model.dtype=float32, and start the run again, which resumes it "
+                "(failures.give_up_after=0 continues regardless)"
+            )
         return self.verdict
 
     def look(self, hubs: Iterable[wire.Presence], now: float) -> str:

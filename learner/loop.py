@@ -233,6 +233,8 @@ class TrainingLoop:
             return False
         trained, actions = made.trained, made.actions
         ended = time.monotonic()
+        if verdict := self._giveup.stepped(is_skipped=trained.is_skipped, problem=trained.problem):
+            self._stop.request(verdict)
         self.boundary = self._ledger.dump()
         trained_at = time.time()
         await self._records.completed(made.taken, trained.tickets, actions, trained.tokens)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from broker.contract import wire
 from broker.contract.streams import RUNS, SAMPLES
-from broker.errors import ConfigError, Fenced, LostState, UserError
+from broker.errors import ConfigError, Fenced, LostState, NotFinite, UserError
 from broker.jetstream.bus import Bus
 from broker.jetstream.stored_message import peek
 from broker.runtime.presence import Roster
@@ -45,6 +45,8 @@ from learner.run_folder import note_broker, note_epoch, noted_epoch
 from learner.run_watch import EpochWatch
 from learner.training_setup import begin_imports, open_training
 from learner.warm_start import ModelPreparation, PreparationInterrupted
+from learner.weights.refusal_watch import watch_refusals
+from learner.weights.refusals import CheckOffer, OfferRefusals
 from rlearner_text.config import ModelSection
 from rlearner_text.model_files import share
 
@@ -199,7 +201,7 @@ class LearnerService:
         """
         await self.watch.open()
         self.digests = await asyncio.to_thread(data_digests, self.config)
-        model_path = await self._model_path()
+        self.model_path = model_path = await self._model_path()
         trackers = await open_trackers(stack, self.config, self.folder, self.bus.run, self.stop, self.shown)
         recovery = await self._take_over(stack, model_path, rebase=rebase)
         self.resumed = await recovery.recover()
@@ -403,7 +405,10 @@ class LearnerService:
         )
         say, roles = self.shown.say_waiting, required_roles(table)
         self.member.spawn(watch_missing_roles(self.bus.run, roster, roles, lambda: bool(ledger.open), say))
-        self.member.spawn(watch_hubs(giveup, roster, lambda: self.watch.paused, self.stop.request))
+        watched = roster, lambda: self.watch.paused, self.stop.request
+        self.member.spawn(watch_hubs(giveup, *watched))
+        refusals = OfferRefusals(self.watch.epoch, others_s=failures.give_up_after_s)
+        self.member.spawn(watch_refusals(refusals, self.sender, self._check_offer, *watched))
         tasks = section(self.config, "eval", EvalSection).tasks
         requests = OperatorRequests(self.bus, ledger, services.saver, services.evaluator, self.stop, tasks)
         self.member.spawn(requests.serve())
@@ -414,15 +419,40 @@ class LearnerService:
         except LostState:
             await self.watch.refuse_if_fenced()  # a learner that took over may have trimmed the log: report that
             raise
+        except NotFinite as error:  # no checkpoint: the one before is to resume from
+            await self.watch.put(wire.DesiredState(state="stopped", reason=str(error)))
+            raise
         self.watch.refuse_if_seen_fenced()
+        verdict = giveup.verdict or refusals.verdict
+        if not done and verdict and self.stop.reason == verdict:
+            await self._give_up(verdict, loop)
         await services.saver.finish(loop.boundary)
         if done:
             await self.watch.put(ALL_DONE)
             self.shown.say("done")
-        elif giveup.verdict and self.stop.reason == giveup.verdict:
-            # hubs hold the code that failed
-            await self.watch.put(wire.DesiredState(state="stopped", reason=giveup.verdict))
-            raise UserError(giveup.verdict)
+
+    async def _give_up(self, verdict: str, loop: TrainingLoop) -> NoReturn:
+        """Write a checkpoint if that is possible, and end the run for all processes.
+
+        Raises:
+            UserError: always, with the verdict.
+        """
+        try:
+            await self.services.saver.finish(loop.boundary)
+        except Fenced:
+            raise
+        except Exception as error:  # noqa: BLE001 - wrong names cannot be saved either; the cause is the verdict
+            log.error("no checkpoint was written: %s", " ".join(str(error).split()))
+        # hubs hold the code that failed, servers the model
+        await self.watch.put(wire.DesiredState(state="stopped", reason=verdict))
+        raise UserError(verdict)
+
+    async def _check_offer(self, check: CheckOffer) -> str:
+        """Return the first fault of the weights on offer, as far as this process can find one."""
+        model = section(self.config, "model", ModelSection)
+        if check.kind == "layout":
+            return await self.training.call(lambda: self.offering.layout_difference(self.model_path, model))
+        return await self.training.call(self.offering.logprobs_difference)
 
     def _offer(self, version: int) -> float:
         """Offer one version; runs in the training thread."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -47,6 +48,8 @@ class TrainingResult:
     finish_s: float  # of these, after the last group
     tickets: tuple[int, ...] = ()  # of the groups that were trained on; the others were not selected
     tokens: StepTokens | None = None  # entropy and importance ratio of their tokens; None: not recorded
+    is_skipped: bool = False  # no gradient was finite, so the policy is as before
+    problem: str = ""  # the tensor by which a gradient was not finite, if one was and it is known
 
 
 class TrainingThread:
@@ -226,6 +229,8 @@ class TrainingThread:
         if values is None:
             return None
         groups, self._groups = self._groups, []
+        is_finite = all(map(math.isfinite, values.values()))
+        problem = "" if is_finite else self.backend.take_problem()
         values = step_metrics(groups, version) | values
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         num_tokens = sum(int(trajectory.loss_mask.array().sum()) for trajectory in trajectories)
@@ -234,7 +239,18 @@ class TrainingThread:
         finish_s = time.monotonic() - started
         busy_s, self._busy_s = self._busy_s + finish_s, 0.0
         tickets = tuple(group.ticket for group in selected)
-        return TrainingResult(values, num_tokens, len(trajectories), busy_s, finish_s, tickets, tokens)
+        skipped = values.get("actor/skipped", 0.0) * self._algorithm.num_epochs
+        return TrainingResult(
+            values,
+            num_tokens,
+            len(trajectories),
+            busy_s,
+            finish_s,
+            tickets,
+            tokens,
+            is_skipped=skipped > 0 and skipped >= values.get("actor/num_updates", 1.0),
+            problem=problem,
+        )
 
     def _recorded(self, groups: list[wire.Group]) -> StepTokens | None:
         if not self._record_tokens:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from broker.channel import carriers
 from broker.channel.listening import listening_address
 from broker.contract import wire
+from broker.contract.checks import PRESENCE_CHARS
 from broker.contract.wire import ACTOR
 from broker.errors import UserError
 from broker.runtime import process
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FROZEN: Final = 0  # version of a policy whose weights never change
+PROBLEM_CHARS: Final = PRESENCE_CHARS["problem"]
 IMPORT_AFTER_S: Final = 0.5  # of waiting: a run that is up may reject the arguments before any import
 
 CLOSE_DELAY_S: Final = 0.25  # between the last reply and closing the connection, so that clients read the reply first
@@ -286,6 +288,8 @@ class RolloutService:
             each_s=each_s,
             carriers=self._receiver.carriers() if self._receiver is not None else [],
             asleep=self._turns is not None and self._turns.asleep,
+            problem=self._receiver.problem[:PROBLEM_CHARS] if self._receiver is not None else "",
+            refusal=self._receiver.refusal if self._receiver is not None else None,
             job=batch_job(),
         )
 

@@ -39,6 +39,7 @@ PRESENCE_CHARS: Final = {
     "host": 256, "address": 256, "channel": 64, "policy": 256, "engine": 1024, "problem": 2048, "process": 256,
     "said": 512, "job": 64, "voucher": 512,
 }  # fmt: skip
+DIFFERENCE_CHARS: Final = 512  # of the weights on offer from a server's
 DIGEST_CHARS: Final = 32  # of a model's files
 HEX: Final = frozenset("0123456789abcdef")
 KEY_CHARS: Final = 40  # of a CURVE key in Z85
@@ -127,6 +128,7 @@ RANGES: Final[dict[type, dict[str, ValueRange]]] = {
         "waiting": NATURAL, "speed": NATURAL, "idle_ratio": OPTIONAL_FRACTION, "base_s": NATURAL, "each_s": NATURAL,
         "at_once": NATURAL,
     },
+    wire.OfferRefusal: {"epoch": NATURAL, "version": VERSION, "loads": NATURAL},
     wire.RunSpec: {"wire_version": NATURAL, "epoch": NATURAL, "created": NATURAL},
     wire.ModelPart: {"part": NATURAL, "num_parts": COUNT},
 }  # fmt: skip
@@ -461,7 +463,7 @@ def _too_long(message: str, field: str, value: str, most: int) -> WireError:
 
 def _check_presence(presence: wire.Presence) -> None:
     """host, address, policy and process have at most 256 characters, channel and job 64, engine 1,024, problem 2,048,
-    said and voucher 512.
+    said, voucher and the difference of a refusal 512.
     serves has at most 1,024 names. key is a CURVE key in Z85 or empty."""
     for name, most in PRESENCE_CHARS.items():
         if len(value := getattr(presence, name)) > most:
@@ -473,6 +475,10 @@ def _check_presence(presence: wire.Presence) -> None:
             raise _wrong("Presence", "serves", name, "must be 1-64 letters, digits, '_' or '-'")
     if presence.key:
         _check_key("Presence", presence.key)
+    if (refusal := presence.refusal) is not None:
+        _numbers(refusal)
+        if len(refusal.difference) > DIFFERENCE_CHARS:
+            raise _too_long("OfferRefusal", "difference", refusal.difference, DIFFERENCE_CHARS)
 
 
 def _check_reply(reply: wire.GenerateReply) -> None:

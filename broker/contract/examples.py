@@ -124,6 +124,7 @@ EXAMPLES: Final[dict[type[wire.Message], wire.Message]] = {
             address=f"tcp://10.0.0.2:41234 key={_KEY} host=9f86d081884c7d65", epoch=2, policy_version=12, slots=64,
             running=41, waiting=3,
             speed=5200.0, idle_ratio=0.0,
+            refusal=wire.OfferRefusal(epoch=2, version=13, kind="logprobs", difference="token 5 differs", loads=4),
         ),
         wire.RunSpec(
             run="demo", wire_version=wire.WIRE_VERSION, epoch=2, config={"train": {"steps": 200, "lr": 1e-6}},

@@ -31,6 +31,7 @@ NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")  # parts of subjects and keys
 
 Dtype = Literal["<i4", "<f4", "|u1"]
 Carrier = Literal["ipc", "shared", "nccl", "gloo", "curve"]  # how weights travel: see broker.weights.carriers
+RefusalKind = Literal["layout", "base", "logprobs"]
 Array = npt.NDArray[Any]
 _NATIVE: Final = {"<i4": "i", "<f4": "f", "|u1": "B"}
 _TYPECODES: Final[dict[str, str]] = _NATIVE if sys.byteorder == "little" else {}
@@ -498,6 +499,16 @@ class DeviceLease(Message, frozen=True, tag="DeviceLease"):
     claims: list[DeviceClaim] = []  # in the order in which they were made
 
 
+class OfferRefusal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """Why a rollout server cannot serve the weights on offer."""
+
+    epoch: int  # of the offer
+    version: int  # of the offer
+    kind: RefusalKind  # other names or shapes; another base of adapters; loaded, and the probe's logprobs differ
+    difference: str  # the first one, one line
+    loads: int = 0  # how often it was loaded, 0 unless kind is `logprobs`
+
+
 class Presence(Message, frozen=True, tag="Presence"):
     """A heartbeat; the process is alive while the revision changes within the TTL on the reader's clock."""
 
@@ -528,7 +539,8 @@ class Presence(Message, frozen=True, tag="Presence"):
     key: str = ""  # envhub, learner: public CURVE key of its requests to rollout servers, in Z85
     asleep: bool = False  # rollout: others use its device, so its requests wait
     job: str = ""  # batch job that it runs in, for example Slurm job 4711_2; empty outside of one
-    voucher: str = ""  # proves that a process of this role announces role, id, address, channel, policy, serves and key
+    voucher: str = ""  # proves that a process of this role announces what broker/runtime/vouching.py lists
+    refusal: OfferRefusal | None = None  # rollout: set while it cannot serve the newest offer
 
 
 class RunSpec(Message, frozen=True, tag="RunSpec"):

@@ -54,6 +54,12 @@ def check(owner: str, run: str, role: str, statement: bytes, voucher: str) -> No
         raise WireError("it has no valid voucher")
 
 
+def signer_of(voucher: str) -> str:
+    """Return the public key of the join token that made a voucher; empty for processes of the owner's user."""
+    key, _, rest = voucher.partition(".")
+    return key if rest else ""
+
+
 def _certified_key(owner: str, run: str, role: str, certificate: list[str]) -> str:
     try:
         public_key, expires, signature = certificate

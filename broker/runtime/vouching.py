@@ -73,5 +73,7 @@ class PresenceVerifier:
 
 def _statement(run: str, presence: wire.Presence) -> bytes:
     """Return what a process signs."""
-    one = presence
-    return msgspec.json.encode([run, one.role, one.id, one.address, one.channel, one.policy, one.serves, one.key])
+    one, refusal = presence, presence.refusal
+    said = [run, one.role, one.id, one.address, one.channel, one.policy, one.serves, one.key]
+    # a refused offer may end the run
+    return msgspec.json.encode(said if refusal is None else [*said, refusal.epoch, refusal.version, refusal.kind])

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from broker.contract import wire
-from broker.errors import TransferFailed
+from broker.errors import OfferRefused
 
 
 def make_probe(token_ids: Sequence[int], logprobs: npt.ArrayLike, *, tolerance: float) -> wire.Probe:
@@ -32,17 +32,17 @@ def check_probe(probe: wire.Probe, logprobs: npt.ArrayLike) -> float:
         logprobs: shape (n - 1,), computed by the server after loading, at temperature 1.
 
     Raises:
-        TransferFailed: if a difference is above the tolerance or NaN, or the number of values differs.
+        OfferRefused: if a difference is above the tolerance or NaN, or the number of values differs.
     """
     expected = probe.logprobs.array()
     actual = np.asarray(logprobs, dtype=np.float32).reshape(-1)
     if actual.shape != expected.shape:
-        raise TransferFailed(f"probe: {len(actual)} logprobs for {len(expected)} expected")
+        raise OfferRefused(f"probe: {len(actual)} logprobs for {len(expected)} expected")
     difference = np.abs(actual.astype(np.float64) - expected)
     worst = int(np.argmax(np.where(np.isnan(difference), np.inf, difference))) if len(difference) else 0
     largest = float(difference[worst]) if len(difference) else 0.0
     if not largest <= probe.tolerance:
         found = f"token {worst + 1} has logprob {actual[worst]:.6f}, the learner's is {expected[worst]:.6f}"
         why = f"tolerance {probe.tolerance:g}; the bytes are correct but were loaded incorrectly"
-        raise TransferFailed(f"probe: after loading, {found}, {why}")
+        raise OfferRefused(f"probe: after loading, {found}, {why}")
     return largest

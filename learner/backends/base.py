@@ -97,6 +97,9 @@ class Backend(Protocol):
     def score(self, samples: Sequence[TrainSample]) -> list[SampleScores]:
         """Return the scores that policy, reference and critic give each sample before the step, a micro-batch of it."""
 
+    def take_problem(self) -> str:
+        """Return by which weight or gradient an update since the last call was skipped; empty if none, or unknown."""
+
     def record_tokens(self) -> bool:
         """Record entropy and importance ratio of each trained token from now on; return False if it cannot."""
 
@@ -138,6 +141,9 @@ class Backend(Protocol):
 
         Weights are those of a server: where ``train.weights_dtype`` is fp8, the rounded ones.
         """
+
+    def plain_logprobs(self, token_ids: Sequence[int] | npt.NDArray[np.generic]) -> Tensor | None:
+        """Return ``logprobs`` with attention as transformers defines it, without faster kernels; None if it cannot."""
 
     def snapshot(self) -> Snapshot:
         """Copy what a checkpoint holds; training waits only for this. The copy before it is dropped."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from broker.errors import UserError
+from broker.weights.finite import first_non_finite
 from learner.backends.parts.slices import Slice
 from learner.config import TrainSection
 
@@ -37,7 +38,12 @@ class MasterOptimizer:
     Parameters that are not float32 get a float32 master copy, which sums the gradients and is updated: at usual
     learning rates most updates are smaller than bfloat16 can add. With ``optimizer_offload`` all parameters get one in
     host memory, next to their gradients and moments.
+
+    Attributes:
+        problem: why this rank's part of the last gradient was not finite; empty if it was.
     """
+
+    problem = ""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], train: TrainSection) -> None:
         self._train, self._live, self.updates = train, dict(parameters), 0
@@ -93,7 +99,7 @@ class MasterOptimizer:
     def step(self, denominator: float, at: int | None = None) -> dict[str, float]:
         """Divide the gradient by the loss's ``denominator``, clip it to ``max_grad_norm``, update, and drop it.
 
-        A gradient that is not finite changes only the count of updates.
+        A gradient that is not finite changes only the count of updates, and sets ``problem``.
 
         Args:
             at: position in the schedule of the learning rate, in steps from 0; None counts every update.
@@ -114,9 +120,17 @@ class MasterOptimizer:
             self._adamw.step()
             for name in self._copied:
                 self._live[name].copy_(self._masters[name])
+        self.problem = "" if finite else self._first_non_finite(grads)
         self._adamw.zero_grad()
         self.updates += 1
         return {"grad_norm": float(norm), "lr": lr, "skipped": float(not finite)}
+
+    def _first_non_finite(self, gradients: list[Tensor]) -> str:
+        """Return which weight, or else which gradient, of this rank is not finite."""
+        if problem := first_non_finite({name: parameter.detach() for name, parameter in self._live.items()}):
+            return f"the weight {problem}"
+        problem = first_non_finite(dict(zip(self._masters, gradients, strict=True)))
+        return f"the gradient of {problem}" if problem else ""
 
     def discard(self) -> None:
         """Drop the gradient."""

@@ -192,6 +192,9 @@ class TorchBackend:
         nothing = SampleScores(empty, no_kl, None if self._models.critic is None else empty)
         return [found.get(id(sample), nothing) for sample in samples]
 
+    def take_problem(self) -> str:
+        return self.worker.take_problem()
+
     def record_tokens(self) -> bool:
         if self._ranks.size > 1 or not self.records_tokens:
             return False  # the other ranks' tokens are not here
@@ -294,6 +297,10 @@ class TorchBackend:
 
     def logprobs(self, token_ids: Sequence[int] | npt.NDArray[np.generic]) -> Tensor:
         return self._on_all("logprobs", partial(self.worker.logprobs, token_ids), [int(token) for token in token_ids])
+
+    def plain_logprobs(self, token_ids: Sequence[int] | npt.NDArray[np.generic]) -> Tensor | None:
+        numbers = [int(token) for token in token_ids]
+        return self._on_all("plain_logprobs", partial(self.worker.plain_logprobs, token_ids), numbers)
 
     def _on_all(self, name: str, work: Callable[[], T], numbers: Sequence[int] = ()) -> T:
         """Return ``work()``, on all ranks at the same time if none holds the whole model."""

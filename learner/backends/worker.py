@@ -28,7 +28,7 @@ from learner.backends.parts.slices import Slice, stage
 from learner.backends.parts.stored import StoredTensors
 from learner.backends.passes import ModelPasses
 from learner.backends.ranks import messages
-from learner.backends.ranks.collectives import sum_over_ranks
+from learner.backends.ranks.collectives import gather_texts, sum_over_ranks
 from learner.backends.ranks.dealing import unpack_slices
 from learner.backends.ranks.group import RankGroup, RankLayout
 from learner.backends.staged_part import StagedPart
@@ -61,24 +61,48 @@ class RankWorker:
     offloaded: OffloadedMemory | None = None
     staged: StagedPart | None = None  # of the newest checkpoint
     stripe: OwnStripe | None = None  # of the weights, if all ranks send
+    problem: str = ""  # the first tensor by which a gradient was not finite, if it is known
 
     def step(self, denominator: float, at: int) -> dict[str, float]:
-        """Update the policy."""
+        """Update the policy; if the gradient is not finite, change nothing and set ``problem``."""
         self.reduce()
-        return self.optimizer.step(denominator, at)
+        done = self.optimizer.step(denominator, at)
+        if done["skipped"]:
+            self._name_problem()
+        return done
+
+    def _name_problem(self) -> None:
+        problem = self.optimizer.problem
+        if self.sharded:  # the tensor may be of another rank's part
+            texts = gather_texts(problem, self.device)
+            problem = next((f"rank {rank}: {text}" for rank, text in enumerate(texts) if text), "")
+        self.problem = self.problem or problem
+
+    def take_problem(self) -> str:
+        """Return ``problem`` of the updates since the last call."""
+        problem, self.problem = self.problem, ""
+        return problem
 
     def critic_step(self, sums: Mapping[str, float], at: int) -> dict[str, float]:
         """Update the critic, which every rank holds whole."""
         assert self.models.critic is not None
         if self.ranks.size > 1:
             sum_over_ranks(self.models.critic.optimizer.gradients(), self.device)
-        return self.models.critic.step(sums, at)
+        done = self.models.critic.step(sums, at)
+        if problem := self.models.critic.optimizer.problem:
+            self.problem = self.problem or f"critic: {problem}"
+        return done
 
     def logprobs(self, token_ids: Sequence[int] | npt.NDArray[np.generic]) -> Tensor:
         """Return log p(token[i + 1] | token[: i + 1]) at temperature 1, (n - 1,) float32 on the CPU."""
         rounded = self.context.train.weights_dtype == fp8.NAME  # servers compute with other weights than these
         with quantized_as_sent(self.models.policy) if rounded else nullcontext():
             return self.models.policy.logprobs(torch.tensor(np.asarray(token_ids, np.int64), device=self.device)).cpu()
+
+    def plain_logprobs(self, token_ids: Sequence[int] | npt.NDArray[np.generic]) -> Tensor:
+        """Return what ``logprobs`` does, with plain attention."""
+        with self.models.policy.plain_attention():
+            return self.logprobs(token_ids)
 
     def stage(self) -> StagedPart:
         """Copy this rank's part of a checkpoint to host memory; all ranks do."""
@@ -224,6 +248,8 @@ class RankWorker:
         match call.name:
             case "logprobs":
                 self.logprobs(call.numbers)
+            case "plain_logprobs":
+                self.plain_logprobs(call.numbers)
             case "gather":
                 self.weights.gather(call.numbers[0])
             case "factors":

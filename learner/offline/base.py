@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from broker.errors import ConfigError, UserError
+from broker.errors import ConfigError, NotFinite
 from broker.settings.config import RunSection
 from broker.settings.registry import resolve
 from broker.settings.runspec import section
@@ -142,15 +142,17 @@ def longest_row(path: str) -> int:
     return int(config.get("max_position_embeddings") or _UNLIMITED)
 
 
-def check_finite(values: Mapping[str, float], step: int, key: str, lr: float) -> None:
+def check_finite(values: Mapping[str, float], step: int, key: str, lr: float, problem: str) -> None:
     """Check the metrics of a step.
 
     Args:
         key: of the learning rate, for the error message.
+        problem: the tensor by which the gradient is not finite, empty if it is not known.
 
     Raises:
-        UserError: if the loss or the gradient is not finite.
+        NotFinite: if the loss or the gradient is not finite.
     """
     if not math.isfinite(loss := values["train/loss"]) or values.get("train/skipped"):
         what = "the gradient is not finite" if math.isfinite(loss) else f"the loss is {loss}"
-        raise UserError(f"{what} at step {step}; lower {key} ({lr})")
+        tensor = f": {problem}" if problem else ""
+        raise NotFinite(f"{what} at step {step}{tensor}; lower {key} ({lr})")

@@ -154,7 +154,7 @@ class _Loop:
     def _step(self, step: int, rows: list[int], show: Show) -> None:
         began = time.monotonic()
         values = self._pipeline.step(rows)
-        check_finite(values, step, "train.lr", self._job.train.lr)
+        check_finite(values, step, "train.lr", self._job.train.lr, self._pipeline.backend.take_problem())
         seconds = time.monotonic() - began
         values |= {"time/step": seconds, "perf/tokens_per_s": values["train/tokens"] / max(seconds, 1e-9)}
         every, last = self._job.held_out.every_steps, step == self._job.train.steps

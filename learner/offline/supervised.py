@@ -98,7 +98,7 @@ def fine_tune(
     steps, batches = range(1, train.steps + 1), shuffled_batches(len(rows), train.batch_size, seed)
     for step, batch in zip(steps, batches, strict=False):
         values = supervised_step(backend, [rows[row] for row in batch])
-        check_finite(values, step, "warm_start.lr", train.lr)
+        check_finite(values, step, "warm_start.lr", train.lr, backend.take_problem())
         losses.append(values["train/loss"])
         trained += values["train/trained_tokens"]
         if on_step is not None:

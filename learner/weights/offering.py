@@ -10,22 +10,26 @@ import numpy as np
 from torch import Tensor
 
 from broker.contract import wire
-from broker.errors import ConfigError
+from broker.errors import ConfigError, NotFinite
 from broker.jetstream.bus import Bus
 from broker.runtime.presence import Roster
 from broker.weights import fp8
 from broker.weights.adapter import factor_shapes
 from broker.weights.carriers import offered
+from broker.weights.finite import first_non_finite
 from broker.weights.memory.cuda import CudaDevice
 from broker.weights.memory.staging import plan_of
+from broker.weights.plan import LayoutPlan
 from broker.weights.probe import make_probe
 from broker.weights.sender.send import WeightSender
 from broker.weights.sender.transfer import TransferSettings
 from learner.backends.base import Backend
+from learner.backends.models.empty_model import build_empty
 from learner.backends.section_checks import stripes_problem
 from learner.backends.stripes import RankStripes
 from learner.config import TrainSection
 from learner.weights.addresses import weights_address
+from rlearner_text.config import ModelSection
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +48,7 @@ class WeightOffering:
     def __init__(self, backend: Backend, train: TrainSection, dtype: str) -> None:
         self._backend, self._train, self._dtype = backend, train, dtype
         self._stripes: RankStripes | None = None
+        self.plan: LayoutPlan  # of the sender
         if train.weights_backend == "ipc" and backend.device.type != "cuda":
             allowed = f"shared with weights on {backend.device.type}: ipc is read in a GPU's memory"
             raise ConfigError("train.weights_backend", "ipc", allowed)
@@ -68,6 +73,7 @@ class WeightOffering:
             plan = plan_of(self._backend.shapes(), train.weights_bucket_mib, dtype=train.weights_dtype)
         else:
             plan = plan_of(self._factor_shapes(self.adapter), train.weights_bucket_mib)
+        self.plan = plan
         self._stripes = self._backend.stripes(plan) if self._wants_stripes() else None
         if self._stripes is None and train.weights_stripes == "always":
             raise ConfigError("train.weights_stripes", "always", f"auto or never with train.backend {train.backend}")
@@ -114,9 +120,76 @@ class WeightOffering:
         """Return the probe for an offer of the weights."""
         return probe(self._backend, self._dtype, self._train.weights_dtype)
 
+    def layout_difference(self, path: str, model: ModelSection) -> str:
+        """Return the first tensor by which the offered weights differ from the model as servers load it.
+
+        Args:
+            path: of the model that servers load.
+        """
+        shapes, train = plain_shapes(path, model), self._train
+        if self.adapter is None:
+            plain = plan_of(shapes, train.weights_bucket_mib, dtype=train.weights_dtype)
+        else:
+            factors = factor_shapes(shapes, self.adapter.targets, self.adapter.rank)
+            if not factors:
+                return f"the model has no layer named {' or '.join(self.adapter.targets)}"
+            plain = plan_of(factors, train.weights_bucket_mib)
+        return first_difference(self.plan, plain)
+
+    def logprobs_difference(self) -> str:
+        """Return the first token whose logprob differs from that of plain attention; empty if none, or unknown."""
+        probed = self.probe()
+        plain = self._backend.plain_logprobs(probed.token_ids.array())
+        if plain is None:
+            return ""
+        differences = np.abs(plain.numpy().astype(np.float64) - probed.logprobs.array())
+        wrong = np.flatnonzero(~(differences <= probed.tolerance))
+        if not len(wrong):
+            return ""
+        token = int(wrong[0])
+        trained, expected = probed.logprobs.array()[token], float(plain[token])
+        return f"it trains token {token + 1} with logprob {trained:.6f}, which is {expected:.6f} with plain attention"
+
+
+def plain_shapes(path: str, model: ModelSection) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers of a model by the names of transformers; tied ones once."""
+    module = build_empty(path, model)
+    tensors: dict[str, Tensor] = dict(module.named_parameters())
+    buffers = {name for name, _ in module.named_buffers()}
+    stored = module.state_dict()
+    return tensors | {name: tensor for name, tensor in stored.items() if name in buffers}
+
+
+def first_difference(offered_plan: LayoutPlan, plain: LayoutPlan) -> str:
+    """Return the first name or shape that differs; dtypes may."""
+    offer, model = ({slot.spec.name: slot.spec for slot in plan.slots} for plan in (offered_plan, plain))
+    for name in sorted(offer.keys() | model.keys()):
+        if name not in model:
+            return f"{offer[name]} is in the offer, and not in the model"
+        if name not in offer:
+            return f"{model[name]} is in the model, and not in the offer"
+        if model[name].shape != offer[name].shape:
+            return f"{offer[name]} in the offer has shape {list(model[name].shape)} in the model"
+    return ""
+
 
 def probe(backend: Backend, dtype: str, wire_dtype: str | None = None) -> wire.Probe:
-    """Return fixed tokens, their logprobs under the current weights, and the tolerance of the coarser dtype."""
+    """Return fixed tokens, their logprobs under the current weights, and the tolerance of the coarser dtype.
+
+    Raises:
+        NotFinite: if a logprob is NaN or infinite; names the weight that is.
+    """
     tolerance = max(PROBE_TOLERANCE[kind] for kind in (dtype, wire_dtype or dtype) if kind != fp8.NAME)
     token_ids = np.random.default_rng(0).integers(0, backend.vocab_size, PROBE_TOKENS).tolist()
-    return make_probe(token_ids, backend.logprobs(token_ids), tolerance=tolerance)
+    logprobs = backend.logprobs(token_ids)
+    if len(broken := (~logprobs.isfinite()).nonzero()):
+        raise NotFinite(_not_finite(backend, dtype, int(broken[0]) + 1, float(logprobs[broken[0]])))
+    return make_probe(token_ids, logprobs, tolerance=tolerance)
+
+
+def _not_finite(backend: Backend, dtype: str, token: int, logprob: float) -> str:
+    """Describe why the model computes a logprob that is not finite."""
+    if problem := first_non_finite(backend.weights()):
+        return f"the weight {problem}; lower train.lr, and start the run again, which resumes it"
+    found = f"the logprob of token {token} of the probe is {logprob} although all weights are finite"
+    return found if dtype == "float32" else f"{found}: what the model computes does not fit {dtype}; use float32"

@@ -191,7 +191,8 @@ def text_of(found: Mapping[str, Any], now: float) -> list[str]:
         lines.append(f"  {display_name(one['role'], one['id']):28} {one['state']:9} {load}{version}{job}")
         if one["problem"]:
             lines.append(f"  {'':13}{one['problem']}")
-        if one["said"] and not any(text[:100] in one["said"] for text in found["warnings"]):
+        known = [*found["warnings"], *filter(None, [one["problem"]])]
+        if one["said"] and not any(text[:100] in one["said"] for text in known):
             lines.append(f"  {'':13}{one['said']}")
     if not found["processes"]:
         lines.append("  no process is running")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from broker.errors import TransferFailed
+from broker.errors import OfferRefused
 
 if TYPE_CHECKING:
     import torch
@@ -15,20 +15,20 @@ def check_fit(held: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tens
     """Check that an update has exactly the tensors that the engine holds.
 
     Raises:
-        TransferFailed: if a name is missing or unknown, or a shape differs; names the first one.
+        OfferRefused: if a name is missing or unknown, or a shape differs; names the first one.
     """
     from broker.weights.memory.on_demand import OnDemand  # imports torch
 
     if isinstance(tensors, OnDemand):
         tensors = tensors.base  # reading shapes must not compute tensors
     if missing := sorted(held.keys() - tensors.keys()):
-        raise TransferFailed(f"the update lacks {len(missing)} of {len(held)} tensors, the first is {missing[0]}")
+        raise OfferRefused(f"the update lacks {len(missing)} of {len(held)} tensors, the first is {missing[0]}")
     if unknown := sorted(tensors.keys() - held.keys()):
-        raise TransferFailed(f"the update has {len(unknown)} unknown tensors, the first is {unknown[0]}")
+        raise OfferRefused(f"the update has {len(unknown)} unknown tensors, the first is {unknown[0]}")
     for name, tensor in held.items():
         if tensor.shape != tensors[name].shape:
             found, expected = tuple(tensors[name].shape), tuple(tensor.shape)
-            raise TransferFailed(f"{name} has shape {found}, the model expects {expected}")
+            raise OfferRefused(f"{name} has shape {found}, the model expects {expected}")
 
 
 def materialized(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -339,6 +341,19 @@ async def test_a_malformed_reply_fails_the_request_and_is_buried(client: Channel
         await stop()
     (letter,) = await letters(bus, 1)
     assert (letter.stream, letter.data) == ("generate", b"\xc1")
+
+
+async def test_server_with_nan_logprobs_is_named(client: ChannelClient, kind: str, bus: Bus) -> None:
+    reply = reply_to(request("r1"))
+    number = reply.logprobs.data[:4]
+    data = codec.encode(reply).replace(number, struct.pack("<f", math.nan))
+    assert data != codec.encode(reply)
+    address, stop = await answer_raw(kind, bus, data)
+    try:
+        with pytest.raises(RequestFailed, match=r"GenerateReply.logprobs: nan; must be finite"):
+            await client.generate(address, request(), timeout_s=60)
+    finally:
+        await stop()
 
 
 async def test_an_answer_to_another_request_fails(client: ChannelClient, kind: str, bus: Bus) -> None:

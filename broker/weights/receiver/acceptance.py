@@ -8,12 +8,14 @@ from typing import Final, Literal
 import msgspec
 
 from broker.contract import wire
+from broker.contract.checks import DIFFERENCE_CHARS
 
 FIRST_RETRY_S: Final = 0.1
 LAST_RETRY_S: Final = 5.0
 FIRST_LOOK_S: Final = 1.0  # after the start
 LOOK_EVERY_S: Final = 2.0
 OLD: Final = "not newer than the served version"
+QUIET_LOADS: Final = 3  # of one version that may fail before others are told: a fault may pass
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,9 @@ class OfferAcceptance:
         self.served = (0, -1)  # (epoch, version) loaded and checked
         self.newest: wire.WeightsOffer | None = None
         self.failures = 0  # since start
+        self.failed_loads = 0  # of the newest offer: its bytes came, and the engine does not serve them
+        self._refusal: wire.OfferRefusal | None = None
+        self._is_loading = False
         self._delay_s = FIRST_RETRY_S
         self._not_before = 0.0
         self._snapshots = snapshots
@@ -78,6 +83,7 @@ class OfferAcceptance:
             return f"epoch {offer.epoch} version {offer.version} is not newer than {newer}"
         self.newest = offer
         self._delay_s, self._not_before = FIRST_RETRY_S, 0.0
+        self.failed_loads, self._refusal = 0, None
         if offer.plan not in self.plans:
             return f"epoch {offer.epoch} version {offer.version} is another model"
         return ""
@@ -123,19 +129,63 @@ class OfferAcceptance:
     def loading(self) -> None:
         """Note that the engine starts to copy: until it is done, its content is unknown."""
         self.digest = None
+        self._is_loading = True
+
+    def refuse(self, offer: wire.WeightsOffer, kind: wire.RefusalKind, difference: str) -> None:
+        """Note that the offer is of another model than the one here."""
+        if offer is self.newest:
+            self._refusal = _refusal(offer, kind, difference)
+
+    @property
+    def refusal(self) -> wire.OfferRefusal | None:
+        """Why the newest offer cannot be served here, once that is certain."""
+        refusal = self._refusal
+        is_certain = refusal is not None and (refusal.kind != "logprobs" or refusal.loads > QUIET_LOADS)
+        return refusal if is_certain else None
+
+    @property
+    def repeats_loads(self) -> bool:
+        """Whether the newest offer was loaded in vain more often than a passing fault explains."""
+        return self.failed_loads > QUIET_LOADS
 
     def taken(self, offer: wire.WeightsOffer, digest: str) -> None:
         """Note that the offered version is loaded, checked and served."""
         self.served, self.digest = (offer.epoch, offer.version), digest
         self._delay_s = FIRST_RETRY_S
+        self.failed_loads, self._refusal, self._is_loading = 0, None, False
 
-    def failed(self, now: float, *, counts: bool = True) -> float:
+    def failed(
+        self, now: float, *, counts: bool = True, offer: wire.WeightsOffer | None = None, difference: str = ""
+    ) -> float:
         """Note that an attempt failed; return the seconds until the next one.
 
         Args:
             counts: whether it counts as a failure; a busy or absent learner does not.
+            offer: that was tried.
+            difference: of the loaded weights from the offer's, empty if something else failed.
         """
         self.failures += counts
+        is_newest = offer is not None and self.newest is not None and _order(offer) == _order(self.newest)
+        if self._is_loading and is_newest:
+            self.failed_loads += 1
+            self._refusal = None
+            if difference and offer is not None:
+                self._refusal = _refusal(offer, "logprobs", difference, self.failed_loads)
+        self._is_loading = False
         delay_s, self._delay_s = self._delay_s, min(2 * self._delay_s, LAST_RETRY_S)
         self._not_before = now + delay_s
         return delay_s
+
+
+def _order(offer: wire.WeightsOffer) -> tuple[int, int]:
+    return offer.epoch, offer.version
+
+
+def _refusal(offer: wire.WeightsOffer, kind: wire.RefusalKind, difference: str, loads: int = 0) -> wire.OfferRefusal:
+    return wire.OfferRefusal(
+        epoch=offer.epoch,
+        version=offer.version,
+        kind=kind,
+        difference=difference[:DIFFERENCE_CHARS],
+        loads=loads,
+    )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from broker.contract import wire
 from broker.contract.streams import WEIGHTS
-from broker.errors import RequestFailed, TransferFailed
+from broker.errors import OfferRefused, RequestFailed, TransferFailed
 from broker.jetstream.bus import Bus
 from broker.runtime.spans import SpanRecorder
 from broker.system.connections import address_towards
@@ -101,6 +101,7 @@ class WeightReceiver:
         self._workers = workers if dtype != fp8.NAME else None  # they load what arrives as it is
         self.plan = plan_of(tensors, bucket_mib, dtype=dtype)
         self.refused = ""  # why the newest offer is not for this server, for example another model
+        self._difference = ""  # of the last refused offer, which was logged
         self.last_error = ""  # of the last attempt, empty after a success
         self._bus = bus
         self._settings = settings or TransferSettings()
@@ -131,6 +132,7 @@ class WeightReceiver:
         self._tasks: ChannelTasks | None = None
         self._pace = pace or asyncio.Lock()
         self._waiting = Reminders()  # for an absent learner
+        self._repeating = Reminders()  # a load in vain
         self._values = {"weights/version": -1.0, "weights/failures": 0.0}
 
     @property
@@ -155,12 +157,14 @@ class WeightReceiver:
         self._landing.rest()
 
     def metrics(self) -> dict[str, float]:
-        """Return weights/{version,seconds,gbytes_per_s,shared,load_seconds,failures}: served, last transfer, last load.
+        """Return weights/{version,seconds,gbytes_per_s,shared,load_seconds,failures,failed_loads}.
 
-        ``shared`` is 1 if the last transfer was by shared memory. ``load_seconds`` is from the last byte until the
-        engine serves; the engine itself reports its pause. ``failures`` counts since the start.
+        These are of the served version, the last transfer and the last load. ``shared`` is 1 if the last transfer was
+        by shared memory. ``load_seconds`` is from the last byte until the engine serves; the engine itself reports its
+        pause. ``failures`` counts since the start, ``failed_loads`` how often the newest version was loaded in vain.
         """
-        return {**self._values, **self._landing.values, "weights/failures": float(self._state.failures)}
+        counts = {"weights/failures": self._state.failures, "weights/failed_loads": self._state.failed_loads}
+        return {**self._values, **self._landing.values} | {name: float(count) for name, count in counts.items()}
 
     async def join(self) -> None:
         """Wait forever; raise the error that stopped the channel, if one does."""
@@ -190,8 +194,14 @@ class WeightReceiver:
             refused = self._state.offered(offer)
             self.refused = ""
             if offer.plan not in self._state.plans and self._state.newest is offer:
-                self.refused = problem or await self._questions.explain(offer, self._landing.plan(offer.adapter))
-                log.error("weights: %s", self.refused)
+                difference = problem or await self._questions.explain(offer, self._landing.plan(offer.adapter))
+                self._state.refuse(offer, "base" if problem else "layout", difference)
+                is_known = self._difference == difference
+                self._difference = difference
+                whose = f"epoch {offer.epoch} version {offer.version} is another model than the one here"
+                self.refused = problem or f"{whose}: {difference}"
+                if not is_known:  # all versions of a run have the same layout
+                    log.error("weights: %s", self.refused)
             elif refused:
                 log.warning("weights: offer refused: %s", refused)
             self._changed.set()
@@ -226,8 +236,9 @@ class WeightReceiver:
                 log.info("weights: waiting for epoch %d version %d: %s", offer.epoch, offer.version, error)
         except TransferFailed as error:
             self.last_error = str(error)
-            delay_s = self._state.failed(time.monotonic())
-            log.warning("weights: epoch %d version %d: %s; again in %.1f s", offer.epoch, offer.version, error, delay_s)
+            difference = str(error) if isinstance(error, OfferRefused) else ""
+            delay_s = self._state.failed(time.monotonic(), offer=offer, difference=difference)
+            self._say_failed(offer, delay_s)
         else:
             self._waiting.over()
             self._state.taken(offer, digest)
@@ -235,6 +246,27 @@ class WeightReceiver:
             self._values["weights/version"] = float(offer.version)
             async with self._served:
                 self._served.notify_all()
+
+    def _say_failed(self, offer: wire.WeightsOffer, delay_s: float) -> None:
+        """Log a failed attempt; those of a load that fails again and again less and less often."""
+        if not self._state.repeats_loads:
+            self._repeating.over()
+        elif not self._repeating.due(time.monotonic()):
+            return
+        error = self.problem or self.last_error
+        log.warning("weights: epoch %d version %d: %s; again in %.1f s", offer.epoch, offer.version, error, delay_s)
+
+    @property
+    def problem(self) -> str:
+        """Why no version can be served, one line; empty while one is, or may soon be."""
+        if self.refused or not self._state.repeats_loads:
+            return self.refused
+        return f"loaded in vain {self._state.failed_loads} times: {self.last_error}"
+
+    @property
+    def refusal(self) -> wire.OfferRefusal | None:
+        """Why the newest offer cannot be served here, as others are told."""
+        return self._state.refusal
 
     async def _adopt(self, offer: wire.WeightsOffer) -> str:
         await self._landing.adopt(offer)

@@ -58,14 +58,13 @@ class WeightRequests:
         return await request(self._bus, WEIGHTSYNC, str(epoch), join, timeout_s=waits_s, reply=wire.WeightsSession)
 
     async def explain(self, offer: wire.WeightsOffer, mine: LayoutPlan) -> str:
-        """Describe why the offer cannot be used here, with the first difference if the learner can be reached."""
-        said = f"epoch {offer.epoch} version {offer.version} is another model than the one here"
+        """Describe how the offer differs from the model here: the first tensor, if the learner can be reached."""
         try:
             answer = await self.join(offer, mine, {carrier: 1 for carrier in offer.carriers})
             text = await in_thread(lambda: self._fetch_plan(answer), "weights-plan")
-            return f"{said}: {mine.difference(plans.from_text(text))}"
+            return mine.difference(plans.from_text(text))
         except (RequestFailed, TransferFailed, WireError) as error:
-            return f"{said}: bucket plan {offer.plan}, here {mine.digest} (names not known: {error})"
+            return f"bucket plan {offer.plan}, here {mine.digest} (names not known: {error})"
 
     def _fetch_plan(self, answer: wire.WeightsSession) -> str:
         if (text := self.connect(answer).peek(PLAN_KEY)) is None:

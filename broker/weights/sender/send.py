@@ -199,6 +199,11 @@ class WeightSender:
         """
         return self._values | (self.publisher.metrics() if self.publisher is not None else {})
 
+    @property
+    def version(self) -> int:
+        """Newest version on offer, -1 before the first."""
+        return self._membership.version
+
     async def join(self) -> None:
         """Wait forever; raise the error that stopped the channel, after which no server would get a version."""
         assert self._tasks is not None, "start the sender first"

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from broker.weights.finite import first_non_finite
 from learner.backends.models.block_compilation import blocks_of, check_compiler
 from learner.backends.models.policy import PolicyModel
 from learner.backends.optimizer import MOMENTS, UPDATES, MasterOptimizer, decay_groups, fresh_state, lr_factor
@@ -169,8 +170,16 @@ class ZeroOptimizer(MasterOptimizer):
         self.engine.step()
         norm = self._norm() / abs(self._denominator)
         self._denominator, self.dirty = None, False
+        # DeepSpeed has dropped the gradients
+        self.problem = "" if math.isfinite(norm) else self._first_non_finite([])
         self.updates += 1
         return {"grad_norm": norm, "lr": lr, "skipped": float(not math.isfinite(norm))}
+
+    def _first_non_finite(self, gradients: list[Tensor]) -> str:
+        problem = first_non_finite(
+            {name: getattr(parameter, "ds_tensor", parameter) for name, parameter in self._live.items()}
+        )
+        return f"the weight {problem}" if problem else ""
 
     def discard(self) -> None:
         if self.dirty:

@@ -7,9 +7,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from broker.errors import ConfigError
+from broker.weights.finite import first_non_finite
 from learner.algorithm.kl import kl_penalty
 from learner.algorithm.samples import Array
 from learner.backends.context import RunContext
@@ -152,6 +156,9 @@ class MegatronBackend(TorchBackend):
         shells = {path: open_shell(path, context.model, context.train.megatron) for path in wanted}
         return context, partial(_build_worker, shells)
 
+    def plain_logprobs(self, token_ids: Sequence[int] | npt.NDArray[np.generic]) -> Tensor | None:
+        return None  # Megatron's attention is the only one that its layers have
+
 
 def _build_worker(shells: Mapping[str, ModelShell], context: RunContext, ranks: RankGroup) -> RankWorker:
     section, rank = context.train.megatron, ranks.rank
@@ -165,6 +172,8 @@ def _build_worker(shells: Mapping[str, ModelShell], context: RunContext, ranks: 
 
     models = ModelSet(context, device, rank, load)
     policy: MegatronPolicy = models.policy  # type: ignore[assignment]  # as loaded above
+    if problem := first_non_finite(dict(policy.module.named_parameters())):
+        raise ConfigError("model.path", context.policy_path, f"a model of finite weights: {problem}")
     policy.divide_adapters()
     weights = MegatronWeights(policy, grid, groups)
     optimizer = MegatronOptimizer(policy, context.train, grid, groups, device)

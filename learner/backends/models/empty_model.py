@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from broker.errors import ConfigError
+from broker.weights.finite import first_non_finite
 from learner.backends.parts.names import MODEL, STATE_FOLDER
 from learner.backends.parts.part_file import DamagedFileError
 from learner.backends.parts.stored import StoredTensors, weights_in_files
@@ -28,14 +29,25 @@ Replace = Callable[[str, Any], Tensor]  # of a parameter's name and itself; retu
 
 @dataclass(frozen=True)
 class EmptyModel:
-    """A model whose parameters are on the meta device and whose buffers are ready, and the files with its weights."""
+    """A model whose parameters are on the meta device and whose buffers are ready, and the files with its weights.
+
+    Attributes:
+        path: as the user named the model.
+    """
 
     module: Any
     stored: StoredTensors
+    path: str
 
     def read(self, name: str, start: int, into: Tensor) -> None:
-        """Fill a tensor with a weight's elements from ``start`` on."""
+        """Fill a tensor with a weight's elements from ``start`` on.
+
+        Raises:
+            ConfigError: if one is NaN or infinite.
+        """
         self.stored.read(name, start, into)
+        if problem := first_non_finite({name: into}):
+            raise ConfigError("model.path", self.path, f"a model of finite weights: {problem}")
 
     def fill(self, device: torch.device) -> None:
         """Read all weights."""
@@ -75,7 +87,7 @@ def open_parts(path: str, section: ModelSection) -> EmptyModel | None:
     module = build_empty(path, section)
     if problem := _difference(module, stored):
         raise ConfigError("model.path", path, f"its parts do not fit its config.json: {problem}")
-    return EmptyModel(module, stored)
+    return EmptyModel(module, stored, path)
 
 
 def weights_in_parts(path: str) -> StoredTensors | None:
@@ -109,7 +121,7 @@ def open_empty(path: str, section: ModelSection) -> EmptyModel | str:
         stored = weights_in_files(folder)
     except DamagedFileError as error:
         return str(error)
-    return _difference(module, stored) or EmptyModel(module, stored)
+    return _difference(module, stored) or EmptyModel(module, stored, path)
 
 
 def build_empty(path: str, section: ModelSection) -> Any:

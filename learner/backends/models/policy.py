@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +25,7 @@ from learner.backends.models.support import training_problem
 from learner.backends.models.token_scores import token_scores
 from learner.config import LoraSection
 from rlearner_text.config import ModelSection, check_model_path
+from rlearner_text.finite_weights import weights_problem
 from rlearner_text.hub import model_folder, read_json
 from rlearner_text.rope import fix_rope
 from rlearner_text.transformers_import import import_transformers
@@ -197,6 +199,19 @@ class PolicyModel:
         chosen: Tensor = logits.float().log_softmax(-1).gather(-1, token_ids[1:, None])[:, 0]
         return chosen
 
+    @contextmanager
+    def plain_attention(self) -> Iterator[None]:
+        """Within it attention is computed as the model's own code defines it, without a faster implementation."""
+        configs = {id(part.config): part.config for part in self.module.modules() if hasattr(part, "config")}
+        chosen = [(config, config._attn_implementation) for config in configs.values()]
+        try:
+            for config, _ in chosen:
+                config._attn_implementation = "eager"
+            yield
+        finally:
+            for config, implementation in chosen:  # of the whole model first: it sets those of its parts
+                config._attn_implementation = implementation
+
     def weights(self) -> Mapping[str, Tensor]:
         """Return parameters, then persistent buffers, by state-dict name in order; tied ones once, by the first name.
 
@@ -303,7 +318,8 @@ def load_model(path: str, section: ModelSection, device: torch.device, max_conte
         max_context: as for ``fix_positions``.
 
     Raises:
-        ConfigError: if the path holds none, or weights are missing, which transformers would initialise at random.
+        ConfigError: if the path holds none, or weights are missing, which transformers would initialise at random, or
+            hold NaN or infinity.
     """
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
@@ -331,6 +347,8 @@ def load_model(path: str, section: ModelSection, device: torch.device, max_conte
     if missing := sorted(info["missing_keys"]):
         raise ConfigError("model.path", path, f"{len(missing)} of its weights are missing, the first is {missing[0]}")
     model = model.eval().to(device)
+    if problem := weights_problem(dict(model.named_parameters()), folder):
+        raise ConfigError("model.path", path, f"a model of finite weights: {problem}")
     fix_positions(model, max_context)
     return model
 

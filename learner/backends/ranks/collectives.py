@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+TEXT_BYTES: Final = 512
 _BUCKET_ELEMENTS: Final = 8 << 20  # reduced at once: 32 MiB of float32
 
 
@@ -35,3 +36,12 @@ def sum_over_ranks(tensors: Sequence[Tensor], device: torch.device, group: Any =
             for one, part in zip(bucket, torch.split(flat, [one.numel() for one in bucket]), strict=True):
                 one.copy_(part.view_as(one))
             bucket = []
+
+
+def gather_texts(text: str, device: torch.device) -> list[str]:
+    """Return every rank's text, in the order of the ranks, cut to ``TEXT_BYTES``."""
+    data = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, own)
+    return [bytes(part.tolist()).rstrip(b"\0").decode(errors="ignore") for part in parts]

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from broker.contract import wire
-from broker.errors import TransferFailed, UserError
+from broker.errors import OfferRefused, UserError
+from broker.weights.finite import first_non_finite
 from broker.weights.probe import check_probe
 from rlearner_text.guided_decoding import GuideCompiler, GuideError
 from rlearner_text.openai.token_events import TokenEvent
@@ -65,6 +66,7 @@ class EngineCore:
         self._stalled = False  # whether the current weights failed their probe
         self.asleep = False  # the weights are off the device
         self._failures = 0
+        self._weights_problem: str | None = None  # None: the current weights were not searched
         self._batch: tuple[list[RequestRow], SamplingBatch, npt.NDArray[np.uint64]]
         self._batch = [], SamplingBatch.of([]), np.empty(0, np.uint64)
         self._busy_s = self._pause_s = 0.0
@@ -127,7 +129,7 @@ class EngineCore:
             return GenerationOutput(error=why or f"no weights of version {request.min_version} or later to score with")
         ids, logprobs = self.model.top_logprobs(request.token_ids.array().tolist(), request.prompt_top_k)
         if not np.isfinite(logprobs).all():
-            return GenerationOutput(error="the model's logits are not finite")
+            return GenerationOutput(error=self._not_finite())
         return GenerationOutput(finish_reason="stop", top_ids=ids, top_logprobs=logprobs)
 
     def abort(self, request_id: str) -> None:
@@ -219,18 +221,30 @@ class EngineCore:
         if mode == "abort":
             for row in list(self._rows.values()):
                 self._end(row.job, "abort", keep=False)
+        self._weights_problem = None
         if probe is not None:
+            logprobs = self.model.logprobs(probe.token_ids.array().tolist()).numpy()
             try:
-                check_probe(probe, self.model.logprobs(probe.token_ids.array().tolist()).numpy())
-            except TransferFailed:
+                check_probe(probe, logprobs)
+            except OfferRefused as error:
                 self._stalled = True
                 self.scheduler.update(NO_VERSION)
+                if not np.isfinite(logprobs).all():
+                    raise OfferRefused(f"{error}; {self._not_finite()}") from None
                 raise
         self._set_version(version, weights_changed=True)
         if mode == "recompute":
             self._reread()
         self._pause_s += time.perf_counter() - began
         return time.perf_counter() - began
+
+    def _not_finite(self) -> str:
+        """Describe why logits are not finite; the weights are searched once per version."""
+        if self._weights_problem is None:
+            self._weights_problem = first_non_finite(self.model.weights())
+        problem = self._weights_problem
+        cause = f": the weight {problem}" if problem else ", although all weights are finite"
+        return f"the model's logits are not finite{cause}"
 
     def adopt(self, version: int) -> None:
         """See ``Engine.adopt``."""
@@ -335,7 +349,7 @@ class EngineCore:
         for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
             if not math.isfinite(logprob):
                 self.model.wipe(row.job.slot)
-                self._end(row.job, "error", "the model's logits are not finite", keep=False)
+                self._end(row.job, "error", self._not_finite(), keep=False)
                 continue
             if row.reshaping is not None:
                 row.reshaping.take(token, flags[row.job.request_id])

@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from broker.errors import UserError
 from broker.weights.memory.cuda import numbered
 from broker.weights.memory.offload import OffloadedMemory
+from rlearner_text.finite_weights import weights_problem
 from rlearner_text.hub import model_folder
 from rlearner_text.rope import fix_rope
 from rlearner_text.tokenizer import Tokenizer
@@ -209,7 +210,7 @@ def load_model(config: EngineConfig, device: torch.device) -> Any:
     """Load the model in evaluation mode on its device.
 
     Raises:
-        UserError: if there is no causal language model at the path.
+        UserError: if there is no causal language model at the path, or its weights hold NaN or infinity.
     """
     transformers.utils.logging.disable_progress_bar()
     path = config.model_path
@@ -228,7 +229,10 @@ def load_model(config: EngineConfig, device: torch.device) -> Any:
         if not known and not type(error).__module__.startswith(("safetensors", "huggingface_hub")):
             raise
         raise UserError(f"model path {path!r}: no causal language model could be loaded: {one_line(error)}") from error
-    return model.requires_grad_(False).eval().to(device)
+    model = model.requires_grad_(False).eval().to(device)
+    if config.has_weights and (problem := weights_problem(dict(model.named_parameters()), folder)):
+        raise UserError(f"model path {path!r}: its weights are not finite: {problem}")
+    return model
 
 
 def _without_weights(path: str, dtype: torch.dtype, *, trust_remote_code: bool) -> Any:

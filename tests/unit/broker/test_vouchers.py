@@ -33,6 +33,11 @@ def test_the_owner_may_say_anything() -> None:
     assert accepted(vouchers.vouch(STRANGER, SAID)) == "it has no valid voucher"
 
 
+def test_signer_is_the_join_token() -> None:
+    assert vouchers.signer_of(vouchers.vouch(MEMBER, SAID, certificate())) == MEMBER.public
+    assert vouchers.signer_of(vouchers.vouch(OWNER, SAID)) == vouchers.signer_of("") == ""
+
+
 def test_a_certified_key_speaks_for_its_role_and_run_until_it_expires() -> None:
     uncertified = "the owner of the run did not certify its key for the role "
     voucher = vouchers.vouch(MEMBER, SAID, certificate(time.time() + 60))

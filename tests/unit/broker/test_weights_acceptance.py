@@ -15,6 +15,7 @@ from broker.weights.receiver.acceptance import (
     LAST_RETRY_S,
     LOOK_EVERY_S,
     OLD,
+    QUIET_LOADS,
     AdoptVersion,
     CheckSnapshot,
     JoinTransfer,
@@ -125,6 +126,54 @@ def test_another_model_is_refused_until_the_right_one_is_offered() -> None:
     assert state.next(0.0) == WaitForOffer(None)
     assert state.offered(offer(2, 0)) == ""
     assert state.next(0.0) == JoinTransfer(offer(2, 0))
+
+
+def fail_load(state: OfferAcceptance, made: wire.WeightsOffer, difference: str = "token 1 differs") -> None:
+    state.loading()
+    state.failed(0.0, offer=made, difference=difference)
+
+
+def test_load_that_fails_more_than_three_times_is_told() -> None:
+    state = OfferAcceptance("p", None)
+    state.offered(offer(1, 3))
+    for _ in range(QUIET_LOADS):
+        fail_load(state, offer(1, 3))
+        assert (state.refusal, state.repeats_loads) == (None, False)
+    fail_load(state, offer(1, 3))
+    assert state.repeats_loads
+    assert state.refusal == wire.OfferRefusal(
+        epoch=1, version=3, kind="logprobs", difference="token 1 differs", loads=4
+    )
+    state.failed(0.0, offer=offer(1, 3))  # a transfer that broke before the load says nothing about it
+    assert (state.failed_loads, state.refusal is not None) == (4, True)
+    fail_load(state, offer(1, 3), "")  # out of memory, say: repeated, but no fault of the offer
+    assert (state.failed_loads, state.refusal) == (5, None)
+    fail_load(state, offer(1, 3))
+    state.offered(offer(1, 4))
+    assert (state.failed_loads, state.refusal) == (0, None)
+    fail_load(state, offer(1, 3))  # of an older version, as a snapshot
+    assert state.failed_loads == 0
+
+
+def test_served_version_ends_a_refusal() -> None:
+    state = OfferAcceptance("p", None)
+    state.offered(offer(1, 3))
+    for _ in range(QUIET_LOADS + 1):
+        fail_load(state, offer(1, 3))
+    state.loading()
+    state.taken(offer(1, 3), "d")
+    assert (state.failed_loads, state.refusal, state.repeats_loads) == (0, None, False)
+
+
+def test_another_model_is_told_at_once_and_the_text_is_bounded() -> None:
+    state = OfferAcceptance("p", None)
+    state.offered(other := offer(1, 3, plan="q"))
+    state.refuse(other, "layout", "x" * 10_000)
+    assert state.refusal is not None
+    assert (state.refusal.kind, state.refusal.loads, len(state.refusal.difference)) == ("layout", 0, 512)
+    newer = offer(1, 4, plan="q")
+    state.refuse(newer, "layout", "y")  # not the newest: explained after the next came
+    assert state.refusal.version == 3
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 4), st.sampled_from(["ok", "fail", "busy"])), max_size=30))

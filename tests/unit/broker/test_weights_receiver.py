@@ -42,7 +42,11 @@ def test_gloo_arrives_on_the_cpu_and_the_buffer_is_kept() -> None:
 
 def test_nothing_is_served_before_the_first_version() -> None:
     assert receiver().served == (0, -1)
-    assert receiver().metrics() == {"weights/version": -1.0, "weights/failures": 0.0}
+    assert receiver().metrics() == {
+        "weights/version": -1.0,
+        "weights/failures": 0.0,
+        "weights/failed_loads": 0.0,
+    }
 
 
 async def test_a_snapshot_of_another_model_is_refused_with_the_first_difference() -> None:

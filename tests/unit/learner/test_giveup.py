@@ -7,7 +7,7 @@ import pytest
 from broker.contract import wire
 from broker.settings.config import DomainSection, RewardConfig
 from learner.config import FailuresSection
-from learner.give_up import LEAST_WINDOW, NOT_FAILURES, WORKED_TIMES, FailureMonitor
+from learner.give_up import LEAST_WINDOW, MAX_SKIPPED, NOT_FAILURES, WORKED_TIMES, FailureMonitor
 
 DOMAINS = {
     "a": DomainSection(env="qa"),
@@ -135,3 +135,19 @@ def test_a_domain_that_worked_is_waited_for_longer_and_others_that_train_reset_t
     after = 10.0 * (WORKED_TIMES if domain == "a" else 1)
     assert giveup.look([broken], 11.0 + after - 0.1) == ""
     assert giveup.look([broken], 11.0 + after).startswith(f"for {after:g} s every hub of domain a was broken")
+
+
+def test_steps_without_an_update_in_a_row_end_a_run() -> None:
+    giveup = made()
+    for _ in range(MAX_SKIPPED - 1):
+        assert giveup.stepped(is_skipped=True, problem="the gradient of w holds nan") == ""
+    assert giveup.stepped(is_skipped=False, problem="") == ""
+    for _ in range(MAX_SKIPPED - 1):
+        assert giveup.stepped(is_skipped=True, problem="the gradient of w holds nan") == ""
+    assert giveup.stepped(is_skipped=True, problem="the gradient of v holds inf") == (
+        "5 steps in a row made no update because their gradients were not finite: the gradient of v holds inf; lower "
+        "train.lr or set model.dtype=float32, and start the run again, which resumes it "
+        "(failures.give_up_after=0 continues regardless)"
+    )
+    endless = made(give_up_after=0)
+    assert [endless.stepped(is_skipped=True, problem="") for _ in range(100)] == [""] * 100

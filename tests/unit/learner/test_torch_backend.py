@@ -13,13 +13,14 @@ from checkpoint_kit import load_state, state_of
 from torch_backend_kit import VOCAB, backend, gradient, plain_logprobs, samples, save_model
 from transformers import AutoModelForCausalLM
 
-from broker.errors import ConfigError, UserError, WireError
+from broker.errors import ConfigError, NotFinite, UserError, WireError
 from broker.settings.registry import resolve
 from learner.backends import BACKENDS
 from learner.backends.base import Backend
 from learner.backends.optimizer import lr_factor
 from learner.backends.torch import TorchBackend
 from learner.config import AlgorithmSection, TrainSection
+from learner.weights.offering import probe
 from rlearner_text.config import ModelSection
 
 
@@ -266,10 +267,59 @@ def test_a_gradient_that_is_not_finite_is_skipped(path):
     trainer.forward_backward(bad)
     metrics = trainer.step()
     assert metrics["actor/skipped"] == 1
+    first = next(iter(trainer.weights()))
+    assert trainer.take_problem().startswith(f"the gradient of {first} holds nan at [")
+    assert trainer.take_problem() == ""
     assert torch.equal(flat(trainer), before)
     trainer.forward_backward(samples(5))
     assert trainer.step()["actor/skipped"] == 0
+    assert trainer.take_problem() == ""
     assert torch.isfinite(flat(trainer)).all()
+
+
+def test_a_weight_that_is_not_finite_is_named_before_the_gradient(path):
+    trainer = backend(path)
+    name = list(trainer.weights())[4]
+    with torch.no_grad():
+        trainer.weights()[name].view(-1)[7] = torch.inf
+    trainer.forward_backward(samples(5, 2, advantage=1.0))
+    assert trainer.step()["actor/skipped"] == 1
+    assert trainer.take_problem().startswith(f"the weight {name} holds inf at [")
+    with pytest.raises(NotFinite, match=f"the weight {name} holds inf"):
+        probe(trainer, "float32")
+
+
+def test_a_model_that_is_not_finite_is_refused_with_its_file(path, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(path, broken)
+    (file,) = broken.glob("*.safetensors")
+    tensors = safetensors.torch.load_file(file)
+    name = sorted(tensors)[2]
+    tensors[name].view(-1)[0] = torch.nan
+    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=rf"a model of finite weights: {file.name}: {name} holds nan at \[0"):
+        backend(str(broken))
+
+
+def test_weights_too_large_for_the_dtype_are_refused(path, tmp_path):
+    large = tmp_path / "large"
+    shutil.copytree(path, large)
+    (file,) = large.glob("*.safetensors")
+    tensors = safetensors.torch.load_file(file)
+    name = sorted(tensors)[2]
+    tensors[name].view(-1)[0] = torch.finfo(torch.float32).max
+    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=rf"{name} holds inf .*only finite values, which do not fit bfloat16"):
+        backend(str(large), model=ModelSection(dtype="bfloat16"))
+
+
+def test_plain_attention_is_set_for_one_call(path):
+    trainer = backend(path)
+    before = trainer.policy.module.config._attn_implementation
+    ids = [index % VOCAB for index in range(30)]
+    plain = trainer.plain_logprobs(ids)
+    assert trainer.policy.module.config._attn_implementation == before != "eager"
+    assert torch.allclose(plain, trainer.logprobs(ids), atol=1e-4)
 
 
 def test_a_step_without_samples(path):

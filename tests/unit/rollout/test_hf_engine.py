@@ -488,7 +488,11 @@ def test_logits_that_are_not_finite_end_the_request_with_an_error_and_leave_noth
         core.update(bad, 1, "keep", None)
         for name in "xy":
             core.submit(models.request(name, prompt(40)), 0.0)
-        assert drained(core) == {name: GenerationOutput(error="the model's logits are not finite") for name in "xy"}
+        first = next(iter(good))
+        found = f"the model's logits are not finite: the weight {first} holds nan at [0, 0] "
+        size = good[first].numel()
+        error = f"{found}({size} of its {size} values are not finite)"
+        assert drained(core) == {name: GenerationOutput(error=error) for name in "xy"}
         core.update(good, 2, "keep", None)
         for length in (9, 30):  # side by side, so that the shorter one's slot is read beyond its end
             core.submit(models.request(str(length), prompt(length)), 0.0)
