@@ -39,7 +39,7 @@ from broker.contract import wire
 from broker.settings.registry import resolve
 from learner.algorithm.advantages import ADVANTAGES
 from learner.algorithm.assembly import SampleAssembler
-from learner.backends.models.attention import enable_packing
+from learner.backends.models.attention_trial import choose_attention
 from learner.backends.models.batch import TokenBatch
 from learner.backends.models.policy import load_model
 from learner.backends.torch import TorchBackend
@@ -132,7 +132,7 @@ class BareTorch:
     def __init__(self, path: str, train: TrainSection, rows: Sequence[TokenBatch]) -> None:
         device = torch.device("cpu")
         self._model, self._rows = load_model(path, ModelSection(), device), rows
-        if problem := enable_packing(self._model, device):
+        if problem := choose_attention(self._model, device, path, packed=True):
             raise RuntimeError(problem)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=train.lr, betas=train.betas, fused=True)
 

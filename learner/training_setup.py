@@ -82,7 +82,15 @@ async def open_training(
     model, seed = section(config, "model", ModelSection), config["run"]["seed"]
     kind = await asyncio.to_thread(_libraries, train.backend)
     build = partial(
-        kind, model_path, train=train, algorithm=algorithm, model=model, seed=seed, ref_path=first_path, max_length=most
+        kind,
+        model_path,
+        train=train,
+        algorithm=algorithm,
+        model=model,
+        seed=seed,
+        ref_path=first_path,
+        max_length=most,
+        max_context=config["rollout"]["max_context_tokens"],
     )
     estimator = resolve("advantages", algorithm.adv_estimator, ADVANTAGES)
     if devices is not None and not getattr(kind, "offloads", False):

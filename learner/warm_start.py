@@ -122,5 +122,7 @@ class ModelPreparation:
             if step % 10 == 0 or step == warm.steps:
                 self._say(f"warm start, step {step} of {warm.steps}, loss {values['train/loss']:.3f}")
 
-        result = fine_tune(path, data, out, model=self._model, train=train, seed=self._run.seed, on_step=on_step)
+        longest = self._config["rollout"]["max_context_tokens"]
+        own = {"seed": self._run.seed, "max_context": longest, "on_step": on_step}
+        result = fine_tune(path, data, out, model=self._model, train=train, **own)
         log.info("warm start: %d steps in %.1f s, loss %.3f", warm.steps, result["seconds"], result["loss"])

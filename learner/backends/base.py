@@ -52,6 +52,7 @@ class Backend(Protocol):
         seed: seed of all random numbers in training.
         ref_path: the reference policy's weights, ``model_path`` by default; loaded if ``algorithm.kl_coef`` is above 0.
         max_length: the constant of ``seq-mean-token-sum-norm``, in tokens.
+        max_context: tokens of the run's longest sequence, by which some models scale positions; None for the model's.
 
     Raises:
         ConfigError: if the model, the device or the loss does not exist, or settings exclude each other.
@@ -67,6 +68,7 @@ class Backend(Protocol):
         seed: int,
         ref_path: str | None = None,
         max_length: int | None = None,
+        max_context: int | None = None,
     ) -> None: ...
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from broker.errors import ConfigError
 from learner.backends.ranks.rendezvous import settings_on_rank
@@ -21,6 +22,7 @@ class RunContext:
     seed: int
     ref_path: str | None = None
     max_length: int | None = None
+    max_context: int | None = None
 
     @property
     def first_path(self) -> str:
@@ -36,6 +38,11 @@ class RunContext:
     def packing(self) -> bool:
         """Whether models should take packed rows if they can."""
         return self.train.packing != "padded"
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """Arguments of ``PolicyModel``, the same for all models of the run."""
+        return {"model": self.model, "packing": self.packing, "max_context": self.max_context}
 
     def on_rank(self, local_rank: int, num_here: int) -> RunContext:
         """Return the settings of one of this host's ranks, with its own device."""

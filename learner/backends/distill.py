@@ -42,7 +42,8 @@ class DistillBackend(TorchBackend):
         passes, loaded = self.worker.passes, None
         if teacher is not None:
             check_model_path(teacher, "distill.teacher")
-            loaded = PolicyModel(teacher, others["model"], self.device, trainable=False, packing=passes.packs)
+            own = {**self._context.loading, "packing": passes.packs}
+            loaded = PolicyModel(teacher, device=self.device, trainable=False, **own)
             passes.packs = passes.packs and self.worker.models.can_pack(loaded)
         passes.numerator = DivergenceNumerator(self.policy, loaded, direction=direction, top_k=top_k)
 

@@ -117,7 +117,7 @@ def _build_sharded(context: RunContext, ranks: RankGroup) -> RankWorker:
 
     def load(path: str, trained: bool) -> PolicyModel:
         divided = trained and context.train.lora is None
-        return PolicyModel(path, context.model, device, trainable=trained, packing=context.packing, divided=divided)
+        return PolicyModel(path, device=device, trainable=trained, divided=divided, **context.loading)
 
     models = ModelSet(context, device, ranks.rank, load)
     ranks.join(device)

@@ -110,6 +110,7 @@ class OfflineJob:
             model=self.model,
             seed=self.run.seed,
             ref_path=self.first_path,
+            max_context=self.max_tokens(),
         )
         return backend
 

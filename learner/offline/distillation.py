@@ -48,6 +48,7 @@ class DistillationPipeline:
             model=job.model,
             seed=job.run.seed,
             ref_path=job.first_path,
+            max_context=most,
         )
         self._served: ServedTeacher | None = None
         self._taught_held_out: list[TrainSample] | None = None

@@ -68,6 +68,7 @@ def fine_tune(
     model: ModelSection,
     train: OfflineTrainSection,
     seed: int,
+    max_context: int | None = None,
     on_step: OnStep | None = None,
 ) -> dict[str, float]:
     """Train a model on a file of conversations and write a Hugging Face folder, whole or not at all.
@@ -76,6 +77,7 @@ def fine_tune(
         path: Hugging Face folder or hub name of the model.
         data: JSONL or Parquet of rows ``{"messages": [{"role": …, "content": …}, …]}``.
         out: folder to write; replaced if it exists.
+        max_context: tokens of the longest sequence that the model is used for; None for the model's.
         on_step: called with the step, from 1, and its metrics.
 
     Returns:
@@ -89,7 +91,8 @@ def fine_tune(
     check_model_path(path)
     tokenizer = Tokenizer.load(path, trust_remote_code=model.trust_remote_code)
     rows = [example.sample() for example in load_examples(data, tokenizer, longest_row(path))]
-    backend = TorchBackend(path, train=backend_train(train), algorithm=SFT, model=model, seed=seed, ref_path=path)
+    settings = {"model": model, "seed": seed, "ref_path": path, "max_context": max_context}
+    backend = TorchBackend(path, train=backend_train(train), algorithm=SFT, **settings)
     began, losses, trained = time.monotonic(), [], 0.0
     steps, batches = range(1, train.steps + 1), shuffled_batches(len(rows), train.batch_size, seed)
     for step, batch in zip(steps, batches, strict=False):

@@ -53,6 +53,8 @@ class ScoringModel:
                 self._head.to(self._device)
         except (OSError, ValueError) as error:
             raise ConfigError(_KEY, args.path, f"it cannot be loaded: {' '.join(str(error).split())[:300]}") from None
+        if getattr(self._model.config.get_text_config(), "attn_logit_softcapping", None):
+            self._model.set_attn_implementation("eager")  # transformers' SDPA drops the cap without a word
         self._check_label()
         self._model.to(self._device).eval()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,10 +12,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from broker.errors import UserError
 from rlearner.plan.facts import ActivationFacts
+from rlearner_text.rope import FIXED
 
 ATTENTION: Final = "rlearner_plan"
 TOKENS: Final = 1024  # of a traced row; everything grows in proportion to it
@@ -51,6 +53,20 @@ class FlashShapes(torch.autograd.Function):
     def backward(ctx: Any, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value, *_ = ctx.saved_tensors
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+class GroupedShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Products of experts in any dtype: torch's own for the meta device takes bfloat16 only."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.ops.aten._grouped_mm.default:
+            return func(*args, **kwargs)
+        left, right, *rest = args
+        if right.ndim == 3:  # tokens by experts' weights
+            return left.new_empty(*left.shape[:-1], right.shape[-1])
+        offsets = rest[0] if rest else kwargs["offs"]  # of each expert's tokens: the gradient of weights
+        return left.new_empty(len(offsets), left.shape[0], right.shape[1])
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -107,7 +123,7 @@ def adapt(model: Any, rank: int, targets: Callable[[str], bool]) -> None:
     model.requires_grad_(False)
     for block in blocks_of(model):
         for name, layer in list(block.named_modules()):
-            if isinstance(layer, nn.Linear) and targets(name.rpartition(".")[2]):
+            if type(layer).forward is nn.Linear.forward and targets(name.rpartition(".")[2]):  # no router of its own
                 sizes = {"factor_a": (rank, layer.in_features), "factor_b": (layer.out_features, rank)}
                 for factor, size in sizes.items():
                     layer.register_parameter(factor, nn.Parameter(torch.empty(size, device="meta")))
@@ -139,10 +155,10 @@ def _forward(model: Any, hidden: int, tokens: int) -> Traced:
     hooks = [block.register_forward_pre_hook(_record(found), with_kwargs=True) for block in blocks]
     hooks.append(blocks[-1].register_forward_hook(lambda *_: after.append(True)))
     ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
-    mask = torch.empty((1, 1, tokens, tokens), dtype=torch.bool, device="meta")  # four dimensions: taken as it is
+    model.base_model.config.pad_token_id = None  # or some models look for padding in the token ids
     try:
         with _attention(model, found), torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-            model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
+            model.base_model(input_ids=ids, use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
@@ -160,6 +176,7 @@ def _record(found: Traced) -> Callable[..., None]:
 def _block(model: Any, call: tuple[nn.Module, tuple[Any, ...], dict[str, Any]]) -> int:
     """Return the most bytes that a block holds in a forward and a backward pass, its gradients included."""
     block, arguments, named = call
+    arguments, named = tree_map(_detached, (arguments, named))  # other blocks' graphs are not part of this one
     first = arguments[0] if arguments else named["hidden_states"]
     others = named if arguments else {name: value for name, value in named.items() if name != "hidden_states"}
     live = LiveBytes()
@@ -172,6 +189,12 @@ def _block(model: Any, call: tuple[nn.Module, tuple[Any, ...], dict[str, Any]]) 
     for parameter in block.parameters():
         parameter.grad = None
     return live.most
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, UserDict):  # keys and values that Gemma's later layers share
+        return UserDict(tree_map(_detached, dict(value)))
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
 def blocks_of(model: Any) -> list[nn.Module]:
@@ -199,7 +222,11 @@ def _attention(model: Any, found: Traced) -> Iterator[None]:
 
     AttentionInterface.register(ATTENTION, attend)
     model.set_attn_implementation(ATTENTION)
+    for module in model.modules():
+        if isinstance(getattr(module, "rope_type", None), str):  # tables of one size; others follow tensors' values
+            module.rope_type = FIXED
     try:
-        yield
+        with GroupedShapes():  # type: ignore[no-untyped-call]
+            yield
     finally:
         AttentionInterface._global_mapping.pop(ATTENTION, None)

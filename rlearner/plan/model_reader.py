@@ -15,6 +15,8 @@ from rlearner_text.hub import tokenizer_folder
 from rlearner_text.transformers_import import import_transformers
 
 EXPERT: Final = re.compile(r"\.experts\.")
+# Names in configurations, of a layer's experts and of those that a token visits.
+_COUNTS: Final = (("num_experts", "num_local_experts", "n_routed_experts"), ("num_experts_per_tok", "top_k_experts"))
 
 
 def read_model(section: ModelSection, lora: LoraSection | None = None) -> ModelFacts:
@@ -110,11 +112,11 @@ def reward_parts(path: str, dtype: str) -> Part:
 
 def _unused(model: Any, config: Any) -> int:
     """Return the parameters of experts that a token does not visit."""
-    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    experts, visited = (next((n for name in names if (n := getattr(config, name, None))), 0) for names in _COUNTS)
     if not experts:
         return 0
     total = sum(parameter.numel() for name, parameter in model.named_parameters() if EXPERT.search(name))
-    return int(total - total * config.num_experts_per_tok // experts)
+    return int(total - total * visited // experts)
 
 
 def _one_line(error: BaseException) -> str:

@@ -104,7 +104,7 @@ def _build_worker(context: RunContext, ranks: RankGroup) -> RankWorker:
     def load(path: str, trained: bool) -> PolicyModel:
         kind = DividedPolicy if trained and sharded else PolicyModel
         divided = trained and sharded and train.lora is None
-        return kind(path, context.model, device, trainable=trained, packing=context.packing, divided=divided)
+        return kind(path, device=device, trainable=trained, divided=divided, **context.loading)
 
     models = ModelSet(context, device, ranks.rank, load)
     policy, module = models.policy, models.policy.module

@@ -21,7 +21,8 @@ from torch.nn import functional
 
 from learner.backends.megatron.architecture import DecoderArchitecture
 from learner.backends.megatron.grid import ProcessGroups, RankGrid
-from learner.backends.models.attention import PackedRow, attend_separately
+from learner.backends.models.attention import SequenceAttention, attend_sequences
+from learner.backends.models.packed_rows import PackedRow
 
 
 @dataclass
@@ -45,14 +46,10 @@ class CausalAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: RowLayout | None = None, **__: Any
     ) -> Tensor:
         """Map (tokens, rows, heads, width) each, keys and values with fewer heads, to (tokens, rows, heads * width)."""
-        shared = query.shape[2] != key.shape[2]
         query, key, value = (states.permute(1, 2, 0, 3) for states in (query, key, value))
-        if packed_seq_params is not None and packed_seq_params.packing is not None:
-            found: Tensor = attend_separately(packed_seq_params.packing, query, key, value, self._scale)
-            return found.transpose(0, 1).flatten(2)  # from (1, tokens, heads, width)
-        attend = functional.scaled_dot_product_attention
-        attended = attend(query, key, value, scale=self._scale, is_causal=True, enable_gqa=shared)
-        return attended.permute(2, 0, 1, 3).flatten(2)
+        packing = None if packed_seq_params is None else packed_seq_params.packing
+        attended: Tensor = attend_sequences(SequenceAttention(self._scale), query, key, value, packing)
+        return attended.transpose(0, 1).flatten(2)  # from (rows, tokens, heads, width)
 
 
 class RotaryEmbedding(nn.Module):

@@ -1,217 +1,211 @@
-"""Attention for packed rows of a transformers model: each sequence of a row attends only to itself.
+"""Attention of the learner for transformers models: causal, within windows or chunks, with soft caps and sinks.
 
 transformers separates packed sequences by position ids and masks them with a dense (row, row) matrix, so attention
-costs the square of the row. Here the row is split for attention only: sequences of similar length become the rows of a
-small batch for the causal kernel, which needs no mask; all other layers see the row without padding. A prefix that
-several sequences begin with, as a group with its prompt, is in the row once: only attention computes it for each.
+costs the square of the row; its SDPA function silently drops soft caps and sinks. Here each sequence of a packed row
+attends by itself, as does each row of a padded batch; padding needs no mask, since no token sees those after it. Plain
+causal attention uses torch's kernel without a mask. Windows and chunks are computed for blocks of queries with the keys
+that they can see, so that the cost grows with the window and not with the sequence.
 
-A model is packed only if a trial run is exact (``enable_packing``): windows, soft caps, sinks and recurrent layers are
-not.
+Every argument is either used or known to have no effect; any other is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
-from learner.algorithm.packing import Array, prefix_order
+from learner.backends.models.packed_rows import PackedRow
 
-NAME: Final = "rlearner_packed"
-MAX_LENGTH_RATIO: Final = 1.25  # longest to shortest sequence of one call; attention of the padding is wasted
-_PROBE_PREFIX: Final = 2  # tokens that all sequences of the trial run begin with
-_PROBE_LENGTHS: Final = (3, 1, 7, 6, 12)  # of the rest
-_TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}  # relative; a leak is about 1
+NAME: Final = "rlearner"
+_MAX_QUERIES: Final = 512  # of a block: with more of them, a block of a window has more keys that few queries see
+_MAX_SCORES: Final = 1 << 26  # of a block, 256 MiB in float32
+# Arguments of transformers that change nothing in attention: positions are in queries and keys already.
+_IRRELEVANT: Final = frozenset({
+    "position_ids", "use_cache", "cache_position", "past_key_values", "output_attentions", "output_hidden_states",
+    "output_router_logits", "return_dict", "logits_to_keep", "num_items_in_batch", "token_type_ids",
+    "mm_token_type_ids",
+})  # fmt: skip
 
 
 class InexactAttentionError(Exception):
-    """The model's attention is not plain causal attention."""
+    """The model's attention needs more than this module computes."""
 
 
-class PackedRow:
-    """Where the sequences of a row are; not a tuple, which torch.compile would inspect and compile for each layout.
-
-    Attributes:
-        shapes: for each call of the attention kernel, its number of sequences and the length of the longest.
-        spread: (places,) int64, the row's token at each place of those calls; None: one to one.
-        gather: (row,) int64, a place of each token.
-    """
-
-    def __init__(self, shapes: Sequence[tuple[int, int]], spread: Tensor | None, gather: Tensor | None) -> None:
-        self.shapes, self.spread, self.gather = tuple(shapes), spread, gather
-
-    def rows(self, states: Tensor) -> list[Tensor]:
-        """(1, heads, row, width) to (sequences, heads, longest, width) for each call."""
-        tokens = states[0] if self.spread is None else states[0].index_select(1, self.spread)
-        parts = torch.split(tokens, [num * longest for num, longest in self.shapes], 1)
-        shaped = zip(parts, self.shapes, strict=True)
-        return [part.view(len(part), num, longest, -1).transpose(0, 1) for part, (num, longest) in shaped]
-
-    def flat(self, rows: Sequence[Tensor]) -> Tensor:
-        """The inverse, to (row, heads, width)."""
-        parts = [part.transpose(1, 2).flatten(0, 1) for part in rows]
-        tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return tokens if self.gather is None else tokens.index_select(0, self.gather)
-
-
-def pack_row(sequences: Sequence[Array], device: torch.device) -> PackedRow:
-    """Group sequences of similar length.
+class AttentionPattern:
+    """Which of the ``size`` last tokens a token sees; stands where transformers has a mask.
 
     Args:
-        sequences: the indices in the row of each one's tokens, (length,) int64; sequences may share tokens.
+        function: of transformers: row, head, query and key indices to whether the query sees the key.
+        size: no query sees a key that is ``size`` or more tokens before it.
     """
-    ordered = sorted(sequences, key=len)
-    shapes: list[tuple[int, int]] = []
-    spread: list[Array] = []
-    while ordered:
-        num = sum(len(one) <= MAX_LENGTH_RATIO * len(ordered[0]) for one in ordered)
-        piece, ordered = ordered[:num], ordered[num:]
-        longest = len(piece[-1])
-        shapes.append((num, longest))
-        # Places after a sequence's end repeat its last token; no token sees them, and their results are dropped.
-        spread += [np.pad(one, (0, longest - len(one)), mode="edge") for one in piece]
-    places = np.concatenate(spread)
-    _, gather = np.unique(places, return_index=True)  # a token's first place, which no padding precedes
-    if len(gather) == len(places) and bool((places[1:] > places[:-1]).all()):
-        return PackedRow(shapes, None, None)
-    return PackedRow(shapes, *(torch.from_numpy(indices).to(device) for indices in (places, gather)))
+
+    def __init__(self, function: Callable[..., Tensor], size: int, device: torch.device) -> None:
+        self.size, self._function, self._device = size, function, device
+        self._masks: dict[tuple[int, int, int], Tensor] = {}  # all layers of a pass need the same
+
+    def mask(self, low: int, start: int, stop: int) -> Tensor:
+        """Return which keys from ``low`` to ``stop`` the queries from ``start`` to ``stop`` see, as bool."""
+        if (found := self._masks.get((low, start, stop))) is None:
+            places = torch.arange(low, stop, device=self._device)
+            first = places.new_zeros(())
+            found = self._function(first, first, places[start - low :, None], places[None])
+            self._masks[low, start, stop] = found
+        return found
 
 
 @dataclass(frozen=True)
-class SharedRow:
-    """Sequences in one row, with a prefix that several begin with only once.
+class SequenceAttention:
+    """Attention from queries, keys and values, (rows, heads, tokens, width) each, to (rows, heads, tokens, width).
 
     Attributes:
-        token_ids: (row,) int64.
-        places: (row,) int64, each token's place in every sequence that it is in.
-        indices: of each sequence, the indices in the row of its tokens, (length,) int64.
+        scaling: of scores; None for one by the root of the width.
+        pattern: None if every token sees all tokens before it.
+        softcap: largest absolute score, by tanh.
+        sinks: (heads,), a score of each head that takes weight from all tokens.
     """
 
-    token_ids: Array
-    places: Array
-    indices: list[Array]
+    scaling: float | None = None
+    pattern: AttentionPattern | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
-    @staticmethod
-    def of(sequences: Sequence[Array]) -> SharedRow:
-        """Lay sequences in a row; a causal model computes the same for a token whatever follows it.
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Compute it."""
+        (rows, heads, length, _), kv_heads = query.shape, key.shape[1]
+        is_local = self.pattern is not None and self.pattern.size < length
+        is_plain = self.softcap is None and self.sinks is None
+        if is_plain and not is_local:
+            attend = functional.scaled_dot_product_attention
+            return attend(query, key, value, scale=self.scaling, is_causal=True, enable_gqa=heads != kv_heads)
+        if heads != kv_heads:  # kernels that take a mask want as many keys as queries
+            key, value = (states.repeat_interleave(heads // kv_heads, 1) for states in (key, value))
+        size = self.pattern.size if is_local and self.pattern is not None else length
+        step = max(1, min(_MAX_QUERIES, _MAX_SCORES // (rows * heads * size)))
+        attend_block = partial(_attend_plainly, scaling=self.scaling) if is_plain else self._attend_fully
+        blocks: list[Tensor] = []
+        for start in range(0, length, step):
+            stop, low = min(start + step, length), max(0, start - size + 1)
+            tensors = (query[:, :, start:stop], key[:, :, low:stop], value[:, :, low:stop])
+            blocks.append(attend_block(*tensors, self._mask(low, start, stop, query.device)))
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 2)
 
-        Args:
-            sequences: token ids, (length,) each, all lengths above 0.
-        """
-        indices: list[Array] = [np.empty(0, np.int64)] * len(sequences)
-        ids: list[Array] = []
-        places: list[Array] = []
-        before, size = np.empty(0, np.int64), 0
-        for number, shared in prefix_order(sequences):
-            own = sequences[number][shared:]
-            before = np.concatenate([before[:shared], np.arange(size, size + len(own))])
-            indices[number], size = before, size + len(own)
-            ids.append(own)
-            places.append(np.arange(shared, len(before)))
-        return SharedRow(np.concatenate(ids).astype(np.int64), np.concatenate(places), indices)
+    def _mask(self, low: int, start: int, stop: int, device: torch.device) -> Tensor:
+        if self.pattern is not None:
+            return self.pattern.mask(low, start, stop)
+        return torch.ones(stop - start, stop - low, dtype=torch.bool, device=device).tril(start - low)
+
+    def _attend_fully(self, *tensors: Tensor) -> Tensor:
+        # The backward pass computes a block again: its scores in float32 would be most of a model's activations.
+        repeated = partial(checkpoint, self._attend_block, use_reentrant=False, preserve_rng_state=False)
+        result: Tensor = repeated(*tensors)
+        return result
+
+    def _attend_block(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if self.scaling is None else self.scaling)
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        scores = scores.float().masked_fill(~mask, -torch.inf)
+        if self.sinks is None:
+            return scores.softmax(-1).to(query.dtype) @ value
+        sinks = self.sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+        return weights.to(query.dtype) @ value
 
 
-def packed_attention(
+def _attend_plainly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float | None) -> Tensor:
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+
+
+def compute_attention(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: AttentionPattern | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     packing: PackedRow | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention for transformers; without ``packing``, by its own function.
+    """Compute attention for transformers.
 
     Args:
         query: (rows, heads, tokens, width), as are key and value, with fewer heads where heads share them.
+        attention_mask: what ``describe_mask`` returned.
         packing: of the only row.
 
     Returns:
         (rows, tokens, heads, width), and no attention weights.
 
     Raises:
-        InexactAttentionError: if the model needs more than plain causal attention.
+        InexactAttentionError: if the model needs more.
     """
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    odd = [name for name in ("sliding_window", "softcap", "s_aux", "position_bias") if others.get(name) is not None]
-    if odd or dropout or attention_mask is not None:
-        raise InexactAttentionError(f"its attention has {' and '.join(odd) or 'dropout or a mask'}")
-    if packing is None:
-        found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **others)
-        return found
-    return attend_separately(packing, query, key, value, scaling), None
+    unknown = [name for name, value in others.items() if value is not None and name not in _IRRELEVANT]
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if unknown or dropout or not is_causal or others.get("output_attentions"):
+        raise InexactAttentionError(f"its attention has {' and '.join(unknown) or 'dropout, or sees later tokens'}")
+    if attention_mask is not None and not isinstance(attention_mask, AttentionPattern):
+        raise InexactAttentionError("its attention has a mask of its own")
+    if query.shape[2] != key.shape[2]:
+        raise InexactAttentionError("its attention has more keys than queries")
+    if sliding_window is not None and attention_mask is None:
+        raise InexactAttentionError(f"its attention has a window of {sliding_window} that its mask does not have")
+    form = SequenceAttention(scaling, attention_mask, softcap, s_aux)
+    return attend_sequences(form, query, key, value, packing), None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def attend_separately(packing: PackedRow, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """Return causal attention of the sequences of one row, (1, heads, row, width) each to (1, row, heads, width)."""
-    shared = query.shape[1] != key.shape[1]
-    attend = partial(functional.scaled_dot_product_attention, scale=scaling, is_causal=True, enable_gqa=shared)
+def attend_sequences(
+    form: SequenceAttention, query: Tensor, key: Tensor, value: Tensor, packing: PackedRow | None
+) -> Tensor:
+    """Return attention of each row, or of each sequence of the only row, as (rows, tokens, heads, width)."""
+    if packing is None:
+        return form(query, key, value).transpose(1, 2)
     parts = zip(packing.rows(query), packing.rows(key), packing.rows(value), strict=True)
-    return packing.flat([attend(*part) for part in parts])[None]
+    return packing.flat([form(*part) for part in parts])[None]
 
 
-def _no_mask(*_: Any, mask_function: Any = None, **others: Any) -> None:
-    """Return no mask to transformers, since the kernel is causal.
+def describe_mask(
+    *_: Any,
+    mask_function: Callable[..., Tensor],
+    q_length: int,
+    kv_length: int,
+    device: torch.device,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    **others: Any,
+) -> AttentionPattern | None:
+    """Return what ``compute_attention`` needs to know of a mask, for transformers: None for plain causal attention.
 
     Raises:
-        InexactAttentionError: if an unpacked row needs a mask.
+        InexactAttentionError: if the mask depends on more than the distance or the chunk of tokens.
     """
     from transformers.masking_utils import causal_mask_function
 
-    if others.get("allow_is_causal_skip", True) and mask_function is not causal_mask_function:
+    if use_vmap or not allow_is_causal_skip or q_length != kv_length:
+        raise InexactAttentionError("its attention has a mask of its own")
+    if local_size is not None:
+        return AttentionPattern(mask_function, int(local_size), device)
+    if mask_function is not causal_mask_function:
         raise InexactAttentionError("its attention is not plainly causal")
+    return None
 
 
-@torch.no_grad()
-def enable_packing(model: Any, device: torch.device) -> str:
-    """Let a causal language model take packed rows, or leave it unchanged.
-
-    A trial run decides: sequences in one row must give the same results as each of them alone.
-
-    Returns:
-        Why it cannot take them; empty if it can.
-    """
+def register_attention() -> None:
+    """Make the attention of this module known to transformers as NAME."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    before = model.config._attn_implementation
-    if before != "sdpa":
-        return f"its attention is {before}"
-    AttentionInterface.register(NAME, packed_attention)
-    AttentionMaskInterface.register(NAME, _no_mask)
-    try:
-        model.set_attn_implementation(NAME)
-        problem = _difference(model.base_model, device)
-    except (InexactAttentionError, TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError) as error:
-        problem = " ".join(str(error).split())[:200] or type(error).__name__
-    if problem:
-        model.set_attn_implementation(before)
-    return problem
-
-
-def _difference(trunk: Any, device: torch.device) -> str:
-    vocabulary = int(trunk.get_input_embeddings().num_embeddings)
-    ids = np.random.default_rng(0).integers(0, vocabulary, max(_PROBE_LENGTHS) + len(_PROBE_LENGTHS))
-    sequences = [np.append(ids[:_PROBE_PREFIX], ids[n : n + length]) for n, length in enumerate(_PROBE_LENGTHS)]
-
-    def put(values: Array) -> Tensor:
-        return torch.from_numpy(values).to(device)
-
-    alone = torch.cat([trunk(input_ids=put(one)[None], use_cache=False).last_hidden_state[0] for one in sequences])
-    row = SharedRow.of(sequences)
-    packed = {"position_ids": put(row.places)[None], "packing": pack_row(row.indices, device)}
-    states = trunk(input_ids=put(row.token_ids)[None], **packed, use_cache=False).last_hidden_state[0]
-    together = states[put(np.concatenate(row.indices))]
-    largest = float((together - alone).abs().max()) / max(float(alone.abs().max()), 1e-12)
-    if largest <= _TOLERANCE[alone.dtype]:
-        return ""
-    return f"packed sequences differ from single ones by {largest:.1g} of the largest value"
+    AttentionInterface.register(NAME, compute_attention)
+    AttentionMaskInterface.register(NAME, describe_mask)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from learner.algorithm.samples import Array, TrainSample
-from learner.backends.models.attention import PackedRow, SharedRow, pack_row
+from learner.backends.models.packed_rows import PackedRow, SharedRow, pack_row
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,9 @@ class TokenBatch:
         """Return the arguments of a transformers model."""
         if self.packing is None:
             return {"input_ids": self.input_ids}
-        return {"input_ids": self.input_ids, "position_ids": self.position_ids, "packing": self.packing}
+        # With a mask of ones transformers does not look for sequences in the position ids, which is not needed here.
+        named = {"input_ids": self.input_ids, "position_ids": self.position_ids, "packing": self.packing}
+        return named | {"attention_mask": torch.ones_like(self.input_ids)}
 
 
 def collate(samples: Sequence[TrainSample], device: torch.device, *, packed: bool = False) -> TokenBatch:
@@ -50,7 +52,7 @@ def collate(samples: Sequence[TrainSample], device: torch.device, *, packed: boo
     A sequence ends before its last trained token, which is only predicted; later tokens are not needed.
 
     Args:
-        packed: all sequences in one row, for models that ``learner.backends.models.attention.enable_packing`` accepted.
+        packed: all sequences in one row, for models that ``choose_attention`` accepted for it.
     """
     lengths = [sample.num_inputs for sample in samples]
     tokens = [sample.token_ids[:n] for sample, n in zip(samples, lengths, strict=True)]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from broker.errors import UserError
-from learner.backends.models.attention import enable_packing
+from learner.backends.models.attention_trial import choose_attention, trunk_of
 from learner.backends.models.batch import TokenBatch
 from learner.backends.models.policy import load_model
 from learner.backends.optimizer import MasterOptimizer, shapes_below
@@ -46,21 +46,28 @@ class ValueModel:
 
     Args:
         path: weights of the trunk, with which the policy started.
+        max_context: as for ``PolicyModel``.
 
     Attributes:
         unpackable: why it takes no packed rows, empty if it does.
     """
 
     def __init__(
-        self, path: str, section: CriticSection, train: TrainSection, model: ModelSection, device: torch.device
+        self,
+        path: str,
+        section: CriticSection,
+        train: TrainSection,
+        model: ModelSection,
+        device: torch.device,
+        max_context: int | None = None,
     ) -> None:
         self._section = section
-        loaded = load_model(path, model, device)
-        self.unpackable = enable_packing(loaded, device) if train.packing != "padded" else "it was not asked to"
+        loaded = load_model(path, model, device, max_context)
+        self.unpackable = choose_attention(loaded, device, path, packed=train.packing != "padded")
         head = nn.Linear(loaded.config.get_text_config().hidden_size, 1)
         nn.init.zeros_(head.weight)
         nn.init.zeros_(head.bias)
-        self.module = nn.ModuleDict({"trunk": loaded.base_model, "head": head})
+        self.module = nn.ModuleDict({"trunk": trunk_of(loaded), "head": head})
         self.module.to(device).requires_grad_(True)
         own = {"lr": section.lr, "weight_decay": section.weight_decay, "max_grad_norm": section.max_grad_norm}
         self.optimizer = MasterOptimizer(dict(self.module.named_parameters()), train.model_copy(update=own))

@@ -56,9 +56,7 @@ class ModelSet:
     def __init__(self, context: RunContext, device: torch.device, rank: int, load: LoadModel | None = None) -> None:
         train, algorithm, critic, first = context.train, context.algorithm, context.algorithm.critic, context.first_path
         self._context = context
-        load = load or (
-            lambda path, trained: PolicyModel(path, context.model, device, trainable=trained, packing=context.packing)
-        )
+        load = load or (lambda path, trained: PolicyModel(path, device=device, trainable=trained, **context.loading))
         self.policy: PolicyModel = load(context.policy_path, True)
         self.base_digest = ""
         if train.lora is not None:
@@ -71,7 +69,9 @@ class ModelSet:
         self.ref: PolicyModel | FrozenBase | None = None
         if algorithm.kl_coef:
             self.ref = FrozenBase(self.policy) if train.lora else load(first, False)
-        self.critic = ValueModel(first, critic, train, context.model, device) if critic.enabled else None
+        self.critic: ValueModel | None = None
+        if critic.enabled:
+            self.critic = ValueModel(first, critic, train, context.model, device, context.max_context)
         self.packs = False
         if getattr(self.policy, "empty", None) is None:
             self.decide_packing()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -13,15 +14,17 @@ from torch.utils.checkpoint import checkpoint
 
 from broker.errors import ConfigError
 from broker.weights.memory.cuda import numbered
-from learner.backends.models.attention import enable_packing
+from learner.backends.models.attention_trial import choose_attention, trunk_of
 from learner.backends.models.batch import TokenBatch
 from learner.backends.models.block_compilation import compile_blocks
 from learner.backends.models.empty_model import EmptyModel, open_empty, open_parts
 from learner.backends.models.lora import Find, LoraAdapters, MergedWeights
+from learner.backends.models.support import training_problem
 from learner.backends.models.token_scores import token_scores
 from learner.config import LoraSection
 from rlearner_text.config import ModelSection, check_model_path
-from rlearner_text.hub import model_folder
+from rlearner_text.hub import model_folder, read_json
+from rlearner_text.rope import fix_rope
 from rlearner_text.transformers_import import import_transformers
 
 log = logging.getLogger(__name__)
@@ -40,6 +43,7 @@ class PolicyModel:
 
     Args:
         packing: let it take packed rows if it can.
+        max_context: tokens of the run's longest sequence; None for the model's positions.
         divided: leave its weights to a backend that reads a part of them on each rank, if their files allow that.
 
     Attributes:
@@ -57,6 +61,7 @@ class PolicyModel:
         trainable: bool = True,
         packing: bool = False,
         divided: bool = False,
+        max_context: int | None = None,
     ) -> None:
         self.device, self.path, self._packing = device, path, packing
         self.empty: EmptyModel | None = None
@@ -64,9 +69,11 @@ class PolicyModel:
             found = open_empty(path, model)
             if isinstance(found, EmptyModel):
                 self.empty = found
+                fix_positions(found.module, max_context)
             else:
                 log.info("%s: every rank loads the whole model: %s", path, found)
-        self.module = self.empty.module if self.empty is not None else load_model(path, model, device)
+        loaded = self.empty.module if self.empty is not None else load_model(path, model, device, max_context)
+        self.module = loaded
         self.module.requires_grad_(trainable)
         self.head = self.module.get_output_embeddings()
         if self.head is None:
@@ -89,7 +96,7 @@ class PolicyModel:
         """Find out by trial runs what the model can do; all ranks do, once they have its weights."""
 
         def run() -> Tensor:
-            self.unpackable = enable_packing(self.module, self.device) if self._packing else "it was not asked to"
+            self.unpackable = choose_attention(self.module, self.device, self.path, packed=self._packing)
             self._plain_head = self._head_is_plain()
             return torch.zeros(())
 
@@ -165,7 +172,7 @@ class PolicyModel:
         """Return the input of ``logits`` for the T trained tokens: hidden states, or logits without a plain head."""
         if not self._plain_head:
             return self._selected_logits(batch)
-        hidden = self.module.base_model(**batch.inputs(), use_cache=False).last_hidden_state
+        hidden = trunk_of(self.module)(**batch.inputs(), use_cache=False).last_hidden_state
         selected: Tensor = hidden.flatten(0, 1).index_select(0, batch.predictors)
         return selected
 
@@ -243,7 +250,7 @@ class PolicyModel:
         """Decide by a trial run whether logits are ``head(last hidden state)``: some models cap or scale them."""
         ids = torch.arange(_PROBE_TOKENS, device=self.device)[None] % self.vocab_size
         try:
-            ours = self.head(self.module.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+            ours = self.head(trunk_of(self.module)(input_ids=ids, use_cache=False).last_hidden_state)
         except (AttributeError, TypeError):
             return False
         return bool(torch.equal(ours, self.module(input_ids=ids, use_cache=False).logits))
@@ -275,8 +282,22 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
 
 
-def load_model(path: str, section: ModelSection, device: torch.device) -> Any:
+def fix_positions(module: Any, max_context: int | None) -> None:
+    """Let a token's rotary position not depend on the other sequences of a batch.
+
+    Args:
+        max_context: tokens of the longest sequence, None for the model's positions.
+    """
+    positions = getattr(module.config.get_text_config(), "max_position_embeddings", None)
+    if (longest := max_context or positions) is not None:
+        fix_rope(module, longest)
+
+
+def load_model(path: str, section: ModelSection, device: torch.device, max_context: int | None = None) -> Any:
     """Load a causal language model in evaluation mode.
+
+    Args:
+        max_context: as for ``fix_positions``.
 
     Raises:
         ConfigError: if the path holds none, or weights are missing, which transformers would initialise at random.
@@ -290,10 +311,13 @@ def load_model(path: str, section: ModelSection, device: torch.device) -> Any:
 
     if (empty := open_parts(path, section)) is not None:
         empty.fill(device)
+        fix_positions(empty.module, max_context)
         return empty.module
     check_model_path(path)
     transformers_logging.disable_progress_bar()
     folder = model_folder(path, trust_remote_code=section.trust_remote_code)
+    if problem := training_problem(read_json(Path(folder) / "config.json", path, "model.path")):
+        raise ConfigError("model.path", path, problem)
     named: dict[str, Any] = {"dtype": getattr(torch, section.dtype), "trust_remote_code": section.trust_remote_code}
     named |= {"use_safetensors": True, "output_loading_info": True}
     try:
@@ -303,7 +327,9 @@ def load_model(path: str, section: ModelSection, device: torch.device) -> Any:
         raise ConfigError("model.path", path, allowed) from error
     if missing := sorted(info["missing_keys"]):
         raise ConfigError("model.path", path, f"{len(missing)} of its weights are missing, the first is {missing[0]}")
-    return model.eval().to(device)
+    model = model.eval().to(device)
+    fix_positions(model, max_context)
+    return model
 
 
 def pick_device(wanted: str) -> torch.device:

@@ -13,8 +13,8 @@ from torch_backend_kit import VOCAB, backend, gradient, plain_logprobs, sample, 
 from broker.errors import ConfigError
 from learner.algorithm.aggregation import MODES
 from learner.algorithm.packing import cut
-from learner.backends.models.attention import MAX_LENGTH_RATIO, SharedRow, pack_row
 from learner.backends.models.batch import collate
+from learner.backends.models.packed_rows import MAX_LENGTH_RATIO, SharedRow, pack_row
 from learner.config import AlgorithmSection, CriticSection, TrainSection
 from rlearner_text.config import ModelSection
 
@@ -32,16 +32,6 @@ GOOD = {
     "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM, {"num_key_value_heads": 2}),
 }
 BAD = {
-    "window": (
-        transformers.MistralConfig,
-        transformers.MistralForCausalLM,
-        {"sliding_window": 8, "num_key_value_heads": 2},
-    ),
-    "chunks_and_caps": (
-        transformers.Gemma2Config,
-        transformers.Gemma2ForCausalLM,
-        {"num_key_value_heads": 2, "head_dim": 8},
-    ),
     "recurrent": (transformers.MambaConfig, transformers.MambaForCausalLM, {"state_size": 4}),
     "alibi": (transformers.BloomConfig, transformers.BloomForCausalLM, {"n_head": 4, "n_layer": 2}),
 }

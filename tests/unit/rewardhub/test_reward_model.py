@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    Gemma2Config,
+    Gemma2ForSequenceClassification,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3ForSequenceClassification,
@@ -167,3 +169,20 @@ async def test_with_its_own_chat_template_it_gives_what_transformers_gives(tmp_p
     found = await asyncio.gather(*(model.score(sample(response, prompt)) for prompt, response in pairs))
     assert len(set(expected)) == 3
     assert [one.value for one in found] == pytest.approx(expected, abs=1e-6)
+
+
+async def test_the_soft_cap_of_attention_counts(words: Path) -> None:
+    torch.manual_seed(0)
+    capped = Gemma2Config(
+        vocab_size=5, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, head_dim=8,
+        num_key_value_heads=1, query_pre_attn_scalar=8, attn_logit_softcapping=0.5, num_labels=1, pad_token_id=0,
+    )  # fmt: skip
+    model = Gemma2ForSequenceClassification._from_config(capped, attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 1.0)
+    model.save_pretrained(words)
+    ids = torch.tensor([[WORDS.index(word) for word in ("what", "good", "bad", "so", "bad", "good")]])
+    expected = model(input_ids=ids).logits.item()
+    model.set_attn_implementation("sdpa")
+    assert abs(model(input_ids=ids).logits.item() - expected) > 1e-3
+    assert await values(words, "good bad so bad good") == pytest.approx([expected], abs=1e-5)

@@ -1,0 +1,177 @@
+"""Trial runs that choose a model's attention, and decide whether it takes packed rows.
+
+A trial compares with transformers itself: each sequence alone, by the model's own (eager) attention. Its limit is
+measured on the same model: it is the geometric mean of what rounding errors do to the result, and of what a leak
+between sequences does. Windows, chunks and other switches by position are a few tokens long during the trial, so that
+its short sequences cross them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from broker.errors import ConfigError
+from learner.algorithm.packing import Array
+from learner.backends.models.attention import NAME, InexactAttentionError, register_attention
+from learner.backends.models.mixers import separate_sequences
+from learner.backends.models.packed_rows import SharedRow, pack_row
+
+_PREFIX: Final = 2  # tokens that all sequences begin with
+_LENGTHS: Final = (3, 1, 7, 6, 21, 12)  # of the rest
+_SWITCH: Final = 5  # tokens of each window and chunk during a trial
+# Read in each forward pass, from the configuration or from a module (Llama 4 scales attention by position).
+_SWITCHES: Final = ("sliding_window", "attention_chunk_size", "floor_scale")
+_FAILURES: Final = (
+    InexactAttentionError, TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError, AssertionError,
+)  # fmt: skip
+_MIN_CONTRAST: Final = 4.0  # of a leak to rounding errors; below it they cannot be told apart
+_MIN_NOISE: Final = 1e-6  # where a few tokens happen to be computed without rounding errors
+
+
+@torch.no_grad()
+def choose_attention(model: Any, device: torch.device, path: str, *, packed: bool) -> str:
+    """Give a causal language model an attention that computes what transformers does.
+
+    Args:
+        path: of the model, for the error.
+        packed: let it take packed rows, if it can.
+
+    Returns:
+        Why it takes no packed rows; empty if it does.
+
+    Raises:
+        ConfigError: if rows of different lengths do not give what each gives alone.
+    """
+    register_attention()
+    original = model.config._attn_implementation
+    with _short_switches(model):
+        _set_attention(model, "eager")
+        trunk = trunk_of(model)
+        trial = AttentionTrial(trunk, device)
+        problem = "it was not asked to"
+        if packed:
+            undo = separate_sequences(trunk)
+            if _set_attention(model, NAME) and not (problem := trial.refuse(trial.read_packed)):
+                return ""
+            undo()
+        for name in (NAME, "eager"):
+            if _set_attention(model, name) and not (difference := trial.refuse(trial.read_padded)):
+                return problem
+    _set_attention(model, original)
+    kind = type(model).__name__
+    raise ConfigError("model.path", path, f"{kind} cannot be trained: {difference} in rows of different lengths")
+
+
+def trunk_of(model: Any) -> Any:
+    """Return the model below the head, which computes hidden states; the model itself where it has no such part."""
+    trunk = model.base_model
+    return getattr(model, "model", model) if trunk is model else trunk  # Llama 4 names another part
+
+
+class AttentionTrial:
+    """Sequences, what a model computes for each alone, and how far another way of reading them may be from it."""
+
+    def __init__(self, trunk: Any, device: torch.device) -> None:
+        self._trunk, self._device = trunk, device
+        vocabulary = int(trunk.get_input_embeddings().num_embeddings)
+        ids = np.random.default_rng(0).integers(0, vocabulary, max(_LENGTHS) + len(_LENGTHS))
+        self.sequences = [np.append(ids[:_PREFIX], ids[n : n + length]) for n, length in enumerate(_LENGTHS)]
+        self._alone = [self._states(one) for one in self.sequences]
+        with _rounding_errors(trunk, device):
+            noise = self._distance([self._states(one) for one in self.sequences])
+        leaked = self._states(np.concatenate(self.sequences))
+        self.leak = self._distance(torch.split(leaked, [len(one) for one in self.sequences]))
+        self.noise = max(noise, _MIN_NOISE)
+        self.limit = math.sqrt(self.noise * self.leak)
+
+    def refuse(self, read: Callable[[], Sequence[Tensor]]) -> str:
+        """Return why a way of reading the sequences is not exact; empty if it is."""
+        try:
+            difference = self._distance(read())
+        except _FAILURES as error:
+            return " ".join(str(error).split())[:200] or type(error).__name__
+        if self.leak < _MIN_CONTRAST * self.noise and difference > self.noise:
+            return f"rounding errors ({self.noise:.1g}) hide whether sequences are separate"
+        if difference <= self.limit:
+            return ""
+        return f"states differ by {difference:.1g} of their size, rounding errors by {self.noise:.1g}"
+
+    def read_packed(self) -> list[Tensor]:
+        """Return the states of the sequences in one row."""
+        row = SharedRow.of(self.sequences)
+        named = {"position_ids": self._put(row.places)[None], "packing": pack_row(row.indices, self._device)}
+        states = self._states(row.token_ids, attention_mask=self._put(np.ones((1, len(row.places)), np.int64)), **named)
+        return [states[self._put(where)] for where in row.indices]
+
+    def read_padded(self) -> list[Tensor]:
+        """Return the states of the sequences in a padded batch."""
+        longest = max(map(len, self.sequences))
+        ids = np.stack([np.pad(one, (0, longest - len(one))) for one in self.sequences])
+        states = self._trunk(input_ids=self._put(ids), use_cache=False).last_hidden_state
+        return [row[: len(one)] for row, one in zip(states, self.sequences, strict=True)]
+
+    def _states(self, ids: Array, **named: Any) -> Tensor:
+        states: Tensor = self._trunk(input_ids=self._put(ids)[None], use_cache=False, **named).last_hidden_state[0]
+        return states
+
+    def _put(self, values: Array) -> Tensor:
+        return torch.from_numpy(values).to(self._device)
+
+    def _distance(self, results: Sequence[Tensor]) -> float:
+        """Return the root mean square of the differences by that of the states, of the worst sequence."""
+        pairs = zip(results, self._alone, strict=True)
+        worst = max(float((one.double() - own.double()).norm() / own.double().norm()) for one, own in pairs)
+        return worst if math.isfinite(worst) else math.inf
+
+
+def _set_attention(model: Any, name: str) -> bool:
+    """Set the attention of a model, unless it does not let its attention be set; return whether it has it now."""
+    with suppress(ValueError, KeyError, AttributeError, ImportError):
+        model.set_attn_implementation(name)
+    return bool(model.config._attn_implementation == name)
+
+
+@contextmanager
+def _short_switches(model: Any) -> Iterator[None]:
+    """Within it windows and the like are a few tokens long."""
+    original: list[tuple[Any, str, float]] = []
+    for holder in (model.config.get_text_config(), *model.modules()):
+        for name in _SWITCHES:
+            size = vars(holder).get(name)
+            if isinstance(size, int | float) and size > _SWITCH:
+                original.append((holder, name, size))
+                setattr(holder, name, _SWITCH)
+    try:
+        yield
+    finally:
+        for holder, name, size in original:
+            setattr(holder, name, size)
+
+
+@contextmanager
+def _rounding_errors(trunk: Any, device: torch.device) -> Iterator[None]:
+    """Within it the result of each block is changed by up to a rounding error of its dtype."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    random = torch.Generator(device).manual_seed(0)
+
+    def disturb(_: Any, __: Any, output: Any) -> Any:
+        states = output if isinstance(output, Tensor) else output[0]
+        error = torch.rand(states.shape, generator=random, device=device) * 2 - 1
+        states = (states.float() * (1 + error * torch.finfo(states.dtype).eps)).to(states.dtype)
+        return states if isinstance(output, Tensor) else (states, *output[1:])
+
+    places = [module for module in trunk.modules() if isinstance(module, GradientCheckpointingLayer)]
+    handles = [module.register_forward_hook(disturb) for module in (trunk.get_input_embeddings(), *places)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
