@@ -198,14 +198,23 @@ def check_layers(lora: Mapping[str, Any] | None, model: Mapping[str, Any]) -> No
     """Check that the model has the layers that adapters name, as far as known before it is loaded.
 
     Raises:
-        ConfigError: if it has no linear layer of a name.
+        ConfigError: if it has no linear layer of a name, or adapts experts with dropout.
     """
-    from rlearner_text.hub import layer_names
+    from rlearner_text.hub import expert_names, layer_names
     from rlearner_text.tiny import LAYERS
 
-    if lora is None or lora["target_modules"] == "all-linear":
+    if lora is None:
         return
-    names = set(LAYERS) if model["path"] is None else layer_names(Path(model["path"]).expanduser())
+    is_default, folder = lora["target_modules"] == "all-linear", Path(model["path"] or "").expanduser()
+    experts = frozenset[str]() if model["path"] is None else expert_names(folder)
+    targets = experts if is_default else experts & set(lora["target_modules"])
+    if lora["dropout"] and targets:
+        allowed = f"0, or target_modules without {' and '.join(sorted(targets))}: stacked experts take no dropout"
+        raise ConfigError("train.lora.dropout", lora["dropout"], allowed)
+    if is_default:
+        return
+    names = set(LAYERS) if model["path"] is None else layer_names(folder)
+    names = names and names | experts
     if odd := [name for name in lora["target_modules"] if names is not None and name not in names]:
         allowed = f"names of this model's linear layers: {', '.join(sorted(names or ()))}"
         raise ConfigError("train.lora.target_modules", odd, allowed)

@@ -19,7 +19,8 @@ class LoraSection(Section):
     rank: PositiveInt = 16
     alpha: PositiveInt = 32  # the adapters' output is scaled by alpha / rank
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of the adapters' inputs, in training passes only
-    # names of linear layers, for example q_proj; all-linear: all but the output layer
+    # names of linear layers and stacked experts, for example q_proj; all-linear: all of the language model but the
+    # output layer and routers
     target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
     send: Literal["adapter", "merged"] = "adapter"  # to the servers: factors to merge there, or the merged model
 

@@ -20,6 +20,9 @@ TOKENIZER_FILES: Final = (
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
     "additional_chat_templates/*",
 )  # fmt: skip
+STACKED_EXPERTS: Final = frozenset({"gate_up_proj", "down_proj"})  # transformers' names of their tensors
+_ROUTERS: Final = frozenset({"gate", "router"})
+_TOWER: Final = re.compile("vision|visual|audio")
 _MAX_HEADER: Final = 100_000_000  # bytes, the format's limit
 _PICKLED: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _HUB_NAME: Final = re.compile(r"(?:(?:\w|\w[\w.-]{0,94}\w)/)?(?:\w|\w[\w.-]{0,94}\w)")  # the oldest lack the owner
@@ -112,24 +115,50 @@ def check_hub_name(path: str, key: str) -> list[PreflightFinding]:
 
 
 def layer_names(folder: Path) -> set[str] | None:
-    """Return the last names of the linear layers in a model's blocks, from its files' headers; None if unknown.
+    """Return the last names of linear layers in a language model's blocks, from its files' headers; None if unknown.
+
+    Those of experts, which are stored one by one, are not among them: see ``expert_names``.
+    """
+    if (shapes := _stored_shapes(folder)) is None:
+        return None
+    names, has_experts = set[str](), bool(expert_names(folder))
+    for name, shape in shapes.items():
+        if _TOWER.search(name):
+            continue
+        parts = name.split(".")
+        is_matrix = parts[-1] == "weight" and len(shape) == 2 and any(part.isdigit() for part in parts[:-2])
+        if is_matrix and "experts" not in parts and not (has_experts and parts[-2] in _ROUTERS):
+            names.add(parts[-2])
+    return names or None
+
+
+def expert_names(folder: Path) -> frozenset[str]:
+    """Return transformers' names of the tensors that stack a model's experts; empty if it has none, or unknown."""
+    return (
+        STACKED_EXPERTS if any("experts" in name.split(".") for name in _stored_shapes(folder) or ()) else frozenset()
+    )
+
+
+def stored_names(folder: Path) -> list[str]:
+    """Return the names of the tensors in a model's files; empty if it has none, or one cannot be read."""
+    return list(_stored_shapes(folder) or ())
+
+
+def _stored_shapes(folder: Path) -> dict[str, list[int]] | None:
+    """Return the shapes of a model's tensors by name; None if a file cannot be read.
 
     A header is its length, 8 bytes little-endian, then JSON (github.com/huggingface/safetensors, README, "Format").
     """
-    names: set[str] = set()
+    shapes: dict[str, list[int]] = {}
     for file in folder.glob("*.safetensors"):
         try:
             with file.open("rb") as opened:
                 header = json.loads(opened.read(min(int.from_bytes(opened.read(8), "little"), _MAX_HEADER)))
             header.pop("__metadata__", None)
-            shapes: dict[str, list[int]] = {name: tensor["shape"] for name, tensor in header.items()}
+            shapes |= {name: tensor["shape"] for name, tensor in header.items()}
         except (OSError, ValueError, AttributeError, KeyError, TypeError):
             return None  # loading the model reports the error
-        for name, shape in shapes.items():
-            parts = name.split(".")
-            if parts[-1] == "weight" and len(shape) == 2 and any(part.isdigit() for part in parts[:-2]):
-                names.add(parts[-2])
-    return names or None
+    return shapes
 
 
 def read_json(file: Path, path: str, key: str, *, missing_ok: bool = False) -> dict[str, Any]:

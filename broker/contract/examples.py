@@ -71,7 +71,9 @@ EXAMPLES: Final[dict[type[wire.Message], wire.Message]] = {
         wire.WeightsOffer(
             epoch=2, version=12, digest="9f86d081884c7d65", plan="60303ae22b998861", size_bytes=1_048_576,
             carriers=["shared", "gloo"], probe=_PROBE,
-            adapter=wire.Adapter(base="b4d2a18c0f7e93d1", targets=["q_proj", "v_proj"], rank=16, scale=2.0),
+            adapter=wire.Adapter(
+                base="b4d2a18c0f7e93d1", targets=["model.layers.*.self_attn.q_proj.weight"], rank=16, scale=2.0
+            ),
             segment="4711/23/rlearner-weights-9f86d081884c7d65",
         ),
         wire.WeightsJoin(

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from broker.contract import sizes
 from broker.contract.sizes import MAX_GROUP_BYTES, MAX_SMALL_BYTES
 
-WIRE_VERSION: Final = 14
+WIRE_VERSION: Final = 15
 MAX_PAYLOAD_BYTES: Final = sizes.MAX_PAYLOAD_BYTES
 ACTOR: Final = "actor"  # the policy being trained
 EVAL_HEADER: Final = "Rl-Eval-Step"  # eval_step of messages of an evaluation; absent in training
@@ -271,9 +271,10 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """A low-rank adapter sent instead of a model: factors A and B, which change weights W to W + B A * scale."""
 
     base: str  # hex digest of the adapted model, in the layout of its bucket plan
-    targets: list[str]  # last part of the names of the adapted layers
-    rank: int  # columns of B, rows of A
+    targets: list[str]  # names of the adapted weights, with * for each number in them
+    rank: int  # columns of B, rows of A; of each expert where experts are stacked
     scale: float  # alpha / rank
+    transposed: list[str] = []  # those of the targets that hold inputs x outputs of each expert
 
 
 class WeightsOffer(Message, frozen=True, tag="WeightsOffer"):

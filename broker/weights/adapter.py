@@ -1,13 +1,17 @@
 """Adapters on the weight channel: factors A and B travel, and the receiver merges them into its base, W + B A * scale.
 
-Both ends name the factors as peft does, plan them from the model's weights and merge them by the same function, so the
+Both ends name the factors by the weight, plan them from the model's weights and merge them by the same function, so the
 receiver gets exactly the numbers that the sender would have sent. The base is compared once, by its digest.
+
+The experts of a layer are one tensor of matrices, which peft adapts together: A (experts * rank, inputs) holds each
+expert's rows after those of the expert before, B (outputs, rank * experts) the columns of all experts for each rank.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -25,32 +29,71 @@ log = logging.getLogger(__name__)
 PREFIX: Final = "base_model.model."  # of all names in peft's format
 PIECE_ELEMENTS: Final = 1 << 17  # merged at a time
 _WEIGHT: Final = ".weight"
+_NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def factor_names(weight: str) -> tuple[str, str]:
-    """Return peft's names of the factors A and B of a weight, for example of ``layers.0.q_proj.weight``."""
+    """Return the names of the factors A and B of a weight, for example of ``layers.0.q_proj.weight``."""
     layer = PREFIX + weight.removesuffix(_WEIGHT)
     return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
 
 
-def adapted(shapes: Mapping[str, Tensor], targets: Sequence[str]) -> list[str]:
-    """Return the weights that have factors: matrices of the layers with these last names."""
+def name_pattern(weight: str) -> str:
+    """Return a weight's name with ``*`` for each number, which is the same in all layers."""
+    return _NUMBER.sub("*", weight)
+
+
+def adapted(shapes: Mapping[str, Tensor], targets: Collection[str]) -> list[str]:
+    """Return the weights that have factors.
+
+    Args:
+        targets: patterns as of ``name_pattern``, of matrices and of stacked matrices; or, as in checkpoints of older
+            versions, last names of linear layers.
+    """
     wanted = set(targets)
-    layers = {name: name.removesuffix(_WEIGHT).rpartition(".")[2] for name in shapes if name.endswith(_WEIGHT)}
-    return [name for name, last in layers.items() if last in wanted and shapes[name].ndim == 2]
+    return [name for name, weight in shapes.items() if _is_target(name, weight.ndim, wanted)]
 
 
-def factor_shapes(shapes: Mapping[str, Tensor], targets: Sequence[str], rank: int) -> dict[str, Tensor]:
-    """Return the factors of a model's weights on the meta device, float32: A (rank, inputs) and B (outputs, rank)."""
-    found: dict[str, Tensor] = {}
+def _is_target(name: str, ndim: int, targets: Collection[str]) -> bool:
+    layer = name.removesuffix(_WEIGHT)
+    by_last_name = ndim == 2 and layer != name and layer.rpartition(".")[2] in targets
+    return by_last_name or (ndim in (2, 3) and name_pattern(name) in targets)
+
+
+def factor_shapes(
+    shapes: Mapping[str, Tensor], targets: Collection[str], rank: int, transposed: Collection[str] = ()
+) -> dict[str, Tensor]:
+    """Return the factors of a model's weights on the meta device, float32.
+
+    Args:
+        transposed: those of the targets that hold inputs x outputs of each expert.
+    """
+    factors: dict[str, Tensor] = {}
     for name in adapted(shapes, targets):
-        (outputs, inputs), (a, b) = shapes[name].shape, factor_names(name)
-        found |= {a: torch.empty((rank, inputs), device="meta"), b: torch.empty((outputs, rank), device="meta")}
-    return found
+        *experts, outputs, inputs = shapes[name].shape
+        if name_pattern(name) in transposed:
+            outputs, inputs = inputs, outputs
+        rows = rank * (experts[0] if experts else 1)
+        for factor, shape in zip(factor_names(name), ((rows, inputs), (outputs, rows)), strict=True):
+            factors[factor] = torch.empty(shape, device="meta")
+    return factors
 
 
-def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Return W + B A * scale, computed in float32 and cast to W's dtype, a few rows at a time for the cache."""
+def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float, *, transposed: bool = False) -> Tensor:
+    """Return W + B A * scale, computed in float32 and cast to W's dtype, a few rows at a time for the cache.
+
+    Args:
+        weight: (outputs, inputs), or those of all experts stacked.
+        transposed: whether each expert's matrix is (inputs, outputs).
+    """
+    if weight.ndim == 3:
+        experts, merged = len(weight), torch.empty_like(weight)
+        all_a, all_b = a.reshape(experts, -1, a.shape[1]), b.reshape(b.shape[0], -1, experts)
+        for expert in range(experts):
+            own_a, own_b = all_a[expert], all_b[:, :, expert]
+            factors = (own_b.T, own_a.T) if transposed else (own_a, own_b)
+            merged[expert] = merge(weight[expert], *factors, scale)
+        return merged
     merged, a, b = torch.empty_like(weight), a.float(), b.float()
     rows = max(1, PIECE_ELEMENTS // max(1, weight.shape[1]))
     for start in range(0, len(weight), rows):
@@ -97,9 +140,14 @@ class MergedModel(OnDemand):
     """
 
     def __init__(
-        self, base: Mapping[str, Tensor], factors: Mapping[str, Tensor], targets: Sequence[str], scale: float
+        self,
+        base: Mapping[str, Tensor],
+        factors: Mapping[str, Tensor],
+        targets: Sequence[str],
+        scale: float,
+        transposed: Collection[str] = (),
     ) -> None:
-        self.base, self._factors, self._scale = base, factors, scale
+        self.base, self._factors, self._scale, self._transposed = base, factors, scale, transposed
         self.changed = frozenset(adapted(base, targets))
 
     def __getitem__(self, name: str) -> Tensor:
@@ -108,7 +156,7 @@ class MergedModel(OnDemand):
             return weight
         a, b = (self._factors[factor].to(weight.device) for factor in factor_names(name))
         with torch.no_grad():
-            return merge(weight, a, b, self._scale)
+            return merge(weight, a, b, self._scale, transposed=name_pattern(name) in self._transposed)
 
 
 First = Callable[[], tuple[Mapping[str, Tensor], bool]]
@@ -142,7 +190,7 @@ class AdapterBase:
         if adapter is None:
             return self._plan
         if self._plans is None or self._plans[0] != adapter:
-            shapes = factor_shapes(self._shapes, adapter.targets, adapter.rank)
+            shapes = factor_shapes(self._shapes, adapter.targets, adapter.rank, adapter.transposed)
             self._plans = (adapter, plan_of(shapes, self._bucket_mib) if shapes else self._plan)
         return self._plans[1]
 
@@ -166,7 +214,8 @@ class AdapterBase:
     def merged(self, factors: Mapping[str, Tensor]) -> MergedModel:
         """Return the whole model with these factors; call ``lay`` before."""
         assert self._laid is not None, "nothing was laid"
-        return MergedModel(self._base, factors, self._laid.targets, self._laid.scale)
+        adapter = self._laid
+        return MergedModel(self._base, factors, adapter.targets, adapter.scale, adapter.transposed)
 
     def _find(self) -> tuple[Mapping[str, Tensor], bool]:
         """Return the base model, and whether no other code changes it.

@@ -16,8 +16,8 @@ from broker.weights.plan import LayoutPlan
 from learner.algorithm.packing import MicroBatchCutter
 from learner.algorithm.samples import SampleScores, TrainSample
 from learner.algorithm.token_figures import TokenFigures
-from learner.backends.parts.hugging_face import StoredModel
 from learner.backends.parts.part_file import PartFile
+from learner.backends.parts.stored_model import StoredModel
 from learner.backends.stripes import RankStripes
 from learner.config import AlgorithmSection, TrainSection
 from rlearner_text.config import ModelSection

@@ -23,17 +23,18 @@ from learner.algorithm.samples import Array, SampleScores, TrainSample
 from learner.algorithm.token_figures import TokenFigures
 from learner.backends.base import Snapshot
 from learner.backends.context import RunContext
+from learner.backends.models.language_model import untrained_parts
+from learner.backends.models.lora import is_factor, plain_name
 from learner.backends.models.policy import PolicyModel
 from learner.backends.parts.hugging_face import (
     ADAPTER_FOLDER,
-    StoredBase,
-    StoredModel,
     write_adapters,
     write_description,
     write_model,
 )
 from learner.backends.parts.part_file import DamagedFileError, PartFile
 from learner.backends.parts.stored import StoredTensors
+from learner.backends.parts.stored_model import StoredBase, StoredModel
 from learner.backends.ranks.dealing import Job
 from learner.backends.ranks.group import RankGroup, RankLayout
 from learner.backends.ranks.messages import (
@@ -310,10 +311,20 @@ class TorchBackend:
         folder, adapters, base = Path(path), self.policy.adapters, None
         if adapters is not None:
             shown = adapters.shown("")
-            base = StoredBase(self._context.first_path, list(shown.targets), shown.scale)
+            base = StoredBase(
+                self._context.first_path,
+                list(shown.targets),
+                shown.scale,
+                list(shown.transposed),
+                {name: exported for name, exported in adapters.exported_names.items() if name != exported},
+            )
             adapters.save_config(folder / ADAPTER_FOLDER)
         copy_tokenizer(self._context.first_path, folder)
-        return write_description(folder, self.policy.module, self.shapes(), base)
+        module, first = self.policy.module, self._context.first_path
+        names = {plain_name(name) for name in module.state_dict() if not is_factor(name)}
+        untrained = [plain_name(name) for name in untrained_parts(module) if not is_factor(name)]
+        shapes = self.shapes()
+        return write_description(folder, module, shapes, base=base, names=names, untrained=untrained, path=first)
 
     def save(self, path: str | Path) -> None:
         """Write the live policy, configuration and tokenizer for transformers to load; adapters also for peft."""

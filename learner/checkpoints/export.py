@@ -23,7 +23,8 @@ def export(checkpoint: Checkpoint, out: Path, max_shard_bytes: int) -> None:
         DamagedFileError: if a part of the checkpoint is missing or damaged.
         UserError: if the checkpoint is of the first format, or the folder exists.
     """
-    from learner.backends.parts.hugging_face import StoredModel, write_adapters, write_model
+    from learner.backends.parts.hugging_face import write_adapters, write_model
+    from learner.backends.parts.stored_model import StoredModel
 
     if out.exists():
         raise UserError(f"--out {out}: exists already; name a new folder")

@@ -50,7 +50,7 @@ class WeightOffering:
         self.adapter = backend.adapter()  # None: all weights are sent
         if self.adapter is not None:
             mine = {name: factor.shape for name, factor in backend.factors().items()}
-            theirs = factor_shapes(backend.shapes(), self.adapter.targets, self.adapter.rank)
+            theirs = self._factor_shapes(self.adapter)
             if mine != {name: factor.shape for name, factor in theirs.items()}:  # servers could not map them
                 log.warning("weights: servers cannot tell which weights the adapters change; the whole model is sent")
                 self.adapter = None
@@ -67,8 +67,7 @@ class WeightOffering:
         if self.adapter is None:
             plan = plan_of(self._backend.shapes(), train.weights_bucket_mib, dtype=train.weights_dtype)
         else:
-            factors = factor_shapes(self._backend.shapes(), self.adapter.targets, self.adapter.rank)
-            plan = plan_of(factors, train.weights_bucket_mib)
+            plan = plan_of(self._factor_shapes(self.adapter), train.weights_bucket_mib)
         self._stripes = self._backend.stripes(plan) if self._wants_stripes() else None
         if self._stripes is None and train.weights_stripes == "always":
             raise ConfigError("train.weights_stripes", "always", f"auto or never with train.backend {train.backend}")
@@ -89,6 +88,10 @@ class WeightOffering:
             memory=CudaDevice(device) if "ipc" in carriers else None,
             stripes=self._stripes,
         )
+
+    def _factor_shapes(self, adapter: wire.Adapter) -> dict[str, Tensor]:
+        """Return what servers will find that the adapters consist of."""
+        return factor_shapes(self._backend.shapes(), adapter.targets, adapter.rank, adapter.transposed)
 
     def _wants_stripes(self) -> bool:
         """Return whether all ranks should send: between nodes, where each has a link of its own."""

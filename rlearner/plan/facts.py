@@ -63,7 +63,7 @@ class ModelFacts:
         outside: other parameters outside of blocks.
         active: parameters that one token is multiplied with; fewer than all in a mixture of experts.
         kv_bytes: keys and values of one token in all blocks.
-        linears: name, inputs and outputs of each linear layer in the blocks.
+        linears: name, inputs and outputs of each linear layer in the blocks, and of stacked experts, all together.
     """
 
     path: str

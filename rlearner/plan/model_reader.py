@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -78,9 +79,22 @@ def read_folder(folder: Path, name: str, section: ModelSection, lora: LoraSectio
         heads=traced.heads[0],
         kv_heads=traced.heads[1],
         kv_bytes=traced.kv,
-        linears=tuple((at.rpartition(".")[2], layer.in_features, layer.out_features) for at, layer in named),
+        linears=(
+            *((at.rpartition(".")[2], layer.in_features, layer.out_features) for at, layer in named),
+            *(size for block in blocks for size in _stacked_experts(block)),
+        ),
         activations=activations,
     )
+
+
+def _stacked_experts(block: Any) -> Iterator[tuple[str, int, int]]:
+    """Yield the matrices of a block's experts, with the inputs and outputs of all experts together."""
+    for module in block.modules():
+        if "experts" in type(module).__name__.lower():
+            for name, weight in module.named_parameters(recurse=False):
+                if weight.ndim == 3:
+                    experts, outputs, inputs = weight.shape
+                    yield name, experts * inputs, experts * outputs
 
 
 def is_target(layer: str, lora: LoraSection) -> bool:

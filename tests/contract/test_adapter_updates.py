@@ -14,6 +14,7 @@ from waits import LONG_S, until
 
 pytest.importorskip("peft", reason="LoRA needs the extra rlearner[lora]")
 
+from part_models import save_parts
 from test_weights import StubRoster
 from torch_backend_kit import backend, samples, save_model
 
@@ -132,6 +133,25 @@ async def test_what_is_sent_is_the_adapter_and_the_engine_computes_as_the_traine
             found = torch.from_numpy(await server.engine.logprobs(PROBE))
             torch.testing.assert_close(found, expected, atol=1e-5 if dtype == "float32" else 0.1, rtol=0)
         assert (trainer.logprobs(PROBE) - backend(path).logprobs(PROBE)).abs().max() > 1e-2  # it has learned something
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+async def test_factors_of_stacked_experts_are_merged_by_the_server(tmp_path: Path, bus: Bus, name: str) -> None:
+    path = save_parts(name, tmp_path / "model")
+    trainer = trainer_of(path)
+    async with sender_of(bus, trainer) as (sender, offering), AsyncExitStack() as stack:
+        server = await Server(bus, "s", path).start(stack)
+        assert offering.adapter is not None
+        assert any("experts" in target for target in offering.adapter.targets)
+        assert (name == "gpt_oss") == bool(offering.adapter.transposed)
+        trainer.update(samples(1))
+        sender.offer(1, offering.tensors(), offering.probe())
+        await server.receiver.wait_for(1)
+        held, merged = server.engine.weights(), trainer.weights()
+        assert held.keys() == merged.keys()
+        assert all(torch.equal(held[name], merged[name]) for name in held)
+        found = torch.from_numpy(await server.engine.logprobs(PROBE))
+        torch.testing.assert_close(found, trainer.logprobs(PROBE), atol=1e-5, rtol=0)
 
 
 async def test_a_server_with_another_model_below_is_refused_in_one_line(tmp_path: Path, bus: Bus) -> None:

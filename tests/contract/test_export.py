@@ -97,7 +97,8 @@ MEASURED = """
     import torch
 
     from bench.support.node_memory import MemoryPeak
-    from learner.backends.parts.hugging_face import StoredModel, write_model
+    from learner.backends.parts.hugging_face import write_model
+    from learner.backends.parts.stored_model import StoredModel
     from learner.backends.parts.slices import Slice
     from learner.backends.parts.writing import write_part
 

@@ -253,11 +253,11 @@ async def test_weights_over_a_group_that_a_server_in_another_process_joins(
 
 
 def test_names_and_shapes_are_those_of_the_trainer(model_path: str, trained: SlotModel) -> None:
-    held, settings = meta_tensors(model_path, "float32", trust_remote_code=False)
+    held, model = meta_tensors(model_path, "float32", trust_remote_code=False)
     own = trained.weights()
     assert list(held) == list(own)
     assert all(
         held[name].is_meta and held[name].shape == own[name].shape and held[name].dtype == own[name].dtype
         for name in own
     )
-    assert settings.num_attention_heads == 2
+    assert model.config.num_attention_heads == 2

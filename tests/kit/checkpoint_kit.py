@@ -12,10 +12,11 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from learner.backends.parts.hugging_face import StoredModel, write_adapters, write_model
+from learner.backends.parts.hugging_face import write_adapters, write_model
 from learner.backends.parts.part_file import PartFile
 from learner.backends.parts.slices import Slice, stage
 from learner.backends.parts.stored import StoredTensors
+from learner.backends.parts.stored_model import StoredModel
 from learner.backends.parts.writing import write_part
 
 

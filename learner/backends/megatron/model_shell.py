@@ -12,9 +12,9 @@ from torch import Tensor
 
 from broker.errors import ConfigError
 from learner.backends.megatron.architecture import DecoderArchitecture, architecture_of, check_sizes
-from learner.backends.models.empty_model import weights_in_files, weights_in_parts
+from learner.backends.models.empty_model import weights_in_parts
 from learner.backends.parts.part_file import DamagedFileError
-from learner.backends.parts.stored import StoredTensors
+from learner.backends.parts.stored import StoredTensors, weights_in_files
 from learner.config import MegatronSection
 from rlearner_text.config import ModelSection, check_model_path
 from rlearner_text.hub import model_folder

@@ -23,7 +23,7 @@ from learner.backends.megatron.vocabulary import measure_shares
 from learner.backends.models.batch import TokenBatch
 from learner.backends.models.block_compilation import check_compiler
 from learner.backends.models.policy import MANY_COPIES, map_chunks
-from learner.backends.parts.hugging_face import CastWeights
+from learner.backends.parts.sources import CastWeights
 from learner.config import LoraSection
 
 Measured = tuple[Tensor, Tensor]  # logprobs and entropies, (T,) each

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from broker.errors import ConfigError
-from learner.backends.parts.hugging_face import INDEX, keeps_names
 from learner.backends.parts.names import MODEL, STATE_FOLDER
 from learner.backends.parts.part_file import DamagedFileError
-from learner.backends.parts.stored import StoredTensors
+from learner.backends.parts.stored import StoredTensors, weights_in_files
 from rlearner_text.config import ModelSection
 from rlearner_text.hub import model_folder
+from rlearner_text.stored_form import keeps_names
 from rlearner_text.transformers_import import import_transformers
 
 log = logging.getLogger(__name__)
@@ -92,20 +91,6 @@ def weights_in_parts(path: str) -> StoredTensors | None:
         return StoredTensors(sorted((folder / STATE_FOLDER).glob("part-*.safetensors"))).below(MODEL)
     except DamagedFileError as error:
         raise ConfigError("model.path", path, str(error)) from None
-
-
-def weights_in_files(folder: Path) -> StoredTensors:
-    """Return the weights of a model in Hugging Face format.
-
-    Raises:
-        DamagedFileError: if a file is missing or damaged.
-    """
-    index = folder / INDEX
-    try:
-        names = set(json.loads(index.read_text("utf-8"))["weight_map"].values()) if index.is_file() else ()
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise DamagedFileError(f"{index} cannot be read: {' '.join(str(error).split())}") from None
-    return StoredTensors([folder / str(name) for name in sorted(names)] or sorted(folder.glob("*.safetensors")))
 
 
 def open_empty(path: str, section: ModelSection) -> EmptyModel | str:

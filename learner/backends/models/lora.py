@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from broker.contract import wire
 from broker.errors import ConfigError
-from broker.weights.adapter import PREFIX, merge
+from broker.weights.adapter import PREFIX, factor_names, merge, name_pattern
+from learner.backends.models.lora_targets import find_targets
 from learner.backends.parts.hugging_face import ADAPTER_WEIGHTS
 from learner.config import LoraSection
 
@@ -38,25 +39,32 @@ class LoraAdapters:
 
     Attributes:
         names: Hugging Face's names of the model's tensors by the module's names, without factors.
+        exported_names: peft's names of the factors by their names here, see ``broker.weights.adapter``.
 
     Raises:
-        ConfigError: if peft is missing, or ``target_modules`` names no linear layers.
+        ConfigError: if peft is missing, or cannot adapt what ``target_modules`` names.
     """
 
     def __init__(self, module: nn.Module, section: LoraSection, seed: int, base: str) -> None:
         peft = _peft(section)
-        targets = _targets(module, section)
+        targets = find_targets(module, section)
         self._scale = section.alpha / section.rank
         self._config = peft.LoraConfig(
             r=section.rank,
             lora_alpha=section.alpha,
             lora_dropout=section.dropout,
-            target_modules=targets,
+            target_modules=targets.modules,
+            target_parameters=targets.parameters or None,
             task_type="CAUSAL_LM",
             base_model_name_or_path=base,
         )
         torch.manual_seed(seed)
-        peft.inject_adapter_in_model(self._config, module)
+        try:
+            peft.inject_adapter_in_model(self._config, module)
+        except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
+            allowed = f"null: peft cannot adapt {type(module).__name__}: {' '.join(str(error).split())[:300]}"
+            raise ConfigError("train.lora", section.model_dump(), allowed) from error
+        self._config.target_modules, self._config.target_parameters = targets.modules, targets.parameters or None
         kind = peft.tuners.lora.LoraLayer
         layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, kind)}
         self._layers: list[Any] = list(layers.values())
@@ -66,10 +74,25 @@ class LoraAdapters:
             for factors in (layer.lora_A, layer.lora_B):
                 factors[_NAME].to(torch.float32).requires_grad_(True)
         module.eval()
-        self._factors = {f"{n}.weight": (f"{n}.lora_A.{_NAME}.weight", f"{n}.lora_B.{_NAME}.weight") for n in layers}
-        own = {name for pair in self._factors.values() for name in pair}
-        self.names = {name: name.replace(".base_layer.", ".") for name in module.state_dict() if name not in own}
+        self._factors: dict[str, tuple[str, str]] = {}
+        self._transposed: set[str] = set()
+        for name, layer in layers.items():
+            weight = f"{plain_name(name)}.{getattr(layer, 'parameter_name', 'weight')}"
+            self._factors[weight] = (f"{name}.lora_A.{_NAME}.weight", f"{name}.lora_B.{_NAME}.weight")
+            if getattr(layer, "num_experts", 1) > 1 and getattr(layer.get_base_layer(), "is_transposed", False):
+                self._transposed.add(name_pattern(weight))
+        self.names = {name: plain_name(name) for name in module.state_dict() if not is_factor(name)}
         self._found = {plain: name for name, plain in self.names.items()}
+        self.exported_names = {
+            factor: exported_name(own)
+            for weight, pair in self._factors.items()
+            for factor, own in zip(factor_names(weight), pair, strict=True)
+        }
+
+    @property
+    def adapted(self) -> Collection[str]:
+        """Hugging Face's names of the weights that have factors."""
+        return self._factors.keys()
 
     def merged(self, name: str, find: Find) -> Tensor:
         """Return a weight by Hugging Face's name, merged as in a model without adapters."""
@@ -77,7 +100,7 @@ class LoraAdapters:
         if name not in self._factors:
             return weight
         a, b = (find(factor) for factor in self._factors[name])
-        return merge(weight, a, b, self._scale)
+        return merge(weight, a, b, self._scale, transposed=name_pattern(name) in self._transposed)
 
     def parts(self, name: str) -> list[str]:
         """Return the names of the module's tensors that ``merged`` reads."""
@@ -85,12 +108,17 @@ class LoraAdapters:
 
     def shown(self, base: str) -> wire.Adapter:
         """Describe the adapters for an offer; ``base`` is the digest of the weights below them."""
-        targets = sorted(self._config.target_modules)
-        return wire.Adapter(base=base, targets=targets, rank=self._config.r, scale=self._scale)
+        targets = sorted({name_pattern(name) for name in self._factors})
+        more = {"rank": self._config.r, "scale": self._scale, "transposed": sorted(self._transposed)}
+        return wire.Adapter(base=base, targets=targets, **more)
 
     def factors(self, find: Find) -> dict[str, Tensor]:
-        """Return all live factors by peft's names."""
-        return {exported_name(name): find(name) for pair in self._factors.values() for name in pair}
+        """Return all live factors by name, see ``broker.weights.adapter.factor_names``."""
+        return {
+            factor: find(own)
+            for weight, pair in self._factors.items()
+            for factor, own in zip(factor_names(weight), pair, strict=True)
+        }
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -137,15 +165,20 @@ class LoraAdapters:
             own = {"rank": self._config.r, "alpha": self._config.lora_alpha}
             raise ConfigError("train.lora", own, f"null: {folder.parent} was trained without adapters")
         said = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-        for key, name in (("rank", "r"), ("alpha", "lora_alpha"), ("target_modules", "target_modules")):
+        for key, name in (
+            ("rank", "r"),
+            ("alpha", "lora_alpha"),
+            ("target_modules", "target_modules"),
+            ("target_modules", "target_parameters"),
+        ):
             values = (said.get(name), getattr(self._config, name))
             before, now = (sorted(value) if isinstance(value, list | set) else value for value in values)
             if before != now:
                 allowed = f"{before}, as in {folder.parent}: adapters cannot change their shape"
                 raise ConfigError(f"train.lora.{key}", now, allowed)
-        held = load_file(str(folder / ADAPTER_WEIGHTS))
+        stored = load_file(str(folder / ADAPTER_WEIGHTS))
         for name, factor in self.factors(find).items():
-            factor.copy_(held[name])
+            factor.copy_(stored[self.exported_names[name]])
 
 
 class MergedWeights(Mapping[str, Tensor]):
@@ -178,24 +211,14 @@ def _peft(section: LoraSection) -> Any:
     return peft
 
 
-def _targets(module: Any, section: LoraSection) -> list[str]:
-    """Return the last names of the linear layers that get adapters.
+def plain_name(name: str) -> str:
+    """Return the name that a tensor of an adapted module has without adapters."""
+    return ".".join(part for part in name.split(".") if part != "base_layer")
 
-    Raises:
-        ConfigError: if no inner linear layer has a name, or the output layer has it.
-    """
-    head, linear = module.get_output_embeddings(), dict[str, bool]()
-    for name, layer in module.named_modules():
-        if isinstance(layer, nn.Linear):
-            last = name.rpartition(".")[2]
-            linear[last] = linear.get(last, False) or layer is head
-    inner = sorted(name for name, is_head in linear.items() if not is_head)
-    wanted = inner if section.target_modules == "all-linear" else sorted(set(section.target_modules))
-    odd = [name for name in wanted if name not in inner]
-    if odd or not wanted:
-        allowed = f"linear layers that this model has: {', '.join(inner) or 'none at all'}"
-        raise ConfigError("train.lora.target_modules", odd or "all-linear", allowed)
-    return wanted
+
+def is_factor(name: str) -> bool:
+    """Return whether a tensor of an adapted module is a factor."""
+    return ".lora_" in name
 
 
 def exported_name(name: str) -> str:

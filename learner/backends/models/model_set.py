@@ -16,6 +16,7 @@ from broker.weights.memory.staging import plan_of
 from learner.backends.context import RunContext
 from learner.backends.models.batch import TokenBatch
 from learner.backends.models.critic import ValueModel
+from learner.backends.models.lora_targets import describe_share
 from learner.backends.models.policy import PolicyModel
 from learner.backends.parts.hugging_face import ADAPTER_FOLDER
 from learner.config import kl_in_reward
@@ -63,7 +64,10 @@ class ModelSet:
             if train.lora.send == "adapter" and rank == 0:
                 plan = plan_of(self.policy.shapes(), train.weights_bucket_mib, dtype=train.weights_dtype)
                 self.base_digest = digest_of(plan, self.policy.weights())  # of whole weights without adapters
+            sizes = {name: tensor.numel() for name, tensor in self.policy.shapes().items()}
             adapters = self.policy.adapt(train.lora, context.seed)
+            if rank == 0:
+                log.info("train.lora: %s", describe_share(sizes, adapters.adapted))
             if context.model_path != first:
                 adapters.load(Path(context.model_path) / ADAPTER_FOLDER, self.policy.tensors().__getitem__)
         self.ref: PolicyModel | FrozenBase | None = None

@@ -18,6 +18,7 @@ from learner.backends.models.attention_trial import choose_attention, trunk_of
 from learner.backends.models.batch import TokenBatch
 from learner.backends.models.block_compilation import compile_blocks
 from learner.backends.models.empty_model import EmptyModel, open_empty, open_parts
+from learner.backends.models.language_model import untrained_parts
 from learner.backends.models.lora import Find, LoraAdapters, MergedWeights
 from learner.backends.models.support import training_problem
 from learner.backends.models.token_scores import token_scores
@@ -75,6 +76,8 @@ class PolicyModel:
         loaded = self.empty.module if self.empty is not None else load_model(path, model, device, max_context)
         self.module = loaded
         self.module.requires_grad_(trainable)
+        for name in untrained_parts(self.module):
+            self.module.get_parameter(name).requires_grad_(False)  # checkpoints keep them as they are
         self.head = self.module.get_output_embeddings()
         if self.head is None:
             allowed = f"{type(self.module).__name__} has no output embeddings: not a language model"

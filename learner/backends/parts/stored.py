@@ -22,6 +22,8 @@ from learner.backends.parts.part_file import CHUNK, DamagedFileError
 from learner.backends.parts.slices import Slice
 from learner.backends.parts.writing import DTYPES, OFFSETS, SHAPES, bytes_of
 
+INDEX: Final = "model.safetensors.index.json"
+_WHOLE: Final = "model.safetensors"
 _MAX_HEADER: Final = 100_000_000  # bytes, the format's limit
 
 
@@ -180,6 +182,22 @@ class StoredTensors(Mapping[str, Tensor]):
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError) as error:
             problem = " ".join(str(error).split())[:200] or type(error).__name__
             raise DamagedFileError(f"{file} cannot be read: not safetensors: {problem}") from None
+
+
+def weights_in_files(folder: Path) -> StoredTensors:
+    """Return the weights of a model in Hugging Face format.
+
+    Raises:
+        DamagedFileError: if a file is missing or damaged.
+    """
+    if (folder / _WHOLE).is_file():
+        return StoredTensors([folder / _WHOLE])
+    index = folder / INDEX
+    try:
+        names = set(json.loads(index.read_text("utf-8"))["weight_map"].values()) if index.is_file() else ()
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise DamagedFileError(f"{index} cannot be read: {' '.join(str(error).split())}") from None
+    return StoredTensors([folder / str(name) for name in sorted(names)] or sorted(folder.glob("*.safetensors")))
 
 
 @dataclass(frozen=True)

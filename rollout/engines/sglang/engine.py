@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from broker.contract import wire
-from broker.errors import TransferFailed, UserError
+from broker.errors import ConfigError, TransferFailed, UserError
 from broker.weights.carriers import of_workers
 from broker.weights.probe import check_probe
 from rlearner_text.config import check_model_path
@@ -48,6 +48,7 @@ from rollout.engines.update_check import check_fit, materialized
 if TYPE_CHECKING:
     import torch
 
+    from rlearner_text.stored_form import View
     from rollout.engines.sglang.weight_senders import SGLangWeightSender
     from rollout.engines.sglang.worker_transfer import WorkerTransferSender
 
@@ -87,6 +88,7 @@ class SGLangEngine:
         self._sender: SGLangWeightSender | None = None
         self._workers: WorkerTransferSender | None = None
         self._num_workers = 0  # that can receive weights themselves
+        self._views: dict[str, list[View]] = {}  # of the weights, by the names that SGLang loads
         self._held: dict[str, torch.Tensor] = {}
         self._vocab_size = 0
 
@@ -100,6 +102,7 @@ class SGLangEngine:
         self._ended = asyncio.get_running_loop().create_future()
         config, section = self._config, self._config.section
         command = launch_command(self._args)
+        from rlearner_text.stored_form import stored_views
         from rollout.engines.hf.engine_core import find_tokenizer  # these import torch
         from rollout.engines.sglang.weight_senders import make_sender, meta_tensors
 
@@ -109,7 +112,11 @@ class SGLangEngine:
             await asyncio.to_thread(check_model_path, path)
         folder = await asyncio.to_thread(model_folder, path, trust_remote_code=trusted)
         self._held, model = await asyncio.to_thread(meta_tensors, folder, config.dtype, trust_remote_code=trusted)
-        text = model.get_text_config()
+        self._views = stored_views(model, self._held)
+        if self._views and section.weights_into == "workers":
+            why = f"the workers of SGLang receive {next(iter(self._views))} under its name here, not its file's"
+            raise ConfigError("rollout.weights_into", "workers", f"auto or server with this model: {why}")
+        text = model.config.get_text_config()
         self._vocab_size = int(text.vocab_size)
         positions = getattr(text, "max_position_embeddings", None)
         if positions is not None and section.max_context_tokens > positions:
@@ -250,8 +257,10 @@ class SGLangEngine:
         self, tensors: Mapping[str, torch.Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None
     ) -> float:
         self._check_alive()
+        from rlearner_text.stored_form import as_stored
+
         check_fit(self._held, tensors)
-        tensors = await asyncio.to_thread(materialized, tensors)
+        tensors = dict(as_stored((await asyncio.to_thread(materialized, tensors)).items(), self._views))
         assert self._sender is not None
         async with self._requests.updating:
             await self._sender.prepare(tensors)
@@ -259,7 +268,8 @@ class SGLangEngine:
 
     def worker_carriers(self) -> dict[wire.Carrier, int]:
         into, on_gpu = self._config.section.weights_into, self._config.device != "cpu"
-        return of_workers(into, self._num_workers, on_gpu=on_gpu) if self._num_workers else {}
+        able = self._num_workers and not self._views  # they load what arrives under the learner's names
+        return of_workers(into, self._num_workers, on_gpu=on_gpu) if able else {}
 
     async def receive_weights(
         self,

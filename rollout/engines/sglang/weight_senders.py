@@ -26,6 +26,8 @@ from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from broker.errors import TransferFailed, UserError
+from rlearner_text.hub import stored_names
+from rlearner_text.stored_form import use_conversions
 from rlearner_text.transformers_import import import_transformers
 from rollout.engines.hf.weights import HeldWeights
 from rollout.engines.sglang.args import SGLangArgs
@@ -241,7 +243,7 @@ def split_tensors(
 
 
 def meta_tensors(model_path: str, dtype: str, *, trust_remote_code: bool) -> tuple[dict[str, torch.Tensor], Any]:
-    """Return the model's tensors by name as in an update, but on the meta device, and the model's configuration.
+    """Return the model's tensors by name as in an update, but on the meta device, and the model.
 
     The values are in the server's memory and cannot be read here.
 
@@ -259,7 +261,9 @@ def meta_tensors(model_path: str, dtype: str, *, trust_remote_code: bool) -> tup
     except (OSError, ValueError, KeyError) as error:
         why = " ".join(str(error).split())[:300]
         raise UserError(f"model path {model_path!r}: no causal language model: {why}") from None
-    return HeldWeights(model).tensors(), config
+    if stored := stored_names(Path(model_path)):
+        use_conversions(model, stored, list(model.state_dict()))
+    return HeldWeights(model).tensors(), model
 
 
 def _in_thread(work: Any) -> asyncio.Future[Any]:

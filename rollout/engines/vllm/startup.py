@@ -18,6 +18,7 @@ import torch
 
 from broker.errors import UserError
 from rlearner_text.hub import model_folder
+from rlearner_text.stored_form import View, stored_views
 from rlearner_text.tokenizer import Tokenizer
 from rollout.engines.args import VLLMArgs
 from rollout.engines.base import EngineConfig
@@ -47,6 +48,7 @@ class RunningVLLM:
     Attributes:
         llm: the AsyncLLM.
         shared: the weights by the learner's names.
+        views: of them, by the names that vLLM loads, see ``rlearner_text.stored_form``.
         end_ids: tokens that end a generation.
         tokenizer: of the model; without one there are no stop strings and no guides.
         folder: holds vLLM's error log.
@@ -54,6 +56,7 @@ class RunningVLLM:
 
     llm: Any
     shared: SharedWeights
+    views: Mapping[str, list[View]]
     vocab_size: int
     end_ids: frozenset[int]
     tokenizer: Tokenizer | None
@@ -100,11 +103,13 @@ def open_llm(config: EngineConfig) -> RunningVLLM:
         tokenizer = find_tokenizer(config)
         ends = end_tokens(model) | frozenset(tokenizer.eos_token_ids if tokenizer else ())
         vocab_size = int(model.get_input_embeddings().num_embeddings)
-        shared = SharedWeights(HeldWeights(model).tensors())
-        del model
+        weights = HeldWeights(model).tensors()
+        shared = SharedWeights(weights)
+        views = stored_views(model, {name: tensor.to("meta") for name, tensor in weights.items()})
+        del model, weights
         _environment(config, folder, on_cpu=on_cpu)
         llm = _open(engine_args(config, args, context, has_tokenizer=tokenizer is not None, on_cpu=on_cpu), folder)
-        return RunningVLLM(llm, shared, vocab_size, ends, tokenizer, folder)
+        return RunningVLLM(llm, shared, views, vocab_size, ends, tokenizer, folder)
     except BaseException:
         if shared is not None:
             shared.close()

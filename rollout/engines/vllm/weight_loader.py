@@ -43,6 +43,7 @@ class VLLMWeightLoader:
 
         shared = self.opened.shared
         init = {"path": shared.path, "size_bytes": shared.size_bytes, "layout": shared.layout}
+        init["views"] = self.opened.views
         tokens = [1 + i % (self.opened.vocab_size - 1) for i in range(min(12, config.section.max_context_tokens - 1))]
         try:
             await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init))

@@ -9,8 +9,9 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -21,6 +22,7 @@ from vllm.model_executor.layers import utils as layer_utils
 from vllm.platforms import current_platform
 
 from broker.weights.receiver.workers import WorkerReceiver
+from rlearner_text.stored_form import as_stored
 from rollout.engines.vllm.shared_weights import OWNER, Layout, map_shared
 
 BACKEND: Final = "rlearner"
@@ -65,11 +67,12 @@ class WorkerExtension:
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Location of the weights, see ``SharedWeights``."""
+    """Location of the weights, see ``SharedWeights``, and how vLLM reads them, see ``stored_views``."""
 
     path: str
     size_bytes: int
     layout: Layout
+    views: dict[str, list[Any]]
 
 
 @dataclass
@@ -87,9 +90,11 @@ class LearnerWeightsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type:
     receiver: WorkerReceiver | None = None
     digest = ""
     _tensors: dict[str, torch.Tensor] | None = None
+    _views: Mapping[str, list[Any]] = MappingProxyType({})
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self._tensors = map_shared(init_info.path, init_info.size_bytes, init_info.layout)
+        self._views = init_info.views
 
     def start_weight_update(self) -> None:
         if not current_platform.is_cpu():
@@ -109,7 +114,7 @@ class LearnerWeightsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type:
 
         def load(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
             nonlocal tells
-            names = self.model.load_weights(iter(tensors))
+            names = self.model.load_weights(as_stored(tensors, self._views))
             tells = tells and names is not None
             loaded.update(names or ())
             if not current_platform.is_cpu():

@@ -162,3 +162,27 @@ def test_an_offer_of_a_senseless_adapter_is_refused(wrong: dict[str, object], wh
     assert codec.decode(codec.encode(offer), wire.WeightsOffer) == offer
     with pytest.raises(WireError, match=rf"Adapter\W.*{why}"):
         codec.encode(msgspec.structs.replace(offer, adapter=msgspec.structs.replace(offer.adapter, **wrong)))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_are_merged_one_by_one(transposed: bool) -> None:
+    """As peft lays them out: A has the rows of one expert after those of another, B its columns in turn."""
+    experts, outputs, inputs, rank = 3, 6, 6, 2  # a square does not tell which axis is which
+    name = "layers.0.experts.up"
+    weight, random = torch.zeros(experts, outputs, inputs), torch.Generator().manual_seed(0)
+    shapes = factor_shapes({name: weight}, ["layers.*.experts.up"], rank, ["layers.*.experts.up"] * transposed)
+    assert [list(factor.shape) for factor in shapes.values()] == [[experts * rank, inputs], [outputs, rank * experts]]
+    a, b = (torch.randn(factor.shape, generator=random) for factor in shapes.values())
+    found = merge(weight, a, b, 0.5, transposed=transposed)
+    for expert in range(experts):
+        product = 0.5 * b[:, expert::experts] @ a[expert * rank : (expert + 1) * rank]
+        torch.testing.assert_close(found[expert], product.T if transposed else product)
+
+
+def test_factors_of_experts_have_their_own_shapes() -> None:
+    weights = {"layers.10.experts.up": torch.zeros(4, 6, 5), "layers.10.gate.weight": torch.zeros(4, 5)}
+    shapes = factor_shapes(weights, ["layers.*.experts.up"], 2, ["layers.*.experts.up"])
+    assert {name: list(factor.shape) for name, factor in shapes.items()} == {
+        "base_model.model.layers.10.experts.up.lora_A.weight": [8, 6],
+        "base_model.model.layers.10.experts.up.lora_B.weight": [5, 8],
+    }

@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from part_models import save_parts
 
 from broker.errors import ConfigError, UserError
 from broker.settings.runspec import load, validate
-from learner.checks import check_name
+from learner.checks import check_layers, check_name
+from learner.config import LoraSection
 from learner.offline.config import OfflineTrainSection, backend_train
 from learner.offline.config import validate as validate_offline
 from rlearner_text.config import ModelSection, TinyModel
-from rlearner_text.hub import layer_names
+from rlearner_text.hub import expert_names, layer_names
 from rlearner_text.tiny import LAYERS, build_tiny
 
 LAKE = {
@@ -163,6 +165,31 @@ def test_the_layers_of_a_model_are_known_without_reading_it(tmp_path: Path) -> N
     assert layer_names(tmp_path / "model") == set(LAYERS)
     (tmp_path / "other").mkdir()
     assert layer_names(tmp_path / "other") is None
+    assert expert_names(tmp_path / "model") == expert_names(tmp_path / "other") == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("lora", "says"),
+    [
+        ({}, ""),
+        ({"target_modules": ["q_proj", "gate_up_proj"]}, ""),
+        ({"target_modules": ["w1"]}, "target_modules: ['w1'] is not allowed; names of this model's linear layers"),
+        ({"dropout": 0.1}, "dropout: 0.1 is not allowed; 0, or target_modules without down_proj and gate_up_proj"),
+        ({"dropout": 0.1, "target_modules": ["down_proj"]}, "dropout: 0.1 is not allowed; 0, or target_modules "),
+        ({"dropout": 0.1, "target_modules": ["v_proj"]}, ""),
+    ],
+)  # fmt: skip
+def test_adapters_of_experts_are_checked_before_the_model_is_loaded(
+    lora: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    path = save_parts("mixtral", tmp_path / "model")
+    section = LoraSection.model_validate(lora).model_dump()
+    if not says:
+        check_layers(section, {"path": path})
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_layers(section, {"path": path})
+    assert str(caught.value).startswith(f"train.lora.{says}")
 
 
 def test_a_file_for_offline_training_is_none_for_a_run_and_the_other_way_round(tmp_path: Path) -> None:

@@ -1,0 +1,208 @@
+"""Chooses the weights of a model that get adapters: matrices of the language model that tokens are multiplied with.
+
+Vision and audio towers are left out, because only the language model is trained, as are routers: a small change of
+theirs sends tokens to other experts, which the servers' sums in another order may not follow.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import nn
+
+from broker.errors import ConfigError
+from broker.weights.adapter import name_pattern
+from learner.config import LoraSection
+
+_ROUTER: Final = re.compile(r"(^|\.)(router|gate|wg|shared_expert_gate|modality_router)(\.|$)")
+_TOWER: Final = re.compile("vision|visual|audio|projector")
+SMALLEST_SHARE: Final = 0.005  # of the weights, that is named by itself
+_UNCALLED: Final = ("dt_proj",)  # Mamba multiplies by the weight without calling the layer, so adapters are ignored
+_WEIGHT: Final = ".weight"
+
+
+@dataclass(frozen=True)
+class AdapterTargets:
+    """What peft is to adapt, as its configuration names it.
+
+    Attributes:
+        modules: of linear layers, for ``target_modules``.
+        parameters: of weights, for ``target_parameters``: stacked experts, and linear layers whose names peft takes
+            for those of experts.
+    """
+
+    modules: list[str]
+    parameters: list[str]
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A matrix of the language model, or its stacked experts.
+
+    Attributes:
+        name: of the layer, or of the stacked parameter.
+        problem: why peft cannot adapt it; empty if it can.
+    """
+
+    name: str
+    stacked: bool
+    problem: str = ""
+
+    @property
+    def last(self) -> str:
+        """The name in ``train.lora.target_modules``."""
+        *_, owner, last = ("", *self.name.split("."))
+        return owner if self.stacked and last == "weight" else last
+
+    @property
+    def parameter(self) -> str:
+        """The weight's name."""
+        return self.name if self.stacked else self.name + _WEIGHT
+
+
+def find_targets(module: Any, section: LoraSection) -> AdapterTargets:
+    """Return what peft is to adapt in a transformers model.
+
+    Raises:
+        ConfigError: if no layer has a name, the output layer has it, or peft cannot adapt it as configured.
+    """
+    candidates = list(_candidates(module))
+    usable = sorted({each.last for each in candidates if not each.problem})
+    if not usable:
+        problems = sorted({f"{each.last}: {each.problem}" for each in candidates}) or ["it has no linear layers"]
+        allowed = f"null: peft can adapt no layer of {type(module).__name__}; {'; '.join(problems)}"
+        raise ConfigError("train.lora", section.model_dump(), allowed)
+    chosen = _all_linear(candidates) if section.target_modules == "all-linear" else _named(candidates, section)
+    if not chosen:
+        raise ConfigError("train.lora.target_modules", "all-linear", f"names out of {', '.join(usable)}")
+    renamed = _renamed_by_peft(module, {each.last for each in chosen if not each.stacked})
+    by_weight = [each for each in chosen if each.stacked or each.last in renamed]
+    if by_weight and section.dropout:
+        names = ", ".join(sorted({each.last for each in by_weight}))
+        allowed = f"0, or target_modules without {names}: peft adapts stacked experts without dropout"
+        raise ConfigError("train.lora.dropout", section.dropout, allowed)
+    layers = [each.name for each in chosen if each not in by_weight]
+    weights = [each.parameter for each in by_weight]
+    return AdapterTargets(
+        _short_names(layers, [name for name, _ in module.named_modules()], parts=1),
+        _short_names(weights, [name for name, _ in module.named_parameters(remove_duplicate=False)], parts=2),
+    )
+
+
+def describe_share(sizes: Mapping[str, int], adapted: Collection[str]) -> str:
+    """Return in one line what share of the weights has adapters, and which weights have none.
+
+    Args:
+        sizes: elements of all weights, by name.
+    """
+    total = max(1, sum(sizes.values()))
+    has, lacks = Counter[str](), Counter[str]()
+    for name, size in sizes.items():
+        layer = name_pattern(name).removesuffix(_WEIGHT).split(".")
+        if name in adapted:
+            has[".".join(layer[-2:] if "experts" in layer else layer[-1:])] += size
+        else:
+            lacks[_outer_name(layer)] += size
+    line = f"adapters on {has.total() / total:.1%} of the weights ({', '.join(sorted(has))})"
+    rest = {name: size / total for name, size in lacks.most_common() if size / total >= SMALLEST_SHARE}
+    rest["other weights"] = lacks.total() / total - sum(rest.values())
+    return f"{line}; none on {', '.join(f'{name} {share:.1%}' for name, share in rest.items())}"
+
+
+def _outer_name(layer: list[str]) -> str:
+    """Return a short name of what a weight without adapters belongs to: a tower, or the layer itself."""
+    tower = next((part for part in layer if _TOWER.search(part)), "")
+    return tower or ".".join(part for part in layer[-2:] if part not in ("*", "model"))
+
+
+def _candidates(module: Any) -> Iterator[_Candidate]:
+    """Yield the matrices of the language model but the output layer's."""
+    head, text = module.get_output_embeddings(), set(module.get_decoder().modules())
+    places = Counter(id(layer) for _, layer in module.named_modules(remove_duplicate=False))
+    for name, layer in module.named_modules():
+        if layer not in text or layer is head:
+            continue
+        if isinstance(layer, nn.Linear):
+            yield _Candidate(name, False, _problem(module, name, layer, places[id(layer)]))
+        else:
+            for key, weight in layer.named_parameters(recurse=False):
+                if weight.ndim == 3 and "experts" in type(layer).__name__.lower():
+                    shared = "it is used in several places" if places[id(layer)] > 1 else ""
+                    yield _Candidate(f"{name}.{key}", True, shared)
+
+
+def _problem(module: Any, name: str, layer: nn.Linear, places: int) -> str:
+    """Return why peft cannot adapt a linear layer."""
+    if type(layer).forward is not nn.Linear.forward:
+        return f"{type(layer).__name__} computes more than a product"
+    if places > 1:
+        return "it is used in several places"
+    if (last := name.rpartition(".")[2]) in _UNCALLED:
+        return "the model reads its weight without calling it"
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraModel
+
+    config = LoraConfig(target_modules=[name])
+    try:
+        LoraModel._check_target_module_compatiblity(None, config, module, last)
+    except ValueError as error:
+        return " ".join(str(error).split())
+    return ""
+
+
+def _all_linear(candidates: Collection[_Candidate]) -> list[_Candidate]:
+    return [each for each in candidates if not each.problem and not _ROUTER.search(each.name)]
+
+
+def _named(candidates: Collection[_Candidate], section: LoraSection) -> list[_Candidate]:
+    """Return the candidates with the configured names.
+
+    Raises:
+        ConfigError: if there is none of a name, or peft cannot adapt it.
+    """
+    wanted = set(section.target_modules)
+    usable = {each.last for each in candidates if not each.problem}
+    for each in candidates:
+        if each.last in wanted and each.problem:
+            allowed = f"layers that peft can adapt: {', '.join(sorted(usable))}; {each.name}: {each.problem}"
+            raise ConfigError("train.lora.target_modules", each.last, allowed)
+    if odd := sorted(wanted - usable):
+        allowed = f"linear layers that this model has: {', '.join(sorted(usable)) or 'none at all'}"
+        raise ConfigError("train.lora.target_modules", odd, allowed)
+    return [each for each in candidates if each.last in wanted]
+
+
+def _renamed_by_peft(module: Any, names: Collection[str]) -> set[str]:
+    """Return the names of linear layers that peft replaces by those of stacked experts.
+
+    Adapters of transformers 4 named single experts, whose layers have the names of shared experts and dense layers.
+    """
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    renamed: set[str] = set()
+    for name in names:
+        config = LoraConfig(target_modules=[name])
+        try:
+            convert_peft_config_for_transformers(config, module, conversions=None)
+        except ValueError:  # it needs the other layers of the experts, too
+            renamed.add(name)
+        else:
+            if name not in config.target_modules:
+                renamed.add(name)
+    return renamed
+
+
+def _short_names(chosen: Collection[str], every: Collection[str], *, parts: int) -> list[str]:
+    """Return the last parts of names where only chosen ones end so, otherwise whole names."""
+    own = set(chosen)
+
+    def tail(name: str) -> str:
+        return ".".join(name.split(".")[-parts:])
+
+    ambiguous = {tail(name) for name in every if name not in own}
+    return sorted({name if tail(name) in ambiguous else tail(name) for name in own})
