@@ -14,7 +14,7 @@ from rlearner.plan.model_reader import read_model, reward_parts
 from rlearner_text.config import ModelSection
 
 # those of a run that do not depend on what the plan chooses, nor on files that only the hosts need
-CHECKS: Final = ("learner.checks:check_names", "rollout.checks:check")
+CHECKS: Final = ("learner.checks:check_names", "learner.checks:check_family", "rollout.checks:check")
 
 
 class WorkloadReader:
