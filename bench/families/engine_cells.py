@@ -17,7 +17,7 @@ from learner.weights.offering import probe
 from rollout.engines.base import GenerationOutput
 from rollout.engines.hf.engine_core import EngineCore
 
-BUCKET_MIB = 1.0
+BUCKET_MIB = 32.0  # as train.weights_bucket_mib
 
 
 def run_engine(scene: Scene) -> float:

@@ -108,7 +108,7 @@ def run_plan(scene: Scene) -> float:
 
 
 def _require_change(trained: Trained) -> None:
-    if not float((trained.logprobs - trained.first).abs().max()) > 10 * trained.scene.plain.limit:
+    if not float((trained.logprobs - trained.first).abs().max()) > trained.scene.plain.limit:
         raise DifferenceError("training changed nothing")
 
 
