@@ -2,10 +2,11 @@
 
     python -m bench.answers [--workers 2] [--every 1]
 
-The last line is JSON: ``adversarial`` and ``equivalent`` count the cases; ``voided`` had no score, which would void a
-group; ``over_2_s`` took longer by the clock; ``executed`` created a file that only code in an answer would create;
-``wrong_verdicts``; ``slowest_s``; ``neighbours_s``, the time of 40 plain answers next to a costly one; ``per_s``,
-ordinary answers per second. The cases are in ``bench.support.answer_cases``.
+The last line is JSON: ``adversarial`` counts the attacks, ``pairs`` the answers with a reference, of ``kinds`` with
+both verdicts; ``voided`` had no score, which would void a group; ``over_2_s`` took longer by the clock;
+``executed`` created a file that only code in an answer would create; ``wrong_verdicts``; ``slowest_s``;
+``neighbours_s``, the time of 40 plain answers next to a costly one; ``per_s``, ordinary answers per second. The cases
+are in ``bench.support.answer_cases``, ``answer_pairs`` and ``answer_structures``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import time
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from bench.support.answer_cases import CANARY, AnswerPair, adversarial, pairs
+from bench.support.answer_cases import CANARY, adversarial
+from bench.support.answer_pairs import AnswerPair, pairs
 from broker.settings.config import RewardConfig
 from rewardhub.rewards.base import Sample
 from rewardhub.worker_pool import RewardWorkerPool, ScoreError
@@ -73,11 +75,11 @@ async def measure(num_workers: int, every: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         texts = [text.replace(CANARY, f"{folder}/made_{n}") for n, text in enumerate(adversarial())]
         attacks = [AnswerPair(text, "#### 18", False) for text in texts][::every]
-        equivalent = pairs()[::every]
+        known = pairs()[::every]
         workers = RewardWorkerPool(num_workers, TIMEOUT_S, [REWARD], memory_mib=4096)
         await workers.start()
         try:
-            outcomes = [*await judge(workers, attacks, num_workers), *await judge(workers, equivalent, num_workers)]
+            outcomes = [*await judge(workers, attacks, num_workers), *await judge(workers, known, num_workers)]
             executed = len(os.listdir(folder))
             costly = asyncio.create_task(workers.score(REWARD, sample(r"\boxed{\binom{10^9}{5\cdot 10^8}}", "#### 18")))
             plain = [AnswerPair(f"#### {n}", "18", n == 18) for n in range(40)]
@@ -95,7 +97,10 @@ async def measure(num_workers: int, every: int) -> dict[str, float]:
             per_s = len(ordinary) / (time.monotonic() - started)
         finally:
             await workers.close()
-    figures: dict[str, float] = {"adversarial": len(attacks), "equivalent": len(equivalent)}
+    figures: dict[str, float] = {"adversarial": len(attacks), "pairs": len(known)}
+    figures |= {
+        "kinds": len({pair.kind for pair in known if pair.equal} & {pair.kind for pair in known if not pair.equal})
+    }
     figures |= {"voided": sum(one.right is None for one in outcomes)}
     figures |= {"over_2_s": sum(one.seconds > LIMIT_S for one in outcomes), "executed": executed}
     figures |= {"wrong_verdicts": sum(one.right is False for one in outcomes)}

@@ -8,9 +8,11 @@ from pydantic import PositiveFloat, PositiveInt
 
 from broker.errors import ConfigError
 from broker.settings.config import Section
+from rlearner_text.model_checks import check_trained_model
 
 if TYPE_CHECKING:
     from envhub.domain import Domain
+    from rlearner_text.tokenizer import Tokenizer
 
 EVAL_TASKS: Final = 256  # per domain, if `eval.tasks` is null and every domain has as many
 
@@ -49,6 +51,26 @@ def check(config: dict[str, Any]) -> None:
     if (section := config.get("eval") or {}).get("every_steps"):
         section["tasks"] = num_eval_tasks(config)
     _check_demonstrations(domains, config.get("warm_start") or {})
+    if model := config.get("model"):
+        check_templates(config, check_trained_model(model))
+
+
+def check_templates(config: dict[str, Any], tokenizer: Tokenizer | None) -> None:
+    """Check that the model's chat template renders each domain's turns, with its system prompt and tools.
+
+    Args:
+        tokenizer: of the run's model; None if it is not known yet.
+
+    Raises:
+        ConfigError: if it does not; names the model or its template.
+    """
+    from envhub.domain import load_domains
+    from envhub.envs.agent import AgentEnvironment
+    from rlearner_text.template_rules import rules_for
+
+    for domain in load_domains(config).values():
+        if tokenizer is not None and not issubclass(domain.environment, AgentEnvironment):  # agents send their own
+            rules_for(tokenizer, domain.section.system_prompt, domain.tools)
 
 
 def data_digests(config: dict[str, Any]) -> dict[str, str]:

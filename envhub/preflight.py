@@ -9,12 +9,20 @@ from typing import Any
 
 from broker.settings.preflight import PreflightFinding
 from envhub.agents.imports import imported, missing
+from envhub.config import check_templates
 from envhub.domain import load_domains
 from envhub.envs.agent import PYTHON, AgentArgs, AgentEnvironment, plain_env
+from rlearner_text.hub import check_hub_name, is_local
+from rlearner_text.model_checks import check_trained_model
 
 
 def preflight_findings(config: dict[str, Any]) -> list[PreflightFinding]:
-    """Check that the programs of ``env: agent`` find what they import; ``config`` is validated."""
+    """Check that the programs of ``env: agent`` find what they import; ``config`` is validated.
+
+    Raises:
+        ConfigError: if the chat template of a model on the hub cannot be used.
+    """
+    _check_hub_template(config)
     if not any(domain["env"] == "agent" for domain in config["domains"].values()):
         return []
     findings = []
@@ -22,6 +30,14 @@ def preflight_findings(config: dict[str, Any]) -> list[PreflightFinding]:
         if issubclass(domain.environment, AgentEnvironment) and isinstance(domain.args, AgentArgs):
             findings.append(_program(f"domains.{name}.env_args", domain.args))
     return [finding for finding in findings if finding is not None]
+
+
+def _check_hub_template(config: dict[str, Any]) -> None:
+    model = config.get("model") or {}
+    path = model.get("path")
+    if path is None or is_local(path) or any(finding.status != "ok" for finding in check_hub_name(path, "model.path")):
+        return  # checked already, or reported by the rollout server's checks
+    check_templates(config, check_trained_model(model, has_weights=False, from_hub=True))
 
 
 def references(config: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:

@@ -94,8 +94,7 @@ class EnvironmentHub:
         for domain in self.domains.values():
             domain.check()
             sandboxed.require(domain)
-        trusted = (config.get("model") or {}).get("trust_remote_code", False)
-        tokenizer = Tokenizer.load(model_path, trust_remote_code=trusted)
+        tokenizer = Tokenizer.of_run(model_path, config)
         self.client = carriers.connect(section(config, "broker", BrokerSection).channel, member.bus)
         self.servers = ServerRoster(member.bus, lambda: self.generator.in_use(), random.Random())
         clock, retries = self.servers.clock, self.settings.max_retries

@@ -106,18 +106,17 @@ def check_name(key: str, kind: str, name: str, table: Mapping[str, str]) -> None
 
 
 def _check_model(config: dict[str, Any]) -> None:
-    from rlearner_text.config import TinyModel, check_model_path
-    from rlearner_text.hub import check_trust, is_local
+    from rlearner_text.config import TinyModel
+    from rlearner_text.model_checks import resolve_model
     from rlearner_text.tiny import check_tiny
 
     model = config["model"]
-    if model["path"] is not None:
-        check_trust(model["path"], "model.path", trust_remote_code=model["trust_remote_code"])
-        if is_local(model["path"]):
-            check_model_path(model["path"])
-        return
     tiny = TinyModel.model_validate(model["tiny"])
-    check_tiny(tiny)
+    if model["path"] is None:
+        check_tiny(tiny)
+    resolve_model(model)
+    if model["path"] is not None:
+        return
     allowed = f"at most model.tiny.max_position_embeddings, which is {tiny.max_position_embeddings}"
     for name, domain in config["domains"].items():
         if (length := domain["max_context_tokens"]) > tiny.max_position_embeddings:

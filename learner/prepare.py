@@ -123,12 +123,12 @@ def base_model(model: ModelSection, folder: Path, say: Say) -> str:
     """Return the folder or hub name of ``model.path``; without one, build ``model.tiny`` in the run's folder.
 
     Raises:
-        UserError: if ``model.path`` is neither a model folder nor a hub name.
+        UserError: if ``model.path`` is neither a model folder nor a hub name, or cannot be trained.
     """
     if model.path is not None:
-        from rlearner_text.config import check_model_path
+        from rlearner_text.model_checks import check_trained_model
 
-        check_model_path(model.path)
+        check_trained_model(model.model_dump(), from_hub=True)
         local = Path(model.path).expanduser()
         return str(local.absolute()) if local.is_dir() else model.path
     out = folder / "model"

@@ -40,7 +40,7 @@ def check(config: dict[str, Any]) -> None:
         for index, reward in enumerate(domain.rewards):
             key = f"domains.{name}.rewards.{index}"
             args = loading.check(reward.name, reward.args, key)
-            cpu_s = getattr(args, "cpu_s", None) if reward.name == "math_answer" else None
+            cpu_s = getattr(args, "cpu_s", None) if reward.name in ("math_answer", "format") else None
             if cpu_s is not None and 2 * cpu_s > waits_s:
                 allowed = f"at most half of rewardhub.timeout_s ({waits_s:g}), to stop a costly answer in time"
                 raise ConfigError(f"{key}.args.cpu_s", cpu_s, allowed)

@@ -17,7 +17,7 @@ from broker.errors import RlearnerError
 from broker.settings.config import RewardConfig
 from broker.settings.preflight import PreflightFinding
 from broker.settings.runspec import domains
-from rewardhub.rewards import math_text
+from rewardhub.rewards import math_extract, math_text
 
 LOOK_S: Final = 20.0  # for the references of one reward; the others are only counted
 SHOWN: Final = 5
@@ -57,7 +57,7 @@ def reference_findings(
 def _findings(key: str, reward: RewardConfig, references: Sequence[tuple[str, str]]) -> list[PreflightFinding]:
     marker = str(reward.args.get("answer_after", "####"))
     # Plain numbers, which most data sets hold, need no parser.
-    doubtful = [one for one in references if math_text.number(math_text.answer_of(one[1], marker).text) is None]
+    doubtful = [one for one in references if math_text.number(math_extract.answer_of(one[1], marker).text) is None]
     if not doubtful:
         return []
     told = _read(_Asked(reward.args, [text for _, text in doubtful]))
@@ -98,7 +98,7 @@ def _main() -> None:
     for number, text in enumerate(asked.references):
         if time.monotonic() > ends:
             break
-        gold = math_text.answer_of(text, args.answer_after)
+        gold = reward.answer_of_reference(text)
         if not gold.text.strip():
             reasons[number] = NO_ANSWER
         elif reward.kind(gold) == "text":

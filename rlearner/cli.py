@@ -186,6 +186,7 @@ def _check(options: argparse.Namespace) -> int:
     from learner.prepare import name_run, run_folder, to_yaml
     from rlearner.doctor.preflight import fleet_findings, format_finding, learner_findings
     from rlearner.doctor.trial import try_own_code
+    from rlearner_text.model_checks import sampling_note
 
     config = load(options.config, options.overrides)
     if "domains" not in config and "data" in config:  # offline training
@@ -197,7 +198,9 @@ def _check(options: argparse.Namespace) -> int:
         checked = validate(config)
         if not options.no_trial:
             asyncio.run(try_own_code(checked))
-        found, notes = fleet_findings(checked), [timeouts.note(checked), *capacity.capacity_notes(checked)]
+        own_sampling = sampling_note(checked["model"], checked["domains"])
+        notes = [timeouts.note(checked), *capacity.capacity_notes(checked), *([own_sampling] if own_sampling else [])]
+        found = fleet_findings(checked)
     run_folder(name_run(checked, options.config))  # fails where no folder can be created
     if options.json:
         findings = [asdict(finding) for finding in found]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import jinja2
 from jinja2 import nodes
@@ -15,6 +15,22 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from broker.errors import ConfigError
+
+PLAIN: Final = "plain"
+# For base models, which continue text: roles are words, and the model's own end token ends an answer. The generation
+# prompt has no space at its end, because most vocabularies join a space with the word that follows.
+_PLAIN_SOURCE: Final = (
+    "{%- for message in messages %}"
+    "{%- if message['role'] == 'system' %}{{- message['content'] + '\\n\\n' }}"
+    "{%- elif message['role'] == 'user' %}{{- 'User: ' + message['content'] + '\\n' }}"
+    "{%- elif message['role'] == 'assistant' %}{{- 'Assistant: ' + message['content'] + eos_token + '\\n' }}"
+    "{%- else %}{{- raise_exception('plain has the roles system, user and assistant') }}{%- endif %}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- 'Assistant:' }}{%- endif %}"
+)
+TEMPLATE_KEY: Final = "model.chat_template"
+TEMPLATE_FILE: Final = "chat_template.jinja"  # in a model's folder
+MAX_TEMPLATE_BYTES: Final = 1 << 20  # published ones have up to 30 kB
 
 Chat = Sequence[Mapping[str, Any]]  # [{"role": …, "content": …}, …]
 
@@ -52,12 +68,17 @@ def _environment() -> ImmutableSandboxedEnvironment:
 class ChatTemplate:
     """A compiled chat template of one model; templates may use its special tokens, such as ``bos_token``."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], name: str) -> None:
-        self.source, self._tokens, self._name = source, dict(special_tokens), name
+    def __init__(self, source: str, special_tokens: Mapping[str, str], error: Callable[[str], ConfigError]) -> None:
+        """Compile a template.
+
+        Args:
+            error: makes the error for a problem, which continues a sentence about the template.
+        """
+        self.source, self._tokens, self._error = source, dict(special_tokens), error
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
-            raise ConfigError("model.path", name, f"its chat template does not parse: {error}") from None
+        except jinja2.TemplateError as problem:
+            raise error(f"does not parse: {problem}") from None
 
     def render(self, messages: Chat, *, add_generation_prompt: bool, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Render a conversation as one string; ``tools`` are JSON schemas in OpenAI's form.
@@ -68,15 +89,62 @@ class ChatTemplate:
         values = {"messages": messages, "tools": tools or None, "documents": None}
         try:
             return self._template.render(**values, add_generation_prompt=add_generation_prompt, **self._tokens)
-        except (jinja2.TemplateError, TypeError) as error:
+        except Exception as error:  # noqa: BLE001 - a template's code can raise anything
             roles = ", ".join(message["role"] for message in messages)
-            problem = f"its chat template rejects messages of the roles {roles}: {error}"
-            raise ConfigError("model.path", self._name, problem) from None
+            raise self._error(f"rejects messages of the roles {roles}: {_told(error)}") from None
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
+
+
+def template_source(setting: str | None, *, opens_with_bos: bool = False) -> str | None:
+    """Return the source that ``model.chat_template`` of a resolved configuration means; never opens a file.
+
+    Args:
+        opens_with_bos: whether the tokenizer itself puts its bos token in front of a text; then ``plain`` does, too.
+
+    Raises:
+        ConfigError: if it is neither null, ``plain`` nor the text of a template.
+    """
+    if setting is None or is_template(setting):
+        return setting
+    if setting == PLAIN:
+        return "{{- bos_token }}" + _PLAIN_SOURCE if opens_with_bos else _PLAIN_SOURCE
+    allowed = "plain, or the text of a template: only the process that starts a run reads the file"
+    raise ConfigError(TEMPLATE_KEY, setting, allowed)
+
+
+def is_template(text: str) -> bool:
+    """Return whether a setting is the text of a template, not the name of a file."""
+    return "{{" in text or "{%" in text
+
+
+def read_template(setting: str | None) -> str | None:
+    """Return ``model.chat_template`` with the text of the file that it names, for every process of the run.
+
+    Raises:
+        ConfigError: if there is no such file, or it holds no template.
+    """
+    if setting is None or setting == PLAIN or is_template(setting):
+        return setting
+    key, allowed = TEMPLATE_KEY, "plain, or a file with a Jinja chat template"
+    try:
+        data = Path(setting).expanduser().read_bytes()
+        text = data.decode()
+    except OSError as error:
+        raise ConfigError(key, setting, f"{error.strerror or error}; {allowed}") from None
+    except ValueError:
+        raise ConfigError(key, setting, f"the file is not UTF-8; {allowed}") from None
+    if len(data) > MAX_TEMPLATE_BYTES or not is_template(text):
+        problem = "is larger than 1 MiB" if len(data) > MAX_TEMPLATE_BYTES else "has neither {{ nor {%"
+        raise ConfigError(key, setting, f"the file {problem}; {allowed}")
+    return text
 
 
 def find_template(folder: Path, tokenizer_config: Mapping[str, Any], name: str) -> str | None:
     """Return the source of a folder's default chat template, or None; template files take precedence."""
-    for file in (folder / "chat_template.jinja", folder / "additional_chat_templates" / "default.jinja"):
+    for file in (folder / TEMPLATE_FILE, folder / "additional_chat_templates" / "default.jinja"):
         if file.exists():
             return file.read_text(encoding="utf-8")
     template = tokenizer_config.get("chat_template")

@@ -31,6 +31,7 @@ class ModelSection(Section):
     path: str | None = None
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     trust_remote_code: bool = False
+    chat_template: str | None = None  # a Jinja file, or plain; null: the model's own
     seed: Seed = 0
     tiny: TinyModel = TinyModel()
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 # The spacing of chat templates, and so what models have learned; flexible white space could continue forever.
 _SPACING: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}
 
+_SAMPLES: Final = ('{"name": "a b"}', "two words")
+
 
 class GuideError(ValueError):
     """A guide that cannot be compiled to a grammar; the message is one line."""
@@ -35,7 +37,7 @@ class GuideCompiler:
 
     @cached_property
     def _own(self) -> LLTokenizer:
-        from llguidance import LLTokenizer
+        from llguidance import LLTokenizer, TokenizerWrapper
 
         file = tokenizer_folder(self._tokenizer.name) / "tokenizer.json"
         if not file.is_file():
@@ -43,7 +45,11 @@ class GuideCompiler:
         ends = list(self._tokenizer.eos_token_ids)
         if not ends:
             raise GuideError("guided answers need a model with an end token")
-        return LLTokenizer(str(file), n_vocab=self._size, eos_token=ends)
+        try:
+            return LLTokenizer(str(file), n_vocab=self._size, eos_token=ends)
+        except ValueError:  # it knows the decoders of bytes only, not of whole characters or words
+            spelled = TokenizerWrapper(SpelledTokens(self._tokenizer))
+            return LLTokenizer(spelled, n_vocab=self._size, eos_token=ends)
 
     def check(self, guides: Sequence[wire.Guide]) -> None:
         """Check that guides can be compiled.
@@ -103,6 +109,30 @@ class GuideCompiler:
 
     def _literal(self, ids: Sequence[int]) -> list[str]:
         return [json.dumps(self._tokenizer.decode(ids), ensure_ascii=False)] if ids else []
+
+
+class SpelledTokens:
+    """A tokenizer in the form that llguidance's ``TokenizerWrapper`` takes: the text of each token.
+
+    Raises:
+        GuideError: if a text is not the texts of its tokens one after the other.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = tokenizer.eos_token_ids[0]
+        ids = range(tokenizer.vocab_size)
+        self.special_token_ids = [token for token in ids if tokenizer.is_special(token)]
+        texts = [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+        self.tokens = [text.encode() for text in texts]
+        for sample in _SAMPLES:
+            if "".join(texts[token] for token in tokenizer.encode(sample)) != sample:
+                raise GuideError("guided answers need a tokenizer whose tokens spell texts letter by letter")
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._tokenizer.encode(text.decode(errors="replace") if isinstance(text, bytes) else text)
 
 
 class GuideMatcher:

@@ -25,6 +25,11 @@ _ROUTERS: Final = frozenset({"gate", "router"})
 _TOWER: Final = re.compile("vision|visual|audio")
 _MAX_HEADER: Final = 100_000_000  # bytes, the format's limit
 _PICKLED: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_PICKLE_PROBLEM: Final = (
+    "is a pickle, which could run code, and is never loaded; "
+    "convert it in a sandbox: load it with transformers, and save_pretrained writes safetensors"
+)
+_GGUF: Final = ".gguf"
 _HUB_NAME: Final = re.compile(r"(?:(?:\w|\w[\w.-]{0,94}\w)/)?(?:\w|\w[\w.-]{0,94}\w)")  # the oldest lack the owner
 _REVISION: Final = re.compile(r"\w[\w./-]{0,127}")
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
@@ -81,24 +86,43 @@ def model_folder(path: str, key: str = "model.path", *, trust_remote_code: bool 
 
 def check_model(path: str, key: str) -> None:
     """See ``rlearner_text.config.check_model_path``."""
+    _refuse_file(path, key)
     if not is_local(path):
         read_json(Path(_download(path, key, ("config.json",))) / "config.json", path, key)
         return
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise ConfigError(key, path, f"no such folder; {_EXPECTED}")
+    quantized = next((file.name for file in sorted(folder.glob(f"*{_GGUF}"))), "")
+    if quantized and next(folder.glob("*.safetensors"), None) is None:
+        raise ConfigError(key, path, f"the folder holds {quantized}; {_gguf_remedy(quantized)}")
     if "model_type" not in read_json(folder / "config.json", path, key):
         raise ConfigError(key, path, f"its config.json names no model_type; {_EXPECTED}")
     if next(folder.glob("*.safetensors"), None) is not None:
         return
     pickled = next((file.name for pattern in _PICKLED for file in sorted(folder.glob(pattern))), "")
     if pickled:
-        remedy = "convert it in a sandbox: load it with transformers, and save_pretrained writes safetensors"
-        raise ConfigError(key, path, f"{pickled} is a pickle, which could run code, and is never loaded; {remedy}")
+        raise ConfigError(key, path, f"{pickled} {_PICKLE_PROBLEM}")
     if (folder / "learner" / "model.json").is_file():
         remedy = "`rlearner export` writes them in that format"
         raise ConfigError(key, path, f"the checkpoint of a large model holds its weights in parts: {remedy}")
     raise ConfigError(key, path, f"the folder holds no weights (*.safetensors); {_EXPECTED}")
+
+
+def _refuse_file(path: str, key: str) -> None:
+    """Refuse the name of a file of weights where a folder is expected."""
+    name = Path(path).name
+    if name.lower().endswith(_GGUF):
+        raise ConfigError(key, path, f"a GGUF file is not read; {_gguf_remedy(name)}")
+    if any(name.lower().endswith(pattern.removeprefix("*")) for pattern in _PICKLED) and not Path(path).is_dir():
+        raise ConfigError(key, path, f"the file {_PICKLE_PROBLEM}")
+    if Path(path).expanduser().is_file():
+        raise ConfigError(key, path, f"it is a file; {_EXPECTED}")
+
+
+def _gguf_remedy(name: str) -> str:
+    convert = f"from_pretrained(FOLDER, gguf_file={name!r}) and save_pretrained(OUT)"
+    return f"convert it once with transformers: {convert}, model and tokenizer, then give OUT"
 
 
 def check_hub_name(path: str, key: str) -> list[PreflightFinding]:

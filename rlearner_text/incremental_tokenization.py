@@ -52,8 +52,9 @@ class Conversation:
             added = self.rules.start(text)
         else:
             added = self.rules.delta(text, role)
-            if self._turn_is_closed():
-                added = added[len(self.rules.closing) :]
+            start, end = self.spans[-1]
+            if end > start and self.rules.is_closed(self.token_ids[end - 1], role):
+                added = added[len(self.rules.ending(role)) :]
         self.token_ids.extend(added)
         self.loss_mask += bytes(len(added))
         self.logprobs.frombytes(bytes(self.logprobs.itemsize * len(added)))
@@ -98,7 +99,3 @@ class Conversation:
             self.version_runs[-1] += count
         elif count:
             self.version_runs += [version, count]
-
-    def _turn_is_closed(self) -> bool:
-        start, end = self.spans[-1]
-        return end > start and self.token_ids[end - 1] == self.rules.end_of_turn_id

@@ -34,14 +34,17 @@ def check_messages(messages: Any) -> list[dict[str, str]]:
 
 
 def encode_supervised(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> tuple[list[int], list[int]]:
-    """Return token ids and loss mask, (n,) each, of checked messages, tokenized turn by turn like sampled ones."""
+    """Return token ids and loss mask, (n,) each, of checked messages, tokenized turn by turn like sampled ones.
+
+    Raises:
+        ConfigError: if the chat template rejects the messages.
+    """
     system = messages[0]["content"] if messages[0]["role"] == "system" else ""
     conversation = Conversation(tokenizer, system)
-    closing = conversation.rules.closing or tokenizer.eos_token_ids[:1]
     for message in messages[messages[0]["role"] == "system" :]:
         if message["role"] == "user":
             conversation.observe(message["content"])
         else:
-            ids = [*tokenizer.encode(message["content"]), *closing]
+            ids = conversation.rules.answer(message["content"])
             conversation.sampled(ids, [0.0] * len(ids), [0, len(ids)])
     return list(conversation.token_ids), list(conversation.loss_mask)

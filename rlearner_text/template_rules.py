@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any, Final, Literal
 
 from broker.errors import ConfigError
+from rlearner_text.assistant_spans import common_length, continued_span, rendered_span
 from rlearner_text.chat_template import Chat
+from rlearner_text.thinking import CLOSE, OPEN
 from rlearner_text.tokenizer import Tokenizer
 from rlearner_text.tool_calls import PROBE, PROBE_ID, ToolCall, ToolSyntax, UnknownSyntaxError, learn_syntax
+from rlearner_text.turn_text import TurnReader
 
 Role = Literal["user", "tool"]
 
@@ -21,6 +25,9 @@ _OPENINGS_KEPT: Final = 256  # the episodes of a group start with the same text
 
 class TemplateRules:
     """Text that a chat template puts around user messages and tool results, for one system prompt and set of tools.
+
+    The system prompt and the tools stand at the beginning of a conversation, also with a template that moves them to
+    the newest message, because tokens that were read once do not change.
 
     Attributes:
         end_of_turn_id: the special token that closes an assistant turn, None if the template uses plain text.
@@ -35,10 +42,14 @@ class TemplateRules:
         self._tokenizer = tokenizer
         self._tools: list[dict[str, Any]] = json.loads(tools) if tools else []
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        self._moves_preamble = self._tail(_ASKED[2], bare=False) != self._tail(_ASKED[2], bare=True)
         self._check()
         self._spelling = self._find_spelling() if self._tools else None
+        if self._spelling is not None and _ASKED[1] not in self._result(_ASKED[1], self._spelling):
+            raise self._no_calls("it does not render tool results")
         self.delta = lru_cache(maxsize=_DELTAS_KEPT)(self._delta)
         self.start = lru_cache(maxsize=_OPENINGS_KEPT)(self._start)
+        self._endings: dict[Role, tuple[int, ...]] = {}
 
     def _start(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a first user message with system prompt and generation prompt."""
@@ -47,7 +58,47 @@ class TemplateRules:
     def _delta(self, text: str, role: Role = "user") -> tuple[int, ...]:
         """Return the tokens after a turn of the policy: its end, the user or tool message, the generation prompt."""
         text = self._tokenizer.shield(text)
-        return tuple(self._tokenizer.encode(self._tail(text, self._system) if role == "user" else self._answer(text)))
+        if role == "user":
+            tail = self._tail(text, bare=self._moves_preamble)
+        elif self._spelling is not None:
+            tail = self._result(text, self._spelling)
+        else:
+            raise self._no_calls("the conversation has none")
+        return tuple(self._tokenizer.encode(tail))
+
+    def answer(self, text: str) -> list[int]:
+        """Return the tokens of an assistant's message as the policy would have sampled them, with their end of turn.
+
+        They continue the generation prompt. Where the template has no token that closes a turn, the model's end token
+        does.
+
+        Raises:
+            ConfigError: if the template rejects the message.
+        """
+        asked = [_user(_ASKED[0])]
+        prompt = _after(self._render(asked), _ASKED[0])
+        span, turn = None, ""
+        for message in self._forms(text):
+            turn = _after(self._render([*asked, message], prompt=False), _ASKED[0])
+            if (span := rendered_span(prompt, turn, self.end_of_turn, text)) is not None:
+                break
+        if span is None:
+            span = continued_span(prompt, turn, text)
+        closing = self.closing or self._tokenizer.eos_token_ids[:1]
+        return [*self._tokenizer.encode_continuation(span), *closing]
+
+    def _forms(self, text: str) -> list[dict[str, str]]:
+        """Return an assistant's message in the forms in which the template may take it."""
+        reasoning, is_closed, answer = text.rpartition(CLOSE)
+        if not is_closed or not self.reader.has_channels:
+            return [_assistant(text)]
+        thinking = reasoning.strip().removeprefix(OPEN).strip()
+        named = {"thinking": thinking, "reasoning_content": thinking}  # as templates name it
+        return [_assistant(answer.strip()) | named, _assistant(text)]
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Return the text of a sampled turn without special tokens; reasoning stands between ``<think>`` tags."""
+        return self.reader.text(token_ids)
 
     def calls(self, text: str) -> list[ToolCall]:
         """Return the tool calls in a turn's text, which includes special tokens.
@@ -64,27 +115,26 @@ class TemplateRules:
             spelling, behind = learn_syntax(self._render([*asked, PROBE], prompt=False), _before(words, _ANSWERED[0]))
         except UnknownSyntaxError as error:
             raise self._no_calls(str(error)) from None
-        if not behind.endswith(self.end_of_turn):
+        if not behind.strip() or not behind.endswith(self.end_of_turn):
             raise self._no_calls("it closes a turn with tool calls differently from one without")
-        if _ASKED[1] not in self._answer(_ASKED[1]):
-            raise self._no_calls("it does not render tool results")
         return spelling
 
-    def _answer(self, text: str) -> str:
+    def _result(self, text: str, spelling: ToolSyntax) -> str:
         """Return what the template puts after a turn that called a tool: its end, the result, the generation prompt."""
-        name = str(PROBE["tool_calls"][0]["function"]["name"])
-        answer = {"role": "tool", "name": name, "tool_call_id": PROBE_ID, "content": text}
-        rendered = self._render([_user(_ASKED[0]), PROBE, answer])
-        before = self._render([_user(_ASKED[0]), PROBE], prompt=False)
-        if not rendered.startswith(before):
+        function = str(PROBE["tool_calls"][0]["function"]["name"])
+        result = {"role": "tool", "name": function, "tool_call_id": PROBE_ID, "content": text}
+        rendered = self._render([_user(_ASKED[0]), PROBE, result])
+        # The call may follow other text than in a turn that ends the conversation, such as an empty thinking block.
+        _, is_closed, tail = rendered.partition(function)[2].partition(spelling.after)
+        if not is_closed:
             raise self._no_calls("a turn with tool calls changes when a result follows")
-        return self.end_of_turn + rendered[len(before) :]
+        return self.end_of_turn + tail
 
     def _no_calls(self, problem: str) -> ConfigError:
         return self._rejected(f"cannot be used with tools: {problem}")
 
     def _rejected(self, why: str) -> ConfigError:
-        return ConfigError("model.path", self._tokenizer.name, f"its chat template {why}; use another template")
+        return self._tokenizer.template_error(f"{why}; use another template")
 
     @cached_property
     def end_of_turn(self) -> str:
@@ -94,55 +144,90 @@ class TemplateRules:
 
     @cached_property
     def closing(self) -> tuple[int, ...]:
-        """Tokens that close an assistant turn, through the first special one; empty if plain text closes it.
+        """Tokens that close an assistant turn, the last one special; empty if plain text closes it.
 
-        There are several only if the template puts white space before its special token.
+        There are several only if the template puts white space before its special token, or the model's end token
+        comes after another special one. If the template closes a turn by the beginning of the next one, this is the
+        token of a user's message, provided that it ends the model's output.
         """
-        ids = self._tokenizer.encode(self.end_of_turn)
-        special = next((i for i, token in enumerate(ids) if self._is_special(token)), None)
-        if special is None or self._tokenizer.decode(ids[:special]).strip():
-            return ()
-        return tuple(ids[: special + 1])
+        final, following = self._tokenizer.encode(self.end_of_turn), self.delta(_ASKED[1])
+        shared = final[: common_length(final, following)]  # some templates end the last turn of all with more
+        if closing := self._end_tokens(shared) or self._end_tokens(final):
+            return closing
+        next_turn = self.ending("user")
+        is_end = not self.end_of_turn.strip() and next_turn and next_turn[-1] in self._tokenizer.eos_token_ids
+        return next_turn if is_end else ()
+
+    def ending(self, role: Role) -> tuple[int, ...]:
+        """Return the tokens at the beginning of ``delta`` that close the turn before; empty if plain text closes it."""
+        if role not in self._endings:
+            self._endings[role] = self._end_tokens(self.delta(_ASKED[1], role))
+        return self._endings[role]
+
+    def is_closed(self, last_token: int, role: Role) -> bool:
+        """Return whether a turn that ends with this token needs no ``ending`` before a message of the role."""
+        own_end = self.end_of_turn_id if self.end_of_turn.strip() else None
+        return last_token in (own_end, *self.ending(role)[-1:])
+
+    def _end_tokens(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens through the model's end token, else the first special one, if only white space precedes."""
+        first = None
+        for index, token in enumerate(ids):
+            if self._tokenizer.is_special(token):
+                if token in self._tokenizer.eos_token_ids:
+                    return tuple(ids[: index + 1])
+                first = index if first is None else first
+            elif self._tokenizer.decode([token]).strip():
+                break
+        return () if first is None else tuple(ids[: first + 1])
 
     @cached_property
     def end_of_turn_id(self) -> int | None:
         return self.closing[-1] if self.closing else None
 
-    def _is_special(self, token: int) -> bool:
-        spelled = self._tokenizer.decode([token], skip_special_tokens=False)
-        return bool(spelled.strip()) and not self._tokenizer.decode([token])
+    @cached_property
+    def reader(self) -> TurnReader:
+        """Reads sampled turns as text."""
+        asked = [_user(_ASKED[0])]
+        turn = _before(self._render([*asked, _assistant(_ANSWERED[0])], prompt=False), _ANSWERED[0])
+        header = turn.removeprefix(prompt) if turn.startswith(prompt := self._render(asked)) else ""
+        return TurnReader(self._tokenizer, self._tokenizer.encode(header))
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
         own = set(self._tokenizer.eos_token_ids)
         return tuple(sorted(own | ({self.end_of_turn_id} if self.end_of_turn_id is not None else set())))
 
-    def _render(self, messages: Chat, *, prompt: bool = True, system: Chat | None = None) -> str:
-        before = self._system if system is None else system
-        return self._tokenizer.render_chat([*before, *messages], add_generation_prompt=prompt, tools=self._tools)
+    def _render(self, messages: Chat, *, prompt: bool = True, bare: bool = False) -> str:
+        """Render messages; ``bare`` leaves out the system prompt and the tools."""
+        system, tools = ([], []) if bare else (self._system, self._tools)
+        return self._tokenizer.render_chat([*system, *messages], add_generation_prompt=prompt, tools=tools)
 
-    def _tail(self, text: str, system: Chat) -> str:
-        rendered = self._render([_user(_ASKED[0]), _assistant(_ANSWERED[0]), _user(text)], system=system)
-        return _after(rendered, _ANSWERED[0])
+    def _tail(self, text: str, *, bare: bool) -> str:
+        return _after(self._render([_user(_ASKED[0]), _assistant(_ANSWERED[0]), _user(text)], bare=bare), _ANSWERED[0])
 
     def _check(self) -> None:
         first, second, third = _ASKED
         one, two = _ANSWERED
-        opening = self._render([_user(first)])
-        short = self._render([_user(first), _assistant(one), _user(third)])
-        long = self._render([_user(first), _assistant(one), _user(second), _assistant(two), _user(third)])
+        bare = self._moves_preamble
+        opening, silent = (self._render([_user(first)], prompt=prompt, bare=bare) for prompt in (True, False))
+        short = self._render([_user(first), _assistant(one), _user(third)], bare=bare)
+        long = self._render([_user(first), _assistant(one), _user(second), _assistant(two), _user(third)], bare=bare)
         for answer, rendered in ((one, short), (one, long), (two, long)):
             if rendered.count(answer) != 1:
                 raise self._unstable("it does not render every assistant turn exactly once, unchanged")
-        # Some templates open the turn with more, such as a thinking tag, or put a space before the answer.
-        if not opening.startswith(_before(short, one).rstrip()):
+        if first not in opening or _before(opening, first) != _before(short, first):
             raise self._unstable("the beginning of a conversation changes when an answer follows")
+        # A prompt may open the turn with more than a finished one has, such as a thinking tag, or with less.
+        prompt, turn = _after(opening, first), _before(_after(short, first), one)
+        if turn.strip() != prompt.strip() and (opening == silent or not prompt[: common_length(prompt, turn)].strip()):
+            raise self._unstable("it does not begin the assistant's turn after a user message")
         if third not in _after(short, one):
             raise self._unstable("it does not render a user message that follows an answer")
         if _after(short, one) != _after(long, two):
             raise self._unstable("what it puts after an answer depends on earlier turns")
-        if self._tail(third, self._system) != self._tail(third, []):
-            raise self._unstable("it repeats the system message in later turns")
+        if self._system and self._render([_user(first)]) == self._render([_user(first)], bare=True):
+            raise self._unstable("it does not render the system message")
 
     def _unstable(self, problem: str) -> ConfigError:
         return self._rejected(f"does not support turn-by-turn conversations: {problem}")
@@ -154,6 +239,16 @@ def rules_for(tokenizer: Tokenizer, system_prompt: str = "", tools: str = "") ->
     return TemplateRules(tokenizer, system_prompt, tools)
 
 
+@lru_cache(maxsize=8)
+def channel_reader(tokenizer: Tokenizer) -> TurnReader | None:
+    """Return the reader of a model that answers in channels, None for any other."""
+    try:
+        reader = rules_for(tokenizer).reader
+    except ConfigError:  # the template cannot be used turn by turn, or there is none
+        return None
+    return reader if reader.has_channels else None
+
+
 def _user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
@@ -163,8 +258,8 @@ def _assistant(text: str) -> dict[str, str]:
 
 
 def _after(rendered: str, marker: str) -> str:
-    return rendered[rendered.index(marker) + len(marker) :]
+    return rendered.partition(marker)[2]
 
 
 def _before(rendered: str, marker: str) -> str:
-    return rendered[: rendered.index(marker)]
+    return rendered.partition(marker)[0]

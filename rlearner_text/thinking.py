@@ -17,3 +17,15 @@ def without_thinking(text: str) -> str:
     _, closed, said = text.rpartition(CLOSE)
     said, opened, _ = (said if closed else text).partition(OPEN)
     return said.lstrip() if closed or opened else text
+
+
+def after_thinking(text: str) -> str:
+    """Return the text after the reasoning; nothing if its last block is not closed, for that is no answer."""
+    _, closed, said = text.rpartition(CLOSE)
+    said = said if closed else text
+    return "" if OPEN in said else said
+
+
+def is_open(text: str) -> bool:
+    """Return whether a text ends inside a block of reasoning."""
+    return text.rfind(OPEN) > text.rfind(CLOSE)

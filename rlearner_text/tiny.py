@@ -6,6 +6,7 @@ import json
 import string
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import tokenizers
@@ -14,6 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from broker.errors import ConfigError
 from rlearner_text.atomic_folders import atomic_folder
 from rlearner_text.config import TinyModel
+from rlearner_text.tokenizer import Tokenizer
 from rlearner_text.transformers_import import import_transformers
 
 PAD: Final = "<|endoftext|>"
@@ -49,6 +51,19 @@ def build_tiny(out: str | Path, tiny: TinyModel, *, seed: int = 0, dtype: str = 
         _write_tokenizer(folder, tiny)
         _write_model(folder, tiny, seed, dtype)
     return Path(out)
+
+
+def tiny_tokenizer(tiny: TinyModel, *, chat_template: str | None = None) -> Tokenizer:
+    """Return the tokenizer of a model that is not built yet; that of a bpe vocabulary takes its corpus.
+
+    Args:
+        chat_template: see ``Tokenizer.load``.
+    """
+    with TemporaryDirectory() as folder:
+        _write_tokenizer(Path(folder), tiny)
+        tokenizer = Tokenizer.load(folder, chat_template=chat_template)
+    tokenizer.name = "the model of model.tiny"
+    return tokenizer
 
 
 def check_tiny(tiny: TinyModel) -> None:

@@ -15,19 +15,20 @@ from typing import Any, Final, Protocol
 import tokenizers
 
 from broker.errors import ConfigError
-from rlearner_text.chat_template import Chat, ChatTemplate, find_template
+from rlearner_text.chat_template import TEMPLATE_KEY, Chat, ChatTemplate, find_template, template_source
 from rlearner_text.hub import read_json, tokenizer_folder
 from rlearner_text.special_text import encode_parts, shielder
 from rlearner_text.transformers_import import import_transformers
 
 _SHORT: Final = 16  # tokens; decoded short texts are cached, because the answers of many episodes repeat
 _SHORT_KEPT: Final = 4096
+_SHOWN: Final = 40  # characters of a template in error messages
 _TOKEN_FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class _Backend(Protocol):
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]: ...
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
     def token_id(self, token: str) -> int | None: ...
     def size(self) -> int: ...
@@ -48,8 +49,8 @@ class _Fast:
                 flags = {name: entry[name] for name in _TOKEN_FLAGS if name in entry}
                 self._tokenizer.add_tokens([tokenizers.AddedToken(entry["content"], **flags)])
 
-    def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
@@ -81,8 +82,8 @@ class _Auto:
             said = " ".join(str(error).split())[:300]
             raise ConfigError(key, name, f"it has no tokenizer that transformers can load: {said}") from None
 
-    def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
@@ -113,7 +114,15 @@ class Tokenizer:
         vocab_size: number of tokens in the tokenizer; the model's embedding may be larger.
     """
 
-    def __init__(self, folder: Path, name: str, *, trust_remote_code: bool = False, key: str = "model.path") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        *,
+        trust_remote_code: bool = False,
+        key: str = "model.path",
+        chat_template: str | None = None,
+    ) -> None:
         self.name, self._key = name, key
         config = read_json(folder / "tokenizer_config.json", name, key, missing_ok=True)
         file = folder / "tokenizer.json"
@@ -121,26 +130,64 @@ class Tokenizer:
             _load_fast(file, config, name, key) if file.exists() else _Auto(folder, name, trust_remote_code, key)
         )
         self._special = _named_tokens(config, read_json(folder / "special_tokens_map.json", name, key, missing_ok=True))
-        self._template_source = find_template(folder, config, name)
         self._shield = shielder([*self._backend.special(), *self._special.values()])
         self.vocab_size = self._backend.size()
         self._decode_short = lru_cache(maxsize=_SHORT_KEPT)(self._backend.decode)
         self.eos_token_ids = self._find_eos(folder)
         pad = self._backend.token_id(self._special.get("pad_token", ""))
+        self._own_template = template_source(chat_template, opens_with_bos=self._starts_with("bos_token"))
+        self._template_source = self._own_template or find_template(folder, config, name)
         self.pad_token_id: int = pad if pad is not None else next(iter(self.eos_token_ids), 0)
 
     @classmethod
-    def load(cls, path: str | Path, *, trust_remote_code: bool = False, key: str = "model.path") -> Tokenizer:
-        """Load from a folder or hub name; ``key`` is the setting that names it.
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        trust_remote_code: bool = False,
+        key: str = "model.path",
+        chat_template: str | None = None,
+    ) -> Tokenizer:
+        """Load from a folder or hub name.
+
+        Args:
+            key: the setting that names it.
+            chat_template: replaces the model's own: ``plain`` or the text of a template, never the name of a file.
 
         Raises:
-            ConfigError: if there is no such folder or hub name, or it has no tokenizer.
+            ConfigError: if there is no such folder or hub name, it has no tokenizer, or ``chat_template`` is neither.
         """
-        return cls(tokenizer_folder(str(path), key), str(path), trust_remote_code=trust_remote_code, key=key)
+        folder = tokenizer_folder(str(path), key)
+        return cls(folder, str(path), trust_remote_code=trust_remote_code, key=key, chat_template=chat_template)
+
+    @classmethod
+    def of_run(cls, path: str | Path, config: Mapping[str, Any]) -> Tokenizer:
+        """Load the tokenizer of a run's model, with the settings of its resolved configuration.
+
+        Args:
+            path: folder or hub name of the model on this host.
+
+        Raises:
+            ConfigError: as ``load``.
+        """
+        section = config.get("model") or {}
+        trusted, template = bool(section.get("trust_remote_code")), section.get("chat_template")
+        return cls.load(path, trust_remote_code=trusted, chat_template=template)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of the text alone; special tokens spelled out in it are recognised, unless shielded."""
         return encode_parts(text, self._backend.encode)
+
+    def encode_continuation(self, text: str) -> list[int]:
+        """Return the token ids of a text that stands inside another.
+
+        Some tokenizers put a space before the first word of a text, but not before a word that follows a special token.
+        """
+        first = self._special.get("eos_token", "")
+        if not first or not text or text[0].isspace():  # a special token may also take the white space around it
+            return self.encode(text)
+        ids = self.encode(first + text)
+        return ids[1:] if ids[0] == self._backend.token_id(first) else self.encode(text)
 
     def shield(self, text: str) -> str:
         """Return untrusted text marked so that ``encode`` gives no special token for what it spells out.
@@ -160,6 +207,10 @@ class Tokenizer:
         """Return the id of a token by its exact spelling, or None."""
         return self._backend.token_id(token)
 
+    def is_special(self, token: int) -> bool:
+        """Return whether a token is one that decoded text leaves out, such as the end of a turn."""
+        return bool(self.decode([token], skip_special_tokens=False).strip()) and not self.decode([token])
+
     def vocabulary(self) -> dict[str, int]:
         """Return the ids of all tokens by their spelling."""
         return self._backend.vocabulary()
@@ -172,9 +223,15 @@ class Tokenizer:
             ConfigError: if it has none.
         """
         if self._template_source is None:
-            problem = "its tokenizer has no chat template; add a chat_template.jinja to the folder"
-            raise ConfigError(self._key, self.name, problem)
-        return ChatTemplate(self._template_source, self._special, self.name)
+            remedy = "add a chat_template.jinja to the folder, or set model.chat_template to a file or plain"
+            raise ConfigError(self._key, self.name, f"its tokenizer has no chat template; {remedy}")
+        return ChatTemplate(self._template_source, self._special, self.template_error)
+
+    def template_error(self, problem: str) -> ConfigError:
+        """Return the error for a chat template that cannot be used; ``problem`` continues a sentence about it."""
+        if self._own_template is not None:
+            return ConfigError(TEMPLATE_KEY, _first_words(self._own_template), f"the template {problem}")
+        return ConfigError("model.path", self.name, f"its chat template {problem}")
 
     def render_chat(
         self, messages: Chat, *, add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] = ()
@@ -185,6 +242,11 @@ class Tokenizer:
     def encode_chat(self, messages: Chat, *, add_generation_prompt: bool = True) -> list[int]:
         """Return the token ids of a rendered conversation, like transformers' ``apply_chat_template``."""
         return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt))
+
+    def _starts_with(self, kind: str) -> bool:
+        """Return whether the tokenizer itself begins a text with a named token."""
+        token = self._backend.token_id(self._special.get(kind, ""))
+        return token is not None and self._backend.encode("", add_special_tokens=True)[:1] == [token]
 
     def _find_eos(self, folder: Path) -> tuple[int, ...]:
         generation = read_json(folder / "generation_config.json", self.name, self._key, missing_ok=True)
@@ -213,3 +275,8 @@ def _named_tokens(config: dict[str, Any], special_map: dict[str, Any]) -> dict[s
         if isinstance(token, str):
             named[kind] = token
     return named
+
+
+def _first_words(template: str) -> str:
+    words = " ".join(template.split())
+    return words if len(words) <= _SHOWN else f"{words[:_SHOWN]}…"

@@ -14,6 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from broker.contract import strict
+from rlearner_text.assistant_spans import common_length
 from rlearner_text.thinking import without_thinking
 
 _NAME: Final = "probe_tool_11213"
@@ -117,7 +118,7 @@ def learn_syntax(rendered: str, before: str) -> tuple[ToolSyntax, str]:
         names = [key for key, item in keys.items() if item == _NAME]
         arguments = [key for key, item in keys.items() if item != _NAME]
         if names and arguments:
-            ahead = without_thinking(rendered[_common(rendered, before.rstrip()) : start]).lstrip()
+            ahead = without_thinking(rendered[common_length(rendered, before.rstrip()) : start]).lstrip()
             opener = ahead.strip()
             behind = rendered[end:].lstrip().removeprefix("]") if opener.endswith("[") else rendered[end:]
             return ToolSyntax(opener.removesuffix("[").rstrip(), names[0], arguments[0], ahead, rendered[end:]), behind
@@ -131,8 +132,3 @@ def _is_arguments(value: object) -> bool:
         except ValueError:
             return False
     return value == _ARGUMENTS
-
-
-def _common(one: str, other: str) -> int:
-    """Return the length of the common prefix."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

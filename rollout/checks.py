@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 from broker.contract.wire import ACTOR
 from broker.errors import ConfigError, UserError
 from broker.settings.registry import known, resolve
 from broker.settings.sections import parse
 from rlearner_text.families import check_served, family_at
+from rlearner_text.model_checks import known_positions
 from rollout.config import RolloutSection
 from rollout.engines import ENGINE_ARGS, ENGINES
 from rollout.engines.args import EngineArgs
+
+_OWN_MODEL: Final = ("hf", "vllm", "sglang")  # engines that compute
 
 
 def check(config: dict[str, Any]) -> None:
@@ -39,6 +43,8 @@ def check(config: dict[str, Any]) -> None:
     if (section.http_tls_cert is None) != (section.http_tls_key is None):
         allowed = "null, or set together with rollout.http_tls_key (--tls-cert, --tls-key)"
         raise ConfigError("rollout.http_tls_cert", section.http_tls_cert, allowed)
+    if section.engine in _OWN_MODEL and (model := config.get("model")):
+        check_positions(model if section.model_path is None else {"path": section.model_path}, section)
     evaluation = config.get("eval") or {}
     if "random" in (evaluation.get("baseline"), *(evaluation.get("against") or ())):  # ``rlearner up`` serves it
         random_args = resolve("engine_args", "random", ENGINE_ARGS)
@@ -50,6 +56,18 @@ def check(config: dict[str, Any]) -> None:
         if longest > section.max_context_tokens:
             allowed = f"at most rollout.max_context_tokens ({section.max_context_tokens})"
             raise ConfigError(f"domains.{name}.max_context_tokens", longest, allowed)
+
+
+def check_positions(model: Mapping[str, Any], section: RolloutSection) -> None:
+    """Check that a model on this host has a position for every token of a context.
+
+    Raises:
+        ConfigError: if it has fewer.
+    """
+    positions = known_positions(model)
+    if positions is not None and section.max_context_tokens > positions:
+        allowed = f"at most {positions}, the positions of the model"
+        raise ConfigError("rollout.max_context_tokens", section.max_context_tokens, allowed)
 
 
 def declaration(engine: str) -> type[EngineArgs] | None:

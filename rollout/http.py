@@ -239,6 +239,7 @@ async def prepare_http(
     bind: str,
     port: int,
     trust_remote_code: bool,
+    chat_template: str | None = None,
 ) -> HttpApi:
     """Prepare the API without serving, so that its errors appear before the engine loads.
 
@@ -249,7 +250,9 @@ async def prepare_http(
     _check_tls(section, bind)
     key, key_place = api_keys.find_key()
     KeyStore().read()  # checked now, and again with each change
-    await asyncio.to_thread(Tokenizer.load, served.path, trust_remote_code=trust_remote_code)
+    await asyncio.to_thread(
+        Tokenizer.load, served.path, trust_remote_code=trust_remote_code, chat_template=chat_template
+    )
     with _port_refused(port):
         bound = bound_socket(bind, port)
     opening = Opening(
@@ -260,6 +263,7 @@ async def prepare_http(
         top_logprobs=served.top_logprobs,
         trust_remote_code=trust_remote_code,
         log_level=logging.getLogger().level,
+        chat_template=chat_template,
         cert=section.http_tls_cert,
         cert_key=section.http_tls_key,
     )

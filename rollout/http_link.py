@@ -31,6 +31,7 @@ class Opening(_LinkMessage, frozen=True):
     top_logprobs: bool
     trust_remote_code: bool
     log_level: int
+    chat_template: str | None = None  # plain or the text of a template; None: the model's own
     cert: str | None = None
     cert_key: str | None = None
 

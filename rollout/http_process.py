@@ -76,7 +76,8 @@ class HttpProcess:
             policy_version=lambda: self._version,
             top_logprobs=opening.top_logprobs,
         )
-        tokenizer = Tokenizer.load(opening.path, trust_remote_code=opening.trust_remote_code)
+        trusted, template = opening.trust_remote_code, opening.chat_template
+        tokenizer = Tokenizer.load(opening.path, trust_remote_code=trusted, chat_template=template)
         tls = None
         if opening.cert is not None and opening.cert_key is not None:
             tls = server_tls(opening.cert, opening.cert_key, cert_name="certificate", key_name="key")

@@ -6,6 +6,7 @@ from typing import Any
 
 from broker.settings.preflight import PreflightFinding
 from rlearner_text import hub
+from rlearner_text.model_checks import check_trained_model
 from rollout.config import RolloutSection
 from rollout.engines.args import OpenAIArgs
 
@@ -15,10 +16,15 @@ def preflight_findings(config: dict[str, Any]) -> list[PreflightFinding]:
 
     Args:
         config: a validated configuration.
+
+    Raises:
+        ConfigError: if a model on the hub cannot be trained.
     """
     section = RolloutSection.model_validate(config.get("rollout") or {})
     paths = {"model.path": (config.get("model") or {}).get("path"), "rollout.model_path": section.model_path}
     models = [finding for key, path in paths.items() if path is not None for finding in hub.check_hub_name(path, key)]
+    if all(finding.status == "ok" for finding in models) and (model := config.get("model")):
+        check_trained_model(model, has_weights=False, from_hub=True)
     if section.engine != "openai":
         return models
     args = OpenAIArgs.model_validate(section.engine_args)

@@ -136,6 +136,7 @@ def _engine_config(spec: wire.RunSpec, section: RolloutSection, local: LocalMode
         section=section,
         dtype=model.get("dtype", "float32"),
         trust_remote_code=model.get("trust_remote_code", False),
+        chat_template=model.get("chat_template"),
     )
 
 
@@ -307,9 +308,12 @@ class RolloutService:
         from rollout.http import prepare_http, served_model  # imported here because the API is off by default
 
         served = served_model(self._engine, self._section, self._model.path, self._state)
-        trust = (self._spec.config.get("model") or {}).get("trust_remote_code", False)
+        model = self._spec.config.get("model") or {}
         bind = self._section.http_bind or self._broker.bind
-        return await prepare_http(self.handle, served, self._section, bind=bind, port=port, trust_remote_code=trust)
+        trust, template = model.get("trust_remote_code", False), model.get("chat_template")
+        return await prepare_http(
+            self.handle, served, self._section, bind=bind, port=port, trust_remote_code=trust, chat_template=template
+        )
 
     async def _follow_weights(self) -> None:
         await asyncio.to_thread(import_module, "broker.weights.receiver.receive")  # imports torch

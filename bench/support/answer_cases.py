@@ -1,26 +1,27 @@
-"""Answers for ``bench.answers``: adversarial ones, and equal and unequal pairs, from small generators. Pure."""
+"""Adversarial answers for ``bench.answers``, from small generators. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import permutations
-from typing import Final, NamedTuple
+from typing import Final
 
 CANARY: Final = "CANARY"  # in an answer: replaced by the path of a file that only executed code would make
-
-
-class AnswerPair(NamedTuple):
-    """A response, its reference, and whether they are equal."""
-
-    response: str
-    reference: str
-    equal: bool
 
 
 def adversarial() -> list[str]:
     """Yield responses that are all wrong where 18 is the right answer."""
     formulas = dict.fromkeys(
-        [*_huge_numbers(), *_huge_sums(), *_nested(), *_expansions(), *_transcendental(), *_long(), *_code(), *_odd()]
+        [
+            *_huge_numbers(),
+            *_huge_sums(),
+            *_nested(),
+            *_expansions(),
+            *_transcendental(),
+            *_long(),
+            *_code(),
+            *_odd(),
+            *_raising(),
+        ]
     )
     boxed = [f"\\boxed{{{formula}}}" for formula in formulas]
     plain = [f"#### {formula}" for formula in [*_huge_numbers(), *_expansions(), *_code()]]
@@ -123,6 +124,46 @@ def _odd() -> Iterator[str]:
     yield from ("\\text{" + "a" * 500 + "}", "1,2,\\ldots,10^{9}")
 
 
+def _raising() -> Iterator[str]:
+    """Yield formulas on which sympy raises once ``i`` is the imaginary unit, or a sum has no value."""
+    yield from ("1 \\le i \\le 5", "i<2", "(1,i)", "[i,1]", "\\max(i,j)", "\\min(1,i)", "i < j < k")
+    yield from (
+        "\\sum_{n=1}^{\\infty} 1",
+        "\\sum_{n=1}^{\\infty} n",
+        "\\prod_{n=1}^{\\infty} 2",
+        "\\int_0^{\\infty} x dx",
+    )
+    yield from (
+        "\\lfloor \\frac{1}{0} \\rfloor",
+        "\\lceil \\frac{0}{0} \\rceil",
+        "\\frac{1}{0}!",
+        "(-1)!",
+        "\\binom{1}{\\infty}",
+    )
+    yield from (
+        "\\int_0^{\\infty} e^{-x^{x^{x}}} dx",
+        "\\lim_{x \\to 0} \\frac{1}{x}",
+        "\\log_1 2",
+        "\\log_0 0",
+        "0^{-1}",
+    )
+    yield from ("\\sqrt[0]{2}", "\\begin{pmatrix}1&2\\\\3\\end{pmatrix}", "\\begin{pmatrix}1\\end{pmatrix}^{-1/2}")
+    yield from (
+        "\\begin{pmatrix}0&0\\\\0&0\\end{pmatrix}^{-1}",
+        "\\begin{pmatrix}1&2\\end{pmatrix}\\begin{pmatrix}1&2\\end{pmatrix}",
+    )
+    yield from (
+        "5 \\mod 0",
+        "\\gcd(1,x)",
+        "\\frac{d}{dx} 3",
+        "x \\equiv 1 \\pmod 0",
+        "1_1",
+        "9_{99}",
+        "0:00",
+        "\\{x \\mid i < x\\}",
+    )
+
+
 def _prose() -> Iterator[str]:
     yield "\\boxed{17} " * 300
     yield "$" * 4000
@@ -140,176 +181,3 @@ def _prose() -> Iterator[str]:
     yield "9**" * 1000 + "9"
     yield "18 or 17 or 16"
     yield "\\boxed{18}, \\boxed{17}, \\boxed{16}"
-
-
-def pairs() -> list[AnswerPair]:
-    """Return responses with equal and unequal references."""
-    families = (
-        *(_integers, _fractions, _sets, _tuples, _intervals, _polynomials),
-        *(_roots, _complex, _percents, _functions, _equations, _words),
-    )
-    return [pair for family in families for pair in family()]
-
-
-def _integers() -> Iterator[AnswerPair]:
-    for n in (0, 7, 42, 1234, 36000, 1234567, -15):
-        forms = [f"#### {n}", f"#### {n:,}", f"#### **{n}**", f"#### {n}.", f"#### {n}.00", f"\\boxed{{{n}}}"]
-        forms += [f"It is $\\boxed{{{n}}}$.", f"The answer is {n}."]
-        forms += [f"#### {n} apples", f"#### \\boxed{{{n:,}}}", f"\\boxed{{{n}}} as I said: \\boxed{{{n}}}"]
-        forms += [f"$x = {n}$", f"#### Step 2: 5 more\n\\boxed{{{n}}}"]
-        for form in forms:
-            yield AnswerPair(form, f"work\n#### {n:,}", True)
-            yield AnswerPair(form, str(n + 1), False)
-        yield AnswerPair(f"\\boxed{{{n - 1}}} or \\boxed{{{n}}}", str(n), False)
-        yield AnswerPair(f"#### ${abs(n):,}", str(abs(n)), True)
-    for n in (2, 5, 10):
-        yield AnswerPair(f"#### 2^{n}", str(2**n), True)
-        yield AnswerPair(f"#### 2**{n}", f"{2**n}", True)
-        yield AnswerPair(f"\\boxed{{{n}!}}", str(n), n == 2)
-        yield AnswerPair(f"#### {n}*3", str(3 * n), True)
-        yield AnswerPair(f"\\boxed{{\\binom{{{n + 2}}}{{2}}}}", str((n + 2) * (n + 1) // 2), True)
-        yield AnswerPair(f"\\boxed{{\\sum_{{i=1}}^{{{n}}} i}}", str(n * (n + 1) // 2), True)
-        yield AnswerPair(f"#### 1.5e{n}", str(15 * 10 ** (n - 1)), True)
-
-
-def _fractions() -> Iterator[AnswerPair]:
-    for a, b in ((1, 2), (3, 4), (5, 8), (-7, 20), (9, 5)):
-        forms = [f"#### {a}/{b}", f"\\boxed{{\\frac{{{a}}}{{{b}}}}}", f"$\\frac{{{3 * a}}}{{{3 * b}}}$"]
-        for form in (*forms, f"#### {a / b:g}", f"\\boxed{{\\dfrac{{{a}}}{{{b}}}}}"):
-            yield AnswerPair(form, f"\\frac{{{a}}}{{{b}}}", True)
-            yield AnswerPair(form, f"{a / b:g}", True)
-            yield AnswerPair(form, f"\\frac{{{a}}}{{{b + 1}}}", False)
-    yield AnswerPair("#### 0.3333333", "\\frac{1}{3}", True)
-    yield AnswerPair("#### 0.33", "\\frac{1}{3}", False)
-    for power in (4, 7, 20):
-        yield AnswerPair(f"#### 2e-{power}", f"2 \\cdot 10^{{-{power}}}", True)
-        yield AnswerPair(f"\\boxed{{10^{{-{power}}}}}", f"2 \\cdot 10^{{-{power}}}", False)
-        yield AnswerPair("#### 0.0", f"10^{{-{power}}}", False)
-        yield AnswerPair("#### 0", f"1e-{power}", False)
-    yield AnswerPair("\\boxed{3\\frac{1}{2}}", "7/2", True)
-
-
-def _sets() -> Iterator[AnswerPair]:
-    for items in ((2, 3, 5), (100, 200), (-2, 1), (1, 10, 100)):
-        reference = ", ".join(f"\\boxed{{{item}}}" for item in items)
-        for order in list(permutations(items))[:4]:
-            yield AnswerPair(" and ".join(f"\\boxed{{{item}}}" for item in order), reference, True)
-            yield AnswerPair(
-                " and ".join(f"$\\boxed{{{item}}}$" for item in order), f"\\{{{','.join(map(str, items))}\\}}", True
-            )
-            yield AnswerPair(
-                f"\\boxed{{\\{{{', '.join(map(str, order))}\\}}}}", f"\\{{{', '.join(map(str, items))}\\}}", True
-            )
-        yield AnswerPair(f"\\boxed{{{items[-1]}}}", reference, False)
-        yield AnswerPair(f"\\boxed{{{', '.join(map(str, items[1:]))}}}", reference, False)
-        yield AnswerPair(f"\\boxed{{\\{{{', '.join(map(str, (*items, 7)))}\\}}}}", reference, False)
-        yield AnswerPair(f"\\boxed{{{''.join(map(str, items))}}}", f"\\{{{','.join(map(str, items))}\\}}", False)
-
-
-def _tuples() -> Iterator[AnswerPair]:
-    for a, b in ((3, 4), (100, 200), (-1, 0), (12, 345)):
-        reference = f"({a},{b})"
-        forms = [f"#### ({a}, {b})", f"\\boxed{{({a},{b})}}", f"$\\left({a},{b}\\right)$"]
-        for form in (*forms, f"The point is \\boxed{{({2 * a}/2, {b})}}."):
-            yield AnswerPair(form, reference, True)
-            yield AnswerPair(form, f"({b},{a})", False)
-            yield AnswerPair(form, f"({a},{b},0)", False)
-        yield AnswerPair(f"#### {abs(a)}{abs(b)}", f"({abs(a)},{abs(b)})", False)
-        yield AnswerPair(f"#### ({abs(a)},{abs(b):03})", f"{abs(a)}{abs(b):03}", False)
-
-
-def _intervals() -> Iterator[AnswerPair]:
-    for a, b in ((0, 1), (-3, 5), (2, 100)):
-        yield AnswerPair(f"\\boxed{{[{a},{b})}}", f"[{a}, {b})", True)
-        yield AnswerPair(f"\\boxed{{[{2 * a}/2,{b}]}}", f"[{a},{b}]", True)
-        yield AnswerPair(f"\\boxed{{[{a},{b}]}}", f"[{a},{b})", False)
-        yield AnswerPair(f"\\boxed{{[{a},{b + 1})}}", f"[{a},{b})", False)
-        yield AnswerPair(f"\\boxed{{(-\\infty,{a})\\cup({b},\\infty)}}", f"(-\\infty,{a})\\cup({b},\\infty)", True)
-        yield AnswerPair(f"$x > {a}$", f"x > {a}", True)
-        yield AnswerPair(f"${a} < x$", f"x > {a}", True)
-        yield AnswerPair(f"$x < {a}$", f"x > {a}", False)
-
-
-def _polynomials() -> Iterator[AnswerPair]:
-    for a, b in ((1, 2), (3, 5), (-1, 4), (2, 2)):
-        expanded, factored = f"x^2 + {a + b}x + {a * b}", f"(x+{a})(x+{b})".replace("+-", "-")
-        for form in (f"#### {expanded}", f"\\boxed{{{factored}}}", f"${factored}$"):
-            yield AnswerPair(form, expanded.replace("+ -", "- "), True)
-            yield AnswerPair(form, factored, True)
-            yield AnswerPair(form, f"x^2 + {a + b + 1}x + {a * b}", False)
-    yield AnswerPair("\\boxed{-q+p}", "p - q", True)
-    yield AnswerPair("\\boxed{q-p}", "p - q", False)
-    yield AnswerPair("\\boxed{x}", "x", True)
-    yield AnswerPair("\\boxed{y}", "x", False)
-
-
-def _roots() -> Iterator[AnswerPair]:
-    for a, b in ((2, 2), (3, 5), (10, 3)):
-        forms = [f"\\boxed{{\\sqrt{{{a * a * b}}}}}", f"#### {a}\\sqrt{{{b}}}", f"#### {a}*sqrt({b})"]
-        for form in (*forms, f"\\boxed{{\\frac{{{a * b}}}{{\\sqrt{{{b}}}}}}}"):
-            yield AnswerPair(form, f"{a}\\sqrt{{{b}}}", True)
-            yield AnswerPair(form, f"{a}\\sqrt{{{b + 2}}}", False)
-    yield AnswerPair("\\boxed{\\sqrt[3]{8}}", "2", True)
-
-
-def _complex() -> Iterator[AnswerPair]:
-    for a, b in ((6, 5), (1, 2), (3, 4)):
-        forms = [f"#### {a} - {b}i", f"\\boxed{{{a}-{b}i}}", f"\\boxed{{-{b}i+{a}}}"]
-        for form in (*forms, f"$\\frac{{{2 * a}-{2 * b}i}}{{2}}$"):
-            yield AnswerPair(form, f"{a} - {b}i", True)
-            yield AnswerPair(form, f"{a} + {b}i", False)
-        yield AnswerPair(f"\\boxed{{({a}+i)^2}}", f"{a * a - 1}+{2 * a}i", True)
-        yield AnswerPair(f"\\boxed{{{b}}}", f"{a} - {b}i", False)
-
-
-def _percents() -> Iterator[AnswerPair]:
-    for n in (5, 25, 50):
-        for form in (f"#### {n}%", f"\\boxed{{{n}\\%}}", f"\\boxed{{{n}}}\\%", f"$\\boxed{{{n}\\%}}$"):
-            yield AnswerPair(form, f"{n}\\%", True)
-            yield AnswerPair(form, f"{n / 100:g}", True)
-            yield AnswerPair(form, f"{n + 1}\\%", False)
-
-
-def _functions() -> Iterator[AnswerPair]:
-    equal = (
-        ("\\sin\\frac{\\pi}{6}", "1/2"),
-        ("\\sin^2 x + \\cos^2 x", "1"),
-        ("\\log_2 8", "3"),
-        ("\\ln e^2", "2"),
-        ("2\\sin x\\cos x", "\\sin(2x)"),
-        ("e^{\\ln 5}", "5"),
-        ("\\int_0^1 2x dx", "1"),
-        ("\\frac{\\pi}{4}", "\\pi/4"),
-        ("|{-3}|", "3"),
-        ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix}1\\\\2\\end{pmatrix}"),
-    )
-    for formula, reference in equal:
-        yield AnswerPair(f"\\boxed{{{formula}}}", reference, True)
-        yield AnswerPair(f"$${formula}$$", reference, True)
-        matrix = "\\boxed{\\begin{pmatrix}1\\\\3\\end{pmatrix}}"
-        yield AnswerPair(f"\\boxed{{{formula}+1}}" if "begin" not in formula else matrix, reference, False)
-    yield AnswerPair("#### 2pi", "2\\pi", True)
-    yield AnswerPair("#### sin(x)", "\\sin x", True)
-
-
-def _equations() -> Iterator[AnswerPair]:
-    for n in (3, 12, -4):
-        yield AnswerPair(f"\\boxed{{x={n}}}", str(n), True)
-        yield AnswerPair(f"#### x = {n}", str(n), True)
-        yield AnswerPair(f"#### {n}", f"x={n}", True)
-        yield AnswerPair(f"\\boxed{{x={n}}}", str(n + 1), False)
-        yield AnswerPair(f"\\boxed{{y = 2x + {n}}}".replace("+ -", "- "), f"y={n}+2x", True)
-        yield AnswerPair(f"\\boxed{{y = 3x + {n}}}".replace("+ -", "- "), f"y={n}+2x", False)
-
-
-def _words() -> Iterator[AnswerPair]:
-    for word, other in (("yes", "no"), ("left", "right"), ("Mount Everest", "Mont Blanc")):
-        forms = [word, f"{word.upper()}.", f"#### **{word}**", f"\\boxed{{\\text{{{word}}}}}"]
-        for form in (*forms, f"The answer is {word}."):
-            yield AnswerPair(form, word, True)
-            yield AnswerPair(form, other, False)
-    for letter in "ABCD":
-        yield AnswerPair(f"\\boxed{{{letter}}}", letter, True)
-        yield AnswerPair(f"#### ({letter})", letter, True)
-        yield AnswerPair(f"\\boxed{{\\text{{({letter})}}}}", letter, True)
-        yield AnswerPair(f"\\boxed{{{letter}}}", "E", False)

@@ -89,7 +89,7 @@ class Episode:
             raise EpisodeFailed("fatal", f"the prompt has {size} tokens and max_context_tokens is {limit}")
         while True:
             sampled = await self._sample()
-            self._response = self._means.tokenizer.decode(sampled.token_ids)
+            self._response = self._conversation.rules.text(sampled.token_ids)
             action = without_thinking(self._response) if self._section.thinking == "drop" else self._response
             step = await self._act(action, sampled)
             start, end = self._conversation.spans[-1]

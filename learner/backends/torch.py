@@ -55,7 +55,9 @@ from learner.backends.step_metrics import average_metrics, step_metrics
 from learner.backends.stripes import RankStripes
 from learner.backends.weights import GatheredWeights
 from learner.backends.worker import RankWorker, build_worker
+from rlearner_text.chat_template import TEMPLATE_FILE
 from rlearner_text.hub import copy_tokenizer
+from rlearner_text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 BuildWorker = Callable[[RunContext, RankGroup], RankWorker]
@@ -319,12 +321,21 @@ class TorchBackend:
                 {name: exported for name, exported in adapters.exported_names.items() if name != exported},
             )
             adapters.save_config(folder / ADAPTER_FOLDER)
-        copy_tokenizer(self._context.first_path, folder)
+        self._write_tokenizer(folder)
         module, first = self.policy.module, self._context.first_path
         names = {plain_name(name) for name in module.state_dict() if not is_factor(name)}
         untrained = [plain_name(name) for name in untrained_parts(module) if not is_factor(name)]
         shapes = self.shapes()
         return write_description(folder, module, shapes, base=base, names=names, untrained=untrained, path=first)
+
+    def _write_tokenizer(self, folder: Path) -> None:
+        """Write the tokenizer of the first weights, with the chat template that the run uses."""
+        model, first_path = self._context.model, self._context.first_path
+        copy_tokenizer(first_path, folder)
+        if model.chat_template is not None:
+            trusted, template = model.trust_remote_code, model.chat_template
+            tokenizer = Tokenizer.load(first_path, trust_remote_code=trusted, chat_template=template)
+            (folder / TEMPLATE_FILE).write_text(tokenizer.chat_template.source, encoding="utf-8")
 
     def save(self, path: str | Path) -> None:
         """Write the live policy, configuration and tokenizer for transformers to load; adapters also for peft."""

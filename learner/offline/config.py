@@ -13,6 +13,7 @@ from broker.settings import runspec
 from broker.settings.config import Section
 from learner.checks import check_family, check_layers, check_name, check_options
 from learner.config import Beta, OptimizationSection, TrainSection
+from rlearner_text.model_checks import resolve_model
 
 _COMMON: Final[dict[str, str]] = {
     "run": "broker.settings.config:RunSection",
@@ -103,6 +104,7 @@ def validate(pipeline: str, config: dict[str, Any]) -> dict[str, Any]:
         commands = "`rlearner up` and `rlearner start`"
         raise UserError(f"domains: with that section it is a configuration for {commands}, not for {pipeline}")
     checked = runspec.validate(config, SECTIONS[pipeline], ())
+    resolve_model(checked["model"])
     train = checked["train"]
     if (warmup := train["warmup_steps"]) is not None and warmup >= train["steps"]:
         raise ConfigError("train.warmup_steps", warmup, f"below train.steps, which is {train['steps']}")

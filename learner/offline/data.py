@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from broker.errors import DataError
+from broker.errors import ConfigError, DataError
 from learner.algorithm.samples import TrainSample
+from learner.offline.unusable_rows import UnusableRows
 from rlearner_text.data_rows import Row, read_rows
 from rlearner_text.supervised_masks import check_messages, encode_supervised
 from rlearner_text.tokenizer import Tokenizer
@@ -93,19 +94,30 @@ def conversation(prompt: Any, answer: Any, key: str) -> Messages:
 def load_examples(path: str | Path, tokenizer: Tokenizer, max_tokens: int, key: str = "data") -> list[TokenizedExample]:
     """Return every conversation of the file as tokens, cut to ``max_tokens``, without those with nothing to train.
 
+    Rows that are cut or left out are reported in the log.
+
     Raises:
-        ConfigError: if the file cannot be read, or the chat template refuses the messages.
+        ConfigError: if the file cannot be read, or there is no chat template.
         DataError: if a row is malformed, or the file has no row to train on.
     """
     examples: list[TokenizedExample] = []
-    last_line = 0
-    for last_line, messages in read_conversations(path, key):  # noqa: B007 - used below
-        token_ids, mask = encode_supervised(tokenizer, messages)
+    unusable = UnusableRows(path)
+    tokenizer.chat_template  # noqa: B018 - without one no row can be used, which is not the rows' fault
+    for line, messages in read_conversations(path, key):
+        unusable.read(line)
+        try:
+            token_ids, mask = encode_supervised(tokenizer, messages)
+        except ConfigError as error:
+            unusable.omit(error.allowed)
+            continue
         example = TokenizedExample(token_ids[:max_tokens], mask[:max_tokens])
-        if example.num_trained:
-            examples.append(example)
-    if not examples:
-        raise DataError(str(path), last_line, f"no row has an assistant's answer within {max_tokens} tokens")
+        if not example.num_trained:
+            unusable.omit("the first answer begins beyond data.max_tokens, or the model's limit")
+            continue
+        if len(token_ids) > max_tokens:
+            unusable.shorten(f"longer than {max_tokens} tokens")
+        examples.append(example)
+    unusable.report(f"no row has an assistant's answer within {max_tokens} tokens")
     return examples
 
 

@@ -87,10 +87,7 @@ class PreferencePipeline:
         most = job.max_tokens()
 
         def read(path: str, key: str) -> list[Two]:
-            pairs, num_long = load_pairs(path, job.tokenizer, most, key)
-            if num_long:
-                total = num_long + len(pairs)
-                log.warning("%s: %d of %d pairs omitted, longer than %d tokens", path, num_long, total, most)
+            pairs, _ = load_pairs(path, job.tokenizer, most, key)
             return [(pair.chosen.sample(), pair.rejected.sample()) for pair in pairs]
 
         self._rows, self._held_out = job.load(read)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from broker.errors import DataError
+from broker.errors import ConfigError, DataError
 from learner.offline.data import Messages, TokenizedExample, conversation
+from learner.offline.unusable_rows import UnusableRows
 from rlearner_text.data_rows import Row, read_rows
 from rlearner_text.supervised_masks import encode_supervised
 from rlearner_text.tokenizer import Tokenizer
@@ -28,24 +29,32 @@ def load_pairs(
     Rows are ``{"prompt": …, "chosen": …, "rejected": …}``, each a text (one message) or a list of messages; chosen and
     rejected may also be whole conversations with the same beginning.
 
+    These, and pairs that the chat template rejects, are reported in the log.
+
     Raises:
-        ConfigError: if the file cannot be read, or the chat template refuses the messages.
+        ConfigError: if the file cannot be read, or there is no chat template.
         DataError: if a row is malformed, or the file has no pair to train on.
     """
     pairs: list[PreferencePair] = []
-    number = num_long = 0
-    for number, row in read_rows(path, key):
+    num_long, unusable = 0, UnusableRows(path)
+    tokenizer.chat_template  # noqa: B018 - without one no row can be used, which is not the rows' fault
+    for line, row in read_rows(path, key):
+        unusable.read(line)
         try:
             chosen, rejected, shared = _conversations(row)
         except ValueError as error:
-            raise DataError(str(path), number, str(error)) from None
-        examples = [_example(tokenizer, messages, shared) for messages in (chosen, rejected)]
+            raise DataError(str(path), line, str(error)) from None
+        try:
+            examples = [_example(tokenizer, messages, shared) for messages in (chosen, rejected)]
+        except ConfigError as error:
+            unusable.omit(error.allowed)
+            continue
         if all(len(example.token_ids) <= max_tokens for example in examples):
             pairs.append(PreferencePair(*examples))
         else:
             num_long += 1
-    if not pairs:
-        raise DataError(str(path), number, f"no row has both answers within {max_tokens} tokens")
+            unusable.omit("an answer ends beyond data.max_tokens, or the model's limit")
+    unusable.report(f"no row has both answers within {max_tokens} tokens")
     return pairs, num_long
 
 

@@ -87,7 +87,7 @@ def _run(name: str, config: dict[str, Any], folder: Path, url: str) -> OfflineRe
     checkpoint.remove_partial(folder / "checkpoints")
     first_path = base_model(section(config, "model", ModelSection), folder, log.info)
     model_path = first_path if newest is None else str(newest.path)
-    tokenizer = Tokenizer.load(first_path, trust_remote_code=config["model"]["trust_remote_code"])
+    tokenizer = Tokenizer.of_run(first_path, config)
     job = OfflineJob(config, folder, first_path, model_path, tokenizer, url)
     pipeline: OfflinePipeline = resolve("pipelines", name, PIPELINES)(job)
     write_config(folder, config)  # only now that the input is valid: from here on the settings must not change

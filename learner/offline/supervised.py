@@ -89,7 +89,8 @@ def fine_tune(
     from learner.backends.torch import TorchBackend
 
     check_model_path(path)
-    tokenizer = Tokenizer.load(path, trust_remote_code=model.trust_remote_code)
+    trusted, template = model.trust_remote_code, model.chat_template
+    tokenizer = Tokenizer.load(path, trust_remote_code=trusted, chat_template=template)
     rows = [example.sample() for example in load_examples(data, tokenizer, longest_row(path))]
     settings = {"model": model, "seed": seed, "ref_path": path, "max_context": max_context}
     backend = TorchBackend(path, train=backend_train(train), algorithm=SFT, **settings)

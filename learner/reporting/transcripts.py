@@ -28,7 +28,7 @@ def load_tokenizer(config: Mapping[str, Any], folder: Path) -> tuple[Tokenizer |
     try:
         if section.get("path") is None and not (folder / "model").is_dir():
             raise ConfigError("model.path", None, f"there is no {folder / 'model'} either")
-        return Tokenizer.load(path, trust_remote_code=bool(section.get("trust_remote_code"))), str(path)
+        return Tokenizer.of_run(path, config), str(path)
     except ConfigError as error:
         return None, f"none, so tokens are shown by their numbers: {error}"
 

@@ -21,6 +21,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from broker.settings.config import Section
 from rewardhub.rewards.base import InvalidScoreError, Sample, Scored
 from rewardhub.rewards.code_tests import FunctionCallTests, InvalidTestsError, StatementTests, StdioTests, parse
+from rewardhub.rewards.thinking import Thinking, visible_text
 from rlearner_sandbox import ProgramChecks, ProgramEnd, Sandbox
 from rlearner_sandbox.command import SandboxLimits
 
@@ -36,6 +37,7 @@ class CodeArgs(Section):
 
     # none: programs of the policy run unprotected, as the hub's own user
     sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
+    thinking: Thinking = "drop"  # keep: programs in <think> count; required: without </think> there is none
     all_or_nothing: bool = False  # 1 if every test passes, else 0; otherwise the share that passes
     timeout_s: PositiveFloat = 8.0  # wall time of all tests of one response
     cpu_s: PositiveInt = 4  # processor time of one program, for each pair
@@ -83,7 +85,7 @@ class CodeReward:
             except InvalidTestsError as error:
                 why = f"domain {sample.domain!r}, task {sample.task_index}, its tests: {error}"
                 raise InvalidScoreError(why) from None
-        program = last_block(sample.response)
+        program = last_block(visible_text(sample.response, self._args.thinking))
         if program is None:
             return self._scored(0.0, [])
         tests = self._last[1]

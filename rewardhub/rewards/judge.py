@@ -33,6 +33,7 @@ from broker.errors import UserError
 from broker.settings.config import HttpUrl, Section
 from broker.settings.secret import SecretRef
 from rewardhub.rewards.base import NoScore, Sample, Scored
+from rlearner_text.thinking import after_thinking
 
 log = logging.getLogger(__name__)
 
@@ -255,7 +256,7 @@ class JudgeReward:
         return {name: value for name, value in body.items() if value is not None}
 
     def _score(self, said: str) -> float | None:
-        found = self._pattern.findall(said)
+        found = self._pattern.findall(after_thinking(said))  # a number in the judge's thinking is no verdict
         try:
             number = float(found[-1])
         except (IndexError, ValueError):

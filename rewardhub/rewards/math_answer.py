@@ -13,10 +13,12 @@ from pydantic import Field, PositiveFloat
 
 from broker.settings.config import Section
 from rewardhub.bounded import BoundedFunction, TooCostly
-from rewardhub.rewards import math_compare, math_text
+from rewardhub.rewards import math_compare, math_extract, math_text
 from rewardhub.rewards.base import NoScore, ResponseFault, Sample, Scored
-from rewardhub.rewards.math_compare import ComparisonOptions, ComparisonRequest
-from rewardhub.rewards.math_text import ExtractedAnswer
+from rewardhub.rewards.math_compare import ComparisonRequest
+from rewardhub.rewards.math_equality import ComparisonOptions
+from rewardhub.rewards.math_extract import ExtractedAnswer
+from rewardhub.rewards.thinking import Thinking
 
 MEMORY_MIB: Final = 512  # of the bounded process
 REMEMBERED: Final = 1024  # verdicts: the answers of a group are often the same
@@ -28,6 +30,7 @@ class MathAnswerArgs(Section):
     """Arguments of the reward ``math_answer``."""
 
     answer_after: str = "####"  # marks the answer in reference and response, by its last occurrence; empty: no marker
+    thinking: Thinking = "drop"  # keep: answers in <think> count; required: without </think> there is no answer
     correct: float = 1.0  # reward of an equal answer
     wrong: float = 0.0  # reward of any other, or of no answer
     float_rounding: Annotated[int, Field(ge=0, le=30)] = 6  # decimals that must agree if one number has a decimal point
@@ -40,8 +43,9 @@ class MathAnswerArgs(Section):
 class MathAnswerReward:
     """Reward: ``correct`` if the response's answer equals the reference, else ``wrong``.
 
-    ``rewardhub.rewards.math_text.answer_of`` finds the answer. A reference that is not mathematics is compared as
-    text, ignoring case, markup and punctuation; note ``by_text``. A too costly answer is wrong; note ``too_costly``.
+    ``rewardhub.rewards.math_extract.answer_of`` finds the answer. A reference that is not mathematics is compared as
+    text, ignoring case, markup and punctuation; note ``by_text``. A too costly answer is wrong, note ``too_costly``,
+    and so is one that sympy fails on, note ``not_comparable``.
     """
 
     Args = MathAnswerArgs
@@ -59,20 +63,25 @@ class MathAnswerReward:
         """Return the reward of one response.
 
         Raises:
-            ResponseFault: if the answer is too costly to compare.
+            ResponseFault: if the answer is too costly to compare, or sympy raises.
             NoScore: if the reference is empty, a fault of the data.
         """
-        gold = math_text.answer_of(sample.reference, self._args.answer_after)
-        found = math_text.answer_of(sample.response, self._args.answer_after)
+        gold = self.answer_of_reference(sample.reference)
+        found = math_extract.answer_of(sample.response, self._args.answer_after, self._args.thinking)
         if not gold.text.strip():
             raise NoScore(f"no answer in the reference {sample.reference[-200:]!r}")
         if self.kind(gold) == "text":
-            equal = bool(math_text.candidate_texts(gold) & math_text.candidate_texts(found))
+            equal = math_extract.is_same_text(gold, found)
             return Scored(self._args.correct if equal else self._args.wrong, {"by_text": 1.0})
         verdict = self._verdict(gold, found)
-        if verdict == "too_costly":
-            raise ResponseFault("too_costly", self._args.wrong)
+        if verdict in ("too_costly", "failed"):
+            raise ResponseFault("too_costly" if verdict == "too_costly" else "not_comparable", self._args.wrong)
         return self._args.correct if verdict == "equal" else self._args.wrong
+
+    def answer_of_reference(self, reference: str) -> ExtractedAnswer:
+        """Return the answer of a reference, whose thinking is never required."""
+        thinking: Thinking = "keep" if self._args.thinking == "keep" else "drop"
+        return math_extract.answer_of(reference, self._args.answer_after, thinking)
 
     def _kind(self, gold: ExtractedAnswer) -> Kind:
         """Return how a reference is compared: as text if it cannot be parsed in time."""
@@ -85,11 +94,13 @@ class MathAnswerReward:
 
     def _compare(self, gold: ExtractedAnswer, found: ExtractedAnswer) -> str:
         if gold.bare and found.bare:
-            one, other = math_text.number(gold.text), math_text.number(found.text)
-            if one is not None and other is not None:
-                return "equal" if math_text.same_number(one, other, self._args.float_rounding) else "different"
-            if gold.text.split() == found.text.split():  # regardless of size
-                return "equal"
+            exact, other = math_text.number(gold.text), math_text.number(found.text)
+            if exact is not None and other is not None:
+                return "equal" if math_text.same_number(exact, other, self._args.float_rounding) else "different"
+        if not found.text.strip():
+            return "different"
+        if math_extract.is_same_writing(gold, found):  # regardless of size
+            return "equal"
         try:
             return self._ask(gold, found).decode()
         except TooCostly:

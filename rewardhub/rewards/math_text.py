@@ -1,105 +1,75 @@
-"""Finds the answer in a text, and reads it as a number, a formula or words. Pure, in linear time."""
+"""Reads an answer as a number or as words, and writes formulas in one form. Pure, in linear time."""
 
 from __future__ import annotations
 
 import re
 from fractions import Fraction
-from itertools import pairwise
 from typing import Final
 
-import msgspec
-
-LONGEST_ANSWER: Final = 4000  # characters that are searched, from the end
 LONGEST_NUMBER: Final = 60  # characters of a number that is read without the parser
-LONGEST_LINE: Final = 200  # characters of a response that is only a formula
-MANY_WORDS: Final = 5  # a text with more words is prose, in which the answer is searched for
-BOXED: Final = re.compile(r"\\(?:boxed|fbox)\s*\{")
 # Digits grouped by commas ("36,000", "36{,}000"), thin spaces or blanks; a tuple or a set is never one number.
 _NUMBER: Final = re.compile(
     r"(?P<sign>[-+−]?)\s*(?:\\?[$€£¥])?\s*(?P<sign2>-?)"
-    r"(?P<whole>\d{1,3}(?:(?:,|\{,\}|\\[,!; ]|[   ])\d{3})+|\d+)?(?P<part>\.\d+)?(?P<power>[eE][-+]?\d{1,2})?\.?"
+    r"(?P<whole>[1-9]\d{0,2}(?:(?:,|\{,\}|\\[,!; ]|[~' \u00a0\u2007\u2009\u202f])\d{3})+|\d+)?(?P<part>\.\d+)?"
+    r"(?P<power>[eE][-+]?\d{1,2})?\.?\s*(?:\\?[$€£¥])?"
 )
+_DECIMAL_COMMA: Final = re.compile(r"(-?)(0|[1-9]\d*),(\d{2}|\d{4,}|(?<=0,)\d+)")
 # A single letter after a number is a variable, a word is a unit.
 _NUMBER_WITH_UNIT: Final = re.compile(
     r"[-+−]?\s*+(?:\\?[$€£¥])?\s*+-?(?:[\d,]*+\.\d++|[\d,]*+(?<=\d))"
-    r"(?:\s*%|\s*(?:km|cm|mm|kg|mg|lbs?|oz|ft|hr|ml|mph|°[CF]?)\b[/a-z²³]*|\s+(?P<word>[A-Za-z]{3,})[A-Za-z.,/ ]*)",
+    r"(?:\s*%|\s*(?:km|cm|mm|kg|mg|lbs?|oz|ft|hr|ml|mph|m(?=[²³])|°[CF]?)\b[/a-z²³]*"
+    r"|\s+(?P<word>[A-Za-z]{3,})[A-Za-z.,/ ]*)",
     re.IGNORECASE,
 )
-_DELIMITED: Final = re.compile(r"\\\(|\\\[|(?<!\\)\$.*?(?<!\\)\$|\\boxed|\\fbox", re.DOTALL)
-_MATH: Final = re.compile(r"\\\(|\\\[|(?<!\\)\$")
-_CONNECTED: Final = re.compile(r"(?:[\s$,;.&]|\\[()\[\],; ]|\\q?quad|\\text\s*\{\s*(?:and|or)\s*\}|and|or)*")
 _EMPHASIS: Final = re.compile(r"(?<![\w)}*])(\*{1,3}|_{2,3}|`+)(?=\S)([^*`\n]*?\S)\1(?![\w({*])")
-_COMMAND: Final = re.compile(r"\\[A-Za-z]+")
-_TEXT_COMMAND: Final = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
+_COMMAND: Final = re.compile(r"\\(?:begin|end)\s*\{[A-Za-z]+\*?\}|\\[A-Za-z]+")
+TEXT_COMMAND: Final = re.compile(
+    r"\\(?:text(?:bf|it|rm|normal|sf|tt)?|math(?:rm|bf|it|sf|tt|normal)|textnormal|mbox|operatorname)\s*\{([^{}]*)\}"
+)
 _TRIGONOMETRIC: Final = ("sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh")
 _COMMANDS: Final = (*_TRIGONOMETRIC, "log", "ln", "exp", "pi")  # written with a backslash in LaTeX
-_FUNCTIONS: Final = frozenset((*_COMMANDS, "sqrt", "max", "min", "gcd", "lcm", "det", "mod", "infty", "and", "or"))
+FUNCTIONS: Final = frozenset((*_COMMANDS, "sqrt", "max", "min", "gcd", "lcm", "det", "mod", "infty", "and", "or"))
 _BARE_FUNCTION: Final = re.compile(
     rf"(?<![\\A-Za-z{{])({'|'.join(sorted(_COMMANDS, key=len, reverse=True))})(?![A-Za-z])"
 )
 _WORD_BEFORE_TERM: Final = re.compile(r"(?<![A-Za-z])([A-Za-z]{2,})\s+(?=[A-Za-z0-9$])")
 _POWER: Final = re.compile(r"(?:\*\*|\^)\s*(-?\d+(?:\.\d+)?|\((-?\d+(?:\.\d+)?)\))")
-_IMAGINARY: Final = re.compile(r"(?<=[\d)}])i(?![A-Za-z])")
-_SAID: Final = re.compile(r"\banswer(?:\s+is)?\s*[:=]?\s*(.+)$", re.IGNORECASE)
-
-
-class ExtractedAnswer(msgspec.Struct, frozen=True):
-    """An answer to compare."""
-
-    text: str
-    bare: bool  # only the answer; else prose, in which it is searched for
-
-
-def answer_of(text: str, marker: str) -> ExtractedAnswer:
-    """Return the answer of a response or reference.
-
-    After the last marker: the first line, or a box. Without a marker, all boxes: different ones form a set, unless
-    they are in separate formulas with prose in between; then math-verify takes the last. Without boxes, a single line
-    that is only a formula, else the whole text.
-    """
-    text = text[-LONGEST_ANSWER:]
-    _, found, after = text.rpartition(marker) if marker else ("", "", text)
-    if found and not BOXED.search(after):
-        return ExtractedAnswer(strip_markup(next((line for line in after.splitlines() if line.strip()), "")), bare=True)
-    text = after if found else text
-    boxes = list(dict.fromkeys(boxed(text)))
-    if len(boxes) == 1 or (boxes and _belong_together(text)):
-        return ExtractedAnswer(", ".join(boxes), bare=True)  # the blank tells a set from digit groups
-    line = strip_markup(text)
-    if boxes or not line or "\n" in line or len(line) > LONGEST_LINE or _DELIMITED.search(line):
-        return ExtractedAnswer(text, bare=False)
-    return ExtractedAnswer(line, bare=not line or number(line) is not None or is_formula(line))
-
-
-def boxed(text: str) -> list[str]:
-    """Return the contents of the outermost closed boxes in order, each with a percent sign that follows it."""
-    return [content for content, _, _ in _boxes(text)]
-
-
-def _belong_together(text: str) -> bool:
-    places = [(start, end) for _, start, end in _boxes(text)]
-    between = [text[end:start] for (_, end), (start, _) in pairwise(places)]
-    return _MATH.search(text) is None or all(_CONNECTED.fullmatch(part) for part in between)
-
-
-def _boxes(text: str) -> list[tuple[str, int, int]]:
-    """Return content, start and end of each outermost box."""
-    found, position = [], 0
-    while (start := BOXED.search(text, position)) is not None:
-        depth, position = 1, start.end()
-        while depth and position < len(text):
-            char = text[position]
-            # An escaped brace is part of a set, not of the markup.
-            if char == "\\":
-                position += 1
-            depth += (char == "{") - (char == "}")
-            position += 1
-        if depth:
-            break
-        percent = re.match(r"\s*\$?\s*\\?%", text[position:])
-        content = text[start.end() : position - 1].strip() + ("\\%" if percent else "")
-        found.append((content, start.start(), position + (percent.end() if percent else 0)))
-    return found
+_CHOICE: Final = re.compile(
+    r"(?:(?i:option|choice)\s+)?[(\[]?([A-Z])(?:[)\]](?:[\s.,:;].*)?|\s*|[.,:;](?!\w).*|[。，、：；）\u3040-\u9fff].*)",
+    re.DOTALL,
+)
+_CHARACTERS: Final = str.maketrans(
+    {
+        "−": "-", "–": "-", "·": "\\cdot ", "×": "\\times ", "÷": "/", "∞": "\\infty ", "π": "\\pi ", "∪": "\\cup ",
+        "∩": "\\cap ", "∈": "\\in ", "≡": "\\equiv ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "≈": "\\approx ",
+        "±": "\\pm ", "°": "^\\circ ", "∅": "\\emptyset ", "½": " \\frac{1}{2}", "¼": " \\frac{1}{4}",
+        "¾": " \\frac{3}{4}", "⅓": " \\frac{1}{3}", "⅔": " \\frac{2}{3}", "²": "^{2}", "³": "^{3}", "⋅": "\\cdot ",
+        "\u00a0": " ", "\u2007": " ", "\u2009": " ", "\u200a": " ", "\u202f": " ", "⟨": "(", "⟩": ")", "…": "\\ldots ",
+    }
+)  # fmt: skip
+_SPELLINGS: Final = (
+    (re.compile(r",\s*\\!\s*(?=\d{3})|\{,\}(?:\\!)?\s*(?=\d{3})"), ","),  # a comma without its space groups digits
+    (re.compile(r"\\left\s*\\?\.|\\right\s*\\?\."), ""),
+    (re.compile(r"\\(?:left|right|[bB]ig{1,2}[lrm]?)(?![A-Za-z])\s*"), ""),
+    (re.compile(r"\\(?:displaystyle|textstyle|limits|nolimits|boldsymbol|rm|bf)(?![A-Za-z])\s*"), ""),
+    (re.compile(r"(?<!\\)\\!"), ""),
+    (re.compile(r"(?<!\\)\\[,:;> ]|~|\\q?quad(?![A-Za-z])|\\(?:thin|en)space(?![A-Za-z])"), " "),
+    (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
+    (re.compile(r"\\frac\s*(\d)\s*(\d)"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\\sqrt\s*\{\}\s*\{"), r"\\sqrt{"),
+    (re.compile(r"\\leq(?:slant)?(?![A-Za-z])|<="), r"\\le "),
+    (re.compile(r"\\geq(?:slant)?(?![A-Za-z])|>="), r"\\ge "),
+    (re.compile(r"\\neq(?![A-Za-z])|!="), r"\\ne "),
+    (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset "),
+    (re.compile(r"\\lt(?![A-Za-z])"), "<"),
+    (re.compile(r"\\gt(?![A-Za-z])"), ">"),
+    (re.compile(r"\\(?:lbrace|lbrack)(?![A-Za-z])"), r"\\{"),
+    (re.compile(r"\\(?:rbrace|rbrack)(?![A-Za-z])"), r"\\}"),
+    (re.compile(r"\\(?:lvert|rvert|vert)(?![A-Za-z])"), "|"),
+    (re.compile(r"\\\("), ""),
+    (re.compile(r"\\\)"), ""),
+    (re.compile(r"\s+"), " "),
+)
 
 
 def strip_markup(text: str) -> str:
@@ -114,12 +84,23 @@ def strip_markup(text: str) -> str:
 def number(text: str) -> tuple[Fraction, bool] | None:
     """Return a plain decimal number and whether it has a decimal point; None for any other text."""
     text = text.strip().removeprefix("$").removesuffix("$") if text.count("$") == 2 else text.strip()
-    found = _NUMBER.fullmatch(text.strip()) if len(text) <= LONGEST_NUMBER else None
-    if found is None or not (found["whole"] or found["part"]):
+    match = _NUMBER.fullmatch(text.strip()) if len(text) <= LONGEST_NUMBER else None
+    if match is None or not (match["whole"] or match["part"]) or (not text.isascii() and _has_other_digits(text)):
         return None
-    digits = re.sub(r"\D", "", found["whole"] or "0") + (found["part"] or "")
-    value = Fraction(digits + (found["power"] or ""))
-    return (-value if "-" in (found["sign"] + found["sign2"]).replace("−", "-") else value), found["part"] is not None
+    digits = re.sub(r"\D", "", match["whole"] or "0") + (match["part"] or "")
+    value = Fraction(digits + (match["power"] or ""))
+    is_negative = "-" in (match["sign"] + match["sign2"]).replace("−", "-")
+    return (-value if is_negative else value), match["part"] is not None
+
+
+def _has_other_digits(text: str) -> bool:
+    return any(char.isdigit() and not char.isascii() for char in text)
+
+
+def decimal_comma(text: str) -> tuple[Fraction, bool] | None:
+    """Return the number of a text like ``1000,99`` if its comma is a decimal point; ``2,3`` is a list."""
+    match = _DECIMAL_COMMA.fullmatch(text) if len(text) <= LONGEST_NUMBER else None
+    return number(f"{match[1]}{match[2]}.{match[3]}") if match else None
 
 
 def same_number(gold: tuple[Fraction, bool], found: tuple[Fraction, bool], digits: int) -> bool:
@@ -138,25 +119,33 @@ def relative_tolerance(digits: int) -> Fraction:
 
 def has_unit(text: str) -> bool:
     """Return whether the text is a number followed by a unit or a few words."""
-    found = _NUMBER_WITH_UNIT.fullmatch(text)
-    return found is not None and (found["word"] or "") not in _FUNCTIONS
+    match = _NUMBER_WITH_UNIT.fullmatch(text)
+    return match is not None and (match["word"] or "") not in FUNCTIONS
 
 
 def is_formula(text: str) -> bool:
     """Return whether the text can be a formula: its words are function names or short products of variables."""
-    if not text or has_control_characters(text):
+    if not text or has_control_characters(text) or _has_foreign_letters(text):
         return False
-    plain = _COMMAND.sub(" ", _TEXT_COMMAND.sub(" ", text))
+    plain = _COMMAND.sub(" ", TEXT_COMMAND.sub(" ", text))
     words = re.findall(r"[A-Za-z]+", plain)
-    if any(len(word) > 3 and word not in _FUNCTIONS for word in words):
+    if any(len(word) > 3 and word not in FUNCTIONS for word in words):
         return False
-    if any(found[1] not in _FUNCTIONS for found in _WORD_BEFORE_TERM.finditer(plain)):
+    if any(match[1] not in FUNCTIONS for match in _WORD_BEFORE_TERM.finditer(plain)):
         return False
-    if "\\" in text or len(text) == 1:
+    if "\\" in text or len(text.rstrip("!")) == 1:
         return True
     # "no", "left": letters alone are words unless they are one variable.
-    is_text = any(len(word) == 3 and word not in _FUNCTIONS for word in words)
+    is_text = any(len(word) == 3 and word not in FUNCTIONS for word in words)
     return not is_text and re.fullmatch(r"[A-Za-z\s.,'!?]*", text) is None
+
+
+def _has_foreign_letters(text: str) -> bool:
+    """Return whether the text holds letters other than Latin and Greek ones and symbols such as ℝ."""
+    return not text.isascii() and any(
+        char.isalpha() and not (char.isascii() or "\u0370" <= char <= "\u03ff" or "\u2100" <= char <= "\u214f")
+        for char in text
+    )
 
 
 def has_control_characters(text: str) -> bool:
@@ -164,39 +153,42 @@ def has_control_characters(text: str) -> bool:
     return any(ord(char) < 32 and char not in "\t\n\r" for char in text)
 
 
-def is_prose(text: str) -> bool:
-    """Return whether the text is long enough to search it for an answer."""
-    return len(text.split()) > MANY_WORDS
-
-
 def to_latex(text: str) -> str:
-    """Return a formula as LaTeX for the parser: powers in braces, functions as commands, a separate i."""
+    """Return a formula as LaTeX for the parser: powers in braces, functions as commands."""
     if "\\" not in text:
-        text = _POWER.sub(lambda found: "^{" + (found[2] or found[1]) + "}", text).replace("**", "^")
+        text = _POWER.sub(lambda match: "^{" + (match[2] or match[1]) + "}", text).replace("**", "^")
+        text = re.sub(r"sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
         text = _BARE_FUNCTION.sub(r"\\\1 ", text)
-        text = re.sub(r"(?<!\s)\s++(?:and|or)\s+", ", ", text)
-    text = text.replace("−", "-").replace("·", "\\cdot ").replace("×", "\\times ")
-    text = re.sub(r"√\s*\(([^()]*)\)|√\s*(\w+)", lambda found: "\\sqrt{" + (found[1] or found[2]) + "}", text)
-    return imaginary(text)
+    return re.sub(r"√\s*\(([^()]*)\)|√\s*(\w+)", lambda match: "\\sqrt{" + (match[1] or match[2]) + "}", text)
 
 
-def imaginary(text: str) -> str:
-    """Return the text with the imaginary unit separated from its factor, for the parser."""
-    return _IMAGINARY.sub(" i", text)
+def plain_latex(text: str) -> str:
+    """Return a formula without dollars, size commands and spaces that have no meaning, with one name per relation."""
+    text = text.translate(_CHARACTERS)
+    text = re.sub(r"(?<!\\)\$", " ", text)
+    if "\\begin" not in text:
+        text = re.sub(r"\\{2,}(?=[A-Za-z{}])", r"\\", text)  # of a text that was escaped twice
+    for pattern, spelling in _SPELLINGS:
+        text = pattern.sub(spelling, text)
+    return text.strip()
+
+
+def canonical(text: str) -> str:
+    """Return a plain formula without blanks next to operators and brackets; equal texts mean the same."""
+    text = re.sub(r"\\(?:text|mathrm|textbf|mathbf|textnormal)\s*\{\s*([^{}\\]*?)\s*\}", r"{\1}", text)
+    text = re.sub(r"\s*([{}()\[\]+\-*/^_=<>|&:;])\s*", r"\1", text)
+    text = re.sub(r",\s+", ", ", text)
+    return re.sub(r"([\^_])\{(\w)\}", r"\1\2", text).strip(" .")
 
 
 def words(text: str) -> str:
     """Return the text as words: without case, markup, extra blanks and punctuation at the ends."""
-    text = _TEXT_COMMAND.sub(r"\1", text).replace("$", "").replace("\\", "")
-    return " ".join(strip_markup(text).casefold().split()).strip(" .,;:!?\"'()")
+    text = TEXT_COMMAND.sub(r"\1", text).replace("$", "").replace("\\", "")
+    text = " ".join(strip_markup(text).casefold().split())
+    return text.strip(" .,:;?\"'()" + ("" if len(text.rstrip("!")) == 1 else "!"))
 
 
-def candidate_texts(answer: ExtractedAnswer) -> set[str]:
-    """Return the texts that an answer may mean: all of it, its last line, or the text after "answer is" there."""
-    found = {words(answer.text)}
-    if not answer.bare and (lines := [line for line in answer.text.splitlines() if line.strip()]):
-        last = strip_markup(lines[-1])
-        found |= {words(last)} | ({words(match[1])} if (match := _SAID.search(last)) else set())
-        if boxes := boxed(answer.text):
-            found = {words(", ".join(boxes))}
-    return found - {""}
+def choice(text: str) -> str | None:
+    """Return the letter of a choice such as ``C``, ``(C)`` or ``C. Paris``; None for any other text."""
+    match = _CHOICE.fullmatch(TEXT_COMMAND.sub(r"\1", text).replace("$", "").strip())
+    return match[1].upper() if match else None

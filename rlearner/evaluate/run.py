@@ -20,7 +20,7 @@ from rich.progress import Progress
 
 from broker.contract import wire
 from broker.contract.streams import CONTROL
-from broker.errors import UserError
+from broker.errors import ConfigError, UserError
 from broker.jetstream.bus import Bus
 from broker.runtime.presence import Roster
 from broker.runtime.process import Stop, Stopped
@@ -29,6 +29,7 @@ from broker.settings.config import PRIVATE_STORE_GIB, BrokerSection
 from broker.settings.runspec import domains, publish_runspec, section
 from broker.system.private_files import private_write
 from broker.system.visible_text import visible
+from envhub.config import check_templates
 from learner.config import EvalSection
 from learner.disk_retry import DiskRetry
 from learner.evaluation.evaluation import Evaluation, EvaluationQueue
@@ -38,6 +39,7 @@ from learner.reporting.transcripts import TranscriptFactory
 from rlearner.evaluate.report import report, result_of
 from rlearner.up.fleet import ProcessFleet
 from rlearner_text.config import check_model_path
+from rlearner_text.model_checks import KEY, check_trained_model
 
 POLICY: Final = "evaluated"
 LOOK_EVERY_S: Final = 0.25
@@ -51,7 +53,7 @@ async def evaluate(config: dict[str, Any], model: str, stop: Stop, *, gpus: str,
         UserError: if there is no such model, a process rejected its input or died, or no task could be measured.
     """
     logging.getLogger().setLevel("WARNING")
-    path = await asyncio.to_thread(_found, model)
+    path = await asyncio.to_thread(_find_model, model, config)
     folder, began = run_folder(config), time.monotonic()
     write_config(folder, config)
     fleet = ProcessFleet(folder / "logs", {})
@@ -76,9 +78,18 @@ async def evaluate(config: dict[str, Any], model: str, stop: Stop, *, gpus: str,
     print(json.dumps(result) if as_json else visible(report(result, folder), newlines=True))
 
 
-def _found(model: str) -> str:
-    """Return the model's absolute folder, or its hub name."""
+def _find_model(model: str, config: dict[str, Any]) -> str:
+    """Return the model's absolute folder, or its hub name.
+
+    Raises:
+        ConfigError: if there is no such model, or the domains cannot be played with it.
+    """
     check_model_path(model, "MODEL")
+    evaluated = {**config["model"], "path": model}
+    try:
+        check_templates(config, check_trained_model(evaluated, from_hub=True, is_trained=False))
+    except ConfigError as error:
+        raise ConfigError("MODEL" if error.key == KEY else error.key, error.value, error.allowed) from None
     folder = Path(model).expanduser()
     return str(folder.absolute()) if folder.is_dir() else model
 

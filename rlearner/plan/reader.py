@@ -12,6 +12,7 @@ from rlearner.plan.demands import read_demands
 from rlearner.plan.facts import Memory, ModelFacts
 from rlearner.plan.model_reader import read_model, reward_parts
 from rlearner_text.config import ModelSection
+from rlearner_text.model_checks import check_trained_model
 
 # those of a run that do not depend on what the plan chooses, nor on files that only the hosts need
 CHECKS: Final = ("learner.checks:check_names", "learner.checks:check_family", "rollout.checks:check")
@@ -36,6 +37,7 @@ class WorkloadReader:
         self._read: dict[tuple[str, ...], Workload] = {}
         self.given = load(path, overrides)
         self.config = validate(self.given, checks=CHECKS)
+        check_trained_model(self.config["model"], has_weights=False, from_hub=True)
 
     def read(self, more: Sequence[str] = ()) -> Workload:
         """Return what the run computes, with further settings ``key=value``.

@@ -12,6 +12,7 @@ from broker.contract import wire
 from rlearner_text.openai import tool_calls
 from rlearner_text.openai.request_bodies import ChatBody, GenerationBody
 from rlearner_text.openai.token_events import TopLogprobs
+from rlearner_text.template_rules import channel_reader
 from rlearner_text.tokenizer import Tokenizer
 
 
@@ -90,7 +91,8 @@ class AnswerWriter:
         ends = {*self._body.stop_token_ids, *self._tokenizer.eos_token_ids}
         if reason == "stop" and ids and ids[-1] in ends:
             ids = ids[:-1]
-        text = self._tokenizer.decode(ids)
+        reader = channel_reader(self._tokenizer) if self._chat else None
+        text = self._tokenizer.decode(ids) if reader is None else reader.text(ids)
         return text[: min((at for stop in self._body.stops if (at := text.find(stop)) >= 0), default=len(text))]
 
     def logprobs(

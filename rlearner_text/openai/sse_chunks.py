@@ -11,6 +11,7 @@ from rlearner_text.openai.partial_text import PartialText
 from rlearner_text.openai.request_bodies import ChatBody, GenerationBody
 from rlearner_text.openai.streaming import encode
 from rlearner_text.openai.token_events import TokenEvent, TopLogprobs
+from rlearner_text.template_rules import channel_reader
 from rlearner_text.tokenizer import Tokenizer
 
 
@@ -93,6 +94,8 @@ class ChunkEvents:
 def partial_text_of(body: GenerationBody, tokenizer: Tokenizer) -> PartialText:
     """Return the incremental text of an answer to a request."""
     opener = tool_calls.tool_syntax(tokenizer).opener if isinstance(body, ChatBody) and body.offered else None
+    if isinstance(body, ChatBody) and channel_reader(tokenizer) is not None:
+        opener = ""  # which channel is the answer's shows only at the end
     ends = frozenset((*body.stop_token_ids, *tokenizer.eos_token_ids))
     return PartialText(tokenizer, ends=ends, stops=body.stops, opener=opener)
 

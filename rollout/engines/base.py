@@ -30,6 +30,7 @@ class EngineConfig:
         section: the configuration section ``rollout``.
         dtype: name of a torch dtype, from ``model.dtype``.
         trust_remote_code: from ``model.trust_remote_code``.
+        chat_template: from ``model.chat_template``: None, ``plain`` or the text of a template.
         device: ``cpu``, ``cuda``, or ``auto``: cuda if available.
         has_weights: False: the folder has no weights, the first ones come from the learner.
         policy_version: of the weights in ``model_path``; NO_VERSION holds every request until ``adopt`` or
@@ -45,6 +46,7 @@ class EngineConfig:
     policy_version: int = NO_VERSION
     has_weights: bool = True
     shares_device: bool = False
+    chat_template: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,8 +75,10 @@ class OpenAIEngine(WeightlessEngine):
 
     async def start(self) -> None:
         args, path = self._args, self._config.model_path
-        trusted = self._config.trust_remote_code
-        self._tokenizer = await asyncio.to_thread(Tokenizer.load, path, trust_remote_code=trusted)
+        trusted, template = self._config.trust_remote_code, self._config.chat_template
+        self._tokenizer = await asyncio.to_thread(
+            Tokenizer.load, path, trust_remote_code=trusted, chat_template=template
+        )
         if args.api == "chat":
             self._splitter = TurnSplitter(self._tokenizer.render_chat)
         if not args.token_ids:

@@ -18,7 +18,7 @@ from broker.settings.registry import known, resolve
 from envhub.domain import load_domain
 from envhub.envs import ENVS
 from envhub.envs.base import Environment, StepResult
-from rewardhub.rewards import math_text
+from rewardhub.rewards import math_extract, math_text
 from rewardhub.rewards.base import ResponseFault, Sample, Scored
 from rewardhub.rewards.loading import load
 
@@ -118,7 +118,7 @@ LONG = {"blanks": " ", "lines": "\n", "digits": "9", "unicode digits": "٣", "co
 @pytest.mark.parametrize("kind", sorted(LONG))
 def test_a_long_answer_is_read_in_half_a_second(kind: str) -> None:
     text = LONG[kind] * 30_000
-    for read in (math_text.has_unit, math_text.is_formula, math_text.to_latex, math_text.boxed, math_text.words):
+    for read in (math_text.has_unit, math_text.is_formula, math_text.to_latex, math_extract.boxed, math_text.words):
         began = time.process_time()
         read(text)
         assert time.process_time() - began < 0.5, read

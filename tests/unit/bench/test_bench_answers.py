@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 
 from bench.answers import measure
-from bench.support.answer_cases import adversarial, pairs
+from bench.support.answer_cases import adversarial
+from bench.support.answer_pairs import pairs
 
 
 def test_there_are_enough_cases_and_each_stands_once() -> None:
     attacks, cases = adversarial(), pairs()
     assert len(set(attacks)) == len(attacks) >= 200
-    assert len(set(cases)) >= 300
-    assert sum(case.equal for case in cases) >= 100
-    assert sum(not case.equal for case in cases) >= 100
+    assert len({case[:2] for case in cases}) == len(cases) >= 1000
+    verdicts = {kind: {case.equal for case in cases if case.kind == kind} for kind in {case.kind for case in cases}}
+    assert len(verdicts) >= 40
+    assert all(both == {True, False} for both in verdicts.values())
+    assert all(case.proof for case in cases)
 
 
 def test_a_part_of_the_cases_is_judged_rightly() -> None:
@@ -22,4 +25,4 @@ def test_a_part_of_the_cases_is_judged_rightly() -> None:
         ("voided", "executed", "wrong_verdicts", "killed_workers"), 0
     )
     assert found["adversarial"] >= 15
-    assert found["equivalent"] >= 30
+    assert found["pairs"] >= 80

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from broker.errors import ConfigError
@@ -258,3 +259,19 @@ def test_outputs_are_compared_line_by_line() -> None:
 def test_arguments_are_checked(args: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=f"args.{key}"):
         loading.check("code", args)
+
+
+@pytest.mark.parametrize(
+    ("thinking", "response", "runs"),
+    [
+        ("drop", "<think>\n```\nprint(2)\n```</think>\nI give up", False),
+        ("drop", "<think>\n```\nprint(2)\n```", False),
+        ("drop", "<think>no</think>\n```\nprint(2)\n```", True),
+        ("required", "```\nprint(2)\n```", False),
+        ("keep", "<think>\n```\nprint(2)\n```", True),
+    ],
+)
+def test_a_program_in_the_thinking_does_not_count(thinking: str, response: str, runs: bool) -> None:
+    reward = CodeReward(CodeArgs(sandbox="none", thinking=thinking))
+    turn = msgspec.structs.replace(sample(None, '{"inputs": [""], "outputs": ["2"]}'), response=response)
+    assert reward.score(turn).value == float(runs)

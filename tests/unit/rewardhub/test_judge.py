@@ -144,6 +144,17 @@ async def test_an_answer_without_a_score_is_asked_for_again_and_never_a_zero(ser
     await close(made)
 
 
+async def test_a_score_in_the_thinking_of_the_judge_is_no_score(serve: Any) -> None:
+    endpoint = Endpoint(said("<think>Score: 9"), said("<think>Score: 9, no</think>Score: 2"))
+    made = await judge(await serve(endpoint))
+    try:
+        scored = await made.score(sample())
+    finally:
+        await close(made)
+    assert scored.value == 0.2
+    assert scored.notes["asked"] == 2.0
+
+
 async def test_busy_endpoints_are_tried_again_and_refusals_are_not(serve: Any) -> None:
     busy = (503, {"error": {"message": "overloaded"}})
     endpoint = Endpoint(busy, busy, said("Score: 1"))

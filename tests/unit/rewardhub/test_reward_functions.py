@@ -15,7 +15,7 @@ from broker.settings import runspec
 from broker.settings.config import RewardConfig
 from rewardhub import config, protocol
 from rewardhub.rewards import REWARDS, base, loading
-from rewardhub.rewards.base import InvalidScoreError, check_scored, check_value
+from rewardhub.rewards.base import InvalidScoreError, ResponseFault, check_scored, check_value
 from rewardhub.worker import RewardWorker
 
 HERE = str(Path(__file__).parents[2] / "kit" / "reward_functions.py")
@@ -191,6 +191,14 @@ def test_an_answer_is_too_costly_before_the_hub_gives_up() -> None:
     with pytest.raises(ConfigError, match=line):
         config.check(spec)
     config.check({**spec, "rewardhub": {"timeout_s": 6}})
+
+
+def test_a_response_that_takes_too_long_to_match_is_at_fault_itself() -> None:
+    score = loading.load("format", {"pattern": "(a|a)*b", "wrong": -1, "cpu_s": 0.2})
+    with pytest.raises(ResponseFault, match="too_costly") as caught:
+        score(sample("a" * 60))
+    assert caught.value.value == -1.0
+    assert score(sample("aab")) == 1.0
 
 
 @pytest.mark.parametrize(

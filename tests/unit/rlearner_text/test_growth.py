@@ -166,7 +166,6 @@ def test_a_template_that_rewrites_the_last_answer_grows_without_rewriting() -> N
 @pytest.mark.parametrize(
     ("family", "system", "problem"),
     [
-        ("mistral", "be brief", "the beginning of a conversation changes"),
         ("gemma", "be brief", "rejects messages of the roles system, user"),
         ("countdown", "", "the beginning of a conversation changes"),
         ("amnesia", "", "does not render every assistant turn"),

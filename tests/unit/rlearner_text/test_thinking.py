@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlearner_text.thinking import without_thinking
+from rlearner_text.thinking import after_thinking, without_thinking
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,18 @@ from rlearner_text.thinking import without_thinking
 )
 def test_only_what_follows_the_thinking_is_said(text: str, said: str) -> None:
     assert without_thinking(text) == said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("R", "R"),
+        ("<think>L</think>R", "R"),
+        ("L</think>R", "R"),
+        ("<think>never closed, R", ""),
+        ("R <think>once more", ""),
+        ("<think>a</think>R<think>once more", ""),
+    ],
+)
+def test_an_unclosed_thinking_leaves_no_answer(text: str, said: str) -> None:
+    assert after_thinking(text) == said
