@@ -24,7 +24,7 @@ from learner.backends.models.mixers import separate_sequences
 from learner.backends.models.packed_rows import SharedRow, pack_row
 
 _PREFIX: Final = 2  # tokens that all sequences begin with
-_LENGTHS: Final = (3, 1, 7, 6, 21, 12)  # of the rest
+_LENGTHS: Final = (3, 1, 12, 20, 21)  # of the rest
 _SWITCH: Final = 5  # tokens of each window and chunk during a trial
 # Read in each forward pass, from the configuration or from a module (Llama 4 scales attention by position).
 _SWITCHES: Final = ("sliding_window", "attention_chunk_size", "floor_scale")
@@ -87,7 +87,7 @@ class AttentionTrial:
         self.sequences = [np.append(ids[:_PREFIX], ids[n : n + length]) for n, length in enumerate(_LENGTHS)]
         self._alone = [self._states(one) for one in self.sequences]
         with _rounding_errors(trunk, device):
-            noise = self._distance([self._states(one) for one in self.sequences])
+            noise = _difference(self._states(self.sequences[-1]), self._alone[-1])  # a pass reads all weights
         leaked = self._states(np.concatenate(self.sequences))
         self.leak = self._distance(torch.split(leaked, [len(one) for one in self.sequences]))
         self.noise = max(noise, _MIN_NOISE)
@@ -128,9 +128,12 @@ class AttentionTrial:
 
     def _distance(self, results: Sequence[Tensor]) -> float:
         """Return the root mean square of the differences by that of the states, of the worst sequence."""
-        pairs = zip(results, self._alone, strict=True)
-        worst = max(float((one.double() - own.double()).norm() / own.double().norm()) for one, own in pairs)
-        return worst if math.isfinite(worst) else math.inf
+        return max(_difference(states, alone) for states, alone in zip(results, self._alone, strict=True))
+
+
+def _difference(states: Tensor, expected: Tensor) -> float:
+    difference = float((states.double() - expected.double()).norm() / expected.double().norm())
+    return difference if math.isfinite(difference) else math.inf
 
 
 def _set_attention(model: Any, name: str) -> bool:
@@ -167,7 +170,7 @@ def _rounding_errors(trunk: Any, device: torch.device) -> Iterator[None]:
     def disturb(_: Any, __: Any, output: Any) -> Any:
         states = output if isinstance(output, Tensor) else output[0]
         error = torch.rand(states.shape, generator=random, device=device) * 2 - 1
-        states = (states.float() * (1 + error * torch.finfo(states.dtype).eps)).to(states.dtype)
+        states = (states.float() * (1 + error * torch.finfo(states.dtype).eps / 2)).to(states.dtype)
         return states if isinstance(output, Tensor) else (states, *output[1:])
 
     places = [module for module in trunk.modules() if isinstance(module, GradientCheckpointingLayer)]
