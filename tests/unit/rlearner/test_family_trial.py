@@ -13,12 +13,15 @@ from broker.settings.runspec import validate
 from rlearner.doctor import family_trial
 from rlearner.doctor.preflight import fleet_findings
 from rlearner_text import families
+from rlearner_text.config import TinyModel
+from rlearner_text.tiny import _write_tokenizer
 
 
 def config_of(folder: Path, settings: dict[str, Any], **rollout: Any) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 200, **settings}))
     (folder / "model.safetensors").write_bytes(b"")
+    _write_tokenizer(folder, TinyModel())
     domains = {"lake": {"env": "frozenlake"}}
     return validate({"model": {"path": str(folder)}, "domains": domains, "rollout": {"engine": "hf", **rollout}})
 
@@ -36,20 +39,20 @@ def answer(monkeypatch: pytest.MonkeyPatch, found: dict[str, str]) -> list[list[
 
 def test_unknown_type_is_refused_with_the_reason_of_its_trial(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = answer(monkeypatch, {"learner": "", "engine": "no slots"})
-    config = config_of(tmp_path / "model", {"model_type": "unheard"})
-    with pytest.raises(ConfigError, match="engine hf cannot run a small copy of this unheard: no slots"):
+    config = config_of(tmp_path / "model", {"model_type": "xglm"})
+    with pytest.raises(ConfigError, match="engine hf cannot run a small copy of this xglm: no slots"):
         fleet_findings(config)
-    other = config_of(tmp_path / "model", {"model_type": "unheard"}, engine="vllm")
+    other = config_of(tmp_path / "model", {"model_type": "xglm"}, engine="vllm")
     assert family_trial.family_findings(other) == []
     assert asked == [["learner", "engine"], ["learner"]]
 
 
 def test_type_that_cannot_be_tried_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     answer(monkeypatch, {"problem": "no class"})
-    (finding,) = family_trial.family_findings(config_of(tmp_path / "model", {"model_type": "unheard"}))
+    (finding,) = family_trial.family_findings(config_of(tmp_path / "model", {"model_type": "xglm"}))
     assert (finding.status, finding.found) == (
         "warning",
-        "unheard is no family that was run, and no small copy of it could be tried: no class",
+        "xglm is no family that was run, and no small copy of it could be tried: no class",
     )
 
 
