@@ -79,6 +79,18 @@ def check_names(config: dict[str, Any]) -> None:
             raise ConfigError(f"trackers.args.{name}", value, "trackers.use does not name it")
 
 
+def check_family(config: dict[str, Any]) -> None:
+    """Check that models of this family can be trained as configured; see ``rlearner_text.families``.
+
+    Raises:
+        ConfigError: if they cannot.
+    """
+    from rlearner_text.families import check_trained, family_at
+
+    path = config["model"]["path"]
+    check_trained(family_at(path), path, config["train"])
+
+
 def check_name(key: str, kind: str, name: str, table: Mapping[str, str]) -> None:
     """Refuse a name that does not resolve, or resolves to an object with wrong parameters; trust the table's own."""
     from broker.settings.registry import check_call, resolve
@@ -121,6 +133,7 @@ def _check_training(config: dict[str, Any]) -> None:
         raise ConfigError("train.backend", backend, f"{', '.join(with_critic)} with algorithm.critic.enabled")
     check_options(train)
     check_fp8(train)
+    check_family(config)
     check_layers(train["lora"], config["model"])
     check_deepspeed(train)
     check_megatron(train)

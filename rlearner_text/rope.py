@@ -55,6 +55,10 @@ def _fix_frequencies(module: Any, kind: str, max_context: int, layer_type: str |
     frequencies: torch.Tensor = getattr(module, f"{prefix}inv_freq")
     if frequencies.is_meta:
         raise ValueError("rotary frequencies on the meta device cannot be fixed")
+    if kind == "dynamic" and max_context <= module.original_max_seq_len:
+        # Within its positions nothing changes, and some models (HunYuan) begin with frequencies of their own.
+        frequencies.copy_(getattr(module, f"{prefix}original_inv_freq"))
+        return
     kwargs = {} if layer_type is None else {"layer_type": layer_type}
     compute = ROPE_INIT_FUNCTIONS[kind]
     fixed, scaling = compute(module.config, frequencies.device, seq_len=max_context, **kwargs)

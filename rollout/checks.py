@@ -9,6 +9,7 @@ from broker.contract.wire import ACTOR
 from broker.errors import ConfigError, UserError
 from broker.settings.registry import known, resolve
 from broker.settings.sections import parse
+from rlearner_text.families import check_served, family_at
 from rlearner_text.model_checks import known_positions
 from rollout.config import RolloutSection
 from rollout.engines import ENGINE_ARGS, ENGINES
@@ -32,6 +33,8 @@ def check(config: dict[str, Any]) -> None:
     if section.model_path is not None and section.policy == ACTOR:
         allowed = "null with rollout.policy actor, whose weights come from the learner"
         raise ConfigError("rollout.model_path", section.model_path, allowed)
+    if section.engine == "hf" and section.policy == ACTOR:
+        check_served(family_at((config.get("model") or {}).get("path")))
     if section.snapshot is not None and section.policy != ACTOR:
         allowed = f"null with rollout.policy {section.policy}, whose weights never change"
         raise ConfigError("rollout.snapshot", section.snapshot, allowed)

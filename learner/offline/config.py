@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from broker.errors import ConfigError, UserError
 from broker.settings import runspec
 from broker.settings.config import Section
-from learner.checks import check_layers, check_name, check_options
+from learner.checks import check_family, check_layers, check_name, check_options
 from learner.config import Beta, OptimizationSection, TrainSection
 from rlearner_text.model_checks import resolve_model
 
@@ -110,6 +110,7 @@ def validate(pipeline: str, config: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError("train.warmup_steps", warmup, f"below train.steps, which is {train['steps']}")
     check_name("train.backend", "backends", train["backend"], BACKENDS)
     check_options(train)
+    check_family(checked)
     check_layers(train["lora"], checked["model"])
     if (name := train["backend"]) in ("deepspeed", "megatron"):
         allowed = f"torch, ddp or fsdp2: without a broker there is one rank, and no train.{name}"

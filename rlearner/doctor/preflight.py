@@ -12,6 +12,7 @@ from broker.settings.preflight import PreflightFinding
 from broker.settings.registry import resolve
 from broker.system.gpus import existing
 from rlearner.doctor import broker_checks, hardware, packages, sandbox
+from rlearner.doctor.family_trial import family_findings
 from rlearner.doctor.references import reference_findings
 from rlearner.doctor.requirements import MachineRequirements, requirements_of
 
@@ -26,6 +27,7 @@ def preflight_checks(config: dict[str, Any], wanted: MachineRequirements) -> lis
     """Return the checks of packages, programs and each role's own part of a validated configuration, for threads."""
     project = packages.find_project()
     checks: list[Look] = [lambda: [*packages.program_findings(wanted.programs), *tools(project, wanted)]]
+    checks.append(lambda: family_findings(config))
     if config.get("domains"):
         checks += [*(_role(name, config) for name in ROLES), lambda: reference_findings(config)]
     return checks
@@ -62,6 +64,7 @@ def learner_findings(config: dict[str, Any]) -> list[PreflightFinding]:
     wanted = requirements_of(config)
     own = {key: name for key, name in wanted.plugins.items() if not key.startswith(OTHERS)}
     found = tools(packages.find_project(), MachineRequirements(plugins=own, parquet=wanted.parquet))
+    found += family_findings(config)
     return [finding for finding in found if finding.status == "missing"]
 
 

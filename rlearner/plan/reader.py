@@ -15,7 +15,7 @@ from rlearner_text.config import ModelSection
 from rlearner_text.model_checks import check_trained_model
 
 # those of a run that do not depend on what the plan chooses, nor on files that only the hosts need
-CHECKS: Final = ("learner.checks:check_names", "rollout.checks:check")
+CHECKS: Final = ("learner.checks:check_names", "learner.checks:check_family", "rollout.checks:check")
 
 
 class WorkloadReader:

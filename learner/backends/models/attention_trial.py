@@ -58,10 +58,12 @@ def choose_attention(model: Any, device: torch.device, path: str, *, packed: boo
         problem = "it was not asked to"
         if packed:
             undo = separate_sequences(trunk)
+            problem = "its attention cannot be replaced"
             if _set_attention(model, NAME) and not (problem := trial.refuse(trial.read_packed)):
                 return ""
             undo()
-        for name in (NAME, "eager"):
+        difference = ""
+        for name in (NAME, "eager", original):  # a few models, such as Falcon, choose theirs when they are built
             if _set_attention(model, name) and not (difference := trial.refuse(trial.read_padded)):
                 return problem
     _set_attention(model, original)
