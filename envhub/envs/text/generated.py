@@ -6,7 +6,7 @@ A hash of the task decides whether it is held out, so no seed can leak a held-ou
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, Final
 
@@ -35,6 +35,9 @@ class GeneratedTask(msgspec.Struct, frozen=True):
     identity: str
 
 
+Draw = Callable[[Any, np.random.Generator], GeneratedTask]
+
+
 class GeneratedEnvironment(Environment):
     """One task at a time. The reward is 1 for a right answer, else 0."""
 
@@ -57,21 +60,21 @@ class GeneratedEnvironment(Environment):
     @classmethod
     def check(cls, args: Any) -> None:
         """Refuse arguments that leave no task to train on or none to hold out."""
-        _training_task(cls, args, 0, 0)
-        if not _held_out_tasks(cls, args):
+        _training_task(cls.draw, args, 0, 0)
+        if not _held_out_tasks(cls.draw, args):
             raise ConfigError("env_args", args.model_dump(), "arguments with more different tasks: none is held out")
 
     @classmethod
     def num_tasks(cls, args: Any, split: Split) -> int | None:
-        return len(_held_out_tasks(cls, args)) if split == "eval" else None
+        return len(_held_out_tasks(cls.draw, args)) if split == "eval" else None
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
         """Ask the question; held-out tasks are the same for every seed."""
         if split == "eval":
-            tasks = _held_out_tasks(type(self), self.args)
+            tasks = _held_out_tasks(self.draw, self.args)
             self.task = tasks[task_index % len(tasks)]
         else:
-            self.task = _training_task(type(self), self.args, seed, task_index)
+            self.task = _training_task(self.draw, self.args, seed, task_index)
         self.prompt, self.reference = self.task.question, self.task.reference
         return Observation(self.task.question)
 
@@ -90,18 +93,18 @@ def is_held_out(identity: str) -> bool:
 
 
 @lru_cache(maxsize=4096)  # the episodes of a group have the same task
-def _training_task(kind: type[GeneratedEnvironment], args: Any, seed: int, task_index: int) -> GeneratedTask:
-    for task in _draws(kind, args, [seed, task_index, 0]):
+def _training_task(draw: Draw, args: Any, seed: int, task_index: int) -> GeneratedTask:
+    for task in _draws(draw, args, [seed, task_index, 0]):
         if not is_held_out(task.identity):
             return task
     raise ConfigError("env_args", args.model_dump(), "arguments with more different tasks: all of these are held out")
 
 
 @lru_cache(maxsize=16)
-def _held_out_tasks(kind: type[GeneratedEnvironment], args: Any) -> tuple[GeneratedTask, ...]:
+def _held_out_tasks(draw: Draw, args: Any) -> tuple[GeneratedTask, ...]:
     """Return up to ``MAX_HELD_OUT`` held-out tasks that all differ."""
     tasks: dict[str, GeneratedTask] = {}
-    for task in _draws(kind, args, [0, 0, 1]):
+    for task in _draws(draw, args, [0, 0, 1]):
         if is_held_out(task.identity):
             tasks.setdefault(task.identity, task)
             if len(tasks) == MAX_HELD_OUT:
@@ -109,7 +112,7 @@ def _held_out_tasks(kind: type[GeneratedEnvironment], args: Any) -> tuple[Genera
     return tuple(tasks.values())
 
 
-def _draws(kind: type[GeneratedEnvironment], args: Any, seed: list[int]) -> Iterator[GeneratedTask]:
+def _draws(draw: Draw, args: Any, seed: list[int]) -> Iterator[GeneratedTask]:
     rng = np.random.default_rng(seed)
     for _ in range(MAX_DRAWS):
-        yield kind.draw(args, rng)
+        yield draw(args, rng)
