@@ -42,7 +42,8 @@ def write(docs: Path, rows: Rows, runs: Runs) -> None:
     text = page.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n\n{table(rows, runs)}\n\n{END}{after}", encoding="utf-8")
+    figures = f"![](real-model.png)\n\n{table(rows, runs)}"
+    page.write_text(f"{before}{BEGIN}\n\n{figures}\n\n{END}{after}", encoding="utf-8")
     draw(docs / "real-model.png", rows, runs)
 
 

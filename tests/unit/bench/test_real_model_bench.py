@@ -52,6 +52,7 @@ def test_the_report_changes_only_what_is_between_its_marks(tmp_path: Path) -> No
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
     assert "| two-digit additions | 0.100 (0.050-0.200) | 0.900 (0.850-0.950) | 500 | 2 | 7.2 |" in text
+    assert "![](real-model.png)" in text
     assert "old" not in text
     assert (tmp_path / "real-model.png").read_bytes().startswith(b"\x89PNG")
 
