@@ -111,6 +111,13 @@ def num_eval_tasks(config: dict[str, Any]) -> int:
     return least if wanted is None else int(wanted)
 
 
+def domain_eval_tasks(config: dict[str, Any]) -> dict[str, int | None]:
+    """Return how many different held-out tasks each domain has, None if endless; ``config`` is validated."""
+    from envhub.domain import load_domains
+
+    return {name: domain.num_tasks("eval") for name, domain in load_domains(config).items()}
+
+
 def _check_numbers(domain: Domain, config: dict[str, Any]) -> None:
     from envhub.envs.agent import AgentEnvironment, check_section
 

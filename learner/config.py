@@ -219,7 +219,7 @@ class EvalSection(Section):
     against: list[str] = Field(default_factory=list)  # other policies, measured on the same tasks at every evaluation
     # engine_args of the server of ``random`` in ``rlearner up``
     baseline_args: dict[str, Any] = Field(default_factory=dict)
-    # the run waits this long for its last evaluation; null: derived, see broker.settings.timeouts
+    # without a new result, an evaluation ends after this; null: derived, see broker.settings.timeouts
     timeout_s: PositiveFloat | None = None
 
 

@@ -204,8 +204,7 @@ class BrokerServer:
         try:
             private_folder(self.store)
             # The child inherits the lock and holds it while it lives; that of a killed parent may still be stopping.
-            in_use = f"the broker's store {self.store} is in use by another nats-server"
-            held = lock(self.store / "lock", in_use, wait_s=STOP_WITHIN_S / 2)
+            held = lock(self.store / "lock", self._in_use(), wait_s=STOP_WITHIN_S / 2)
             log = self.log_path.open("ab")
             start_of_log = log.tell()
             for stale in [*self.store.glob("nats-server_*.ports"), self.store / AUTHORIZATION]:
@@ -230,6 +229,24 @@ class BrokerServer:
         except BaseException:
             self.stop()
             raise
+
+    def discard_streams(self) -> None:
+        """Delete all streams in the store; only before ``start``.
+
+        Raises:
+            UserError: if another nats-server uses the store, or it cannot be deleted.
+        """
+        if not self.store.is_dir():
+            return
+        try:
+            with lock(self.store / "lock", self._in_use(), wait_s=STOP_WITHIN_S / 2):
+                if (streams := self.store / "jetstream").is_dir():
+                    shutil.rmtree(streams)
+        except OSError as error:
+            raise UserError(f"cannot use the broker's store {self.store}: {error.strerror or error}") from None
+
+    def _in_use(self) -> str:
+        return f"the broker's store {self.store} is in use by another nats-server"
 
     def stop(self) -> None:
         """Stop the server and wait until it has ended."""

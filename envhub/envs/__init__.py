@@ -7,11 +7,13 @@ from typing import Final
 ENVS: Final[dict[str, str]] = {
     "alfworld": "envhub.envs.adapters.alfworld_env:AlfworldEnv",
     "appworld": "envhub.envs.adapters.appworld_env:AppworldEnv",
+    "arithmetic": "envhub.envs.text.arithmetic:Arithmetic",
     "blackjack": "envhub.envs.games.blackjack:Blackjack",
     "ez_points": "envhub.envs.games.points:EZPoints",
     "frozenlake": "envhub.envs.games.frozenlake:FrozenLake",
     "gem": "envhub.envs.adapters.gem_env:GemEnv",
     "gymnasium": "envhub.envs.adapters.gymnasium_env:GymnasiumEnv",
+    "instructions": "envhub.envs.text.instructions:Instructions",
     "number_line": "envhub.envs.games.number_line:NumberLine",
     "openenv": "envhub.envs.adapters.openenv_env:OpenEnv",
     "points24": "envhub.envs.games.points:Points24",
@@ -22,6 +24,7 @@ ENVS: Final[dict[str, str]] = {
     "sokoban": "envhub.envs.games.sokoban:Sokoban",
     "textarena": "envhub.envs.adapters.textarena_env:TextArenaEnv",
     "webshop": "envhub.envs.tools.webshop:WebShop",
+    "word_problems": "envhub.envs.text.word_problems:WordProblems",
 }
 
 # The user's programs that act by themselves; see ``envhub.agents``.

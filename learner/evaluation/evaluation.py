@@ -63,10 +63,11 @@ class Evaluation:
     step: int  # the optimizer step after which it began
     policy: str
     waiting: set[int]  # numbers of the tickets without a result
-    began_s: float  # of any monotonic clock
+    moved_s: float  # when it began or was last seen to have a new result, of any monotonic clock
     measured: list[TaskResult] = field(default_factory=list)  # the finished tasks
     rows: list[EvaluationRow] = field(default_factory=list)  # of the finished tasks, until they are in a file
     closed: dict[str, int] = field(default_factory=dict)  # reason -> number of tickets that ended without a group
+    seen_waiting: int = 0  # tickets without a result at that time
 
     def add(self, group: wire.Group) -> None:
         """Add the group of a finished task."""
@@ -139,13 +140,19 @@ class EvaluationQueue:
     Args:
         seed: of the run.
         first_number: of the next evaluation ticket.
+        num_tasks: tasks of each domain; None: ``eval.tasks`` of each.
     """
 
     def __init__(
-        self, section: EvalSection, domains: Mapping[str, DomainSection], seed: int, first_number: int = 1
+        self,
+        section: EvalSection,
+        domains: Mapping[str, DomainSection],
+        seed: int,
+        first_number: int = 1,
+        num_tasks: Mapping[str, int] | None = None,
     ) -> None:
         self._section, self._domains, self._seed = section, dict(sorted(domains.items())), seed
-        self._next = first_number
+        self._next, self._num_tasks = first_number, num_tasks
         self.pending: list[Evaluation] = []
 
     def due(self, step: int, last_step: int) -> bool:
@@ -173,7 +180,8 @@ class EvaluationQueue:
             for number, (name, index) in enumerate(self._tasks(), start=self._next)
         ]
         self._next += len(tickets)
-        self.pending.append(Evaluation(step, policy, {ticket.number for ticket in tickets}, now_s))
+        numbers = {ticket.number for ticket in tickets}
+        self.pending.append(Evaluation(step, policy, numbers, now_s, seen_waiting=len(numbers)))
         return tickets
 
     def apply(self, record: wire.Group | wire.Closed) -> Evaluation | None:
@@ -193,8 +201,13 @@ class EvaluationQueue:
         return number >= self._next or any(number in one.waiting for one in self.pending)
 
     def expire(self, now_s: float) -> list[Evaluation]:
-        """End and return evaluations that have waited longer than ``eval.timeout_s``, with their partial results."""
-        late = [one for one in self.pending if now_s - one.began_s >= seconds(self._section.timeout_s)]
+        """End evaluations without a new result for ``eval.timeout_s``; return them, with their partial results."""
+        late = []
+        for evaluation in self.pending:
+            if evaluation.seen_waiting != len(evaluation.waiting):
+                evaluation.seen_waiting, evaluation.moved_s = len(evaluation.waiting), now_s
+            elif now_s - evaluation.moved_s >= seconds(self._section.timeout_s):
+                late.append(evaluation)
         for evaluation in late:
             evaluation.closed["timeout"] = evaluation.closed.get("timeout", 0) + len(evaluation.waiting)
         return [self._finish(evaluation) for evaluation in late]
@@ -205,5 +218,9 @@ class EvaluationQueue:
 
     def _tasks(self) -> list[tuple[str, int]]:
         """Return (domain, index) of all tasks; domains alternate, so that all are evaluated at similar weights."""
-        assert self._section.tasks is not None, "validation fills it in wherever tasks are measured"
-        return [(name, index) for index in range(self._section.tasks) for name in self._domains]
+        counts = self._num_tasks
+        if counts is None:
+            assert self._section.tasks is not None, "validation fills it in wherever tasks are measured"
+            counts = dict.fromkeys(self._domains, self._section.tasks)
+        most = max(counts.values(), default=0)
+        return [(name, index) for index in range(most) for name in self._domains if index < counts[name]]

@@ -15,7 +15,10 @@ from broker.system.entry import EXIT_STOPPED
 def add_parser(subparsers: Any) -> None:
     """Add ``eval MODEL CONFIG [key=value …]``."""
     text = "measure a model on the held-out tasks of a configuration"
-    how = "with the processes, tasks and seeds of a run; set eval.tasks, eval.group_size and eval.temperature."
+    how = (
+        "with the processes, tasks and seeds of a run; set eval.tasks, eval.group_size and eval.temperature. All tasks "
+        "of a file: domains.NAME.env_args.eval_path=FILE, or path=FILE if the model's run has not trained on it."
+    )
     parser = subparsers.add_parser("eval", help=text, description=f"{text.capitalize()}, {how}")
     parser.add_argument("model", metavar="MODEL", help="folder or hub name, for example a checkpoint of a run")
     add_config(parser, setting="eval.tasks=512")
@@ -45,11 +48,14 @@ def run(arguments: argparse.Namespace) -> int:
         from broker.settings.runspec import load, validate
         from rlearner.doctor.preflight import require_fleet
         from rlearner.evaluate.run import evaluate
-        from rlearner.evaluate.tasks import with_num_tasks
+        from rlearner.evaluate.tasks import task_counts, with_whole_files
 
         named = with_own_run_name(load(arguments.config, arguments.overrides), arguments.config)
-        config = with_num_tasks(validate(named))
+        config, files = with_whole_files(named, arguments.overrides, arguments.model)
+        config = validate(config)
+        num_tasks = task_counts(config, files)
+        config["eval"]["tasks"] = min(num_tasks.values())
         await asyncio.to_thread(require_fleet, config)
-        await evaluate(config, arguments.model, stop, gpus=arguments.gpus, as_json=arguments.json)
+        await evaluate(config, arguments.model, stop, num_tasks, files, gpus=arguments.gpus, as_json=arguments.json)
 
     return main("eval", body, stopped=EXIT_STOPPED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,18 @@ from learner.evaluation import pass_at_k
 from learner.evaluation.evaluation import Evaluation
 
 
-def result_of(evaluation: Evaluation, model: str, seconds: float) -> dict[str, Any]:
+def result_of(evaluation: Evaluation, model: str, seconds: float, files: Mapping[str, str]) -> dict[str, Any]:
     """Return success_rate with its 95 % interval, avg@k and pass@k, mean reward, and the same by domain.
 
-    Tasks whose ticket was closed are only counted, by reason, in ``closed``.
+    Tasks whose ticket was closed are only counted, by reason, in ``closed``. ``files`` of the result holds those whose
+    rows were all measured, by domain.
     """
     return {
         "model": model,
         **_measured(evaluation, None),
         "closed": dict(sorted(evaluation.closed.items())),
         "domains": {name: _measured(evaluation, name) for name in evaluation.domains},
+        "files": dict(files),
         "seconds": round(seconds, 1),
     }
 
@@ -46,6 +49,7 @@ def report(result: dict[str, Any], folder: Path) -> str:
     ]
     if len(result["domains"]) > 1:
         lines += [_line(name, values) for name, values in result["domains"].items()]
+    lines += [f"  {name}: all tasks of {file}" for name, file in result["files"].items()]
     if result["closed"]:
         lines.append("not measured: " + ", ".join(f"{count} {reason}" for reason, count in result["closed"].items()))
     return "\n".join([*lines, f"episodes: {folder / 'evals'}", f"result:   {folder / 'result.json'}"])

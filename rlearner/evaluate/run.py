@@ -11,7 +11,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -27,6 +27,7 @@ from broker.runtime.process import Stop, Stopped
 from broker.server.private_server import BrokerServer
 from broker.settings.config import PRIVATE_STORE_GIB, BrokerSection
 from broker.settings.runspec import domains, publish_runspec, section
+from broker.system.locks import lock
 from broker.system.private_files import private_write
 from broker.system.visible_text import visible
 from envhub.config import check_templates
@@ -34,8 +35,9 @@ from learner.config import EvalSection
 from learner.disk_retry import DiskRetry
 from learner.evaluation.evaluation import Evaluation, EvaluationQueue
 from learner.evaluation.evaluator import Evaluator
-from learner.prepare import data_digests, run_folder, write_config
+from learner.prepare import data_digests, make_folder, run_folder, write_config
 from learner.reporting.transcripts import TranscriptFactory
+from learner.run_folder import STORE, UP_LOCK
 from rlearner.evaluate.report import report, result_of
 from rlearner.up.fleet import ProcessFleet
 from rlearner_text.config import check_model_path
@@ -46,36 +48,58 @@ LOOK_EVERY_S: Final = 0.25
 SAY_EVERY: Final = 0.1  # share of the tasks, without a terminal
 
 
-async def evaluate(config: dict[str, Any], model: str, stop: Stop, *, gpus: str, as_json: bool) -> None:
+async def evaluate(
+    config: dict[str, Any],
+    model: str,
+    stop: Stop,
+    num_tasks: Mapping[str, int],
+    files: Mapping[str, str],
+    *,
+    gpus: str,
+    as_json: bool,
+) -> None:
     """Measure a model, a folder or hub name, print the result, and write it to ``runs/<name>/result.json``.
 
+    Args:
+        num_tasks: how many tasks of each domain are measured.
+        files: domains whose whole file is measured, and the file.
+
     Raises:
-        UserError: if there is no such model, a process rejected its input or died, or no task could be measured.
+        UserError: if there is no such model, another evaluation of this name is running, a process rejected its input
+            or died, or no task could be measured.
     """
     logging.getLogger().setLevel("WARNING")
     path = await asyncio.to_thread(_find_model, model, config)
     folder, began = run_folder(config), time.monotonic()
-    write_config(folder, config)
-    fleet = ProcessFleet(folder / "logs", {})
-    settings = section(config, "broker", BrokerSection)
-    with BrokerServer(str(folder / "broker"), store_max_gib=settings.store_max_gib or PRIVATE_STORE_GIB) as broker:
-        try:
-            async with _joined(config, path, broker.url, fleet, gpus, folder, stop) as (bus, evaluator, evaluations):
-                await wait_until_measured(fleet, evaluator, evaluations.pending[0], stop, quiet=as_json)
-                control = bus.key_value(CONTROL)
-                await control.put(bus.run, wire.DesiredState(state="stopped", reason="the evaluation is done"))
-                completed = list(evaluator.completed)
-        finally:
-            await asyncio.to_thread(fleet.stop, patience_s=10.0)
+    with lock(make_folder(folder) / UP_LOCK, _busy(folder), wait_s=0.5):
+        write_config(folder, config)
+        fleet = ProcessFleet(folder / "logs", {})
+        settings = section(config, "broker", BrokerSection)
+        server = BrokerServer(str(folder / STORE), store_max_gib=settings.store_max_gib or PRIVATE_STORE_GIB)
+        server.discard_streams()  # those of an earlier evaluation of this name; tickets count from 1
+        with server as broker:
+            try:
+                joined = _joined(config, path, broker.url, fleet, gpus, folder, stop, num_tasks)
+                async with joined as (bus, evaluator, evaluations):
+                    await wait_until_measured(fleet, evaluator, evaluations.pending[0], stop, quiet=as_json)
+                    control = bus.key_value(CONTROL)
+                    await control.put(bus.run, wire.DesiredState(state="stopped", reason="the evaluation is done"))
+                    completed = list(evaluator.completed)
+            finally:
+                await asyncio.to_thread(fleet.stop, patience_s=10.0)
     fleet.raise_for_failures()
     if stop.asked.is_set():
         print("stopped before all tasks were measured", file=sys.stderr)
         raise Stopped(stop.reason)
     if not completed:
         raise UserError(f"no task could be measured; see {folder / 'logs'}")
-    result = result_of(completed[0], model, time.monotonic() - began)
+    result = result_of(completed[0], model, time.monotonic() - began, files)
     private_write(folder / "result.json", f"{json.dumps(result, indent=2)}\n".encode())
     print(json.dumps(result) if as_json else visible(report(result, folder), newlines=True))
+
+
+def _busy(folder: Path) -> str:
+    return f"{folder}: another `rlearner eval` or `up` is running there; wait for it, or choose another run.name"
 
 
 def _find_model(model: str, config: dict[str, Any]) -> str:
@@ -96,7 +120,14 @@ def _find_model(model: str, config: dict[str, Any]) -> str:
 
 @asynccontextmanager
 async def _joined(
-    config: dict[str, Any], model: str, url: str, fleet: ProcessFleet, gpus: str, folder: Path, stop: Stop
+    config: dict[str, Any],
+    model: str,
+    url: str,
+    fleet: ProcessFleet,
+    gpus: str,
+    folder: Path,
+    stop: Stop,
+    num_tasks: Mapping[str, int],
 ) -> AsyncIterator[tuple[Bus, Evaluator, EvaluationQueue]]:
     """Start all processes and issue the tickets; results are read until the context exits."""
     async with AsyncExitStack() as stack:
@@ -116,7 +147,8 @@ async def _joined(
         roster = Roster(bus, beats=("rollout",))
         await roster.start()
         stack.push_async_callback(roster.close)
-        evaluations = EvaluationQueue(section(config, "eval", EvalSection), domains(config), config["run"]["seed"])
+        settings = section(config, "eval", EvalSection)
+        evaluations = EvaluationQueue(settings, domains(config), config["run"]["seed"], num_tasks=num_tasks)
         patience = DiskRetry(folder, stop, "the evaluated episodes are not kept")
         transcripts = TranscriptFactory({"model": {**config["model"], "path": model}}, folder)
         evaluator = Evaluator(bus, evaluations, roster, folder / "evals", "", patience, transcripts)

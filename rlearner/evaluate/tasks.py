@@ -1,18 +1,101 @@
-"""Finds how many tasks ``rlearner eval`` measures."""
+"""Finds the tasks that ``rlearner eval`` measures: the held-out ones of a configuration, or all of a file."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
+import yaml
+
+from broker.errors import UserError
 from broker.settings.registry import resolve
+from broker.settings.runspec import digest_file
+from learner.run_folder import noted_epoch
 
-NUM_EVAL_TASKS: Final = "envhub.config:num_eval_tasks"  # the envhub makes the tasks, so it knows how many there are
+DOMAIN_EVAL_TASKS: Final = "envhub.config:domain_eval_tasks"  # the envhub makes the tasks, so it counts them
+NUM_EVAL_TASKS: Final = "envhub.config:num_eval_tasks"
+FILE, EVAL_FILE, SHARE = "path", "eval_path", "eval_share"  # env_args of environments with data files
 
 
-def with_num_tasks(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a validated configuration with ``eval.tasks`` filled in, even if its run would not evaluate.
+def with_whole_files(
+    config: dict[str, Any], overrides: Sequence[str], model: str
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return a configuration that evaluates every task of the files that the command names, and these by domain.
+
+    Such a file is ``domains.NAME.env_args.eval_path``, or ``path`` of the command line without ``eval_path`` and
+    ``eval_share``. Of a file that the model's run has trained on, only the held-out share is evaluated.
+
+    Args:
+        config: as loaded, not validated.
+        overrides: ``key=value`` of the command line.
+        model: folder or hub name of the evaluated model.
+    """
+    domains = config.get("domains")
+    if not isinstance(domains, dict):
+        return config, {}
+    changed, files = dict(domains), dict[str, str]()
+    for name, domain in domains.items():
+        args = domain.get("env_args") if isinstance(domain, dict) else None
+        if not isinstance(args, dict):
+            continue
+        file, eval_file = args.get(FILE), args.get(EVAL_FILE)
+        if isinstance(eval_file, str):
+            files[name] = eval_file
+            changed[name] = {**domain, "env_args": {**args, FILE: file or eval_file}}
+        elif (
+            isinstance(file, str)
+            and SHARE not in args
+            and _is_named(name, overrides)
+            and not was_trained_on(file, model)
+        ):
+            files[name] = file
+            changed[name] = {**domain, "env_args": {**args, EVAL_FILE: file}}
+    return {**config, "domains": changed}, files
+
+
+def _is_named(domain: str, overrides: Sequence[str]) -> bool:
+    """Return whether the command line sets the path of a domain's file."""
+    keys = [override.partition("=")[0] for override in overrides]
+    wanted = f"domains.{domain}.env_args.{FILE}"
+    return any(wanted == key or wanted.startswith(f"{key}.") for key in keys)
+
+
+def was_trained_on(file: str, model: str) -> bool:
+    """Return whether a model is a checkpoint of a run whose configuration trains on a file of the same content."""
+    run = next((folder for folder in Path(model).absolute().parents if noted_epoch(folder)), None)
+    if run is None:
+        return False
+    try:
+        settings = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+        trained = [domain["env_args"][FILE] for domain in settings["domains"].values() if domain["env_args"].get(FILE)]
+    except (OSError, ValueError, yaml.YAMLError, TypeError, KeyError, AttributeError):
+        return False
+    return any(_is_same_file(file, other) for other in trained)
+
+
+def _is_same_file(file: str, other: str) -> bool:
+    if os.path.abspath(file) == os.path.abspath(other):
+        return True
+    try:
+        return digest_file(file) == digest_file(other)
+    except UserError:  # one of them is not there
+        return False
+
+
+def task_counts(config: dict[str, Any], files: dict[str, str]) -> dict[str, int]:
+    """Return how many tasks of each domain are measured: ``eval.tasks``, or by default all of a domain's file.
+
+    Args:
+        config: validated.
+        files: the whole files by domain.
 
     Raises:
         ConfigError: if a domain has no held-out tasks, or fewer than requested.
     """
-    return {**config, "eval": {**config["eval"], "tasks": resolve("num_eval_tasks", NUM_EVAL_TASKS, {})(config)}}
+    usual = resolve("num_eval_tasks", NUM_EVAL_TASKS, {})(config)
+    if config["eval"]["tasks"] is not None:
+        return dict.fromkeys(config["domains"], usual)
+    own = resolve("domain_eval_tasks", DOMAIN_EVAL_TASKS, {})(config)
+    return {name: own[name] if name in files and own[name] is not None else usual for name in config["domains"]}

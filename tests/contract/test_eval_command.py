@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from broker.system.locks import lock
 from rlearner_text.config import TinyModel
 from rlearner_text.tiny import build_tiny
 
@@ -54,6 +55,23 @@ def test_a_model_is_measured_on_every_task_and_leaves_its_episodes(tmp_path: Pat
     assert result["pass@2"] == pytest.approx(sum(one > 0 for one in right) / 6)
     assert result["domains"]["lake"]["episodes"] == 12
     assert json.loads((tmp_path / "measured/result.json").read_text()) == result
+
+
+def test_evaluations_of_one_name_do_not_meet(tmp_path: Path, model: Path) -> None:
+    """The second one starts with empty streams; one that would run at the same time is refused."""
+    first = command(tmp_path, model, *LAKE, "run.name=twice", "--json")
+    assert first.returncode == 0, first.stderr
+    (tmp_path / "twice" / "result.json").unlink()
+    second = command(tmp_path, model, *LAKE, "run.name=twice", "eval.tasks=9", "--json")
+    assert second.returncode == 0, second.stderr
+    assert (json.loads(second.stdout)["tasks"], json.loads(second.stdout)["closed"]) == (9, {})
+    assert json.loads((tmp_path / "twice" / "result.json").read_text()) == json.loads(second.stdout)
+    with lock(tmp_path / "twice" / ".lock", "held"):
+        third = command(tmp_path, model, *LAKE, "run.name=twice")
+    assert third.returncode == 2
+    why = "another `rlearner eval` or `up` is running there; wait for it, or choose another run.name"
+    assert third.stderr == f"error: {tmp_path / 'twice'}: {why}\n"
+    assert json.loads((tmp_path / "twice" / "result.json").read_text())["tasks"] == 9
 
 
 @pytest.mark.parametrize(

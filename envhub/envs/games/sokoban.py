@@ -227,7 +227,7 @@ def _split(args: SokobanArgs, split: Split) -> tuple[SokobanLevel, ...]:
             raise ConfigError("eval_path", error.value, error.allowed) from None
     if split == "eval":
         return tuple(others)
-    known = set(others)
+    known = set() if args.path == args.eval_path else set(others)  # one file for both: it is only evaluated
     return tuple(level for level in own if level not in known)
 
 

@@ -137,6 +137,14 @@ def test_the_same_tasks_every_time() -> None:
     assert {(t.eval_step, t.policy, t.min_version, t.temperature) for t in second} == {(10, "actor", 10, 0.5)}
 
 
+def test_each_domain_may_have_its_own_number_of_tasks() -> None:
+    domains = {"sea": DomainSection(env="x", deadline_s=5), "lake": DomainSection(env="x", deadline_s=9)}
+    ev = EvaluationQueue(EvalSection(tasks=9), domains, seed=1, num_tasks={"sea": 3, "lake": 1})
+    assert [(t.number, t.domain, t.task_index) for t in ev.start(0, "actor", 0, 0.0)] == [
+        (1, "lake", 0), (2, "sea", 0), (3, "sea", 1), (4, "sea", 2),
+    ]  # fmt: skip
+
+
 def test_when_it_is_due() -> None:
     assert [step for step in range(26) if evaluations().due(step, 25)] == [0, 10, 20, 25]
     assert [step for step in range(26) if evaluations(at_start=False).due(step, 25)] == [10, 20, 25]
@@ -179,8 +187,9 @@ def test_a_baseline_and_an_evaluation_that_takes_too_long() -> None:
     ev = evaluations(timeout_s=100.0)
     ev.start(0, "random", 0, 5.0)
     ev.apply(group([trajectory(0, 0.0, (0, 1))], ticket=11, eval_step=0, policy="random"))
-    assert ev.expire(104.9) == []
-    (late,) = ev.expire(105.0)
+    assert ev.expire(104.9) == []  # a result arrived: the time counts from now on
+    assert ev.expire(204.8) == []
+    (late,) = ev.expire(204.9)
     assert late.values() == dict.fromkeys(
         [f"eval/random/{name}" for name in ("success_rate", "reward_mean", "domain/lake/success_rate")], 0.0
     )

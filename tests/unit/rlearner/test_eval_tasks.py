@@ -12,7 +12,7 @@ import pytest
 
 from broker.errors import ConfigError
 from broker.settings.runspec import validate
-from rlearner.evaluate.tasks import with_num_tasks
+from rlearner.evaluate.tasks import task_counts, with_whole_files
 
 LAKE = {"env": "frozenlake", "max_turns": 3, "max_context_tokens": 256, "sampling": {"max_tokens": 4}}
 
@@ -24,8 +24,8 @@ def questions(folder: Path, rows: int, **env_args: Any) -> dict[str, Any]:
 
 
 def tasks(**asked: Any) -> int:
-    found: int = with_num_tasks(validate(asked))["eval"]["tasks"]
-    return found
+    (count,) = set(task_counts(validate(asked), {}).values())
+    return count
 
 
 def test_the_default_is_what_the_smallest_domain_has(tmp_path: Path) -> None:
@@ -66,3 +66,55 @@ def test_a_run_lowers_the_default_by_itself(tmp_path: Path) -> None:
 def test_a_run_that_measures_nothing_needs_no_held_out_tasks(tmp_path: Path) -> None:
     config = validate({"domains": {"none": questions(tmp_path, 8, eval_share=0)}})
     assert config["eval"]["tasks"] is None
+
+
+def counts(config: dict[str, Any], *overrides: str, model: str = "/nowhere/model") -> dict[str, int]:
+    """Tasks of each domain when the command line has these overrides, which ``config`` already holds."""
+    whole, files = with_whole_files(config, overrides, model)
+    return task_counts(validate(whole), files)
+
+
+def trained_run(folder: Path, file: str) -> str:
+    """A checkpoint of a run that trained on a file."""
+    run = folder / "trained"
+    (run / "checkpoints" / "step-000004").mkdir(parents=True)
+    (run / "epoch").write_text("1")
+    (run / "config.yaml").write_text(json.dumps({"domains": {"few": {"env_args": {"path": file}}}}))
+    return str(run / "checkpoints" / "step-000004")
+
+
+def test_a_file_of_the_command_line_is_measured_whole(tmp_path: Path) -> None:
+    config = {"domains": {"few": questions(tmp_path, 700)}}
+    named = f"domains.few.env_args.path={tmp_path / '700.jsonl'}"
+    assert counts(config, named) == {"few": 700}
+    assert counts(config, "domains.few={env: qa}") == {"few": 700}
+    assert counts(config, "eval.group_size=2") == {"few": 35}  # the configuration's own: its held-out share
+    assert counts({**config, "eval": {"tasks": 5}}, named) == {"few": 5}
+    shared = {"domains": {"few": questions(tmp_path, 700, eval_share=0.1)}}
+    assert counts(shared, named) == {"few": 70}
+
+
+def test_a_file_for_evaluation_is_measured_whole_without_one_for_training(tmp_path: Path) -> None:
+    file = questions(tmp_path, 700)["env_args"]["path"]
+    domain = {"env": "qa", "env_args": {"eval_path": file}, "rewards": [{"name": "math_answer"}]}
+    assert counts({"domains": {"few": domain, "lake": LAKE}}) == {"few": 700, "lake": 256}
+    both = {**domain, "env_args": {"path": questions(tmp_path, 4)["env_args"]["path"], "eval_path": file}}
+    assert counts({"domains": {"few": both}}) == {"few": 700}
+
+
+def test_of_a_file_that_the_model_trained_on_only_the_rest_is_measured(tmp_path: Path) -> None:
+    config = {"domains": {"few": questions(tmp_path, 700)}}
+    file = config["domains"]["few"]["env_args"]["path"]
+    named, copy = f"domains.few.env_args.path={file}", tmp_path / "copy.jsonl"
+    copy.write_bytes(Path(file).read_bytes())
+    assert counts(config, named, model=trained_run(tmp_path / "a", file)) == {"few": 35}
+    assert counts(config, named, model=trained_run(tmp_path / "b", str(copy))) == {"few": 35}
+    assert counts(config, named, model=trained_run(tmp_path / "c", "gone.jsonl")) == {"few": 700}
+
+
+def test_levels_of_a_file_are_measured_whole(tmp_path: Path) -> None:
+    level = "#####\n#@$.#\n#   #\n#####\n"
+    (tmp_path / "levels.txt").write_text("".join(f"; {number}\n{level}\n" for number in range(30)))
+    args = {"eval_path": str(tmp_path / "levels.txt")}
+    domain = {"env": "sokoban", "env_args": args, "max_context_tokens": 448, "sampling": {"max_tokens": 4}}
+    assert counts({"domains": {"box": domain}}) == {"box": 30}
