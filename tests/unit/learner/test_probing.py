@@ -1,4 +1,4 @@
-"""Probes of offers: ordinary text past every switch of the model, with a tolerance that follows the model's own noise."""
+"""Probes of offers: ordinary text past every switch of the model; the tolerance follows the model's own noise."""
 
 from __future__ import annotations
 
