@@ -37,6 +37,7 @@ from broker.weights.memory.staging import FlatBuffer, StagingBuffers, plan_of
 
 WAIT_S: Final = 120.0
 LET_GO_S: Final = 20.0  # until the driver has taken back what a killed process had
+SETTLED_S: Final = 1.0
 SPARE_BYTES: Final = 64 << 20  # kernels that were loaded meanwhile
 LEFT_BEHIND: Final = 0.25  # of the learner's two buffers may still be missing then, for others use the GPU, too
 
@@ -51,15 +52,16 @@ def main(arguments: list[str] | None = None) -> int:
 def _measure(options: argparse.Namespace, device: str) -> int:
     shape = common.TINY if options.tiny else common.HALF_BILLION
     server = _Server(options, shape, options.bucket_mib or (0.0625 if options.tiny else 256.0))
-    free = server.free_bytes()
     with server.learner() as learner:
         figures, checks = server.speeds(learner)
         checks["overwritten_is_refused"] = server.overwritten(learner)
         checks["killed_learner_leaves_what_is_held"] = server.killed(learner)
     server.close()
-    checks["memory_of_the_killed_is_free"] = server.freed(free)
+    free = server.settled_bytes()  # by now this process has loaded all that it needs
     with server.learner() as learner:
         checks["second_learner_is_read"] = server.reads(0, learner.asks("address"))
+    server.close()
+    checks["memory_of_the_killed_is_free"] = server.freed(free)
     return common.finish("ipc", device, shape, figures, checks)
 
 
@@ -198,6 +200,15 @@ class _Server:
     def free_bytes(self) -> int:
         """Return the free memory of the GPU, whichever process uses the rest."""
         return torch.cuda.mem_get_info()[0] if self.kind == "cuda" else 0
+
+    def settled_bytes(self) -> int:
+        """Return the free memory once it has not grown for a second: a killed process's is taken back late."""
+        free, since = self.free_bytes(), time.monotonic()
+        while time.monotonic() - since < SETTLED_S and self.kind == "cuda":
+            time.sleep(0.1)
+            if (now := self.free_bytes()) > free + SPARE_BYTES:
+                free, since = now, time.monotonic()
+        return max(free, self.free_bytes())
 
     def freed(self, before: int) -> bool:
         least = before - max(SPARE_BYTES, int(LEFT_BEHIND * 2 * self.plan.size_bytes))

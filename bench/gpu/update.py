@@ -134,10 +134,11 @@ def _weights(engine: Engine, model: str, device: str) -> dict[str, torch.Tensor]
     return {name: tensor.detach().clone().to(device) for name, tensor in held.items()}
 
 
-def _nudged(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _nudged(tensors: dict[str, torch.Tensor], factor: float = 1.0) -> dict[str, torch.Tensor]:
+    """Scale the weights in place; bfloat16 has 8 bits, so that a factor near 1 changes nothing."""
     for tensor in tensors.values():
         if tensor.is_floating_point():
-            tensor.mul_(1.001)
+            tensor.mul_(factor)
     return tensors
 
 
@@ -148,9 +149,7 @@ async def _right(
     (request,) = load.make_requests(1, shape.vocab, prompt=(32, 32), output=(32, 32), temperature=1.0, name="last")
     prompt = request.token_ids.array().tolist()
     before = await engine.logprobs(prompt)
-    for _ in range(20):
-        _nudged(tensors)
-    await engine.update_weights(tensors, version, "keep", None)
+    await engine.update_weights(_nudged(tensors, 1.0625), version, "keep", None)
     output = await engine.generate(request)
     whole = await engine.logprobs([*prompt, *load.tokens_of(output)])
     spread = float(np.abs(whole[len(prompt) - 1 :] - np.array(output.logprobs)).max())
