@@ -263,6 +263,7 @@ class LearnerService:
         # in a thread: another one may be importing torch, and this one would wait for it with the event loop
         await asyncio.to_thread(import_module, "learner.weights.offering")
         from learner.weights.offering import WeightOffering
+        from learner.weights.probing import read_probe_ids
 
         resumed = checkpoint.read_checkpoint(path) if path is not None else None
         if resumed is not None:
@@ -284,8 +285,12 @@ class LearnerService:
         self.ledger = self.shown.ledger = Ledger.load(resumed.ledger) if resumed else Ledger(await self._first_rules())
         if resumed is not None:
             await self.training.call(partial(checkpoint.load_state, resumed, self.training.backend))
-        dtype = section(self.config, "model", ModelSection).dtype
-        self.offering = await self.training.call(lambda: WeightOffering(self.training.backend, self.train, dtype))
+        model, most = section(self.config, "model", ModelSection), self.config["rollout"]["max_context_tokens"]
+        size = self.training.backend.vocab_size
+        probe_ids = await asyncio.to_thread(read_probe_ids, model_path, model, vocab_size=size, max_context=most)
+        self.offering = await self.training.call(
+            lambda: WeightOffering(self.training.backend, self.train, model.dtype, probe_ids)
+        )
         if self.ledger.state.version >= self.train.steps:
             await self._end_what_is_done(self.ledger.state.version)
         recovery = Recovery(self.bus, self.ledger, self.folder, self.training.backend.vocab_size)

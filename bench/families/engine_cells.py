@@ -13,7 +13,7 @@ from broker.contract import wire
 from broker.errors import TransferFailed
 from broker.weights.adapter import AdapterBase
 from broker.weights.memory.staging import plan_of
-from learner.weights.offering import probe
+from learner.weights.probing import WeightProbe
 from rollout.engines.base import GenerationOutput
 from rollout.engines.hf.engine_core import EngineCore
 
@@ -64,7 +64,7 @@ def _update(scene: Scene, trained: Trained, find: Callable[[EngineCore], Mapping
         while core.stats().generated_tokens < 8:
             core.admit(0.0)
             core.step()
-        core.update(find(core), 1, "recompute", probe(trained.backend, scene.dtype))
+        core.update(find(core), 1, "recompute", WeightProbe(trained.backend, scene.dtype).make())
         core.submit(request("later", [*kept, *sample_tokens(6, 8)], scene.answer, conversation="finished"), 0.0)
         outputs = drain(core)
         (_, old), (version, _) = outputs["running"].version_runs

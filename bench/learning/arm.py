@@ -32,7 +32,7 @@ from learner.credit.ledger import Action, ForgetTicket, HoldGroup, IssueTicket, 
 from learner.credit.ticket_rules import rules_of
 from learner.evaluation.evaluation import EvaluationQueue
 from learner.training import TrainingThread
-from learner.weights.offering import probe
+from learner.weights.probing import WeightProbe
 from rlearner_text.config import ModelSection
 
 SHOWN = (
@@ -144,7 +144,7 @@ class TrainingArm:
         self.lines.append(trained.values)
         self._taken = []
         actions = self.ledger.complete_step()
-        check = await self._training.call(lambda: probe(self._backend, self._model.dtype))
+        check = await self._training.call(WeightProbe(self._backend, self._model.dtype).make)
         self.hub.update(self._backend.weights(), self.ledger.state.version, check)
         self._perform([action for action in actions if isinstance(action, IssueTicket)])
         await self._play()  # before anything of the next step is trained: one core, and the version of the grant

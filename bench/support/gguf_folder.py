@@ -9,10 +9,11 @@ The file's weights are quantized; the folder gets them in bfloat16.
 
 from __future__ import annotations
 
-import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+
+from rlearner_text.atomic_folders import atomic_folder
 
 
 def convert(file: Path, folder: Path) -> int:
@@ -36,12 +37,10 @@ def convert(file: Path, folder: Path) -> int:
     plain.tie_weights()
     plain.generation_config.eos_token_id = tokenizer.eos_token_id
     plain.to(torch.bfloat16)
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    plain.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_folder(folder) as draft:
+        plain.save_pretrained(draft)
+        tokenizer.save_pretrained(draft)
     return int(plain.num_parameters())
 
 

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
 
 from broker.contract import wire
-from broker.errors import ConfigError, NotFinite
+from broker.errors import ConfigError
 from broker.jetstream.bus import Bus
 from broker.runtime.presence import Roster
-from broker.weights import fp8
 from broker.weights.adapter import factor_shapes
 from broker.weights.carriers import offered
-from broker.weights.finite import first_non_finite
 from broker.weights.memory.cuda import CudaDevice
 from broker.weights.memory.staging import plan_of
 from broker.weights.plan import LayoutPlan
-from broker.weights.probe import make_probe
 from broker.weights.sender.send import WeightSender
 from broker.weights.sender.transfer import TransferSettings
 from learner.backends.base import Backend
@@ -29,24 +25,25 @@ from learner.backends.section_checks import stripes_problem
 from learner.backends.stripes import RankStripes
 from learner.config import TrainSection
 from learner.weights.addresses import weights_address
+from learner.weights.probing import WeightProbe
 from rlearner_text.config import ModelSection
 
 log = logging.getLogger(__name__)
-
-PROBE_TOKENS: Final = 64
-# Largest difference between two correct computations of one logprob, in nats: kernels sum in different orders.
-PROBE_TOLERANCE: Final = {"float32": 5e-3, "bfloat16": 0.25, "float16": 0.05}
 
 
 class WeightOffering:
     """Weights of a backend to send: all of them, or only the factors of trained adapters.
 
+    Args:
+        probe_ids: the tokens of the probes, see ``read_probe_ids``; empty: random ones.
+
     Raises:
         ConfigError: if ``train.weights_backend`` is ipc and the weights are not on a GPU.
     """
 
-    def __init__(self, backend: Backend, train: TrainSection, dtype: str) -> None:
-        self._backend, self._train, self._dtype = backend, train, dtype
+    def __init__(self, backend: Backend, train: TrainSection, dtype: str, probe_ids: Sequence[int] = ()) -> None:
+        self._backend, self._train = backend, train
+        self._probe = WeightProbe(backend, dtype, train.weights_dtype, probe_ids)
         self._stripes: RankStripes | None = None
         self.plan: LayoutPlan  # of the sender
         if train.weights_backend == "ipc" and backend.device.type != "cuda":
@@ -118,7 +115,7 @@ class WeightOffering:
 
     def probe(self) -> wire.Probe:
         """Return the probe for an offer of the weights."""
-        return probe(self._backend, self._dtype, self._train.weights_dtype)
+        return self._probe.make()
 
     def layout_difference(self, path: str, model: ModelSection) -> str:
         """Return the first tensor by which the offered weights differ from the model as servers load it.
@@ -171,25 +168,3 @@ def first_difference(offered_plan: LayoutPlan, plain: LayoutPlan) -> str:
         if model[name].shape != offer[name].shape:
             return f"{offer[name]} in the offer has shape {list(model[name].shape)} in the model"
     return ""
-
-
-def probe(backend: Backend, dtype: str, wire_dtype: str | None = None) -> wire.Probe:
-    """Return fixed tokens, their logprobs under the current weights, and the tolerance of the coarser dtype.
-
-    Raises:
-        NotFinite: if a logprob is NaN or infinite; names the weight that is.
-    """
-    tolerance = max(PROBE_TOLERANCE[kind] for kind in (dtype, wire_dtype or dtype) if kind != fp8.NAME)
-    token_ids = np.random.default_rng(0).integers(0, backend.vocab_size, PROBE_TOKENS).tolist()
-    logprobs = backend.logprobs(token_ids)
-    if len(broken := (~logprobs.isfinite()).nonzero()):
-        raise NotFinite(_not_finite(backend, dtype, int(broken[0]) + 1, float(logprobs[broken[0]])))
-    return make_probe(token_ids, logprobs, tolerance=tolerance)
-
-
-def _not_finite(backend: Backend, dtype: str, token: int, logprob: float) -> str:
-    """Describe why the model computes a logprob that is not finite."""
-    if problem := first_non_finite(backend.weights()):
-        return f"the weight {problem}; lower train.lr, and start the run again, which resumes it"
-    found = f"the logprob of token {token} of the probe is {logprob} although all weights are finite"
-    return found if dtype == "float32" else f"{found}: what the model computes does not fit {dtype}; use float32"

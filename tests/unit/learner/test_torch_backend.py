@@ -20,7 +20,7 @@ from learner.backends.base import Backend
 from learner.backends.optimizer import lr_factor
 from learner.backends.torch import TorchBackend
 from learner.config import AlgorithmSection, TrainSection
-from learner.weights.offering import probe
+from learner.weights.probing import WeightProbe
 from rlearner_text.config import ModelSection
 
 
@@ -286,7 +286,7 @@ def test_a_weight_that_is_not_finite_is_named_before_the_gradient(path):
     assert trainer.step()["actor/skipped"] == 1
     assert trainer.take_problem().startswith(f"the weight {name} holds inf at [")
     with pytest.raises(NotFinite, match=f"the weight {name} holds inf"):
-        probe(trainer, "float32")
+        WeightProbe(trainer, "float32").make()
 
 
 def test_a_model_that_is_not_finite_is_refused_with_its_file(path, tmp_path):

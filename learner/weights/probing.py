@@ -1,0 +1,104 @@
+"""Makes the probe of an offer: logprobs of ordinary text, which servers repeat with the weights that they loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+
+from broker.contract import wire
+from broker.errors import NotFinite, UserError
+from broker.weights import fp8
+from broker.weights.finite import first_non_finite
+from broker.weights.group import first_line
+from broker.weights.probe import make_probe
+from learner.backends.base import Backend
+from rlearner_text.config import ModelSection
+from rlearner_text.hub import model_folder
+from rlearner_text.model_noise import noise_limit
+from rlearner_text.probe_text import probe_tokens
+from rlearner_text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+RANDOM_TOKENS: Final = 64
+# Difference in nats that a correct server may always show: its kernels sum in another order than those here. A model
+# whose logprobs two ways of computing here change by more gets a larger one.
+LEAST_TOLERANCE: Final = {"float32": 5e-3, "bfloat16": 0.25, "float16": 0.05}
+
+
+def read_probe_ids(path: str, model: ModelSection, *, vocab_size: int, max_context: int) -> list[int]:
+    """Return ids of ordinary text of a model's tokenizer, past every window and switch within the run's context.
+
+    Args:
+        path: of the model.
+        vocab_size: rows of its embedding.
+        max_context: rollout.max_context_tokens.
+    """
+    from transformers import AutoConfig
+
+    trusted = model.trust_remote_code
+    folder = model_folder(path, trust_remote_code=trusted)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted).get_text_config().to_dict()
+    try:
+        tokenizer: Tokenizer | None = Tokenizer.load(path, trust_remote_code=trusted)
+    except UserError:
+        tokenizer = None
+    return probe_tokens(tokenizer, config, vocab_size=vocab_size, max_context=max_context)
+
+
+class WeightProbe:
+    """Makes the probes of a backend's weights, all of the same tokens.
+
+    Args:
+        dtype: of the backend's weights.
+        wire_dtype: in which they are sent; None: unchanged.
+        token_ids: of the text; fewer than two: random ones.
+    """
+
+    def __init__(
+        self, backend: Backend, dtype: str, wire_dtype: str | None = None, token_ids: Sequence[int] = ()
+    ) -> None:
+        self._backend, self._dtype = backend, dtype
+        self._least = max(LEAST_TOLERANCE[kind] for kind in (dtype, wire_dtype or dtype) if kind != fp8.NAME)
+        self._token_ids = list(token_ids)
+        if len(self._token_ids) < 2:
+            self._token_ids = np.random.default_rng(0).integers(0, backend.vocab_size, RANDOM_TOKENS).tolist()
+        self._tolerance: float | None = None  # measured with the first weights: training hardly changes it
+
+    def make(self) -> wire.Probe:
+        """Return the tokens, their logprobs under the current weights, and the tolerance.
+
+        Raises:
+            NotFinite: if a logprob is NaN or infinite; names the weight that is.
+        """
+        logprobs = self._backend.logprobs(self._token_ids)
+        if len(broken := (~logprobs.isfinite()).nonzero()):
+            raise NotFinite(self._describe(int(broken[0]) + 1, float(logprobs[broken[0]])))
+        if self._tolerance is None:
+            self._tolerance = max(self._least, self._noise(logprobs))
+        return make_probe(self._token_ids, logprobs, tolerance=self._tolerance)
+
+    def _noise(self, logprobs: torch.Tensor) -> float:
+        """Return how far apart two correct computations of these logprobs may lie; 0 if there is only one here."""
+        try:
+            plain = self._backend.plain_logprobs(self._token_ids)
+        except RuntimeError as error:  # plain attention over a long text needs more memory
+            log.info("weights: the model's own noise was not measured: %s", first_line(error))
+            return 0.0
+        if plain is None or not plain.isfinite().all():
+            return 0.0
+        epsilon = torch.finfo(getattr(torch, self._dtype)).eps
+        return noise_limit([logprobs.float().numpy(), plain.float().numpy()], epsilon=epsilon)
+
+    def _describe(self, token: int, logprob: float) -> str:
+        """Describe why the model computes a logprob that is not finite."""
+        if problem := first_non_finite(self._backend.weights()):
+            return f"the weight {problem}; lower train.lr, and start the run again, which resumes it"
+        text = f"the logprob of token {token} of the probe is {logprob} although all weights are finite"
+        if self._dtype == "float32":
+            return text
+        return f"{text}: what the model computes does not fit {self._dtype}; use float32"
