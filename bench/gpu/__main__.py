@@ -54,10 +54,11 @@ def _run(options: argparse.Namespace, steps: Sequence[Step]) -> int:
         raise UserError(f"--out {options.out}: there is no folder {options.out.parent}")
     state, total_s = read_state(options.out), 60 * options.minutes
     with tempfile.TemporaryDirectory(prefix="rlearner-bench-models-") as models:
-        os.environ.setdefault(MODELS, models)
+        variables = {MODELS: os.environ.get(MODELS, models)}
         machine = _machine(options, steps[0], state, total_s)
         if machine is not None:
-            run_steps(wanted, machine, state, options.out, total_s=total_s, again=options.again)
+            again = options.again
+            run_steps(wanted, machine, state, options.out, total_s=total_s, again=again, variables=variables)
     page = options.docs or (PAGE if PAGE.is_file() and not options.cpu else None)
     if page is not None:
         write_table(page, steps, state)

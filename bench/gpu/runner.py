@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -32,12 +32,14 @@ def run_steps(
     total_s: float,
     again: bool = False,
     say: Say = print,
+    variables: Mapping[str, str] | None = None,
 ) -> None:
     """Run what has not run yet; after each step, the state is in the file ``out``, its output in a log next to it.
 
     Args:
         total_s: time for all steps, those of earlier calls included.
         again: run those that ran, too; their former time does not count.
+        variables: of the environment of all steps.
     """
     if again:
         for step in steps:
@@ -52,18 +54,19 @@ def run_steps(
         else:
             limit_s = round(min(step.limit_s, left_s - END_S))
             say(f"{step.name}: {step.shows}, at most {limit_s} s")
-            outcome = run_one(step, machine, out.with_name(f"{out.stem}-{step.name}.log"), limit_s)
+            log = out.with_name(f"{out.stem}-{step.name}.log")
+            outcome = run_one(step, machine, log, limit_s, variables or {})
             state.steps[step.name] = replace(outcome, commit=current_commit())
         outcome = state.steps[step.name]
         write_state(out, state)
         say(f"{step.name}: {outcome.state} in {outcome.seconds:.0f} s" + (f": {outcome.reason}" * bool(outcome.reason)))
 
 
-def run_one(step: Step, machine: Machine, log: Path, limit_s: float) -> Outcome:
+def run_one(step: Step, machine: Machine, log: Path, limit_s: float, variables: Mapping[str, str]) -> Outcome:
     """Run one step to its end or its limit; end what it started."""
     began = time.monotonic()
     with log.open("wb") as file:
-        child = spawn(step.command(machine), file)
+        child = spawn(step.command(machine), file, env={**os.environ, **variables})
         try:
             code: int | None = child.wait(limit_s)
         except subprocess.TimeoutExpired:

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from bench.gpu import __main__ as command
+from bench.gpu.common import MODELS
 from bench.gpu.quickstart import commands, successes
 from bench.gpu.runner import run_steps
 from bench.gpu.state import Outcome, State, read_state
@@ -189,6 +190,7 @@ def test_the_command_writes_its_line_and_the_table(
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (line["device"], line["passed"], line["failed"]) == ("2 x cpu", ["driver", "fast"], ["broken"])
     assert line["figures"]["fast"] == {"speed": 1234.5}
+    assert MODELS not in os.environ  # only the steps share models
     text = page.read_text()
     assert text.startswith(f"before\n{BEGIN}\n\n2 x cpu, 20")
     assert text.endswith(f"\n\n{END}\nafter\n")
