@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
-import torch
 
 from broker.contract import wire
 from broker.errors import NotFinite, UserError
 from broker.weights import fp8
 from broker.weights.finite import first_non_finite
-from broker.weights.group import first_line
 from broker.weights.probe import make_probe
 from learner.backends.base import Backend
 from rlearner_text.config import ModelSection
 from rlearner_text.hub import model_folder
-from rlearner_text.model_noise import noise_limit
 from rlearner_text.probe_text import probe_tokens
 from rlearner_text.tokenizer import Tokenizer
 
-log = logging.getLogger(__name__)
-
 RANDOM_TOKENS: Final = 64
-# Difference in nats that a correct server may always show: its kernels sum in another order than those here. A model
-# whose logprobs two ways of computing here change by more gets a larger one.
-LEAST_TOLERANCE: Final = {"float32": 5e-3, "bfloat16": 0.25, "float16": 0.05}
+# Largest difference between two correct computations of one logprob, in nats: kernels sum in different orders. It does
+# not follow what two ways of computing differ by here, because that is also how a fault of this process looks.
+TOLERANCE: Final = {"float32": 5e-3, "bfloat16": 0.25, "float16": 0.05}
 
 
 def read_probe_ids(path: str, model: ModelSection, *, vocab_size: int, max_context: int) -> list[int]:
@@ -63,11 +57,10 @@ class WeightProbe:
         self, backend: Backend, dtype: str, wire_dtype: str | None = None, token_ids: Sequence[int] = ()
     ) -> None:
         self._backend, self._dtype = backend, dtype
-        self._least = max(LEAST_TOLERANCE[kind] for kind in (dtype, wire_dtype or dtype) if kind != fp8.NAME)
+        self._tolerance = max(TOLERANCE[kind] for kind in (dtype, wire_dtype or dtype) if kind != fp8.NAME)
         self._token_ids = list(token_ids)
         if len(self._token_ids) < 2:
             self._token_ids = np.random.default_rng(0).integers(0, backend.vocab_size, RANDOM_TOKENS).tolist()
-        self._tolerance: float | None = None  # measured with the first weights: training hardly changes it
 
     def make(self) -> wire.Probe:
         """Return the tokens, their logprobs under the current weights, and the tolerance.
@@ -78,21 +71,7 @@ class WeightProbe:
         logprobs = self._backend.logprobs(self._token_ids)
         if len(broken := (~logprobs.isfinite()).nonzero()):
             raise NotFinite(self._describe(int(broken[0]) + 1, float(logprobs[broken[0]])))
-        if self._tolerance is None:
-            self._tolerance = max(self._least, self._noise(logprobs))
         return make_probe(self._token_ids, logprobs, tolerance=self._tolerance)
-
-    def _noise(self, logprobs: torch.Tensor) -> float:
-        """Return how far apart two correct computations of these logprobs may lie; 0 if there is only one here."""
-        try:
-            plain = self._backend.plain_logprobs(self._token_ids)
-        except RuntimeError as error:  # plain attention over a long text needs more memory
-            log.info("weights: the model's own noise was not measured: %s", first_line(error))
-            return 0.0
-        if plain is None or not plain.isfinite().all():
-            return 0.0
-        epsilon = torch.finfo(getattr(torch, self._dtype)).eps
-        return noise_limit([logprobs.float().numpy(), plain.float().numpy()], epsilon=epsilon)
 
     def _describe(self, token: int, logprob: float) -> str:
         """Describe why the model computes a logprob that is not finite."""
