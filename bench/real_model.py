@@ -56,6 +56,7 @@ RECIPES: Final[Mapping[str, Recipe]] = {
     "forms": Recipe("configs/instructions.yaml"),
 }
 TINY: Final = (
+    "train.warmup_steps=0",
     *("train.steps=2", "train.groups_per_step=2", "eval.every_steps=2", "eval.tasks=4", "checkpoint.every_steps=2"),
     "envhub.n=16",
 )

@@ -46,7 +46,7 @@ def settings(options: argparse.Namespace, model: Path | None, folder: str) -> li
     if options.device == "cuda":
         values |= {"train.weights_backend": "ipc", "rollout.num_threads": 0, "train.num_threads": 0}
     if options.tiny:
-        values |= {"eval.tasks": 8, "train.groups_per_step": 2, "model.dtype": "float32"}
+        values |= {"eval.tasks": 8, "train.groups_per_step": 2, "train.warmup_steps": 0, "model.dtype": "float32"}
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
