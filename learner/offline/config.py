@@ -104,17 +104,17 @@ def validate(pipeline: str, config: dict[str, Any]) -> dict[str, Any]:
         commands = "`rlearner up` and `rlearner start`"
         raise UserError(f"domains: with that section it is a configuration for {commands}, not for {pipeline}")
     checked = runspec.validate(config, SECTIONS[pipeline], ())
-    resolve_model(checked["model"])
     train = checked["train"]
+    if (name := train["backend"]) in ("deepspeed", "megatron"):
+        allowed = f"torch, ddp or fsdp2: without a broker there is one rank, and no train.{name}"
+        raise ConfigError("train.backend", name, allowed)
+    resolve_model(checked["model"])
     if (warmup := train["warmup_steps"]) is not None and warmup >= train["steps"]:
         raise ConfigError("train.warmup_steps", warmup, f"below train.steps, which is {train['steps']}")
     check_name("train.backend", "backends", train["backend"], BACKENDS)
     check_options(train)
     check_family(checked)
     check_layers(train["lora"], checked["model"])
-    if (name := train["backend"]) in ("deepspeed", "megatron"):
-        allowed = f"torch, ddp or fsdp2: without a broker there is one rank, and no train.{name}"
-        raise ConfigError("train.backend", name, allowed)
     for name in checked["trackers"]["use"]:
         check_name("trackers.use", "trackers", name, TRACKERS)
     for key in ("train", "eval"):

@@ -33,6 +33,8 @@ from learner.backends.parts.stored import StoredTensors
 from learner.backends.parts.writing import write_part
 from learner.backends.sent_runs import RunsInOrder
 from learner.offline import config as offline
+from rlearner_text.config import TinyModel
+from rlearner_text.tiny import build_tiny
 
 LAKE = {
     "env": "frozenlake",
@@ -392,7 +394,7 @@ def test_a_model_that_is_here_is_looked_at_before_anything_starts(
         "train.megatron.tensor_parallel: 4 is not allowed; one of 1, 2: it must divide the model's {} key-value heads"
     )
     assert refused(train, model={"path": None, "tiny": {"num_heads": 4, "num_kv_heads": 2}}) == line.format(2)
-    (tmp_path / "model.safetensors").write_bytes(b"")
+    build_tiny(tmp_path, TinyModel(hidden_size=8, num_layers=1, head_dim=4, intermediate_size=8))  # for its tokenizer
     said = {
         "model_type": "llama",
         "num_hidden_layers": 4,

@@ -220,6 +220,6 @@ def test_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
     model = families.make_model("llama")
     model.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("nan")
     model.save_pretrained(tmp_path)
-    where = r"not finite, the first in model\.layers\.1\.mlp\.up_proj\.weight"
+    where = r"not finite: model\.safetensors: model\.layers\.1\.mlp\.up_proj\.weight holds nan at \[3, 5\]"
     with pytest.raises(UserError, match=where), opened(tmp_path):
         pass
