@@ -121,8 +121,7 @@ test-bundle: setup .venv-bundle/ready
 
 # The oldest transformers that pyproject.toml allows, with this environment's torch; kept next to the environment: ten minutes.
 test-oldest: setup .venv-oldest/ready
-	PYTHONPATH=.venv-oldest OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
-		-W 'ignore:Deprecated in 0.9.0:DeprecationWarning' tests/unit/rollout tests/unit/learner \
+	PYTHONPATH=.venv-oldest OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/rollout tests/unit/learner \
 		tests/unit/rlearner_text tests/contract/test_engines.py tests/contract/test_model_files.py
 
 .venv-oldest/ready: .venv/ready requirements/oldest.txt
