@@ -44,7 +44,7 @@ OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
 FLOAT32_ERROR: Final = 2e-3  # relative; a GPU adds in another order, and the CPU's kernels are others
 BFLOAT16_ERROR: Final = 0.05
 OFFLOADED_MIB: Final = {"cuda": 1024, "cpu": 16}  # the CPU's goes to a file
-SPARE_BYTES: Final = 64 << 20  # that other allocations may take meanwhile
+SPARE_BYTES: Final = 64 << 20  # for allocations between two readings
 Check = Callable[[str], bool]
 
 

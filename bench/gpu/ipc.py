@@ -38,7 +38,7 @@ from broker.weights.memory.staging import FlatBuffer, StagingBuffers, plan_of
 WAIT_S: Final = 120.0
 LET_GO_S: Final = 20.0  # until the driver has taken back what a killed process had
 SETTLED_S: Final = 1.0
-SPARE_BYTES: Final = 64 << 20  # kernels that were loaded meanwhile
+SPARE_BYTES: Final = 64 << 20  # for kernels loaded between two readings
 LEFT_BEHIND: Final = 0.25  # of the learner's two buffers may still be missing then, for others use the GPU, too
 
 
