@@ -16,16 +16,18 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from broker.contract import wire
 from broker.runtime.spans import SpanRecorder
 from learner.algorithm.assembly import SampleAssembler
 from learner.algorithm.batch_adjust import adjust
+from learner.algorithm.episodes import num_bytes, num_sampled, without_tokens
 from learner.algorithm.packing import MicroBatchCutter
 from learner.algorithm.samples import TrainSample
 from learner.algorithm.score_stream import ScoreStream
-from learner.algorithm.token_figures import StepTokens, figures_by_ticket
+from learner.algorithm.token_figures import FigureCollector, StepTokens
 from learner.config import AlgorithmSection
 from learner.reporting.metrics import step_metrics
 from learner.turns import DeviceTurns
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+BACKLOG_BYTES: Final = 16 << 20  # of groups that wait for the thread: enough to keep it busy
 
 
 @dataclass(frozen=True)
@@ -80,9 +84,10 @@ class TrainingThread:
         self._algorithm = algorithm
         self._build, self._assembly = build, SampleAssembler(estimator, algorithm, stream=stream)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="training")
-        self._groups: list[wire.Group] = []
-        self._samples: list[TrainSample] = []  # of the step, if tokens are recorded
+        self._groups: list[wire.Group] = []  # of the step; without tokens once they are trained on
+        self._figures = FigureCollector()
         self._record_tokens = record_tokens
+        self._backlog, self._shrunk = 0, asyncio.Event()  # bytes of groups that the thread has not worked off yet
         self._busy_s = 0.0
         self._abandoned, self._stopped = threading.Event(), asyncio.Event()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -135,8 +140,16 @@ class TrainingThread:
 
     def add(self, group: wire.Group) -> None:
         """Add a group to the current step; return at once. Errors are raised by ``failed`` and ``finish``."""
+        size = num_bytes(group)
+        self._backlog += size
         future = self._submit(partial(self._add, group))
-        future.add_done_callback(self._watch)
+        future.add_done_callback(partial(self._watch, size))
+
+    async def has_room(self) -> None:
+        """Wait until the thread has worked off enough of the groups to need more."""
+        while self._backlog > BACKLOG_BYTES:
+            self._shrunk.clear()
+            await self._shrunk.wait()
 
     async def finish(self, version: int) -> TrainingResult | None:
         """Train the rest and take the optimizer step; return None if the step was abandoned.
@@ -164,7 +177,7 @@ class TrainingThread:
 
     def _discard(self) -> None:
         self._scores.reset()
-        self._samples.clear()
+        self._figures.take()
         self.backend.discard()
 
     def close(self) -> None:
@@ -174,7 +187,9 @@ class TrainingThread:
             self._thread.submit(self.backend.close).result()
         self._thread.shutdown()
 
-    def _watch(self, future: asyncio.Future[None]) -> None:
+    def _watch(self, num_bytes: int, future: asyncio.Future[None]) -> None:
+        self._backlog -= num_bytes
+        self._shrunk.set()
         if not future.cancelled() and (error := future.exception()) is not None and not self.failed.done():
             self.abandon()  # a step that lacks a group must not be taken
             self.failed.set_exception(error)
@@ -182,45 +197,59 @@ class TrainingThread:
     def _add(self, group: wire.Group) -> None:
         if self._abandoned.is_set():
             return
-        started = time.monotonic()
-        self._groups.append(group)
         if self._assembly.needs_batch and not self._assembly.scores_stream:
+            self._groups.append(group)
             return
+        started = time.monotonic()
         with self.spans.work("train"):
             if self._assembly.needs_batch:
+                self._groups.append(group)
                 self._scores.add(self._assembly.unscored(group))
             else:
+                self._groups.append(without_tokens(group))
                 self._train(group)
         self._busy_s += time.monotonic() - started
 
     def _train(self, group: wire.Group) -> None:
-        for sample in self._remembered(self._assembly.stream(group)):
+        samples = self._assembly.stream(group)
+        if self._record_tokens:
+            self._figures.expect(group.ticket, samples)
+        for sample in samples:
             if (full := self._cutter.add(sample)) is not None:
-                self.backend.forward_backward(full)
+                self._forward_backward(full)
                 if self._abandoned.is_set():
                     return
 
-    def _remembered(self, samples: list[TrainSample]) -> list[TrainSample]:
+    def _forward_backward(self, samples: list[TrainSample]) -> None:
+        self.backend.forward_backward(samples)
         if self._record_tokens:
-            self._samples += samples
-        return samples
+            self._figures.collect(self.backend.take_recorded())
 
     def _train_rest(self) -> dict[str, float] | None:
         """Complete a step whose gradient accumulated as its groups arrived; return None if it is abandoned."""
         rest = self._cutter.flush()
         if rest and not self._abandoned.is_set():
-            self.backend.forward_backward(rest)
+            self._forward_backward(rest)
         return None if self._abandoned.is_set() else self.backend.step()
 
     def _train_batch(self, version: int) -> dict[str, float] | None:
         """Train a step that needs all its groups; once begun it is completed, because updates cannot be undone."""
         if self._abandoned.is_set():
             return None
-        samples = self._remembered(self._assembly.batch(self._groups, self._scores.finish, self.backend.kl_coef))
+        samples = self._assembly.batch(self._groups, self._scores.finish, self.backend.kl_coef)
+        if self._record_tokens:
+            rest = iter(samples)
+            for group in self._assembly.selected(self._groups):
+                self._figures.expect(group.ticket, list(islice(rest, len(group.trajectories))))
         if (mode := self._algorithm.batch_adjust) is not None:
             sampled = [sample for sample in samples if sample.num_tokens]
             samples = adjust(sampled, self._algorithm.num_minibatches, mode, version)
-        return None if self._abandoned.is_set() else self.backend.update(samples)
+        if self._abandoned.is_set():
+            return None
+        values = self.backend.update(samples)
+        if self._record_tokens:
+            self._figures.collect(self.backend.take_recorded())
+        return values
 
     def _finish(self, version: int) -> TrainingResult | None:
         started = time.monotonic()
@@ -233,9 +262,9 @@ class TrainingThread:
         problem = "" if is_finite else self.backend.take_problem()
         values = step_metrics(groups, version) | values
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        num_tokens = sum(int(trajectory.loss_mask.array().sum()) for trajectory in trajectories)
+        num_tokens = sum(map(num_sampled, trajectories))
         selected = self._assembly.selected(groups)
-        tokens = self._recorded(selected)
+        tokens = self._figures.take() if self._record_tokens else None
         finish_s = time.monotonic() - started
         busy_s, self._busy_s = self._busy_s + finish_s, 0.0
         tickets = tuple(group.ticket for group in selected)
@@ -251,9 +280,3 @@ class TrainingThread:
             is_skipped=skipped > 0 and skipped >= values.get("actor/num_updates", 1.0),
             problem=problem,
         )
-
-    def _recorded(self, groups: list[wire.Group]) -> StepTokens | None:
-        if not self._record_tokens:
-            return None
-        samples, self._samples = self._samples, []
-        return figures_by_ticket(groups, samples, self.backend.take_recorded())

@@ -26,6 +26,7 @@ from broker.jetstream.log_reader import follow
 from broker.jetstream.parts import EVALUATION, TRAINING, GroupParts
 from broker.jetstream.provision import REPLICAS_IN_CLUSTER, ensure_stream, stream_config
 from broker.jetstream.publish import EXPECTED_LAST_SEQ, MESSAGE_ID, store
+from broker.jetstream.read_ahead import LogWindow, PendingRecord
 from broker.jetstream.reserve import release
 from broker.jetstream.stream_counts import StreamCounts
 from broker.jetstream.work_queue import WorkQueue
@@ -301,6 +302,7 @@ class Bus:
         *,
         wanted: Callable[[int], bool] = lambda _: True,
         drop_others: bool = False,
+        window_bytes: int = 0,
     ) -> AsyncGenerator[LogRecord, None]:
         """Yield every record from ``start_seq`` on, in order, without gaps, across reconnects; wait at the end.
 
@@ -311,10 +313,25 @@ class Bus:
                 Other records have the ``Parted`` as message; one whose parts are missing or damaged has an error.
             drop_others: whether to delete the ticket's other parts once its group is fetched; for the only reader that
                 decides which record of a ticket counts.
+            window_bytes: of coming records that are read, and groups that are fetched, ahead of their turn; ``wanted``
+                is then also called before it. 0: one record at a time.
 
         Raises:
             LostState: if the log ends before ``start_seq - 1``, or has lost records it should have kept.
         """
+        entries = self._log_entries(stream, start_seq)
+        if not window_bytes:
+            async with aclosing(entries):
+                async for entry in entries:
+                    yield await self.record(entry, stream, wanted, drop_others=drop_others)
+            return
+        window = LogWindow(entries, stream.messages, self._parts, wanted, window_bytes)
+        async with aclosing(window.pending()) as records:
+            async for pending in records:
+                yield await self.record(pending.entry, stream, wanted, drop_others=drop_others, pending=pending)
+
+    async def _log_entries(self, stream: Stream, start_seq: int) -> AsyncGenerator[StoredEntry, None]:
+        """Yield the entries of a log as they are stored; see ``read_log``."""
         name = stream.stream_name(self.run)
         following = max(start_seq, 1)
 
@@ -335,10 +352,10 @@ class Bus:
                     log.warning("%s: %d is missing before %d; asking the stream's leader", name, seq, entry.seq)
                     if (missed := await find(self.link, name, seq=seq)) is not None:
                         following = seq + 1
-                        yield await self.record(missed, stream, wanted, drop_others=drop_others)
+                        yield missed
                 if entry.seq >= following:
                     following = entry.seq + 1
-                    yield await self.record(entry, stream, wanted, drop_others=drop_others)
+                    yield entry
 
     async def record(
         self,
@@ -347,14 +364,20 @@ class Bus:
         wanted: Callable[[int], bool] = lambda _: True,
         *,
         drop_others: bool = False,
+        pending: PendingRecord | None = None,
     ) -> LogRecord:
-        """Decode one entry of a log, with its parts if wanted; see ``read_log``."""
+        """Decode one entry of a log, with its parts if wanted; see ``read_log``.
+
+        Args:
+            pending: the entry as it was read ahead, if it was.
+        """
         self.counts.consumed[stream.name] += 1
-        message, error = await decode_aside(entry.data, stream.messages)
+        decoded = pending.decoded if pending is not None else None
+        message, error = decoded or await decode_aside(entry.data, stream.messages)
         data: bytes | bytearray = entry.data
         if isinstance(message, wire.Parted) and wanted(message.ticket):
             parted = message
-            message, error, body = await self._parts.load(parted)
+            message, error, body = await self._parts.load(parted, pending.fetching if pending is not None else None)
             data = body or data
             if message is not None and drop_others:
                 await self._parts.drop_others(parted)

@@ -16,7 +16,7 @@ import numpy as np
 
 from broker.contract import wire
 from broker.system.private_files import open_private, replace, sync
-from learner.algorithm.episodes import episode_rewards, episodes
+from learner.algorithm.episodes import episode_rewards, episodes, num_sampled
 from learner.credit.ledger import Ledger, is_zero_variance
 
 QUANTILES: Final = {"min": 0.0, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p90": 0.9, "p99": 0.99, "max": 1.0}
@@ -27,7 +27,7 @@ def step_metrics(groups: Sequence[wire.Group], version: int) -> dict[str, float]
     """Return reward, environment, response and staleness metrics of a step.
 
     Args:
-        groups: the trained groups, at least one.
+        groups: the trained groups, at least one; without tokens is enough.
         version: the policy version that was trained.
     """
     found = [(group.domain, trajectory) for group in groups for trajectory in episodes(group)]
@@ -54,7 +54,7 @@ def step_metrics(groups: Sequence[wire.Group], version: int) -> dict[str, float]
 
 def _turns(trajectories: Sequence[wire.Trajectory], num_episodes: int) -> dict[str, float]:
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
-    lengths = [int(trajectory.loss_mask.array().sum()) for trajectory in trajectories]
+    lengths = [num_sampled(trajectory) for trajectory in trajectories]
     cut = [any(turn.finish_reason == "length" for turn in trajectory.turns) for trajectory in trajectories]
     return {
         "env/valid_action_rate": _mean([turn.valid for turn in turns]),
