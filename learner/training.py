@@ -23,13 +23,13 @@ from broker.contract import wire
 from broker.runtime.spans import SpanRecorder
 from learner.algorithm.assembly import SampleAssembler
 from learner.algorithm.batch_adjust import adjust
-from learner.algorithm.episodes import num_bytes, num_sampled, without_tokens
+from learner.algorithm.episodes import num_bytes
 from learner.algorithm.packing import MicroBatchCutter
 from learner.algorithm.samples import TrainSample
 from learner.algorithm.score_stream import ScoreStream
 from learner.algorithm.token_figures import FigureCollector, StepTokens
 from learner.config import AlgorithmSection
-from learner.reporting.metrics import step_metrics
+from learner.reporting.metrics import StepFigures
 from learner.turns import DeviceTurns
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-BACKLOG_BYTES: Final = 16 << 20  # of groups that wait for the thread: enough to keep it busy
+BACKLOG_BYTES: Final = 8 << 20  # of groups that wait for the thread: enough to keep it busy
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,9 @@ class TrainingThread:
         self._algorithm = algorithm
         self._build, self._assembly = build, SampleAssembler(estimator, algorithm, stream=stream)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="training")
-        self._groups: list[wire.Group] = []  # of the step; without tokens once they are trained on
+        self._groups: list[wire.Group] = []  # of the step, if it needs them all at once
+        self._tickets: list[int] = []  # of the step, trained on as their groups came
+        self._step = StepFigures()
         self._figures = FigureCollector()
         self._record_tokens = record_tokens
         self._backlog, self._shrunk = 0, asyncio.Event()  # bytes of groups that the thread has not worked off yet
@@ -199,6 +201,7 @@ class TrainingThread:
             return
         if self._assembly.needs_batch and not self._assembly.scores_stream:
             self._groups.append(group)
+            self._step.add_group(group)
             return
         started = time.monotonic()
         with self.spans.work("train"):
@@ -206,8 +209,9 @@ class TrainingThread:
                 self._groups.append(group)
                 self._scores.add(self._assembly.unscored(group))
             else:
-                self._groups.append(without_tokens(group))
+                self._tickets.append(group.ticket)
                 self._train(group)
+        self._step.add_group(group)
         self._busy_s += time.monotonic() - started
 
     def _train(self, group: wire.Group) -> None:
@@ -257,22 +261,20 @@ class TrainingThread:
             values = self._train_batch(version) if self._assembly.needs_batch else self._train_rest()
         if values is None:
             return None
-        groups, self._groups = self._groups, []
+        step, self._step = self._step, StepFigures()
         is_finite = all(map(math.isfinite, values.values()))
         problem = "" if is_finite else self.backend.take_problem()
-        values = step_metrics(groups, version) | values
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        num_tokens = sum(map(num_sampled, trajectories))
-        selected = self._assembly.selected(groups)
+        values = step.values(version) | values
+        tickets = (*self._tickets, *(group.ticket for group in self._assembly.selected(self._groups)))
+        self._groups, self._tickets = [], []
         tokens = self._figures.take() if self._record_tokens else None
         finish_s = time.monotonic() - started
         busy_s, self._busy_s = self._busy_s + finish_s, 0.0
-        tickets = tuple(group.ticket for group in selected)
         skipped = values.get("actor/skipped", 0.0) * self._algorithm.num_epochs
         return TrainingResult(
             values,
-            num_tokens,
-            len(trajectories),
+            step.num_tokens,
+            step.num_samples,
             busy_s,
             finish_s,
             tickets,
