@@ -13,7 +13,7 @@ from broker.contract import wire
 from broker.contract.streams import SAMPLES
 from broker.jetstream.bus import Bus, LogRecord
 from broker.runtime.process import Stop
-from learner.consumer import RecordConsumer
+from learner.consumer import RecordConsumer, accepted_upload
 from learner.credit.ledger import FILTERED, Action, ForgetTicket, IssueTicket, Ledger, RefuseRecord
 from learner.credit.record_intake import RecordIntake
 from learner.credit.records import LedgerRecorder
@@ -97,7 +97,7 @@ class TrainingLoop:
         await self._offer_if_current()
         self._evaluator.step_completed(self._ledger.state.version, self._steps)
         self._began = time.monotonic()
-        unread = self._bus.read_log(SAMPLES, self._ledger.state.position + 1, wanted=self._is_wanted, drop_others=True)
+        unread = self._bus.read_log(SAMPLES, self._ledger.state.position + 1, wanted=self._ledger.awaits)
         async with aclosing(unread) as records:
             while not self._done:
                 if self._ledger.full:
@@ -115,10 +115,6 @@ class TrainingLoop:
         return self._ledger.state.version >= self._steps
 
     # --------------------------------------------------------------------------------------------------- records
-
-    def _is_wanted(self, ticket: int) -> bool:
-        """Return whether the body of a ticket's record is needed; a record of an ended ticket is only counted."""
-        return ticket in self._ledger.state.live
 
     async def _next(self, records: AsyncGenerator[LogRecord, None]) -> LogRecord | None:
         """Return the next record, or None once a stop is requested."""
@@ -163,6 +159,8 @@ class TrainingLoop:
         """Apply one record."""
         domain = ticket.domain if (ticket := self._ledger.state.live.get(entry.ticket)) else ""
         read, actions = self._consumer.apply(entry)
+        if (parted := accepted_upload(entry, read, actions)) is not None:
+            await self._bus.drop_other_parts(parted)
         if problem := read.problem:
             log.warning("record %d of the samples log: %s", entry.seq, problem)
             await self._bus.dead_letter(SAMPLES, seq=entry.seq, ticket=entry.ticket, reason=problem, data=entry.data)

@@ -51,6 +51,7 @@ class LogRecord:
     error: str  # why it did not decode
     ticket: int  # from the TICKET_HEADER, 0 if absent
     data: bytes | bytearray  # the message's encoding; for a group in parts, the bytes of all parts
+    parted: wire.Parted | None = None  # the record itself, if the group was fetched from its parts
 
 
 class Bus:
@@ -300,7 +301,6 @@ class Bus:
         start_seq: int,
         *,
         wanted: Callable[[int], bool] = lambda _: True,
-        drop_others: bool = False,
     ) -> AsyncGenerator[LogRecord, None]:
         """Yield every record from ``start_seq`` on, in order, without gaps, across reconnects; wait at the end.
 
@@ -309,8 +309,6 @@ class Bus:
         Args:
             wanted: whether to fetch this ticket's group if it is stored in parts; called when the record's turn comes.
                 Other records have the ``Parted`` as message; one whose parts are missing or damaged has an error.
-            drop_others: whether to delete the ticket's other parts once its group is fetched; for the only reader that
-                decides which record of a ticket counts.
 
         Raises:
             LostState: if the log ends before ``start_seq - 1``, or has lost records it should have kept.
@@ -335,30 +333,34 @@ class Bus:
                     log.warning("%s: %d is missing before %d; asking the stream's leader", name, seq, entry.seq)
                     if (missed := await find(self.link, name, seq=seq)) is not None:
                         following = seq + 1
-                        yield await self.record(missed, stream, wanted, drop_others=drop_others)
+                        yield await self.record(missed, stream, wanted)
                 if entry.seq >= following:
                     following = entry.seq + 1
-                    yield await self.record(entry, stream, wanted, drop_others=drop_others)
+                    yield await self.record(entry, stream, wanted)
 
     async def record(
         self,
         entry: StoredEntry,
         stream: Stream,
         wanted: Callable[[int], bool] = lambda _: True,
-        *,
-        drop_others: bool = False,
     ) -> LogRecord:
         """Decode one entry of a log, with its parts if wanted; see ``read_log``."""
         self.counts.consumed[stream.name] += 1
         message, error = await decode_aside(entry.data, stream.messages)
         data: bytes | bytearray = entry.data
+        parted = None
         if isinstance(message, wire.Parted) and wanted(message.ticket):
             parted = message
             message, error, body = await self._parts.load(parted)
             data = body or data
-            if message is not None and drop_others:
-                await self._parts.drop_others(parted)
-        return LogRecord(entry.seq, message, error, ticket_of(entry.headers), data)
+        return LogRecord(entry.seq, message, error, ticket_of(entry.headers), data, parted)
+
+    async def drop_other_parts(self, parted: wire.Parted) -> None:
+        """Delete a ticket's parts except those of this record, which must be the one that counts.
+
+        Those of any other record may be the ones that count: a later reader of the log would find it without them.
+        """
+        await self._parts.drop_others(parted)
 
     async def watch_last(self, stream: Stream) -> AsyncGenerator[wire.Message, None]:
         """Yield the newest value and every newer one; intermediate values may be skipped."""
