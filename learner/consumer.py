@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from broker.contract import wire
 from broker.jetstream.bus import LogRecord
 from learner.credit import record_intake
-from learner.credit.ledger import Action, ForgetTicket, HoldGroup, Ledger, LedgerEntry, TakeGroup
+from learner.credit.ledger import Action, ForgetTicket, HoldGroup, Ledger, LedgerEntry, RefuseRecord, TakeGroup
 from learner.credit.record_intake import RecordIntake
 from learner.training import TrainingResult, TrainingThread
 
@@ -23,6 +23,17 @@ class CompletedStep:
     trained: TrainingResult
     taken: Sequence[LedgerEntry]  # its groups, in order
     actions: list[Action]  # the ledger's answer, for the caller to perform
+
+
+def accepted_upload(entry: LogRecord, read: RecordIntake, actions: Sequence[Action]) -> wire.Parted | None:
+    """Return the upload of a group in parts that its ledger has accepted: the ticket needs no other one any more.
+
+    Args:
+        read: the record, validated.
+        actions: the ledger's answer to it.
+    """
+    is_refused = any(isinstance(action, RefuseRecord) for action in actions)
+    return None if is_refused or read.group is None else entry.parted
 
 
 class RecordConsumer:

@@ -13,7 +13,7 @@ from broker.contract import wire
 from broker.contract.streams import SAMPLES
 from broker.jetstream.bus import Bus, LogRecord
 from broker.runtime.process import Stop
-from learner.consumer import RecordConsumer
+from learner.consumer import RecordConsumer, accepted_upload
 from learner.credit.ledger import FILTERED, Action, ForgetTicket, IssueTicket, Ledger, RefuseRecord
 from learner.credit.record_intake import RecordIntake
 from learner.credit.records import LedgerRecorder
@@ -98,13 +98,8 @@ class TrainingLoop:
         await self._offer_if_current()
         self._evaluator.step_completed(self._ledger.state.version, self._steps)
         self._began = time.monotonic()
-        unread = self._bus.read_log(
-            SAMPLES,
-            self._ledger.state.position + 1,
-            wanted=self._is_wanted,
-            drop_others=True,
-            window_bytes=WINDOW_BYTES,
-        )
+        position, wanted = self._ledger.state.position, self._ledger.awaits
+        unread = self._bus.read_log(SAMPLES, position + 1, wanted=wanted, window_bytes=WINDOW_BYTES)
         async with aclosing(unread) as records:
             while not self._done:
                 if not await (self._end_step() if self._ledger.full else self._apply_next(records)):
@@ -117,10 +112,6 @@ class TrainingLoop:
         return self._ledger.state.version >= self._steps
 
     # --------------------------------------------------------------------------------------------------- records
-
-    def _is_wanted(self, ticket: int) -> bool:
-        """Return whether the body of a ticket's record is needed; a record of an ended ticket is only counted."""
-        return ticket in self._ledger.state.live
 
     async def _apply_next(self, records: AsyncGenerator[LogRecord, None]) -> bool:
         """Apply the next record, and hold its bytes no longer; return False if a stop came first."""
@@ -176,6 +167,8 @@ class TrainingLoop:
         """Apply one record."""
         domain = ticket.domain if (ticket := self._ledger.state.live.get(entry.ticket)) else ""
         read, actions = self._consumer.apply(entry)
+        if (parted := accepted_upload(entry, read, actions)) is not None:
+            self._bus.drop_other_parts(parted)
         if problem := read.problem:
             log.warning("record %d of the samples log: %s", entry.seq, problem)
             await self._bus.dead_letter(SAMPLES, seq=entry.seq, ticket=entry.ticket, reason=problem, data=entry.data)

@@ -29,7 +29,7 @@ from bench.support.hosts.network_namespaces import entered, host_network, why_no
 from bench.support.hosts.slow_tunnel import LARGEST_MTU, slow_tunnel
 from bench.support.peak_memory import PeakMemory
 from broker.contract.streams import SAMPLES
-from broker.jetstream.bus import Bus
+from broker.jetstream.bus import Bus, LogRecord
 from broker.jetstream.flight_window import MOST_BYTES
 from broker.server.private_server import BrokerServer
 from learner.algorithm.packing import MicroBatchCutter
@@ -147,6 +147,17 @@ def _estimate(trajectories: Sequence[Any], _: AlgorithmSection) -> list[Any]:
     return [np.zeros(len(one.loss_mask.array())) for one in trajectories]
 
 
+async def _apply(bus: Bus, consumer: RecordConsumer, record: LogRecord, *, waits: bool) -> None:
+    """Apply a record as the learner's loop does; ``waits``: until its other parts are deleted."""
+    _, actions = consumer.apply(record)
+    assert record.parted is not None, record.error
+    if waits:
+        await bus._parts.drop_others(record.parted)
+    else:
+        bus.drop_other_parts(record.parted)
+    consumer.perform(actions)
+
+
 async def _child(url: str, run: str, count: int, window_bytes: int, step_s: float) -> dict[str, float]:
     """Read the groups of one step, and train on them; without a window as before it, parts and purges in line."""
     bus = await Bus.connect(url, run, name="reader", deadline_s=60)
@@ -157,15 +168,13 @@ async def _child(url: str, run: str, count: int, window_bytes: int, step_s: floa
     consumer = RecordConsumer(ledger, training)
     ledger.open_credit()
     gc.collect()
-    records = bus.read_log(
-        SAMPLES, 1, wanted=ledger.state.live.__contains__, window_bytes=window_bytes, drop_others=not window_bytes
-    )
+    records = bus.read_log(SAMPLES, 1, wanted=ledger.awaits, window_bytes=window_bytes)
     with PeakMemory() as peak:
         began = time.monotonic()
         async with aclosing(records):
             while not ledger.full:
                 await training.has_room()
-                consumer.perform(consumer.apply(await anext(records))[1])
+                await _apply(bus, consumer, await anext(records), waits=not window_bytes)
         seconds = time.monotonic() - began
         step = await consumer.complete()
     assert step is not None, "the step was abandoned"

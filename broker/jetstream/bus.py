@@ -52,6 +52,7 @@ class LogRecord:
     error: str  # why it did not decode
     ticket: int  # from the TICKET_HEADER, 0 if absent
     data: bytes | bytearray  # the message's encoding; for a group in parts, the bytes of all parts
+    parted: wire.Parted | None = None  # the record itself, if the group was fetched from its parts
 
 
 class Bus:
@@ -76,6 +77,7 @@ class Bus:
         self._in_flight = asyncio.Semaphore(MAX_IN_FLIGHT)
         self._buckets: dict[tuple[str, str], KeyValue] = {}
         self._queues: dict[tuple[str, str], asyncio.Task[WorkQueue]] = {}
+        self._dropping: set[asyncio.Task[None]] = set()
 
     @classmethod
     async def connect(
@@ -105,7 +107,7 @@ class Bus:
 
     async def close(self) -> None:
         """Stop the in-progress marks and disconnect; pending calls raise Disconnected, readers end."""
-        for task in self._queues.values():
+        for task in (*self._queues.values(), *self._dropping):
             task.cancel()
         await self._marks.close()
         await self.link.close()
@@ -301,7 +303,6 @@ class Bus:
         start_seq: int,
         *,
         wanted: Callable[[int], bool] = lambda _: True,
-        drop_others: bool = False,
         window_bytes: int = 0,
     ) -> AsyncGenerator[LogRecord, None]:
         """Yield every record from ``start_seq`` on, in order, without gaps, across reconnects; wait at the end.
@@ -311,8 +312,6 @@ class Bus:
         Args:
             wanted: whether to fetch this ticket's group if it is stored in parts; called when the record's turn comes.
                 Other records have the ``Parted`` as message; one whose parts are missing or damaged has an error.
-            drop_others: whether to delete the ticket's other parts once its group is fetched; for the only reader that
-                decides which record of a ticket counts.
             window_bytes: of coming records that are read, and groups that are fetched, ahead of their turn; ``wanted``
                 is then also called before it. 0: one record at a time.
 
@@ -323,12 +322,12 @@ class Bus:
         if not window_bytes:
             async with aclosing(entries):
                 async for entry in entries:
-                    yield await self.record(entry, stream, wanted, drop_others=drop_others)
+                    yield await self.record(entry, stream, wanted)
             return
         window = LogWindow(entries, stream.messages, self._parts, wanted, window_bytes)
         async with aclosing(window.pending()) as records:
             async for pending in records:
-                yield await self.record(pending.entry, stream, wanted, drop_others=drop_others, pending=pending)
+                yield await self.record(pending.entry, stream, wanted, pending=pending)
 
     async def _log_entries(self, stream: Stream, start_seq: int) -> AsyncGenerator[StoredEntry, None]:
         """Yield the entries of a log as they are stored; see ``read_log``."""
@@ -363,7 +362,6 @@ class Bus:
         stream: Stream,
         wanted: Callable[[int], bool] = lambda _: True,
         *,
-        drop_others: bool = False,
         pending: PendingRecord | None = None,
     ) -> LogRecord:
         """Decode one entry of a log, with its parts if wanted; see ``read_log``.
@@ -375,13 +373,27 @@ class Bus:
         decoded = pending.decoded if pending is not None else None
         message, error = decoded or await decode_aside(entry.data, stream.messages)
         data: bytes | bytearray = entry.data
+        parted = None
         if isinstance(message, wire.Parted) and wanted(message.ticket):
             parted = message
             message, error, body = await self._parts.load(parted, pending.fetching if pending is not None else None)
             data = body or data
-            if message is not None and drop_others:
-                await self._parts.drop_others(parted)
-        return LogRecord(entry.seq, message, error, ticket_of(entry.headers), data)
+        return LogRecord(entry.seq, message, error, ticket_of(entry.headers), data, parted)
+
+    def drop_other_parts(self, parted: wire.Parted) -> None:
+        """Begin to delete a ticket's parts except those of this record, which must be the one that counts.
+
+        Those of any other record may be the ones that count: a later reader of the log would find it without them. What
+        is still there when this process ends is deleted with the ticket's parts, by ``trim_parts``.
+        """
+        task = asyncio.create_task(self._parts.drop_others(parted))
+        self._dropping.add(task)
+        task.add_done_callback(self._dropped)
+
+    def _dropped(self, task: asyncio.Task[None]) -> None:
+        self._dropping.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("parts that are no longer needed stay until the next trimming: %s", error)
 
     async def watch_last(self, stream: Stream) -> AsyncGenerator[wire.Message, None]:
         """Yield the newest value and every newer one; intermediate values may be skipped."""

@@ -127,7 +127,7 @@ class GroupParts:
             await self._purge(_kind(parted), str(parted.ticket), parted.upload)
 
     async def drop_others(self, parted: wire.Parted) -> None:
-        """Delete the other uploads of a ticket: those of earlier reward pools and of processes that ended halfway."""
+        """Delete the other uploads of a ticket: of earlier reward pools, later records and processes that ended."""
         place = _kind(parted), str(parted.ticket)
         for upload in {subject.split(".")[5] for subject in await self._subjects(*place)} - {parted.upload}:
             await self._purge(*place, upload)

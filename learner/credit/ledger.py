@@ -269,6 +269,10 @@ class Ledger:
         """Numbers of the tickets that no record has ended yet."""
         return self.state.live.keys() - self._arrived
 
+    def awaits(self, number: int) -> bool:
+        """Return whether the next record of this ticket is the one that counts: it is live, and none has arrived."""
+        return number in self.state.live and number not in self._arrived
+
     @property
     def first_needed(self) -> int:
         """Sequence of the oldest record that a learner resuming from this state reads again."""

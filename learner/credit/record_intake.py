@@ -39,6 +39,8 @@ def read_record(entry: LogRecord, ledger: Ledger, vocab_size: int) -> RecordInta
         return RecordIntake(TicketEnd(message.ticket, message.reason))
     if isinstance(message, wire.RulesChange):
         return rules_change(message)
+    if isinstance(message, wire.Parted):  # not fetched, because its ticket awaits no record
+        return RecordIntake(TicketEnd(message.ticket, "malformed"), problem=entry.error)
     if not isinstance(message, wire.Group):
         return RecordIntake(TicketEnd(entry.ticket, "malformed"), problem=entry.error)
     if problem := _problem(message, ledger, vocab_size):

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -145,7 +145,7 @@ class Recovery:
     async def _not_closed(self) -> list[LedgerEntry]:
         """Return the missing groups that an earlier, interrupted rebase has not closed as lost."""
         closed = set()
-        async for record in self._rest():
+        async for record in self._rest(lambda _: False):
             if isinstance(record.message, wire.Closed) and record.message.reason == LOST:
                 closed.add(record.message.ticket)
         return [entry for entry in self._missing if entry.number not in closed]
@@ -183,7 +183,7 @@ class Recovery:
         """Return the ledger as it will be once the log is consumed up to its current end."""
         ahead = Ledger.load(self._ledger.dump())
         ahead.open_credit()
-        async for record in self._rest():
+        async for record in self._rest(ahead.awaits):
             while ahead.full:
                 ahead.complete_step()
             ahead.apply(record_intake.read_record(record, ahead, self._vocab_size).record, record.seq)
@@ -191,12 +191,12 @@ class Recovery:
             ahead.complete_step()
         return ahead
 
-    async def _rest(self) -> AsyncGenerator[LogRecord, None]:
-        """Yield the log from the ledger's position up to its current end."""
+    async def _rest(self, wanted: Callable[[int], bool]) -> AsyncGenerator[LogRecord, None]:
+        """Yield the log from the ledger's position up to its current end; see ``Bus.read_log``."""
         position, last = self._ledger.state.position, await self._bus.last_seq(SAMPLES)
         if last <= position:
             return
-        async with aclosing(self._bus.read_log(SAMPLES, position + 1)) as records:
+        async with aclosing(self._bus.read_log(SAMPLES, position + 1, wanted=wanted)) as records:
             async for record in records:
                 yield record
                 if record.seq >= last:
