@@ -75,15 +75,14 @@ def measure() -> dict[str, Any]:
     window_mib = (WINDOW_BYTES + MOST_BYTES + BACKLOG_BYTES) / MIB  # read ahead, on the wire, waiting for the thread
     return {
         "intake": {
-            "groups": SMALL_GROUPS,
-            "group_mib": SMALL_MIB,
+            "groups": LARGE_GROUPS,
+            "group_mib": LARGE_MIB,
+            "window_mib": window_mib,
+            "peak_mib": max(ahead["peak_mib"], large["peak_mib"]),
+            "rate_groups": SMALL_GROUPS,
+            "rate_group_mib": SMALL_MIB,
             "records_per_s_at_40_ms": ahead["records_per_s"],
             "records_per_s_before": before["records_per_s"],
-            "window_mib": window_mib,
-            "peak_mib": ahead["peak_mib"],
-            "large_groups": LARGE_GROUPS,
-            "large_group_mib": LARGE_MIB,
-            "large_peak_mib": large["peak_mib"],
         }
     }
 
