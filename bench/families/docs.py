@@ -27,8 +27,7 @@ bfloat16, where a router may take another expert for a few tokens, nine tenths o
 that rounding makes in transformers itself; `longrope` has the factors of the run's longest sequence.
 
 What does not work is refused by `rlearner check`, `doctor` and `plan` with the reason below, before any process starts.
-`python -m bench.families` runs everything again and fails if that is not so. In bfloat16 three mixtures of
-experts lie at these limits and failed in one of two whole runs: `deepseek_v3`, `exaone_moe`, `minimax_m2` with LoRA.
+`python -m bench.families` runs everything again and fails if that is not so.
 
 | column | works if |
 |---|---|
