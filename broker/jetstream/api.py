@@ -8,6 +8,7 @@ import json
 import logging
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, Final
 
 import msgspec
@@ -36,6 +37,7 @@ class StoredEntry:
     headers: dict[str, str] | None
     data: bytes
     time: str = ""  # when the broker stored it, as RFC 3339 text of its clock; empty unless requested
+    stored_ns: int = 0  # the same as unix time; with the sequence, no two messages that a stream ever held share it
 
 
 async def ask(link: NatsLink, request: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -95,7 +97,15 @@ async def find(link: NatsLink, stream_name: str, *, seq: int | None = None, last
     lines = base64.b64decode(found.get("hdrs", "")).decode().split("\r\n")
     headers = dict(line.split(": ", 1) for line in lines if ": " in line)
     data = base64.b64decode(found.get("data", ""))
-    return StoredEntry(int(found["seq"]), str(found["subject"]), headers or None, data, str(found.get("time", "")))
+    time = str(found["time"])
+    return StoredEntry(int(found["seq"]), str(found["subject"]), headers or None, data, time, unix_ns(time))
+
+
+def unix_ns(text: str) -> int:
+    """Return the time of an RFC 3339 text in UTC, with up to nine digits of a second."""
+    seconds, _, fraction = text.removesuffix("Z").partition(".")
+    since = datetime.fromisoformat(seconds).replace(tzinfo=UTC) - datetime.fromtimestamp(0, UTC)
+    return round(since.total_seconds()) * 10**9 + int(fraction.ljust(9, "0") or 0)
 
 
 async def bounds(link: NatsLink, stream_name: str, *, known: int = 0) -> tuple[int, int]:

@@ -316,7 +316,8 @@ class Bus:
                 is then also called before it. 0: one record at a time.
 
         Raises:
-            LostState: if the log ends before ``start_seq - 1``, or has lost records it should have kept.
+            LostState: if the log ends before ``start_seq - 1``, has lost records it should have kept, or holds another
+                record in the place of the newest that was read.
         """
         entries = self._log_entries(stream, start_seq)
         if not window_bytes:
@@ -333,6 +334,7 @@ class Bus:
         """Yield the entries of a log as they are stored; see ``read_log``."""
         name = stream.stream_name(self.run)
         following = max(start_seq, 1)
+        newest = (0, 0)  # sequence and time of the last record that was yielded
 
         async def start() -> dict[str, Any]:
             read = following - 1
@@ -341,6 +343,11 @@ class Bus:
                 raise LostState(f"{name} ends at {last}, but {read} was already read; the broker lost its store")
             if first > following and not stream.max_bytes:
                 raise LostState(f"{name} starts at {first}, but {following} is not read yet; it was trimmed too far")
+            seq, stored_ns = newest
+            stored = await find(self.link, name, seq=seq) if seq else None
+            if stored is not None and stored.stored_ns != stored_ns:  # in an older store, which has grown since
+                other = f"{name} holds another record {seq} than the one that was read"
+                raise LostState(f"{other}; the broker's store was replaced by an older one")
             return {"deliver_policy": "by_start_sequence", "opt_start_seq": following}
 
         async with aclosing(follow(self.link, name, start)) as entries:
@@ -350,10 +357,10 @@ class Bus:
                 for seq in skipped:
                     log.warning("%s: %d is missing before %d; asking the stream's leader", name, seq, entry.seq)
                     if (missed := await find(self.link, name, seq=seq)) is not None:
-                        following = seq + 1
+                        following, newest = seq + 1, (seq, missed.stored_ns)
                         yield missed
                 if entry.seq >= following:
-                    following = entry.seq + 1
+                    following, newest = entry.seq + 1, (entry.seq, entry.stored_ns)
                     yield entry
 
     async def record(
@@ -397,16 +404,16 @@ class Bus:
 
     async def watch_last(self, stream: Stream) -> AsyncGenerator[wire.Message, None]:
         """Yield the newest value and every newer one; intermediate values may be skipped."""
-        newest = 0
+        newest = (0, 0)
 
         async def start() -> dict[str, Any]:
             return {"deliver_policy": "last_per_subject", "filter_subject": stream.all_subjects(self.run)}
 
         async with aclosing(follow(self.link, stream.stream_name(self.run), start)) as entries:
             async for entry in entries:
-                if entry.seq == newest:
+                if (entry.seq, entry.stored_ns) == newest:  # an older store may give its sequence to another message
                     continue
-                newest = entry.seq
+                newest = entry.seq, entry.stored_ns
                 message, error = self._decode_signed(stream, entry)
                 if message is None:
                     await self.dead_letter(stream, seq=entry.seq, ticket=0, reason=error, data=entry.data)

@@ -143,6 +143,12 @@ def delivery_numbers(ack_subject: str) -> tuple[int, int, int]:
     return int(tokens[first]), int(tokens[first + 1]), int(tokens[first + 2])
 
 
+def stored_ns(ack_subject: str) -> int:
+    """Return the unix time in ns at which a message was stored, from its acknowledgement subject."""
+    tokens = ack_subject.split(".")
+    return int(tokens[7 if len(tokens) == 9 else 9])
+
+
 def ticket_of(headers: dict[str, str] | None) -> int:
     """Return the number in the TICKET_HEADER, 0 if absent or not a number."""
     return number_of(headers, wire.TICKET_HEADER, 0)

@@ -125,7 +125,7 @@ class KeyValue:
 
         subscribed = await self._link.subscribe(self._prefix + _checked(key, self._stream.name), tap)
         self._link.on_disconnect.add(tapped.set)
-        seen, delays = 0, [0.0]
+        seen, delays = (0, 0), [0.0]
         try:
             while not self._link.closed:
                 await asyncio.sleep(delays.pop(0))
@@ -133,12 +133,13 @@ class KeyValue:
                     found = await self._last(key)
                 except Disconnected:
                     return
-                if found is not None and found[1] != seen:
-                    data, seen, is_deletion = found
+                if found is not None and (found[1], found[3]) != seen:
+                    data, revision, is_deletion, stored_ns = found
+                    seen = revision, stored_ns  # an older store may give a revision to another value
                     delays.clear()
-                    message = None if is_deletion else await self._decoded(key, seen, data)
+                    message = None if is_deletion else await self._decoded(key, revision, data)
                     if is_deletion or message is not None:
-                        yield message, seen
+                        yield message, revision
                 if await _is_set_within(tapped, 0.0 if delays else READ_AGAIN_S * random.uniform(0.75, 1.25)):
                     delays = list(AFTER_TAP_S)
                 delays = delays or [0.0]
@@ -184,13 +185,18 @@ class KeyValue:
             self._stamps[key] = self._link.login.stamp(self._run, subject, headers, data)
         return revision
 
-    async def _last(self, key: str) -> tuple[bytes, int, bool] | None:
-        """Return (value, revision, whether it is a deletion) of the key's newest entry, from the stream's leader."""
+    async def _last(self, key: str) -> tuple[bytes, int, bool, int] | None:
+        """Return the key's newest entry, from the stream's leader.
+
+        Returns:
+            (value, revision, whether it is a deletion, unix time in ns at which it was stored)
+        """
         subject = self._prefix + _checked(key, self._stream.name)
         found = await find(self._link, self._stream_name, last_of=subject)
         if found is None:
             return None
-        return found.data, found.seq, _is_deletion(found.headers) or not self._is_valid(key, found)
+        is_deletion = _is_deletion(found.headers) or not self._is_valid(key, found)
+        return found.data, found.seq, is_deletion, found.stored_ns
 
     def _is_valid(self, key: str, entry: StoredEntry) -> bool:
         """Return whether the run's owner signed an entry, as its newest so far; always true for unsigned buckets."""

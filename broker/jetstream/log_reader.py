@@ -10,7 +10,7 @@ from contextlib import aclosing
 from typing import Any, Final
 
 from broker.jetstream.api import EPHEMERAL, StoredEntry, ask, bounds
-from broker.jetstream.delivery import delivery_numbers
+from broker.jetstream.delivery import delivery_numbers, stored_ns
 from broker.nats.client import Msg
 from broker.nats.connection import NatsLink
 from broker.nats.nats_errors import ApiError, Disconnected, NoStream
@@ -122,7 +122,8 @@ class _Attachment:
                 log.warning("%s: a message was lost on the way; reading again", self._stream_name)
                 return
             delivered, wanted, self._newest = consumer_seq, wanted - 1, max(seq, self._newest)
-            yield StoredEntry(seq, message.subject, message.headers, message.data)
+            stored = stored_ns(message.reply)
+            yield StoredEntry(seq, message.subject, message.headers, message.data, stored_ns=stored)
 
     async def _overlooked(self, delivered: int) -> bool:
         """Return whether the stream has more than an empty pull of this consumer delivered.

@@ -79,12 +79,13 @@ class LogWindow:
             await asyncio.gather(filling, *tasks, return_exceptions=True)
 
     async def _head(self, filling: asyncio.Task[None]) -> PendingRecord | None:
-        """Return the next entry, None at the end of the log; raise the reader's error behind the last entry."""
-        while not self._queue:
-            if filling.done():
-                filling.result()
-                return None
+        """Return the next entry, None at the end of the log; raise an error of the log at once: its store is lost."""
+        while not self._queue and not filling.done():
             await self._change()
+        if filling.done():
+            filling.result()
+        if not self._queue:
+            return None
         self._fetch_wanted()  # what the reader did with the last record may have issued their tickets
         record = self._queue.popleft()
         if record in self._undecided:

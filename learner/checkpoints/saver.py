@@ -236,7 +236,7 @@ class CheckpointSaver:
         """Trim the log behind a checkpoint."""
         ledger = Ledger.load(checkpoint.read_checkpoint(path).ledger)
         await self._watch.refuse_if_fenced()
-        await self._bus.trim(SAMPLES, ledger.first_needed)
+        await self._bus.trim(SAMPLES, ledger.first_kept)
         await self._bus.trim_parts(SAMPLES, keep=ledger.may_read)
 
     async def _try(self, snapshot: Snapshot, ledger: dict[str, Any]) -> Path:

@@ -278,6 +278,11 @@ class Ledger:
         """Sequence of the oldest record that a learner resuming from this state reads again."""
         return min([entry.seq for entry in self.arrived], default=self.state.position + 1)
 
+    @property
+    def first_kept(self) -> int:
+        """Sequence of the oldest record that the log must keep: the last one applied shows that it is the same log."""
+        return min(self.first_needed, self.state.position)
+
     def may_read(self, number: int) -> bool:
         """Return whether a learner resuming from this state may use a group of this ticket (live or not issued)."""
         return number in self.state.live or number > self.state.issued

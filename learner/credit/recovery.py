@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,9 +28,11 @@ from typing import Final
 from broker.contract import wire
 from broker.contract.streams import SAMPLES, TICKETS, Stream
 from broker.errors import LostState
+from broker.jetstream.api import find
 from broker.jetstream.bus import Bus, LogRecord
 from learner.credit import archive, ledger_segments, record_intake
 from learner.credit.ledger import LOST, Ledger, LedgerEntry
+from learner.credit.ledger_file import digest
 from learner.credit.tickets import REBASE
 from learner.run_folder import previous_broker
 
@@ -55,6 +57,7 @@ class KnownProgress:
 
     issued: int  # tickets
     consumed: int  # records of the log
+    digests: Mapping[int, str] = field(default_factory=dict)  # of its newest records, by sequence
 
 
 class Recovery:
@@ -99,6 +102,8 @@ class Recovery:
             problems.append(f"tickets end at number {tickets}, but {self._ledger.state.issued} were issued")
         if last < self._known.consumed:
             problems.append(f"samples end at record {last}, but {self._known.consumed} were consumed")
+        elif other := [seq for seq in sorted({position, self._known.consumed}) if await self._is_replaced(seq)]:
+            problems.append(f"samples hold another record {other[0]} than the one that was consumed")
         if self._missing and not problems and (gone := await self._not_closed()):
             problems.append(f"samples no longer hold record {gone[0].seq}, the group of ticket {gone[0].number}")
         self._lost = "; ".join(problems)
@@ -139,8 +144,22 @@ class Recovery:
         self._missing = [entry for entry in self._ledger.arrived if entry.number not in self._groups]
 
     def _keep(self, entry: LedgerEntry | None, record: LogRecord) -> None:
-        if entry is not None and isinstance(record.message, wire.Group) and record.message.ticket == entry.number:
+        if entry is None or not isinstance(record.message, wire.Group) or record.message.ticket != entry.number:
+            return
+        if self._known.digests.get(record.seq) in (None, digest(record.data)):  # else of an older store
             self._groups[entry.number] = record.message
+
+    async def _is_replaced(self, seq: int) -> bool:
+        """Return whether the log holds another record than the consumed one: an older store that has grown since."""
+        if (known := self._known.digests.get(seq)) is None:
+            return False
+        stored = await find(self._bus.link, SAMPLES.stream_name(self._bus.run), seq=seq)
+        if stored is None or digest(stored.data) == known:
+            return False
+        record = await self._bus.record(stored, SAMPLES)  # known may be that of a group whose parts were fetched
+        if isinstance(record.message, wire.Parted) or (record.parted is not None and record.message is None):
+            return False  # its parts are deleted, so it cannot be compared
+        return digest(record.data) != known
 
     async def _not_closed(self) -> list[LedgerEntry]:
         """Return the missing groups that an earlier, interrupted rebase has not closed as lost."""
@@ -154,6 +173,8 @@ class Recovery:
 
     async def _rebase(self) -> None:
         await self._fill(SAMPLES, self._ledger.state.position)
+        if await self._is_replaced(position := self._ledger.state.position):
+            await self._bus.trim(SAMPLES, position + 1)  # of another log: no later start may compare with it
         ahead = await self._read_ahead()
         highest = max(self._known.issued, await self._bus.last_seq(TICKETS), ahead.state.issued)
         if highest > ahead.state.issued and not ahead.done:
@@ -216,4 +237,5 @@ def known_progress(folder: Path, ledger: Ledger) -> KnownProgress:
     lines, _ = ledger_segments.read_newest(folder / ledger_segments.FOLDER)
     issued = max((line.ticket if line.state == "issued" else line.counts.get("issued", 0) for line in lines), default=0)
     consumed = max((line.seq for line in lines), default=0)
-    return KnownProgress(max(issued, ledger.state.issued), max(consumed, ledger.state.position))
+    digests = {line.seq: line.digest for line in lines if line.digest}
+    return KnownProgress(max(issued, ledger.state.issued), max(consumed, ledger.state.position), digests)

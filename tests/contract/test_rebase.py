@@ -251,6 +251,28 @@ async def test_only_the_tickets_are_lost(broker: Broker, tmp_path: Path, capsys:
     assert (await audited(broker, tmp_path / RUN, capsys))["problems"] == []
 
 
+async def test_samples_of_an_older_store_that_has_grown(
+    broker: Broker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hubs have stored other records where those were that the learner consumed."""
+    config = settings(tmp_path, keep=False)
+    await first_life(broker, config)
+    await broker.lose(SAMPLES)
+    async with broker.bus() as bus:
+        await bus.ensure_streams()
+        for number in range(1, 10):
+            await bus.publish(SAMPLES, fleet.group(ticket(number, 2), 2), ticket=number)
+    why = "the broker's samples hold another record 7 than the one that was consumed; it lost its store"
+    with pytest.raises(UserError, match=why):
+        await last_life(broker, config, rebase=False)
+    # the rest of the log counts: the group of 8, and 9 before it was issued again
+    assert await last_life(broker, config, rebase=True) == list(range(11, 18))
+    assert tickets(tmp_path / RUN) == (17, 12, 0, 0, 5, 0)
+    assert (await audited(broker, tmp_path / RUN, capsys))["problems"] == []
+    async with broker.bus() as bus:
+        assert await bus.first_seq(SAMPLES) > 7
+
+
 async def test_before_the_first_checkpoint(broker: Broker, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Only the ledger file knows that there was a life before."""
     config = settings(tmp_path, keep=False)

@@ -108,7 +108,7 @@ async def test_training_goes_on_while_one_is_written_and_the_log_is_trimmed_afte
     await until(lambda: world.steps() == [2, 6])
     await world.saver.finish(ledger_at(7))
     assert world.steps() == [6, 7]
-    oldest = [Ledger.load(ledger_at(step)).first_needed for step in (2, 6)]
+    oldest = [Ledger.load(ledger_at(step)).first_kept for step in (2, 6)]
     assert world.trims == [(oldest[0], [2]), (oldest[0], [2, 6]), (oldest[1], [6, 7])]
     states = [Ledger.load(ledger_at(step)).state for step in (2, 6)]
     live_or_later = [
@@ -121,8 +121,8 @@ async def test_training_goes_on_while_one_is_written_and_the_log_is_trimmed_afte
     assert world.saver.values() == {"time/checkpoint": 0.0}
 
 
-def first_needed(step: int) -> int:
-    return Ledger.load(ledger_at(step)).first_needed
+def first_kept(step: int) -> int:
+    return Ledger.load(ledger_at(step)).first_kept
 
 
 async def test_a_store_that_fills_up_brings_checkpoints_forward_until_the_log_is_trimmed(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ async def test_a_store_that_fills_up_brings_checkpoints_forward_until_the_log_is
     await world.train_to(8)
     await asyncio.sleep(0.05)
     assert world.steps() == [4, 5]  # one is not enough: the log is trimmed behind the oldest that is kept
-    assert world.trims == [(first_needed(4), [4]), (first_needed(4), [4, 5])]
+    assert world.trims == [(first_kept(4), [4]), (first_kept(4), [4, 5])]
 
 
 async def test_where_tickets_wait_for_room_the_log_is_trimmed_behind_the_newest_checkpoint(tmp_path: Path) -> None:
@@ -146,12 +146,12 @@ async def test_where_tickets_wait_for_room_the_log_is_trimmed_behind_the_newest_
     await world.train_to(2)
     await until(lambda: not world.saver._busy)
     await world.saver.relieve()
-    assert world.trims == [(first_needed(2), [2])]  # there is nothing more to gain
+    assert world.trims == [(first_kept(2), [2])]  # there is nothing more to gain
     await world.train_to(5)
     await until(lambda: not world.saver._busy)
     for _ in range(3):
         await world.saver.relieve()
-    assert world.trims[1:] == [(first_needed(2), [2, 4]), (first_needed(4), [2, 4])]
+    assert world.trims[1:] == [(first_kept(2), [2, 4]), (first_kept(4), [2, 4])]
     assert world.kept[2] == [number for number in range(1, 100) if Ledger.load(ledger_at(4)).may_read(number)]
     world.fenced = True
     await world.train_to(5)
@@ -171,7 +171,7 @@ async def test_a_learner_that_starts_trims_what_its_earlier_life_could_not(
         await until(lambda: not world.saver._busy)
     again = World(tmp_path, every_steps=2, keep=3)
     await again.saver.open()
-    assert again.trims == [(first_needed(2), [2, 4])]
+    assert again.trims == [(first_kept(2), [2, 4])]
     (tmp_path / "step-000002" / "learner" / "learner.json").write_text("{")
     await again.saver.open()  # it resumes from the other one
     assert len(again.trims) == 1
