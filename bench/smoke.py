@@ -88,7 +88,8 @@ def run_small(name: str, arguments: Sequence[str]) -> int:
         if not hasattr(import_module(module), constant):
             print(f"error: {module} has no {constant}", file=sys.stderr)
             return 2
-        setattr(import_module(module), constant, value)
+        full = getattr(import_module(module), constant)
+        setattr(import_module(module), constant, value(full) if callable(value) else value)
     if case.module == "bench.scale":
         return import_module("bench.scale.__main__").run_one(case.arguments[-1])  # type: ignore[no-any-return]
     is_package = (ROOT / case.module.replace(".", "/")).is_dir()

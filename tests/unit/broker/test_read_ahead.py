@@ -58,6 +58,7 @@ class MadeUpLog(Bus):
         self.counts = type("Counts", (), {"consumed": {SAMPLES.name: 0}})()
         self.num_read = 0
         self.error: Exception | None = None
+        self.fails = asyncio.Event()
 
     async def _log_entries(self, stream: Any, start_seq: int) -> AsyncGenerator[StoredEntry, None]:
         for seq, message in enumerate(self.messages, 1):
@@ -65,6 +66,7 @@ class MadeUpLog(Bus):
             ticket = {wire.TICKET_HEADER: str(getattr(message, "ticket", 0))}
             yield StoredEntry(seq, "rl.demo.samples", ticket, codec.encode(message))
         if self.error is not None:
+            await self.fails.wait()
             raise self.error
 
 
@@ -129,6 +131,7 @@ async def test_error_of_the_log_comes_before_what_was_read_ahead() -> None:
     log.error = LostState("it ends")
     async with aclosing(log.read_log(SAMPLES, 1, window_bytes=SIZE)) as records:
         assert (await anext(records)).seq == 1
+        log.fails.set()
         for _ in range(20):
             await asyncio.sleep(0)
         with pytest.raises(LostState, match="it ends"):
