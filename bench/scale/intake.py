@@ -28,6 +28,7 @@ from bench.scale.groups import made_up_group
 from bench.support.hosts.network_namespaces import entered, host_network, why_not
 from bench.support.hosts.slow_tunnel import LARGEST_MTU, slow_tunnel
 from bench.support.peak_memory import PeakMemory
+from broker.contract import wire
 from broker.contract.streams import SAMPLES
 from broker.jetstream.bus import Bus, LogRecord
 from broker.jetstream.flight_window import MOST_BYTES
@@ -92,17 +93,13 @@ async def _publish(url: str, run: str, count: int, size_mib: float) -> None:
     await bus.ensure_streams()
     bus.link._client._max_payload = MAX_PAYLOAD
     group = msgspec.structs.replace(made_up_group(1, int(size_mib * MIB)), pools=[], domain=RULE.name)
-    versions = msgspec.structs.replace(group.trajectories[0].version_runs, data=np.int32([0, _tokens(group)]).tobytes())
+    versions = wire.column([0, len(group.trajectories[0].loss_mask.data)], "<i4")
     trajectories = [msgspec.structs.replace(one, version_runs=versions) for one in group.trajectories]
     group = msgspec.structs.replace(group, trajectories=trajectories, min_version=0)
     for number in range(1, count + 1):
         own = msgspec.structs.replace(group, ticket=number, task_index=number - 1)
         await bus.publish(SAMPLES, own, ticket=number)
     await bus.close()
-
-
-def _tokens(group: Any) -> int:
-    return len(group.trajectories[0].loss_mask.data)
 
 
 def _learn(
