@@ -22,9 +22,12 @@ import time
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+import psutil
+
 from bench.support.answer_cases import CANARY, adversarial
 from bench.support.answer_pairs import AnswerPair, pairs
 from broker.settings.config import RewardConfig
+from broker.system.workers import limits
 from rewardhub.rewards.base import Sample
 from rewardhub.worker_pool import RewardWorkerPool, ScoreError
 
@@ -72,11 +75,18 @@ async def judge(workers: RewardWorkerPool, cases: Sequence[AnswerPair], at_once:
     return found
 
 
+def spent_s(workers: RewardWorkerPool) -> float:
+    """Return the processor seconds of all workers and of the processes that they forked, also of those that ended."""
+    processes = [psutil.Process(pid) for worker in workers._living for pid in limits.tree(worker.child.pid)]
+    times = [process.cpu_times() for process in processes]
+    return sum(one.user + one.system + one.children_user + one.children_system for one in times)
+
+
 async def processor_s(workers: RewardWorkerPool, case: AnswerPair) -> float:
     """Return the processor time of judging one answer while the workers do nothing else."""
-    before = workers.cpu_s()
+    before = spent_s(workers)
     await judge(workers, [case], 1)
-    return workers.cpu_s() - before
+    return spent_s(workers) - before
 
 
 async def measure(num_workers: int, every: int) -> dict[str, float]:
@@ -100,10 +110,10 @@ async def measure(num_workers: int, every: int) -> dict[str, float]:
             ]
             ordinary = [AnswerPair(response, reference, True) for response, reference in made]
             ordinary[::2] = [AnswerPair(f"It is $\\boxed{{{n}}}$.", str(n), True) for n in range(len(ordinary[::2]))]
-            started, cpu_s = time.monotonic(), workers.cpu_s()
+            started, cpu_s = time.monotonic(), spent_s(workers)
             outcomes += await judge(workers, ordinary, 8 * num_workers)
             per_s = len(ordinary) / (time.monotonic() - started)
-            per_cpu_s = len(ordinary) / max(workers.cpu_s() - cpu_s, 1e-9)
+            per_cpu_s = len(ordinary) / max(spent_s(workers) - cpu_s, 1e-9)
             cases = [*attacks, *known, *ordinary]
             slow = [case for case, outcome in zip(cases, outcomes, strict=True) if outcome.seconds > LIMIT_S]
             alone_s = [await processor_s(workers, case) for case in slow]
