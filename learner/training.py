@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -25,8 +25,10 @@ from learner.algorithm.batch_adjust import adjust
 from learner.algorithm.packing import MicroBatchCutter
 from learner.algorithm.samples import TrainSample
 from learner.algorithm.score_stream import ScoreStream
+from learner.algorithm.selection import most_varied
 from learner.algorithm.token_figures import StepTokens, figures_by_ticket
 from learner.config import AlgorithmSection
+from learner.credit.ticket_rules import TicketRules
 from learner.reporting.metrics import step_metrics
 from learner.turns import DeviceTurns
 
@@ -80,7 +82,8 @@ class TrainingThread:
         self._algorithm = algorithm
         self._build, self._assembly = build, SampleAssembler(estimator, algorithm, stream=stream)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="training")
-        self._groups: list[wire.Group] = []
+        self._groups: list[wire.Group] = []  # of the step, in the order of the log
+        self._num_streamed = 0  # of these, added to the gradient as they arrived
         self._samples: list[TrainSample] = []  # of the step, if tokens are recorded
         self._record_tokens = record_tokens
         self._busy_s = 0.0
@@ -133,22 +136,27 @@ class TrainingThread:
     async def _run(self, job: Callable[[], None]) -> None:
         await self._submit(job)
 
-    def add(self, group: wire.Group) -> None:
-        """Add a group to the current step; return at once. Errors are raised by ``failed`` and ``finish``."""
-        future = self._submit(partial(self._add, group))
+    def add(self, group: wire.Group, rules: TicketRules | None = None) -> None:
+        """Add a group to the current step; return at once. Errors are raised by ``failed`` and ``finish``.
+
+        Args:
+            rules: those in force in the log at this place; None: those of the configuration.
+        """
+        future = self._submit(partial(self._add, group, rules))
         future.add_done_callback(self._watch)
 
-    async def finish(self, version: int) -> TrainingResult | None:
+    async def finish(self, version: int, rules: TicketRules | None = None) -> TrainingResult | None:
         """Train the rest and take the optimizer step; return None if the step was abandoned.
 
         Args:
             version: the policy version that is being trained.
+            rules: those in force in the log where the step is full; None: those of the configuration.
         """
         if self._turns is not None:
             async with self._entering:
                 if not await self._turns.begin(self._run, self._stopped):
                     return None
-        trained = await self.call(lambda: self._finish(version))
+        trained = await self.call(lambda: self._finish(version, rules))
         if self.failed.done():
             self.failed.result()
         return trained
@@ -163,6 +171,8 @@ class TrainingThread:
         await self.call(self._discard)
 
     def _discard(self) -> None:
+        self._groups, self._num_streamed = [], 0
+        self._cutter.flush()
         self._scores.reset()
         self._samples.clear()
         self.backend.discard()
@@ -179,13 +189,22 @@ class TrainingThread:
             self.abandon()  # a step that lacks a group must not be taken
             self.failed.set_exception(error)
 
-    def _add(self, group: wire.Group) -> None:
+    def _keep_fraction(self, rules: TicketRules | None) -> float:
+        """Return the share of a step's groups that are trained on; tell the backend the other rules of the log."""
+        if rules is not None:
+            self.backend.follow_rules(steps=rules.steps, seed=rules.seed)
+            return rules.keep_fraction
+        return self._algorithm.keep_fraction if self._algorithm.pg_variant == "starpo_s" else 1.0
+
+    def _add(self, group: wire.Group, rules: TicketRules | None) -> None:
         if self._abandoned.is_set():
             return
         started = time.monotonic()
+        streamed = self._num_streamed == len(self._groups) and self._keep_fraction(rules) == 1.0
         self._groups.append(group)
-        if self._assembly.needs_batch and not self._assembly.scores_stream:
+        if not streamed or (self._assembly.needs_batch and not self._assembly.scores_stream):
             return
+        self._num_streamed += 1
         with self.spans.work("train"):
             if self._assembly.needs_batch:
                 self._scores.add(self._assembly.unscored(group))
@@ -205,36 +224,51 @@ class TrainingThread:
             self._samples += samples
         return samples
 
-    def _train_rest(self) -> dict[str, float] | None:
-        """Complete a step whose gradient accumulated as its groups arrived; return None if it is abandoned."""
+    def _train_rest(self, groups: Sequence[wire.Group]) -> dict[str, float] | None:
+        """Complete a step whose gradient accumulated as its groups arrived; return None if it is abandoned.
+
+        Args:
+            groups: those to train on. If they are not those that were added to the gradient, it begins again.
+        """
+        streamed = self._groups[: self._num_streamed]
+        if [group.ticket for group in groups] != [group.ticket for group in streamed]:
+            self._cutter.flush()
+            self._samples.clear()
+            self.backend.discard()
+            for group in groups:
+                self._train(group)
         rest = self._cutter.flush()
         if rest and not self._abandoned.is_set():
             self.backend.forward_backward(rest)
         return None if self._abandoned.is_set() else self.backend.step()
 
-    def _train_batch(self, version: int) -> dict[str, float] | None:
+    def _train_batch(self, version: int, groups: Sequence[wire.Group]) -> dict[str, float] | None:
         """Train a step that needs all its groups; once begun it is completed, because updates cannot be undone."""
         if self._abandoned.is_set():
             return None
-        samples = self._remembered(self._assembly.batch(self._groups, self._scores.finish, self.backend.kl_coef))
+        if self._num_streamed not in (0, len(self._groups)):  # the rules changed on the way
+            self._scores.reset()
+            self.backend.discard()
+        samples = self._remembered(self._assembly.batch(groups, self._scores.finish, self.backend.kl_coef))
         if (mode := self._algorithm.batch_adjust) is not None:
             sampled = [sample for sample in samples if sample.num_tokens]
             samples = adjust(sampled, self._algorithm.num_minibatches, mode, version)
         return None if self._abandoned.is_set() else self.backend.update(samples)
 
-    def _finish(self, version: int) -> TrainingResult | None:
+    def _finish(self, version: int, rules: TicketRules | None) -> TrainingResult | None:
         started = time.monotonic()
+        selected = most_varied(self._groups, self._keep_fraction(rules))
         with self.spans.work("train"):
-            values = self._train_batch(version) if self._assembly.needs_batch else self._train_rest()
+            needs_batch = self._assembly.needs_batch
+            values = self._train_batch(version, selected) if needs_batch else self._train_rest(selected)
         if values is None:
             return None
-        groups, self._groups = self._groups, []
+        groups, self._groups, self._num_streamed = self._groups, [], 0
         is_finite = all(map(math.isfinite, values.values()))
         problem = "" if is_finite else self.backend.take_problem()
         values = step_metrics(groups, version) | values
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         num_tokens = sum(int(trajectory.loss_mask.array().sum()) for trajectory in trajectories)
-        selected = self._assembly.selected(groups)
         tokens = self._recorded(selected)
         finish_s = time.monotonic() - started
         busy_s, self._busy_s = self._busy_s + finish_s, 0.0
