@@ -150,7 +150,13 @@ async def test_log_decides_how_many_groups_are_trained_on(
     trained = {one.ticket for one in ledger_segments.LedgerLines(folder) if one.state == "trained"}
     assert (before["actor/num_rows"], len(trained)) == (4.0, 2)
     changed = settings({"pg_variant": "ppo"})
-    await life(bus, broker_url, changed, answer=varied)
+    async with asyncio.timeout(120):
+        second = asyncio.create_task(serve(changed, broker_url, Stop(), connect_deadline_s=60))
+        async for entry in bus.read_log(SAMPLES, 6):  # behind the first rules and four groups
+            assert isinstance(entry.message, wire.RulesChange)
+            break
+        async with fleet.Hub(bus, varied):
+            await second
     found = lines(changed)
     assert [line["actor/num_rows"] for line in found] == [4.0, 8.0, 8.0]
     again = {one.ticket for one in ledger_segments.LedgerLines(folder) if one.state == "trained" and one.step == 1}
