@@ -10,12 +10,13 @@ from pathlib import Path
 import learner_fleet as fleet
 import msgspec
 import pytest
+from loop_kit import opened_ledger, running_loop, scored_group
 from store_filler import LIMIT_MIB, Filler
 from waits import LONG_S, until
 
 from broker.contract import wire
 from broker.contract.examples import EXAMPLES
-from broker.contract.streams import CONTROL, DEAD, RESERVE, RUNS, SAMPLES, TICKETS, WEIGHTS, Stream
+from broker.contract.streams import CONTROL, DEAD, PARTS, RESERVE, RUNS, SAMPLES, TICKETS, WEIGHTS, Stream
 from broker.errors import UserError
 from broker.jetstream import reserve
 from broker.jetstream.bus import Bus, LogRecord
@@ -117,6 +118,23 @@ async def test_full_store_stops_no_closing_for_a_dead_letter(
     found = [record.message async for record in _records(bus, SAMPLES, 2)]
     assert [record.ticket for record in found] == [2, 1]  # type: ignore[union-attr]
     assert (await bus.last_seq(DEAD), await bus.depth(TICKETS)) == (1, {})
+
+
+async def test_store_fills_in_the_middle_of_parts(bus: Bus, filler: Filler, caplog: pytest.LogCaptureFixture) -> None:
+    """Two hubs hold half of their groups' parts each, and no record refers to them: both end once there is room."""
+    ledger = opened_ledger(groups_per_step=3)
+    sent = [scored_group(ledger.ticket(number), 20_000_000) for number in (1, 2)]
+    await filler.leave(24)
+    async with running_loop(bus, ledger) as loop:
+        storing = [asyncio.create_task(bus.publish(SAMPLES, one, ticket=one.ticket)) for one in sent]
+        await until(lambda: "cannot store" in caplog.text)
+        assert (await bus.last_seq(SAMPLES), loop.done()) == (0, False)
+        assert (await bus.depth(PARTS))[""] > 0
+        await filler.free()
+        async with asyncio.timeout(LONG_S):
+            assert sorted(await asyncio.gather(*storing)) == [1, 2]  # type: ignore[type-var]
+        await until(lambda: len(ledger.arrived) == 2 or loop.done())
+        assert not loop.done(), loop.exception()
 
 
 async def _records(bus: Bus, stream: Stream, count: int) -> AsyncIterator[LogRecord]:
