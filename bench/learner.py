@@ -278,7 +278,7 @@ def _stages(backend: TorchBackend, estimator: Any, groups: Sequence[wire.Group])
             clock.lap("trunk_backward")
             passes.sums_of(batch, sums)
             clock.lap("sums")
-        backend.worker.step(1.0, 0)
+        backend.worker.step(1.0, 0, 1)
         clock.lap("optimizer")
         found.append(clock.taken)
     return {name: round(statistics.median(one[name] for one in found), 1) for name in found[0]}

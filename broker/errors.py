@@ -14,6 +14,7 @@ RlearnerError
 │   ├── NodesMissing     not all nodes of a learner came in time
 │   └── ServerDied       the private nats-server ended by itself
 ├── LostState            the broker has less than the learner stored
+├── StoreFull            the broker has no room for a message that need not be stored
 ├── RequestFailed        a request got no usable reply
 │   └── RequestInvalid   the request or its reply breaks the contract: asking again does not help
 └── TransferFailed       a weight transfer broke, timed out or did not match its digest
@@ -65,6 +66,10 @@ class WireError(RlearnerError):
 
 class TooLarge(WireError):
     """A message to be sent exceeds the size limit."""
+
+
+class StoreFull(RlearnerError):
+    """The broker has no room for a message that is not worth waiting for."""
 
 
 class Fenced(RlearnerError):

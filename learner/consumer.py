@@ -56,7 +56,7 @@ class RecordConsumer:
         """
         self._held = dict(groups)
         for entry in self.ledger.state.taken:
-            self.training.add(self._held.pop(entry.number))
+            self.training.add(self._held.pop(entry.number), self.ledger.rules)
 
     def apply(self, entry: LogRecord) -> tuple[RecordIntake, list[Action]]:
         """Apply the next record, never while the ledger is full; return it decoded, with the actions to perform."""
@@ -70,13 +70,13 @@ class RecordConsumer:
         """Pass taken groups to the model; the caller issues tickets."""
         for action in actions:
             if isinstance(action, TakeGroup):
-                self.training.add(self._held.pop(action.number))
+                self.training.add(self._held.pop(action.number), self.ledger.rules)
             elif isinstance(action, ForgetTicket):
                 self._held.pop(action.number, None)
 
     async def complete(self) -> CompletedStep | None:
         """Train the full step; return None if abandoned."""
-        trained = await self.training.finish(self.ledger.state.version)
+        trained = await self.training.finish(self.ledger.state.version, self.ledger.rules)
         if trained is None:
             return None
         taken = list(self.ledger.state.taken)

@@ -268,12 +268,20 @@ class LearnerService:
         resumed = checkpoint.read_checkpoint(path) if path is not None else None
         if resumed is not None:
             log.info("resuming from %s", resumed.path)
+        self.ledger = self.shown.ledger = Ledger.load(resumed.ledger) if resumed else Ledger(await self._first_rules())
         self.shown.say("loading the model")
         try:
             from_path = str(resumed.path) if resumed else model_path
             keep = section(self.config, "samples", SamplesSection).keep
+            seed = self.ledger.rules.seed  # that of the configuration may have changed since
             self.training = await open_training(
-                self.config, from_path, model_path, devices=self.devices, folder=self.folder, record_tokens=keep
+                self.config,
+                from_path,
+                model_path,
+                devices=self.devices,
+                folder=self.folder,
+                record_tokens=keep,
+                seed=seed,
             )
             self.training.spans = self.member.spans
         except ConfigError as error:
@@ -282,7 +290,6 @@ class LearnerService:
             problem = f"{resumed.path} is damaged: {error.allowed.partition(';')[0]}"
             raise DamagedFileError(f"{problem}; restore its files, or begin a new run") from None
         stack.push_async_callback(asyncio.to_thread, self.training.close)
-        self.ledger = self.shown.ledger = Ledger.load(resumed.ledger) if resumed else Ledger(await self._first_rules())
         if resumed is not None:
             await self.training.call(partial(checkpoint.load_state, resumed, self.training.backend))
         model, most = section(self.config, "model", ModelSection), self.config["rollout"]["max_context_tokens"]

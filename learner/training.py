@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -20,15 +20,18 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from broker.contract import wire
+from broker.errors import UserError
 from broker.runtime.spans import SpanRecorder
 from learner.algorithm.assembly import SampleAssembler
 from learner.algorithm.batch_adjust import adjust
-from learner.algorithm.episodes import num_bytes
+from learner.algorithm.episodes import num_bytes, without_episodes
 from learner.algorithm.packing import MicroBatchCutter
 from learner.algorithm.samples import TrainSample
 from learner.algorithm.score_stream import ScoreStream
+from learner.algorithm.selection import most_varied
 from learner.algorithm.token_figures import FigureCollector, StepTokens
 from learner.config import AlgorithmSection
+from learner.credit.ticket_rules import TicketRules
 from learner.reporting.metrics import StepFigures
 from learner.turns import DeviceTurns
 
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+AGAIN: Final = "start this one again, with train.streaming=never until its next checkpoint if that repeats"
 BACKLOG_BYTES: Final = 8 << 20  # of groups that wait for the thread: enough to keep it busy
 
 
@@ -84,8 +88,9 @@ class TrainingThread:
         self._algorithm = algorithm
         self._build, self._assembly = build, SampleAssembler(estimator, algorithm, stream=stream)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="training")
-        self._groups: list[wire.Group] = []  # of the step, if it needs them all at once
-        self._tickets: list[int] = []  # of the step, trained on as their groups came
+        self._groups: list[wire.Group] = []  # of the step, in the order of the log
+        self._num_streamed = 0  # of these, added to the gradient as they arrived
+        self._num_freed = 0  # of these, of which only the head is left
         self._step = StepFigures()
         self._figures = FigureCollector()
         self._record_tokens = record_tokens
@@ -140,11 +145,16 @@ class TrainingThread:
     async def _run(self, job: Callable[[], None]) -> None:
         await self._submit(job)
 
-    def add(self, group: wire.Group) -> None:
-        """Add a group to the current step; return at once. Errors are raised by ``failed`` and ``finish``."""
+    def add(self, group: wire.Group, rules: TicketRules | None = None, *, is_settled: bool = False) -> None:
+        """Add a group to the current step; return at once. Errors are raised by ``failed`` and ``finish``.
+
+        Args:
+            rules: those in force in the log at this place; None: those of the configuration.
+            is_settled: no other rules follow within the step, so a group may be freed once it is trained on.
+        """
         size = num_bytes(group)
         self._backlog += size
-        future = self._submit(partial(self._add, group))
+        future = self._submit(partial(self._add, group, rules, is_settled=is_settled))
         future.add_done_callback(partial(self._watch, size))
 
     async def has_room(self) -> None:
@@ -153,17 +163,18 @@ class TrainingThread:
             self._shrunk.clear()
             await self._shrunk.wait()
 
-    async def finish(self, version: int) -> TrainingResult | None:
+    async def finish(self, version: int, rules: TicketRules | None = None) -> TrainingResult | None:
         """Train the rest and take the optimizer step; return None if the step was abandoned.
 
         Args:
             version: the policy version that is being trained.
+            rules: those in force in the log where the step is full; None: those of the configuration.
         """
         if self._turns is not None:
             async with self._entering:
                 if not await self._turns.begin(self._run, self._stopped):
                     return None
-        trained = await self.call(lambda: self._finish(version))
+        trained = await self.call(lambda: self._finish(version, rules))
         if self.failed.done():
             self.failed.result()
         return trained
@@ -178,8 +189,9 @@ class TrainingThread:
         await self.call(self._discard)
 
     def _discard(self) -> None:
+        self._begin_step()
+        self._cutter.flush()
         self._scores.reset()
-        self._figures.take()
         self.backend.discard()
 
     def close(self) -> None:
@@ -189,6 +201,11 @@ class TrainingThread:
             self._thread.submit(self.backend.close).result()
         self._thread.shutdown()
 
+    def _begin_step(self) -> None:
+        self._groups, self._num_streamed, self._num_freed = [], 0, 0
+        self._step = StepFigures()
+        self._figures.take()
+
     def _watch(self, num_bytes: int, future: asyncio.Future[None]) -> None:
         self._backlog -= num_bytes
         self._shrunk.set()
@@ -196,22 +213,31 @@ class TrainingThread:
             self.abandon()  # a step that lacks a group must not be taken
             self.failed.set_exception(error)
 
-    def _add(self, group: wire.Group) -> None:
+    def _keep_fraction(self, rules: TicketRules | None) -> float:
+        """Return the share of a step's groups that are trained on; tell the backend the other rules of the log."""
+        if rules is not None:
+            self.backend.follow_rules(steps=rules.steps, seed=rules.seed)
+            return rules.keep_fraction
+        return self._algorithm.keep_fraction if self._algorithm.pg_variant == "starpo_s" else 1.0
+
+    def _add(self, group: wire.Group, rules: TicketRules | None, *, is_settled: bool) -> None:
         if self._abandoned.is_set():
             return
-        if self._assembly.needs_batch and not self._assembly.scores_stream:
-            self._groups.append(group)
-            self._step.add_group(group)
-            return
         started = time.monotonic()
+        streamed = self._num_streamed == len(self._groups) and self._keep_fraction(rules) == 1.0
+        self._step.add_group(group)
+        self._groups.append(group)
+        if not streamed or (self._assembly.needs_batch and not self._assembly.scores_stream):
+            return
+        self._num_streamed += 1
         with self.spans.work("train"):
             if self._assembly.needs_batch:
-                self._groups.append(group)
                 self._scores.add(self._assembly.unscored(group))
             else:
-                self._tickets.append(group.ticket)
                 self._train(group)
-        self._step.add_group(group)
+                if is_settled:
+                    self._groups[-1] = without_episodes(group)
+                    self._num_freed += 1
         self._busy_s += time.monotonic() - started
 
     def _train(self, group: wire.Group) -> None:
@@ -229,21 +255,42 @@ class TrainingThread:
         if self._record_tokens:
             self._figures.collect(self.backend.take_recorded())
 
-    def _train_rest(self) -> dict[str, float] | None:
-        """Complete a step whose gradient accumulated as its groups arrived; return None if it is abandoned."""
+    def _train_rest(self, version: int, groups: Sequence[wire.Group]) -> dict[str, float] | None:
+        """Complete a step whose gradient accumulated as its groups arrived; return None if it is abandoned.
+
+        Args:
+            groups: those to train on. If they are not those that were added to the gradient, it begins again.
+
+        Raises:
+            UserError: if groups of which it must begin again were freed.
+        """
+        streamed = self._groups[: self._num_streamed]
+        if [group.ticket for group in groups] != [group.ticket for group in streamed]:
+            if self._num_freed:
+                raise UserError(
+                    f"step {version + 1} must begin again, as another learner has changed its rules; {AGAIN}"
+                )
+            self._cutter.flush()
+            self._figures.take()
+            self.backend.discard()
+            for group in groups:
+                self._train(group)
         rest = self._cutter.flush()
         if rest and not self._abandoned.is_set():
             self._forward_backward(rest)
         return None if self._abandoned.is_set() else self.backend.step()
 
-    def _train_batch(self, version: int) -> dict[str, float] | None:
+    def _train_batch(self, version: int, groups: Sequence[wire.Group]) -> dict[str, float] | None:
         """Train a step that needs all its groups; once begun it is completed, because updates cannot be undone."""
         if self._abandoned.is_set():
             return None
-        samples = self._assembly.batch(self._groups, self._scores.finish, self.backend.kl_coef)
+        if self._num_streamed not in (0, len(self._groups)):  # the rules changed on the way
+            self._scores.reset()
+            self.backend.discard()
+        samples = self._assembly.batch(groups, self._scores.finish, self.backend.kl_coef)
         if self._record_tokens:
             rest = iter(samples)
-            for group in self._assembly.selected(self._groups):
+            for group in groups:
                 self._figures.expect(group.ticket, list(islice(rest, len(group.trajectories))))
         if (mode := self._algorithm.batch_adjust) is not None:
             sampled = [sample for sample in samples if sample.num_tokens]
@@ -255,21 +302,22 @@ class TrainingThread:
             self._figures.collect(self.backend.take_recorded())
         return values
 
-    def _finish(self, version: int) -> TrainingResult | None:
+    def _finish(self, version: int, rules: TicketRules | None) -> TrainingResult | None:
         started = time.monotonic()
+        selected = most_varied(self._groups, self._keep_fraction(rules))
         with self.spans.work("train"):
-            values = self._train_batch(version) if self._assembly.needs_batch else self._train_rest()
+            needs_batch = self._assembly.needs_batch
+            values = self._train_batch(version, selected) if needs_batch else self._train_rest(version, selected)
         if values is None:
             return None
-        step, self._step = self._step, StepFigures()
+        step, tokens = self._step, self._figures.take() if self._record_tokens else None
+        self._begin_step()
         is_finite = all(map(math.isfinite, values.values()))
         problem = "" if is_finite else self.backend.take_problem()
         values = step.values(version) | values
-        tickets = (*self._tickets, *(group.ticket for group in self._assembly.selected(self._groups)))
-        self._groups, self._tickets = [], []
-        tokens = self._figures.take() if self._record_tokens else None
         finish_s = time.monotonic() - started
         busy_s, self._busy_s = self._busy_s + finish_s, 0.0
+        tickets = tuple(group.ticket for group in selected)
         skipped = values.get("actor/skipped", 0.0) * self._algorithm.num_epochs
         return TrainingResult(
             values,

@@ -63,6 +63,7 @@ async def open_training(
     devices: SharedDevices | None = None,
     folder: Path = Path(),
     record_tokens: bool = False,
+    seed: int | None = None,
 ) -> TrainingThread:
     """Build the backend of a run's configuration in the training thread; the caller closes it.
 
@@ -73,13 +74,14 @@ async def open_training(
         devices: to take turns on with other processes.
         folder: where the model goes in their turns, if it is in host memory.
         record_tokens: record entropy and importance ratio of each trained token.
+        seed: of the rules that the log begins with; None: of the configuration.
 
     Raises:
         ConfigError: if the backend refuses the configuration, or cannot take turns.
     """
     train, algorithm = section(config, "train", TrainSection), section(config, "algorithm", AlgorithmSection)
     most = max(domain.max_context_tokens for domain in domains(config).values())
-    model, seed = section(config, "model", ModelSection), config["run"]["seed"]
+    model = section(config, "model", ModelSection)
     kind = await asyncio.to_thread(_libraries, train.backend)
     build = partial(
         kind,
@@ -87,7 +89,7 @@ async def open_training(
         train=train,
         algorithm=algorithm,
         model=model,
-        seed=seed,
+        seed=config["run"]["seed"] if seed is None else seed,
         ref_path=first_path,
         max_length=most,
         max_context=config["rollout"]["max_context_tokens"],

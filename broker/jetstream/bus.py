@@ -14,7 +14,7 @@ from broker.contract import codec, wire
 from broker.contract.permissions import OPERATOR
 from broker.contract.sizes import HEADER_BYTES, Buffer
 from broker.contract.streams import DEAD, EVALS, RUNS, STREAMS, Stream, StreamKind, require_own
-from broker.errors import LostState, TooLarge, WireError
+from broker.errors import LostState, StoreFull, TooLarge, WireError
 from broker.identity.login import Login, find_login
 from broker.jetstream import provision
 from broker.jetstream.ack_progress import AckProgress
@@ -172,15 +172,18 @@ class Bus:
         ticket: int = 0,
         message_id: str = "",
         expected_last_seq: int | None = None,
+        is_essential: bool = False,
     ) -> int | None:
         """Store one message, retrying until the broker confirms it; return its sequence.
 
         A group too large for one message is stored in parts, followed by a ``Parted`` that refers to them.
         ``message_id`` lets the broker drop a repetition within two minutes. None: ``expected_last_seq`` did not match.
+        ``is_essential`` uses the run's reserve if the broker is full; only the learner and the operator may purge it.
 
         Raises:
             TooLarge: if the message is larger than the wire or the broker allows; nothing was sent.
             WireError: if the message breaks its own rules; nothing was sent.
+            StoreFull: if the message is a dead letter, and the broker is full.
             LostState: if the broker has no such stream.
         """
         data = await aside(_weight(message), partial(codec.encode, message))
@@ -197,11 +200,12 @@ class Bus:
             headers[EXPECTED_LAST_SEQ] = str(expected_last_seq)
         async with self._in_flight:
             name, subject = stream.stream_name(self.run), stream.subject(self.run, key)
-            essential = stream.essential or isinstance(message, wire.RulesChange)
+            essential = is_essential or stream.essential or isinstance(message, wire.RulesChange)
             make_room = partial(release, self.link, self.run) if essential else None
             if stream.signed:
                 headers |= self.link.login.sign(self.run, subject, data)
-            stored = await store(self.link, name, subject, data, headers, make_room)
+            waits_for_room = stream is not DEAD
+            stored = await store(self.link, name, subject, data, headers, make_room, waits_for_room=waits_for_room)
         self.counts.published[stream.name] += stored is not None
         return stored
 
@@ -441,12 +445,18 @@ class Bus:
         return self._buckets.setdefault((stream.name, run), bucket)
 
     async def dead_letter(self, stream: Stream, *, seq: int, ticket: int, reason: str, data: Buffer) -> None:
-        """Store unusable bytes for the operator, once even if several readers report them."""
+        """Store unusable bytes for the operator, once even if several readers report them.
+
+        While the broker is full a letter is dropped with a warning: a learner that waited for room could not make any.
+        """
         name, reason = stream.name, " ".join(reason.split())
         letter = wire.DeadLetter(
             stream=name, sequence=seq, ticket=ticket, reason=reason, by=self.name, data=bytes(data[:DEAD_BYTES])
         )
-        await self.publish(DEAD, letter, key=name, ticket=ticket, message_id=f"dead.{name}.{seq}" if seq else "")
+        try:
+            await self.publish(DEAD, letter, key=name, ticket=ticket, message_id=f"dead.{name}.{seq}" if seq else "")
+        except StoreFull as error:
+            log.warning("no dead letter for message %d of %s (%s): %s", seq, name, reason, error)
 
 
 def _weight(message: wire.Message) -> int:

@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from broker.contract.sizes import Buffer
-from broker.errors import LostState, RlearnerError
+from broker.errors import LostState, RlearnerError, StoreFull
 from broker.jetstream.api import ask, bounds, find
 from broker.nats.connection import PAUSE_S, NatsLink
 from broker.nats.nats_errors import Disconnected, ErrorDescription, NoResponders, NoStream
@@ -46,6 +46,8 @@ async def store(
     data: Buffer,
     headers: dict[str, str],
     make_room: Callable[[], Awaitable[None]] | None = None,
+    *,
+    waits_for_room: bool = True,
 ) -> int | None:
     """Publish to a stream until confirmed; return the sequence, or None if an expected sequence did not match.
 
@@ -53,14 +55,18 @@ async def store(
 
     Args:
         make_room: for messages that must be stored even if the broker is full: awaited before each retry.
+        waits_for_room: False gives up if the broker is full.
 
     Raises:
+        StoreFull: if the broker is full, and the message may not wait.
         LostState: if no stream takes the subject.
         RlearnerError: if the broker refuses the message permanently.
         Disconnected: if the link is closed while waiting.
     """
     with link.refusals.publish() as publish:
-        return await _store(link, stream_name, subject, data, headers, make_room, publish)
+        return await _store(
+            link, stream_name, subject, data, headers, make_room, publish, waits_for_room=waits_for_room
+        )
 
 
 async def _store(
@@ -71,6 +77,8 @@ async def _store(
     headers: dict[str, str],
     make_room: Callable[[], Awaitable[None]] | None,
     publish: PendingPublish,
+    *,
+    waits_for_room: bool,
 ) -> int | None:
     attempts, since = 0, time.monotonic()
     while True:
@@ -110,6 +118,8 @@ async def _store(
             link.doubt(subject)
         if not full and error.code not in (429, 500, 503) and error.err_code != IN_PROCESS:
             raise RlearnerError(f"{subject}: the broker refuses the message: {error.description} ({error.err_code})")
+        if full and not waits_for_room:
+            raise StoreFull(f"{subject}: the broker at {link.where} cannot store: {error.description}")
         pause_s = publish.refused(subject, error.description, full=full)
         if full and make_room is not None:
             await asyncio.sleep(FIRST_PAUSE_S)

@@ -30,7 +30,7 @@ def result_log(*, evaluation: bool) -> Stream:
 async def close_ticket(
     bus: Bus, delivery: Delivery, stream: Stream, closed: wire.Closed, *, evaluation: bool, keep: bool = True
 ) -> None:
-    """End a ticket without a group: store the message as a dead letter, publish the closing, then acknowledge.
+    """End a ticket without a group: publish the closing, store the message as a dead letter, then acknowledge.
 
     Args:
         delivery: of the ticket or its group, taken from ``stream``.
@@ -42,9 +42,9 @@ async def close_ticket(
     key = ticket_key(closed.ticket, evaluation=evaluation)
     level = logging.INFO if closed.reason == "filtered" else logging.WARNING  # what the run's settings ask for
     log.log(level, "domain %s, %s closed: %s", closed.domain, key, reason)
-    if keep:
-        await bus.dead_letter(stream, seq=delivery.seq, ticket=closed.ticket, reason=reason, data=delivery.data)
     if closed.ticket > 0:
         record = msgspec.structs.replace(closed, detail=detail)
         await bus.publish(result_log(evaluation=evaluation), record, ticket=closed.ticket, message_id=key)
+    if keep:
+        await bus.dead_letter(stream, seq=delivery.seq, ticket=closed.ticket, reason=reason, data=delivery.data)
     await delivery.ack()

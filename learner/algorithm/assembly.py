@@ -16,7 +16,6 @@ from broker.contract import wire
 from learner.algorithm.advantages import base
 from learner.algorithm.advantages.base import AdvantageEstimate, BatchRow, FloatArray, sampled_positions
 from learner.algorithm.samples import Array, SampleScores, TrainSample, from_trajectory
-from learner.algorithm.selection import most_varied
 from learner.algorithm.shaping import is_truncated, minus_kl, needs_batch, shape
 from learner.algorithm.traits import EstimatorTraits, estimator_traits
 from learner.config import AlgorithmSection, kl_in_reward, num_updates
@@ -53,29 +52,23 @@ class SampleAssembler:
         zeros = (np.zeros(len(one.loss_mask.array())) for one in group.trajectories)
         return [self._sample(group, one, a, whole=True) for one, a in zip(group.trajectories, zeros, strict=True)]
 
-    def selected(self, groups: Sequence[wire.Group]) -> list[wire.Group]:
-        """Return the groups of a step that are trained on."""
-        algorithm = self._algorithm
-        return most_varied(groups, algorithm.keep_fraction) if algorithm.pg_variant == "starpo_s" else list(groups)
-
     def batch(
         self, groups: Sequence[wire.Group], score: Score | None = None, kl_coef: float = 0.0
     ) -> list[TrainSample]:
-        """Return the samples of a whole step, in the order of its groups, without groups that are not selected.
+        """Return the samples of a whole step, in the order of its groups.
 
         Args:
-            groups: of the step, in the order of the log.
+            groups: those of the step that are trained on, in the order of the log.
             score: scores samples with the models; needed if ``needs_scores``.
             kl_coef: weight of the divergence from the reference, if it is part of the reward.
         """
         algorithm = self._algorithm
-        kept = self.selected(groups)
-        pairs = [(group, one) for group in kept for one in group.trajectories]
+        pairs = [(group, one) for group in groups for one in group.trajectories]
         scores = [SampleScores() for _ in pairs]
         if self.needs_scores and score is not None:
-            scores = score([sample for group in kept for sample in self.unscored(group)])
+            scores = score([sample for group in groups for sample in self.unscored(group)])
         kl = [self._kl(one, found, kl_coef) for (_, one), found in zip(pairs, scores, strict=True)]
-        shaped = shape(kept, algorithm)
+        shaped = shape(groups, algorithm)
         estimates = self._rows(shaped, scores, kl) if self._over_rows else self._groups(shaped, kl)
         if algorithm.whiten_advantages:
             white = base.whiten([found.advantages for found in estimates], [self._is_trained(one) for _, one in pairs])

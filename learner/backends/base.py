@@ -75,6 +75,14 @@ class Backend(Protocol):
     def vocab_size(self) -> int:
         """Token ids are below this."""
 
+    def follow_rules(self, *, steps: int, seed: int) -> None:
+        """Use these from now on: the log has them for the current step, whatever the configuration says.
+
+        Args:
+            steps: at which the schedule of the learning rate ends.
+            seed: of the order of minibatches and of dropout.
+        """
+
     def cutter(self) -> MicroBatchCutter[TrainSample]:
         """Return a cutter of samples, in the order of the log, into micro-batches for ``forward_backward``."""
 

@@ -18,17 +18,18 @@ MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 UPDATES: Final = "updates"  # in a stored state: how many were made
 
 
-def lr_factor(update: int, train: TrainSection) -> float:
+def lr_factor(update: int, train: TrainSection, steps: int | None = None) -> float:
     """Return the factor of ``train.lr`` at an update, counted from 0.
 
     It rises linearly to 1 at the last of ``warmup_steps`` updates, then stays constant or falls linearly or as a cosine
-    towards 0, which it would reach at update ``train.steps``.
+    towards 0, which it would reach at update ``steps``; None: ``train.steps``.
     """
     if update < train.warmup_steps:
         return (update + 1) / train.warmup_steps
     if train.lr_schedule == "constant":
         return 1.0
-    progress = min(1.0, (update - train.warmup_steps) / max(1, train.steps - train.warmup_steps))
+    last = train.steps if steps is None else steps
+    progress = min(1.0, (update - train.warmup_steps) / max(1, last - train.warmup_steps))
     return 1.0 - progress if train.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
@@ -96,13 +97,14 @@ class MasterOptimizer:
             yield from self._adamw.state[master].values()
 
     @torch.no_grad()
-    def step(self, denominator: float, at: int | None = None) -> dict[str, float]:
+    def step(self, denominator: float, at: int | None = None, steps: int | None = None) -> dict[str, float]:
         """Divide the gradient by the loss's ``denominator``, clip it to ``max_grad_norm``, update, and drop it.
 
         A gradient that is not finite changes only the count of updates, and sets ``problem``.
 
         Args:
             at: position in the schedule of the learning rate, in steps from 0; None counts every update.
+            steps: at which that schedule ends; None: ``train.steps``.
 
         Returns:
             ``grad_norm`` before clipping, ``lr`` of this update, ``skipped`` (0 or 1).
@@ -113,7 +115,7 @@ class MasterOptimizer:
         finite = bool(torch.isfinite(norm))
         if self._train.max_grad_norm and finite:
             nn.utils.clip_grads_with_norm_(masters, self._train.max_grad_norm, norm)
-        lr = self._train.lr * lr_factor(self.updates if at is None else at, self._train)
+        lr = self._train.lr * lr_factor(self.updates if at is None else at, self._train, steps)
         if finite:
             for group in self._adamw.param_groups:
                 group["lr"] = lr

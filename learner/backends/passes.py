@@ -38,6 +38,7 @@ class ModelPasses:
     Attributes:
         packs: whether slices become packed rows.
         version: steps completed, over all incarnations.
+        seed: of dropout.
         kl: weight of the divergence from the reference.
         numerator: what is minimised, before it is divided, and sums for the metrics.
         recorded: if not None, each slice's samples, log ratios and entropies are added to it, (T,) each.
@@ -62,7 +63,7 @@ class ModelPasses:
         self.numerator: Numerator = self._policy_loss
         self.recorded: list[tuple[Sequence[TrainSample], Tensor, Tensor]] | None = None
         self._slice_tokens = min(tokens, CPU_SLICE_TOKENS) if device.type == "cpu" else tokens
-        self._seed, self.rank, self._drawn = context.seed, rank, (0, 0)
+        self.seed, self.rank, self._drawn = context.seed, rank, (0, 0)
 
     def slices(self, samples: Sequence[TrainSample], num_at_once: int = 1) -> list[list[TrainSample]]:
         """Cut samples into slices that go through a model at once.
@@ -149,7 +150,7 @@ class ModelPasses:
         """Return a seed for one slice's dropout: the same after a resume or a repeated step, different on each rank."""
         version, count = self._drawn
         self._drawn = (self.version, count + 1 if version == self.version else 1)
-        return int(np.random.SeedSequence((self._seed, *self._drawn, self.rank)).generate_state(1)[0])
+        return int(np.random.SeedSequence((self.seed, *self._drawn, self.rank)).generate_state(1)[0])
 
     def _policy_loss(self, samples: Sequence[TrainSample], batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         reference = self._reference(batch)  # first: the other pass keeps its activations

@@ -98,6 +98,7 @@ class TorchBackend:
             self.close()
             raise
         self._context, self._models, self._passes = context, self.worker.models, self.worker.passes
+        self._steps = context.train.steps
         self._counts, self._sums = BatchCounts(), dict[str, float]()
         self._reward_kl: list[Array] = []  # of the step's scored samples
 
@@ -116,6 +117,9 @@ class TorchBackend:
         except BaseException:
             ranks.leave()
             raise
+
+    def follow_rules(self, *, steps: int, seed: int) -> None:
+        self._steps, self._passes.seed = steps, seed
 
     def cutter(self) -> MicroBatchCutter[TrainSample]:
         budget = self._context.train.micro_batch_tokens * self.worker.layout.num_per_cut
@@ -153,7 +157,7 @@ class TorchBackend:
         trains_policy = self._models.critic is None or self.version >= algorithm.critic.warmup_steps
         done: list[dict[str, float]] = []
         for epoch in range(algorithm.num_epochs):
-            for part in minibatches(rows, algorithm.num_minibatches, (self._context.seed, self.version, epoch)):
+            for part in minibatches(rows, algorithm.num_minibatches, (self._passes.seed, self.version, epoch)):
                 done.append(self._update(part, trains_policy))
         metrics = average_metrics(done, algorithm.num_epochs)
         metrics["actor/num_updates"] = float(len(done) if trains_policy else 0)
@@ -165,8 +169,9 @@ class TorchBackend:
             sums = dict[str, float]()
             for one in self._run_critic([(piece, True) for piece in self._slices(part)]):
                 _add(sums, one)
-            command = StepCommand(sums.get("tokens", 0.0), self.version, critic=True)
-            found = self._ranks.together(command, partial(self.worker.critic_step, sums, self.version))
+            command = StepCommand(sums.get("tokens", 0.0), self.version, self._steps, critic=True)
+            work = partial(self.worker.critic_step, sums, self.version, self._steps)
+            found = self._ranks.together(command, work)
         if trains_policy:
             for micro in cut(part, self.cutter().budget, packed=self._passes.packs):
                 self.forward_backward(micro)
@@ -214,7 +219,8 @@ class TorchBackend:
         """Update the policy; return the metrics."""
         algorithm = self._context.algorithm
         scale = denominator(algorithm.loss_agg_mode, self._counts, self._context.max_length)
-        done = self._ranks.together(StepCommand(scale, self.version), partial(self.worker.step, scale, self.version))
+        command = StepCommand(scale, self.version, self._steps)
+        done = self._ranks.together(command, partial(self.worker.step, scale, self.version, self._steps))
         metrics = step_metrics(self._sums, self._counts, scale, algorithm)
         metrics |= {f"actor/{name}": value for name, value in done.items()}
         self._counts, self._sums = BatchCounts(), dict[str, float]()
@@ -232,12 +238,13 @@ class TorchBackend:
         return metrics
 
     def _run(self, jobs: Sequence[Job]) -> list[dict[str, float]]:
-        command = partial(RunCommand, kl_coef=self.kl_coef, version=self.version)
+        command = partial(RunCommand, kl_coef=self.kl_coef, version=self.version, seed=self._passes.seed)
         return self._ranks.share_out(jobs, self.worker.layout, command, self._passes.run)
 
     def _run_critic(self, jobs: Sequence[Job]) -> list[dict[str, float]]:
         layout = RankLayout.plain(self._ranks.size)  # every rank holds the whole critic
-        command = partial(RunCommand, train=[], kl_coef=self.kl_coef, version=self.version, critic=True)
+        now = partial(RunCommand, kl_coef=self.kl_coef, version=self.version, seed=self._passes.seed)
+        command = partial(now, train=[], critic=True)
         return self._ranks.share_out(jobs, layout, lambda slices, _: command(slices), self._passes.run_critic)
 
     def _slices(self, samples: Sequence[TrainSample]) -> list[list[TrainSample]]:

@@ -63,10 +63,16 @@ class RankWorker:
     stripe: OwnStripe | None = None  # of the weights, if all ranks send
     problem: str = ""  # the first tensor by which a gradient was not finite, if it is known
 
-    def step(self, denominator: float, at: int) -> dict[str, float]:
-        """Update the policy; if the gradient is not finite, change nothing and set ``problem``."""
+    def step(self, denominator: float, at: int, steps: int) -> dict[str, float]:
+        """Update the policy; if the gradient is not finite, change nothing and set ``problem``.
+
+        Args:
+            denominator: of the gradient.
+            at: steps completed.
+            steps: at which the schedule of the learning rate ends.
+        """
         self.reduce()
-        done = self.optimizer.step(denominator, at)
+        done = self.optimizer.step(denominator, at, steps)
         if done["skipped"]:
             self._name_problem()
         return done
@@ -83,12 +89,12 @@ class RankWorker:
         problem, self.problem = self.problem, ""
         return problem
 
-    def critic_step(self, sums: Mapping[str, float], at: int) -> dict[str, float]:
+    def critic_step(self, sums: Mapping[str, float], at: int, steps: int) -> dict[str, float]:
         """Update the critic, which every rank holds whole."""
         assert self.models.critic is not None
         if self.ranks.size > 1:
             sum_over_ranks(self.models.critic.optimizer.gradients(), self.device)
-        done = self.models.critic.step(sums, at)
+        done = self.models.critic.step(sums, at, steps)
         if problem := self.models.critic.optimizer.problem:
             self.problem = self.problem or f"critic: {problem}"
         return done
@@ -204,7 +210,7 @@ class RankWorker:
                 sums = passes.run_critic([(samples, True) for samples in unpack_slices(command.slices)])
                 return messages.SumsReply(sums)
             case messages.RunCommand():
-                passes.kl.value, passes.version = command.kl_coef, command.version
+                passes.kl.value, passes.version, passes.seed = command.kl_coef, command.version, command.seed
                 jobs = list(zip(unpack_slices(command.slices), command.train, strict=True))
                 return messages.SumsReply(passes.run(jobs))
             case messages.ScoreCommand():
@@ -212,9 +218,9 @@ class RankWorker:
                 columns = [[None if c is None else c.astype("<f4").tobytes() for c in row] for row in found]
                 return messages.ColumnsReply(columns)
             case messages.StepCommand(critic=True):
-                self.critic_step({"tokens": command.denominator}, command.at)
+                self.critic_step({"tokens": command.denominator}, command.at, command.steps)
             case messages.StepCommand():
-                self.step(command.denominator, command.at)
+                self.step(command.denominator, command.at, command.steps)
             case messages.DiscardCommand():
                 passes.discard()
             case messages.CopyCommand():

@@ -197,6 +197,19 @@ def read_checkpoint(path: Path) -> Checkpoint:
     return made
 
 
+def verify(path: Path) -> Checkpoint:
+    """Read all of a checkpoint's parts and return it without its weights.
+
+    Raises:
+        DamagedFileError: if it cannot be read, or a part is not what was written.
+        UserError: if another version of rlearner wrote it.
+    """
+    found = read_checkpoint(path)
+    for part in found.parts:
+        part.verify()
+    return found
+
+
 def _parts(file: Path, listed: Any) -> tuple[PartFile, ...]:
     try:
         found = tuple(PartFile(str(file.parent / _plain(one["file"])), one["size"], one["digest"]) for one in listed)

@@ -83,16 +83,32 @@ class CheckpointSaver:
                 log.warning("%s; the log is not trimmed behind it", error)
 
     async def relieve(self) -> None:
-        """Trim the log behind the newest checkpoint, once for each; the run cannot be resumed from older ones then.
+        """Trim the log behind the newest whole checkpoint, once for each; the run resumes only from there then.
+
+        Its files are read first: were they damaged, the run could be resumed from nowhere.
 
         Raises:
             Fenced: if a newer learner holds the run.
         """
-        if self._written > self._relieved and len(kept := checkpoint.list_checkpoints(self._folder)) > 1:
-            self._relieved = self._written
-            text = "the log is trimmed behind %s to make room in the broker's store; the run resumes only from there"
-            log.warning(text, kept[-1])
-            await self._trim(kept[-1])
+        if self._written <= self._relieved or len(kept := checkpoint.list_checkpoints(self._folder)) < 2:
+            return
+        self._relieved = self._written
+        for path in reversed(kept[1:]):  # behind the oldest one it is trimmed already
+            if await self._is_whole(path):
+                text = "the log is trimmed behind %s to make room in the broker's store; the run resumes only from it"
+                log.warning(text, path)
+                await self._trim(path)
+                return
+
+    async def _is_whole(self, path: Path) -> bool:
+        """Return whether a checkpoint has the bytes that were written; if not, another one is due."""
+        try:
+            await asyncio.to_thread(checkpoint.verify, path)
+        except UserError as error:
+            log.error("%s; the log is not trimmed behind this checkpoint", error)
+            self._due.press()
+            return False
+        return True
 
     async def at_boundary(self, ledger: dict[str, Any]) -> None:
         """Take a checkpoint after a completed step if one is due and none is being written.
@@ -228,7 +244,8 @@ class CheckpointSaver:
         self._times["time/checkpoint_write"] = time.monotonic() - began
         log.info("checkpoint %s", path)
         kept = await self._patience.in_thread(checkpoint.prune, self._folder, self._keep)
-        await self._trim(kept[0])  # the oldest one, however few there are
+        if len(kept) > 1 or await self._is_whole(kept[0]):  # without another one, the log alone can replace it
+            await self._trim(kept[0])
         if self._by_operator:
             self.requested.set()
 

@@ -224,7 +224,7 @@ class Recovery:
                     return
 
     async def _close(self, number: int, detail: str) -> None:
-        await self._bus.publish(SAMPLES, self._closed(number, detail), ticket=number)
+        await self._bus.publish(SAMPLES, self._closed(number, detail), ticket=number, is_essential=True)
 
     def _closed(self, number: int, detail: str) -> wire.Closed:
         ticket = self._ledger.state.live.get(number)

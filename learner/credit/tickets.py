@@ -185,4 +185,6 @@ async def close_by_timeout(bus: Bus, ledger: Ledger, number: int, cause: str, de
         domain = ledger.ticket(number).domain
         log.warning("ticket %d (%s) closed: %s", number, domain, detail)
         closed = wire.Closed(ticket=number, domain=domain, reason="timeout", detail=detail, by=bus.name)
-        await bus.publish(SAMPLES, closed, ticket=number, message_id=f"{cause}.{bus.run}.{number}")
+        key = f"{cause}.{bus.run}.{number}"
+        # if the store is full, room comes with a step, which may need the ticket's replacement
+        await bus.publish(SAMPLES, closed, ticket=number, message_id=key, is_essential=True)

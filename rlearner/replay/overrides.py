@@ -19,11 +19,14 @@ FIXED: Final = (
     "train.weights_bucket_mib",
     "train.weights_timeout_s",
     "algorithm.filter_zero_variance",
+    "algorithm.group_filter",
+    "algorithm.keep_fraction",
     "algorithm.pass_rate",
     "algorithm.close_early",
     "algorithm.max_replacements_per_step",
 )
 GREEDY: Final = "remax"  # the only estimator that needs extra episodes
+SELECTING: Final = "starpo_s"  # the only loss with which only some groups of a step are trained on
 
 
 def changed_settings(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,5 +43,8 @@ def changed_settings(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> 
             raise ConfigError(key, value, f"a replay trains on the same data; it may change {free}")
         if key == "algorithm.adv_estimator" and GREEDY in (value, before.get(key)):
             why = f"{GREEDY} needs greedy episodes, and the run was recorded with {before[key]}"
+            raise ConfigError(key, value, why)
+        if key == "algorithm.pg_variant" and SELECTING in (value, before.get(key)):
+            why = f"{SELECTING} selects groups, and the run was recorded with {before[key]}"
             raise ConfigError(key, value, why)
     return found

@@ -58,7 +58,9 @@ class ReplayTraining:
         """
         start = self._start
         records = self._records(self.ledger.state.position + 1)
-        self.training = await open_training(self._config, start.model_path, start.first_path)
+        self.training = await open_training(
+            self._config, start.model_path, start.first_path, seed=self.ledger.rules.seed
+        )
         try:
             if start.resumed is not None:
                 await self.training.call(partial(checkpoint.load_state, start.resumed, self.training.backend))

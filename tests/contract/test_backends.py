@@ -124,6 +124,24 @@ def test_two_ranks_give_the_gradient_of_one_in_every_aggregation(path):
             pair.close()
 
 
+@pytest.mark.timeout(120)
+def test_all_ranks_follow_the_rules_of_the_log(path):
+    """With the learning rate of a schedule that ends where the log says, a rank's part of the weights is as it was."""
+    found = []
+    for steps, follows in ((4, False), (100, True)):
+        pair = make("fsdp2", path, lr_schedule="linear", steps=steps)
+        try:
+            if follows:
+                pair.follow_rules(steps=4, seed=0)
+            found.append((run(pair, range(3)), {name: tensor.clone() for name, tensor in pair.weights().items()}))
+        finally:
+            pair.close()
+    (one, weights), (other, again) = found
+    assert [line["actor/lr"] for line in one] == pytest.approx([1e-2, 7.5e-3, 5e-3])
+    assert one == other
+    assert all(torch.equal(tensor, again[name]) for name, tensor in weights.items())
+
+
 def moments(backend):
     """The first moments after one step."""
     run(backend, [3])

@@ -117,6 +117,54 @@ async def test_settings_apply_from_the_end_of_the_log_on(
     assert (issued, dropped, found[-1]["ticket/closed_withdrawn"]) == (12, 4, 2)
 
 
+async def test_log_decides_how_many_groups_are_trained_on(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+) -> None:
+    """A learner that dies without a checkpoint: its first step is trained again on the same groups as before."""
+
+    def settings(algorithm: dict[str, Any]) -> dict[str, Any]:
+        train = {"groups_per_step": 4, "steps": 3}
+        every = {"every_steps": 100}
+        return fleet.config(str(tmp_path), run_name, train=train, algorithm=algorithm, checkpoint=every)
+
+    def varied(ticket: wire.Ticket) -> list[wire.Message | bytes]:
+        return [fleet.group(ticket, ticket.min_version, (0.0, float(ticket.number % 4)))]
+
+    config = settings({"pg_variant": "starpo_s", "keep_fraction": 0.5})
+    await bus.ensure_streams()
+    path, queue = tmp_path / run_name / "metrics.jsonl", await bus.work_queue(TICKETS, "lake")
+    async with asyncio.timeout(120):
+        first = asyncio.create_task(serve(config, broker_url, Stop(), connect_deadline_s=60))
+        for _ in range(4):
+            (delivery,) = await queue.fetch(1, 60.0)
+            assert isinstance(delivery.message, wire.Ticket)
+            (group,) = varied(delivery.message)
+            assert isinstance(group, wire.Group)
+            await bus.publish(SAMPLES, group, ticket=delivery.ticket)
+            await delivery.ack()
+        await until(lambda: path.exists() and len(lines(config)) >= 1)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+    (before,) = lines(config)
+    folder = tmp_path / run_name / ledger_segments.FOLDER
+    trained = {one.ticket for one in ledger_segments.LedgerLines(folder) if one.state == "trained"}
+    assert (before["actor/num_rows"], len(trained)) == (4.0, 2)
+    changed = settings({"pg_variant": "ppo"})
+    async with asyncio.timeout(120):
+        second = asyncio.create_task(serve(changed, broker_url, Stop(), connect_deadline_s=60))
+        async for entry in bus.read_log(SAMPLES, 6):  # behind the first rules and four groups
+            assert isinstance(entry.message, wire.RulesChange)
+            break
+        async with fleet.Hub(bus, varied):
+            await second
+    found = lines(changed)
+    assert [line["actor/num_rows"] for line in found] == [4.0, 8.0, 8.0]
+    again = {one.ticket for one in ledger_segments.LedgerLines(folder) if one.state == "trained" and one.step == 1}
+    assert again == trained
+    _, num_trained, filtered, *_, still_open = tickets_of(found[-1])
+    assert (num_trained, filtered, still_open) == (10, 2, 0)
+
+
 async def test_fewer_steps_end_the_run_even_if_the_log_holds_groups_for_more(
     bus: Bus, broker_url: str, run_name: str, tmp_path: Path
 ) -> None:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
 from pathlib import Path
 
 import learner_fleet as fleet
 import msgspec
 import pytest
+from loop_kit import opened_ledger, running_loop, scored_group
 from store_filler import LIMIT_MIB, Filler
 from waits import LONG_S, until
 
 from broker.contract import wire
 from broker.contract.examples import EXAMPLES
-from broker.contract.streams import CONTROL, RESERVE, RUNS, SAMPLES, TICKETS, WEIGHTS
+from broker.contract.streams import CONTROL, DEAD, PARTS, RESERVE, RUNS, SAMPLES, TICKETS, WEIGHTS, Stream
 from broker.errors import UserError
 from broker.jetstream import reserve
-from broker.jetstream.bus import Bus
+from broker.jetstream.bus import Bus, LogRecord
+from broker.jetstream.ticket_results import close_ticket
 from broker.runtime.process import Stop
 from broker.server.private_server import BrokerServer
 from broker.settings.runspec import publish_runspec
@@ -26,6 +29,7 @@ from learner.credit import store_gate as gate_module
 from learner.credit.ledger import Ledger
 from learner.credit.store_gate import StoreGate
 from learner.credit.ticket_rules import DomainRule, TicketRules
+from learner.credit.tickets import close_by_timeout
 from learner.reporting.metrics import read_lines
 from learner.service import serve
 
@@ -87,6 +91,56 @@ async def test_what_a_restart_needs_is_stored_in_a_full_broker(bus: Bus, filler:
     assert found is not None
     assert isinstance(found[0], wire.RunSpec)
     assert found[0].epoch == 1
+
+
+async def test_full_store_stops_no_closing_for_a_dead_letter(
+    bus: Bus, filler: Filler, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Letters are dropped, the learner's closings use the reserve, and a hub stores its closing before the letter."""
+    await reserve.fill(bus.link, bus.run, 0)
+    await bus.publish(TICKETS, EXAMPLES[wire.Ticket], key="lake", ticket=1)
+    (delivery,) = await (await bus.work_queue(TICKETS, "lake")).fetch(1, LONG_S)
+    await filler.fill()
+    caplog.clear()
+    async with asyncio.timeout(LONG_S):
+        await bus.dead_letter(SAMPLES, seq=7, ticket=1, reason="truncated", data=b"x" * 5000)
+        assert "no dead letter for message 7 of samples (truncated): " in caplog.text
+        await close_by_timeout(bus, open_ledger(), 2, "timeout", "no record")
+    assert await held(bus) == 0
+    await filler.fill()
+    closing = close_ticket(bus, delivery, TICKETS, closed(1), evaluation=False)
+    storing = asyncio.create_task(closing)
+    await until(lambda: "cannot store" in caplog.text)
+    assert await bus.last_seq(SAMPLES) == 1
+    await filler.free()
+    async with asyncio.timeout(LONG_S):
+        await storing
+    found = [record.message async for record in _records(bus, SAMPLES, 2)]
+    assert [record.ticket for record in found] == [2, 1]  # type: ignore[union-attr]
+    assert (await bus.last_seq(DEAD), await bus.depth(TICKETS)) == (1, {})
+
+
+async def test_store_fills_in_the_middle_of_parts(bus: Bus, filler: Filler, caplog: pytest.LogCaptureFixture) -> None:
+    """Two hubs hold half of their groups' parts each, and no record refers to them: both end once there is room."""
+    ledger = opened_ledger(groups_per_step=3)
+    sent = [scored_group(ledger.ticket(number), 20_000_000) for number in (1, 2)]
+    await filler.leave(24)
+    async with running_loop(bus, ledger) as loop:
+        storing = [asyncio.create_task(bus.publish(SAMPLES, one, ticket=one.ticket)) for one in sent]
+        await until(lambda: "cannot store" in caplog.text)
+        assert (await bus.last_seq(SAMPLES), loop.done()) == (0, False)
+        assert (await bus.depth(PARTS))[""] > 0
+        await filler.free()
+        async with asyncio.timeout(LONG_S):
+            assert sorted(await asyncio.gather(*storing)) == [1, 2]  # type: ignore[type-var]
+        await until(lambda: len(ledger.arrived) == 2 or loop.done())
+        assert not loop.done(), loop.exception()
+
+
+async def _records(bus: Bus, stream: Stream, count: int) -> AsyncIterator[LogRecord]:
+    async with aclosing(bus.read_log(stream, 1)) as records:
+        for _ in range(count):
+            yield await anext(records)
 
 
 async def test_a_store_too_small_for_any_run_is_refused_with_the_size_it_needs(tmp_path: Path) -> None:

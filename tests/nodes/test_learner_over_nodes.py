@@ -185,6 +185,22 @@ async def test_stopped_nodes_come_back_as_one(cluster: NodeCluster) -> None:
         await finish(cluster, [await cluster.start(0, cluster.folder / "fewer", *options)], "fewer")
 
 
+@only_all
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
+async def test_killed_node_comes_back_as_two(cluster: NodeCluster, backend: str) -> None:
+    """What it had trained since its checkpoint is read again from the log, by twice as many ranks."""
+    run, gate = f"more-{backend}", Gate(2)
+    config = cluster.write(small_run(cluster.folder, run, backend=backend, ranks=2))
+    async with hub(cluster.url, run, gate):
+        alone = await cluster.start(0, config, "--nnodes", "1")
+        await reach(cluster.folder, run, 2)
+        alone.kill()
+        await alone.exit_code()
+        gate.opened.set()
+        wider = cluster.write(small_run(cluster.folder, run, backend=backend, ranks=4))
+        await finish(cluster, await cluster.start_all(wider), run)
+
+
 async def test_a_node_with_another_configuration_ends_both_in_one_line(cluster: NodeCluster) -> None:
     config = cluster.write(small_run(cluster.folder, "differs", backend="ddp", ranks=2))
     nodes = [

@@ -161,9 +161,9 @@ class ZeroOptimizer(MasterOptimizer):
         return live + [one for flat in self._flat for one in (flat.detach(), *(state[flat][kind] for kind in MOMENTS))]
 
     @torch.no_grad()
-    def step(self, denominator: float, at: int | None = None) -> dict[str, float]:
+    def step(self, denominator: float, at: int | None = None, steps: int | None = None) -> dict[str, float]:
         """As ``MasterOptimizer.step``; a gradient must have been added, even of zeros."""
-        lr = self._train.lr * lr_factor(self.updates if at is None else at, self._train)
+        lr = self._train.lr * lr_factor(self.updates if at is None else at, self._train, steps)
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._denominator = denominator / self._size  # DeepSpeed takes the mean over ranks

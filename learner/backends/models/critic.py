@@ -92,15 +92,16 @@ class ValueModel:
         sums = dict(zip(_SUMS, torch.stack([part.double().sum() for part in found]).tolist(), strict=True))
         return {"tokens": float(len(losses))} | sums
 
-    def step(self, sums: Mapping[str, float], at: int) -> dict[str, float]:
+    def step(self, sums: Mapping[str, float], at: int, steps: int | None = None) -> dict[str, float]:
         """Update, normalised over all tokens since the last update; return metrics by their published names.
 
         Args:
             sums: over everything added since.
             at: steps completed.
+            steps: at which the schedule of the learning rate ends; None: ``train.steps``.
         """
         count = max(sums.get("tokens", 0.0), 1.0)
-        done = self.optimizer.step(count, at)
+        done = self.optimizer.step(count, at, steps)
         mean = {name: sums.get(name, 0.0) / count for name in _SUMS}
         variance = mean["returns_squared"] - mean["returns"] ** 2
         return {

@@ -51,6 +51,7 @@ class RunCommand(msgspec.Struct, frozen=True, tag=True):
     train: list[bool]
     kl_coef: float
     version: int
+    seed: int  # of dropout
     critic: bool = False  # passes of the critic, all trained
 
 
@@ -64,7 +65,8 @@ class StepCommand(msgspec.Struct, frozen=True, tag=True):
     """Reduce the gradient, divide, clip, update."""
 
     denominator: float  # for the critic, its trained tokens
-    at: int
+    at: int  # steps completed
+    steps: int  # at which the schedule of the learning rate ends
     critic: bool = False
 
 

@@ -45,9 +45,8 @@ def group_advantages(
         groups, why = _groups_of_step(connection, folder, group, way)
         if why:
             return None, why
-        kept = assembler.selected(groups)
         samples = iter(assembler.batch(groups))
-        found = {one.ticket: [_by_position(next(samples)) for _ in one.trajectories] for one in kept}
+        found = {one.ticket: [_by_position(next(samples)) for _ in one.trajectories] for one in groups}
     except (ConfigError, ValidationError, ValueError, TypeError, ArithmeticError) as error:
         return None, f"they cannot be computed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     if group.ticket not in found:
@@ -58,12 +57,12 @@ def group_advantages(
 def _groups_of_step(
     connection: sqlite3.Connection, folder: Path, group: wire.Group, way: Provenance
 ) -> tuple[list[wire.Group], str]:
-    """Return all groups of the step that a group belongs to, in the order of training, or why they are not there."""
+    """Return the groups that a group's step was trained on, in that order, or why they are not there."""
     if not way.step:
         return [], "they depend on the whole step, and no step has trained the group"
     rows = connection.execute(
         "SELECT l.seq, f.length FROM ledger_lines l LEFT JOIN frames f ON f.seq = l.seq"
-        " WHERE l.step = ? AND l.ticket > 0 AND l.state IN ('trained', 'filtered') ORDER BY l.first, l.end",
+        " WHERE l.step = ? AND l.ticket > 0 AND l.state = 'trained' ORDER BY l.first, l.end",
         (way.step,),
     ).fetchall()
     if sum(length or 0 for _, length in rows) > MAX_STEP_BYTES:

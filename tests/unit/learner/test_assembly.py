@@ -15,6 +15,7 @@ from broker.settings.registry import resolve
 from learner.algorithm.advantages import ADVANTAGES
 from learner.algorithm.assembly import SampleAssembler, scores_needed
 from learner.algorithm.samples import SampleScores, TrainSample
+from learner.algorithm.selection import most_varied
 from learner.algorithm_checks import declaring
 from learner.config import AlgorithmSection, CriticSection, RewardNormalization
 
@@ -174,7 +175,7 @@ def test_a_greedy_baseline_pays_for_its_divergence_as_the_others_do() -> None:
 
 
 def test_starpo_s_trains_on_the_most_varied_groups_alone() -> None:
-    found = assembly(pg_variant="starpo_s", keep_fraction=0.3).batch(GROUPS)
+    found = assembly(pg_variant="starpo_s").batch(most_varied(GROUPS, 0.3))
     assert [one.group for one in found] == [3, 3]
 
 

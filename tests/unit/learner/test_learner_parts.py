@@ -227,6 +227,10 @@ class Recording:
     """A backend that notes what it is given."""
 
     vocab_size = 100
+    rules: tuple[int, int] = (0, 0)
+
+    def follow_rules(self, *, steps: int, seed: int) -> None:
+        self.rules = steps, seed
 
     def __init__(self, budget: int = 3) -> None:
         self.batches: list[list[int]] = []
@@ -334,6 +338,47 @@ async def test_a_step_of_which_only_some_groups_are_trained_on_scores_no_others(
     training.add(group([trajectory(0, 0.0), trajectory(1, 1.0)], ticket=3))
     await training.finish(version=0)
     assert backend.batches == [[-3, -3], [3, 3]]
+    training.close()
+
+
+def step_rules(keep_fraction: float) -> TicketRules:
+    return TicketRules(40, 3, 1, "wait", 7, (DomainRule("lake", 1.0, 2, 2, 1.0),), keep_fraction=keep_fraction)
+
+
+VARIED = group([trajectory(0, 0.0), trajectory(1, 1.0)], ticket=3)
+ALIKE = [group([trajectory(0), trajectory(1)], ticket=ticket) for ticket in (4, 5)]
+
+
+@pytest.mark.parametrize(
+    ("fractions", "trained"),
+    [
+        ([0.3, 0.3, 0.3, 0.3], [3]),
+        ([0.3, 0.3, 1.0, 1.0], [4, 3, 5]),  # a record with other rules is read while the step fills
+        ([1.0, 1.0, 1.0, 0.3], [3]),
+        ([1.0, 0.3, 0.3, 0.3], [3]),
+        ([1.0, 1.0, 1.0, 1.0], [4, 3, 5]),
+    ],
+)
+@pytest.mark.parametrize("variant", ["ppo", "starpo_s", "scored"])
+async def test_log_decides_which_groups_are_trained_on(
+    variant: str, fractions: list[float], trained: list[int]
+) -> None:
+    """Not the configuration, which may have changed since the records were stored."""
+    backend = Whole(budget=6)
+    scored = {"kl_coef": 0.5, "kl_placement": "reward"}
+    algorithm = AlgorithmSection(**(scored if variant == "scored" else {"pg_variant": variant}))  # type: ignore[arg-type]
+    training = TrainingThread(lambda: backend, halves, algorithm)  # type: ignore[arg-type, return-value]
+    await training.open()
+    for one, fraction in zip((ALIKE[0], VARIED, ALIKE[1]), fractions, strict=False):
+        training.add(one, step_rules(fraction))
+    done = await training.finish(0, step_rules(fractions[-1]))
+    assert done is not None
+    assert done.tickets == tuple(trained)
+    assert list(dict.fromkeys(ticket for batch in backend.batches for ticket in batch if ticket > 0)) == trained
+    assert backend.rules == (40, 7)
+    training.add(VARIED, step_rules(1.0))
+    backend.batches.clear()
+    assert (await training.finish(1, step_rules(1.0))).tickets == (3,)  # type: ignore[union-attr]
     training.close()
 
 

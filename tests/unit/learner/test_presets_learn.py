@@ -16,6 +16,7 @@ from broker.settings.registry import resolve
 from broker.settings.runspec import load, validate
 from learner.algorithm.advantages import ADVANTAGES
 from learner.algorithm.assembly import SampleAssembler
+from learner.algorithm.selection import most_varied
 from learner.backends.torch import TorchBackend
 from learner.config import AlgorithmSection, CriticSection, TrainSection
 
@@ -97,7 +98,8 @@ def test_the_reward_rises(path: str, name: str) -> None:
         groups = [group(trainer, number, num_greedy) for number in range(GROUPS)]
         means.append(np.mean([one.reward for each in groups for one in each.trajectories if not one.greedy]))
         if assembly.needs_batch:
-            metrics = trainer.update(assembly.batch(groups, trainer.score, trainer.kl_coef))
+            kept = algorithm.keep_fraction if algorithm.pg_variant == "starpo_s" else 1.0
+            metrics = trainer.update(assembly.batch(most_varied(groups, kept), trainer.score, trainer.kl_coef))
         else:
             for each in groups:
                 trainer.forward_backward(assembly.stream(each))

@@ -162,6 +162,56 @@ async def test_where_tickets_wait_for_room_the_log_is_trimmed_behind_the_newest_
     assert len(world.trims) == 3
 
 
+async def test_log_is_not_given_up_behind_a_damaged_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One bit of the newest has flipped on the disk: what a resume from another one needs must stay."""
+    world = World(tmp_path, every_steps=2, keep=3)
+    for step in (2, 4, 6):
+        await world.train_to(step)
+        await until(lambda: not world.saver._busy)
+    before = len(world.trims)
+    flip_bit(tmp_path / "step-000006")
+    await world.saver.relieve()
+    assert world.trims[before:] == [(first_kept(4), [2, 4, 6])]
+    assert "part-00001-of-00001.safetensors is damaged: its digest is not that of the bytes written" in caplog.text
+    flip_bit(tmp_path / "step-000004")
+    world.saver._relieved = -1
+    await world.saver.relieve()
+    assert len(world.trims) == before + 1
+    await world.train_to(7)  # the next one is due at once
+    await until(lambda: world.steps() == [4, 6, 7])
+
+
+async def test_log_stays_behind_an_only_checkpoint_that_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run can begin again at the log's first record."""
+    prune = checkpoint.prune
+
+    def damaging(folder: Path, keep: int) -> list[Path]:
+        kept = prune(folder, keep)
+        if len(kept) == 1:
+            flip_bit(kept[0])
+        return kept
+
+    monkeypatch.setattr(checkpoint, "prune", damaging)
+    world = World(tmp_path, every_steps=2, keep=3)
+    await world.train_to(2)
+    await until(lambda: world.steps() == [2] and not world.saver._busy)
+    assert world.trims == []
+    await world.train_to(3)
+    await until(lambda: world.steps() == [2, 3] and not world.saver._busy)
+    assert world.trims == [(first_kept(2), [2, 3])]
+
+
+def flip_bit(path: Path) -> None:
+    (part,) = path.glob("learner/part-*.safetensors")
+    data = bytearray(part.read_bytes())
+    data[-1] ^= 1
+    part.write_bytes(data)
+
+
 async def test_a_learner_that_starts_trims_what_its_earlier_life_could_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

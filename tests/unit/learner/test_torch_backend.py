@@ -147,6 +147,24 @@ def test_learning_rate_by_hand(schedule, warmup, expected):
     assert [lr_factor(update, train) for update in range(6)] == pytest.approx(expected)
 
 
+def test_rules_of_the_log_replace_the_configured_steps_and_seed(path):
+    """So a step that is trained again after a change of the settings is the same, bit for bit."""
+    algorithm = AlgorithmSection(num_minibatches=2)
+    found = []
+    for steps, seed, follows in ((10, 1, False), (20, 2, True), (20, 2, False)):
+        train = TrainSection(steps=steps, lr=1e-2, lr_schedule="linear", device="cpu")
+        trainer = TorchBackend(path, train=train, algorithm=algorithm, model=ModelSection(), seed=seed)
+        if follows:
+            trainer.follow_rules(steps=10, seed=1)
+        rows = samples(6)
+        trainer.update(rows)
+        found.append((trainer.update(rows)["actor/lr"], flat(trainer)))
+    assert found[0][0] == found[1][0] == pytest.approx(0.009)
+    assert found[2][0] == pytest.approx(0.0095)
+    assert torch.equal(found[0][1], found[1][1])
+    assert not torch.equal(found[0][1], found[2][1])
+
+
 def test_positive_advantages_raise_the_logprobs(path):
     trainer, rows = backend(path, train=TrainSection(lr=3e-3, device="cpu")), samples(3, advantage=1.0)
     first = backend(path).forward_backward(rows)["log_ratio"]
