@@ -201,7 +201,7 @@ class TrainingLoop:
         for action in actions:
             if isinstance(action, IssueTicket):
                 self._issuer.put(action.ticket)
-        self._consumer.perform(actions)
+        self._consumer.perform(actions, is_settled=self._ledger.state.position >= self._catch_up_to)
 
     def _note_failure(self, entry: LogRecord, read: RecordIntake, domain: str | None) -> None:
         """Keep a failure for the live view; stop the run if this learner's groups only fail (``domain`` is set)."""

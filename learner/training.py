@@ -267,9 +267,7 @@ class TrainingThread:
         streamed = self._groups[: self._num_streamed]
         if [group.ticket for group in groups] != [group.ticket for group in streamed]:
             if self._num_freed:
-                raise UserError(
-                    f"step {version + 1} must begin again, as another learner has changed its rules; {AGAIN}"
-                )
+                raise UserError(f"step {version + 1}: another learner has changed its rules; {AGAIN}")
             self._cutter.flush()
             self._figures.take()
             self.backend.discard()

@@ -135,6 +135,9 @@ class IdleBackend:
     def step(self) -> dict[str, float]:
         return {}
 
+    def follow_rules(self, *, steps: int, seed: int) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -151,7 +154,7 @@ async def _apply(bus: Bus, consumer: RecordConsumer, record: LogRecord, *, waits
         await bus._parts.drop_others(record.parted)
     else:
         bus.drop_other_parts(record.parted)
-    consumer.perform(actions)
+    consumer.perform(actions, is_settled=True)
 
 
 async def _child(url: str, run: str, count: int, window_bytes: int, step_s: float) -> dict[str, float]:

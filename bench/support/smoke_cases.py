@@ -74,6 +74,7 @@ def _scale(name: str, keys: tuple[str, ...], problem: Callable[[], str] = _no_pr
 
 
 TINY_MODEL: Final = ("--hidden", "128", "--layers", "1")
+FEW_REQUESTS: Final = ("--requests", "4", *TINY_MODEL, "--others", "1")  # also next to other work
 
 CASES: Final = (
     SmokeCase("bench.codec", ("encode_us", "decode_us", "check_us", "lists_encode_us"), ("--repeats", "40")),
@@ -83,17 +84,17 @@ CASES: Final = (
     SmokeCase(
         "bench.server",
         ("ratio_hf",),
-        ("--only", "hf", "--pairs", "1", "--starts", "1", "--warm-up", "0", "--requests", "4", *TINY_MODEL),
+        ("--only", "hf", "--pairs", "1", "--starts", "1", "--warm-up", "0", *FEW_REQUESTS),
     ),
     SmokeCase(
         "bench.update",
         ("lost",),
-        ("--engine", "hf", "--rounds", "1", "--window", "2", "--settle", "0", "--requests", "4", *TINY_MODEL),
+        ("--engine", "hf", "--rounds", "1", "--window", "2", "--settle", "0", *FEW_REQUESTS),
     ),
     SmokeCase("bench.shared", ("lost",), ("--params-m", "1", "--steps", "2")),
     SmokeCase(
         "bench.learner",
-        ("share_quickstart", "quickstart"),
+        ("share", "stages_ms", "pairs"),
         ("--only", "quickstart", "--case", "quickstart"),
         {"bench.learner:MAX_PAIRS": 1, "bench.learner:MIN_PAIRS": 1, "bench.learner:STAGES_REPEATS": 1},
     ),

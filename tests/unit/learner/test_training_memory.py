@@ -13,11 +13,13 @@ import pytest
 from large_groups import MB, group
 
 from broker.contract import wire
+from broker.errors import UserError
 from learner import training as training_module
 from learner.algorithm.packing import MicroBatchCutter
 from learner.algorithm.samples import TrainSample
 from learner.algorithm.token_figures import TokenFigures
 from learner.config import AlgorithmSection
+from learner.credit.ticket_rules import DomainRule, TicketRules
 from learner.training import TrainingThread
 
 VOCABULARY = 1000
@@ -55,6 +57,9 @@ class GatedBackend:
     def step(self) -> dict[str, float]:
         return {}
 
+    def follow_rules(self, *, steps: int, seed: int) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -77,7 +82,7 @@ async def test_trained_groups_are_freed_before_the_step_ends(record_tokens: bool
     tracemalloc.start()
     try:
         for ticket in range(1, 31):
-            training.add(group(ticket, MB))
+            training.add(group(ticket, MB), is_settled=True)
             await training.call(lambda: None)
         kept_bytes = tracemalloc.get_traced_memory()[0]
     finally:
@@ -92,6 +97,28 @@ async def test_trained_groups_are_freed_before_the_step_ends(record_tokens: bool
         assert {ticket: figures[0].entropy[0] for ticket, figures in step.tokens.items()} == {
             ticket: float(ticket) for ticket in range(1, 31)
         }
+    training.close()
+
+
+async def test_groups_are_kept_while_their_rules_may_change() -> None:
+    """They are trained on again if a record changes what the step keeps."""
+    backend = GatedBackend()
+    training = await open_training(backend)
+    for ticket in range(1, 4):
+        training.add(group(ticket, MB // 100))
+    await training.call(lambda: None)
+    assert [len(kept.trajectories) for kept in training._groups] == [1, 1, 1]
+    training.close()
+
+
+async def test_step_whose_freed_groups_are_needed_again_ends_the_run() -> None:
+    backend = GatedBackend()
+    training = await open_training(backend)
+    for ticket in range(1, 4):
+        training.add(group(ticket, MB // 100), is_settled=True)
+    domain = DomainRule("lake", 1.0, 1, 1, 600.0)
+    with pytest.raises(UserError, match=r"step 4: another learner has changed its rules; start this one again"):
+        await training.finish(3, TicketRules(10, 3, 1, "drop", 0, (domain,), keep_fraction=0.4))
     training.close()
 
 
