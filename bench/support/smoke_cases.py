@@ -88,7 +88,7 @@ CASES: Final = (
     ),
     SmokeCase(
         "bench.update",
-        ("lost",),
+        ("tokens_lost_share",),
         ("--engine", "hf", "--rounds", "1", "--window", "2", "--settle", "0", *FEW_REQUESTS),
     ),
     SmokeCase("bench.shared", ("lost",), ("--params-m", "1", "--steps", "2")),
