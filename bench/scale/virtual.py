@@ -69,6 +69,7 @@ class MemoryBus:
         ticket: int = 0,
         message_id: str = "",
         expected_last_seq: int | None = None,
+        is_essential: bool = False,
     ) -> int | None:
         last = self._last.get(stream.name, 0)
         if expected_last_seq is not None and expected_last_seq != last:
