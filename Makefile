@@ -9,7 +9,7 @@ LOCKED ?= 1
 TORCH ?=
 TORCH_INDEX ?= https://pypi.org/simple
 
-.PHONY: setup lock dist test-dist bundle test-bundle test-oldest test-backup audit sbom check test test-fast test-options test-frameworks test-console test-vllm vllm-env peers-env test-peers test-trackers test-deepspeed test-megatron test-checkpoints test-alerts test-image image chaos hosts nodes test-slurm test-systemd quickstart real-model bench families families-vllm bubblewrap docs clean
+.PHONY: setup lock dist test-dist bundle test-bundle test-oldest test-backup audit sbom check test test-fast test-options test-frameworks test-console test-vllm vllm-env peers-env test-peers test-trackers test-deepspeed test-megatron test-checkpoints test-alerts test-image image chaos hosts nodes test-slurm test-systemd quickstart real-model bench bench-smoke families families-vllm bubblewrap docs clean
 
 setup: .venv/ready
 
@@ -282,6 +282,10 @@ $(REAL_MODEL)/config.json: .venv/ready requirements/real-model.txt bench/support
 
 bench: setup
 	for name in codec bus engine weights; do $(BIN)/python -m bench.$$name || exit 1; done
+
+# Every bench that docs/performance.md names, in a small form: exit codes and keys. Two minutes on two idle cores.
+bench-smoke: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.smoke
 
 # The documentation site, in site/: a broken link fails. It has an environment of its own and reads sources without importing them.
 docs: .venv-docs/ready

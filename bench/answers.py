@@ -3,10 +3,11 @@
     python -m bench.answers [--workers 2] [--every 1]
 
 The last line is JSON: ``adversarial`` counts the attacks, ``pairs`` the answers with a reference, of ``kinds`` with
-both verdicts; ``voided`` had no score, which would void a group; ``over_2_s`` took longer by the clock;
-``executed`` created a file that only code in an answer would create; ``wrong_verdicts``; ``slowest_s``;
-``neighbours_s``, the time of 40 plain answers next to a costly one; ``per_s``, ordinary answers per second. The cases
-are in ``bench.support.answer_cases``, ``answer_pairs`` and ``answer_structures``.
+both verdicts; ``voided`` had no score, which would void a group; ``over_2_s`` took longer by the clock, and of
+processor time when judged again alone: a busy machine makes no answer costly; ``executed`` created a file that only
+code in an answer would create; ``wrong_verdicts``; ``slowest_s``; ``neighbours_s``, the time of 40 plain answers next
+to a costly one; ``per_s``, ordinary answers per second, and ``per_cpu_s`` per second of processor time of a worker. The
+cases are in ``bench.support.answer_cases``, ``answer_pairs`` and ``answer_structures``.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ import time
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+import psutil
+
 from bench.support.answer_cases import CANARY, adversarial
 from bench.support.answer_pairs import AnswerPair, pairs
 from broker.settings.config import RewardConfig
+from broker.system.workers import limits
 from rewardhub.rewards.base import Sample
 from rewardhub.worker_pool import RewardWorkerPool, ScoreError
 
@@ -71,6 +75,20 @@ async def judge(workers: RewardWorkerPool, cases: Sequence[AnswerPair], at_once:
     return found
 
 
+def spent_s(workers: RewardWorkerPool) -> float:
+    """Return the processor seconds of all workers and of the processes that they forked, also of those that ended."""
+    processes = [psutil.Process(pid) for worker in workers._living for pid in limits.tree(worker.child.pid)]
+    times = [process.cpu_times() for process in processes]
+    return sum(one.user + one.system + one.children_user + one.children_system for one in times)
+
+
+async def processor_s(workers: RewardWorkerPool, case: AnswerPair) -> float:
+    """Return the processor time of judging one answer while the workers do nothing else."""
+    before = spent_s(workers)
+    await judge(workers, [case], 1)
+    return spent_s(workers) - before
+
+
 async def measure(num_workers: int, every: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         texts = [text.replace(CANARY, f"{folder}/made_{n}") for n, text in enumerate(adversarial())]
@@ -92,9 +110,13 @@ async def measure(num_workers: int, every: int) -> dict[str, float]:
             ]
             ordinary = [AnswerPair(response, reference, True) for response, reference in made]
             ordinary[::2] = [AnswerPair(f"It is $\\boxed{{{n}}}$.", str(n), True) for n in range(len(ordinary[::2]))]
-            started = time.monotonic()
+            started, cpu_s = time.monotonic(), spent_s(workers)
             outcomes += await judge(workers, ordinary, 8 * num_workers)
             per_s = len(ordinary) / (time.monotonic() - started)
+            per_cpu_s = len(ordinary) / max(spent_s(workers) - cpu_s, 1e-9)
+            cases = [*attacks, *known, *ordinary]
+            slow = [case for case, outcome in zip(cases, outcomes, strict=True) if outcome.seconds > LIMIT_S]
+            alone_s = [await processor_s(workers, case) for case in slow]
         finally:
             await workers.close()
     figures: dict[str, float] = {"adversarial": len(attacks), "pairs": len(known)}
@@ -102,10 +124,15 @@ async def measure(num_workers: int, every: int) -> dict[str, float]:
         "kinds": len({pair.kind for pair in known if pair.equal} & {pair.kind for pair in known if not pair.equal})
     }
     figures |= {"voided": sum(one.right is None for one in outcomes)}
-    figures |= {"over_2_s": sum(one.seconds > LIMIT_S for one in outcomes), "executed": executed}
+    figures |= {"over_2_s": sum(seconds > LIMIT_S for seconds in alone_s), "executed": executed}
+    figures |= {"over_2_s_by_the_clock": len(slow), "slowest_cpu_s": round(max(alone_s, default=0.0), 2)}
     figures |= {"wrong_verdicts": sum(one.right is False for one in outcomes)}
     figures |= {"killed_workers": workers.num_killed, "slowest_s": round(max(one.seconds for one in outcomes), 2)}
-    return figures | {"neighbours_s": round(neighbours_s, 2), "per_s": round(per_s, 1)}
+    return figures | {
+        "neighbours_s": round(neighbours_s, 2),
+        "per_s": round(per_s, 1),
+        "per_cpu_s": round(per_cpu_s, 1),
+    }
 
 
 def main() -> int:

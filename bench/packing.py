@@ -81,9 +81,9 @@ def step(backend: TorchBackend, samples: list[TrainSample]) -> float:
     return seconds
 
 
-def measure(path: str, kind: str, pairs: int) -> dict[str, float]:
+def measure(path: str, kind: str, pairs: int, most: int | None = None) -> dict[str, float]:
     rng = np.random.default_rng(0)
-    samples = make_samples(kind, rng)
+    samples = make_samples(kind, rng)[:most]
     tokens = sum(one.num_inputs for one in samples)
     backends = {}
     for packing in ("packed", "padded"):
@@ -104,10 +104,12 @@ def measure(path: str, kind: str, pairs: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=7)
-    pairs = parser.parse_args().pairs
+    parser.add_argument("--samples", type=int, help="at most so many (all)")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         save_model(folder)
-        print(json.dumps({kind: measure(folder, kind, pairs) for kind in ("quickstart", "long_tail", "groups")}))
+        kinds = ("quickstart", "long_tail", "groups")
+        print(json.dumps({kind: measure(folder, kind, options.pairs, options.samples) for kind in kinds}))
 
 
 if __name__ == "__main__":

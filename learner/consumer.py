@@ -66,11 +66,15 @@ class RecordConsumer:
             self._held[read.group.ticket] = read.group
         return read, actions
 
-    def perform(self, actions: Sequence[Action]) -> None:
-        """Pass taken groups to the model; the caller issues tickets."""
+    def perform(self, actions: Sequence[Action], *, is_settled: bool = False) -> None:
+        """Pass taken groups to the model; the caller issues tickets.
+
+        Args:
+            is_settled: the log holds no rules that were not read yet.
+        """
         for action in actions:
             if isinstance(action, TakeGroup):
-                self.training.add(self._held.pop(action.number), self.ledger.rules)
+                self.training.add(self._held.pop(action.number), self.ledger.rules, is_settled=is_settled)
             elif isinstance(action, ForgetTicket):
                 self._held.pop(action.number, None)
 

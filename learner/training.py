@@ -16,20 +16,23 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from broker.contract import wire
+from broker.errors import UserError
 from broker.runtime.spans import SpanRecorder
 from learner.algorithm.assembly import SampleAssembler
 from learner.algorithm.batch_adjust import adjust
+from learner.algorithm.episodes import num_bytes, without_episodes
 from learner.algorithm.packing import MicroBatchCutter
 from learner.algorithm.samples import TrainSample
 from learner.algorithm.score_stream import ScoreStream
 from learner.algorithm.selection import most_varied
-from learner.algorithm.token_figures import StepTokens, figures_by_ticket
+from learner.algorithm.token_figures import FigureCollector, StepTokens
 from learner.config import AlgorithmSection
 from learner.credit.ticket_rules import TicketRules
-from learner.reporting.metrics import step_metrics
+from learner.reporting.metrics import StepFigures
 from learner.turns import DeviceTurns
 
 if TYPE_CHECKING:
@@ -37,6 +40,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+AGAIN: Final = "start this one again, with train.streaming=never until its next checkpoint if that repeats"
+BACKLOG_BYTES: Final = 8 << 20  # of groups that wait for the thread: enough to keep it busy
 
 
 @dataclass(frozen=True)
@@ -84,8 +90,11 @@ class TrainingThread:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="training")
         self._groups: list[wire.Group] = []  # of the step, in the order of the log
         self._num_streamed = 0  # of these, added to the gradient as they arrived
-        self._samples: list[TrainSample] = []  # of the step, if tokens are recorded
+        self._num_freed = 0  # of these, of which only the head is left
+        self._step = StepFigures()
+        self._figures = FigureCollector()
         self._record_tokens = record_tokens
+        self._backlog, self._shrunk = 0, asyncio.Event()  # bytes of groups that the thread has not worked off yet
         self._busy_s = 0.0
         self._abandoned, self._stopped = threading.Event(), asyncio.Event()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -136,14 +145,23 @@ class TrainingThread:
     async def _run(self, job: Callable[[], None]) -> None:
         await self._submit(job)
 
-    def add(self, group: wire.Group, rules: TicketRules | None = None) -> None:
+    def add(self, group: wire.Group, rules: TicketRules | None = None, *, is_settled: bool = False) -> None:
         """Add a group to the current step; return at once. Errors are raised by ``failed`` and ``finish``.
 
         Args:
             rules: those in force in the log at this place; None: those of the configuration.
+            is_settled: no other rules follow within the step, so a group may be freed once it is trained on.
         """
-        future = self._submit(partial(self._add, group, rules))
-        future.add_done_callback(self._watch)
+        size = num_bytes(group)
+        self._backlog += size
+        future = self._submit(partial(self._add, group, rules, is_settled=is_settled))
+        future.add_done_callback(partial(self._watch, size))
+
+    async def has_room(self) -> None:
+        """Wait until the thread has worked off enough of the groups to need more."""
+        while self._backlog > BACKLOG_BYTES:
+            self._shrunk.clear()
+            await self._shrunk.wait()
 
     async def finish(self, version: int, rules: TicketRules | None = None) -> TrainingResult | None:
         """Train the rest and take the optimizer step; return None if the step was abandoned.
@@ -171,10 +189,9 @@ class TrainingThread:
         await self.call(self._discard)
 
     def _discard(self) -> None:
-        self._groups, self._num_streamed = [], 0
+        self._begin_step()
         self._cutter.flush()
         self._scores.reset()
-        self._samples.clear()
         self.backend.discard()
 
     def close(self) -> None:
@@ -184,7 +201,14 @@ class TrainingThread:
             self._thread.submit(self.backend.close).result()
         self._thread.shutdown()
 
-    def _watch(self, future: asyncio.Future[None]) -> None:
+    def _begin_step(self) -> None:
+        self._groups, self._num_streamed, self._num_freed = [], 0, 0
+        self._step = StepFigures()
+        self._figures.take()
+
+    def _watch(self, num_bytes: int, future: asyncio.Future[None]) -> None:
+        self._backlog -= num_bytes
+        self._shrunk.set()
         if not future.cancelled() and (error := future.exception()) is not None and not self.failed.done():
             self.abandon()  # a step that lacks a group must not be taken
             self.failed.set_exception(error)
@@ -196,11 +220,12 @@ class TrainingThread:
             return rules.keep_fraction
         return self._algorithm.keep_fraction if self._algorithm.pg_variant == "starpo_s" else 1.0
 
-    def _add(self, group: wire.Group, rules: TicketRules | None) -> None:
+    def _add(self, group: wire.Group, rules: TicketRules | None, *, is_settled: bool) -> None:
         if self._abandoned.is_set():
             return
         started = time.monotonic()
         streamed = self._num_streamed == len(self._groups) and self._keep_fraction(rules) == 1.0
+        self._step.add_group(group)
         self._groups.append(group)
         if not streamed or (self._assembly.needs_batch and not self._assembly.scores_stream):
             return
@@ -210,36 +235,47 @@ class TrainingThread:
                 self._scores.add(self._assembly.unscored(group))
             else:
                 self._train(group)
+                if is_settled:
+                    self._groups[-1] = without_episodes(group)
+                    self._num_freed += 1
         self._busy_s += time.monotonic() - started
 
     def _train(self, group: wire.Group) -> None:
-        for sample in self._remembered(self._assembly.stream(group)):
+        samples = self._assembly.stream(group)
+        if self._record_tokens:
+            self._figures.expect(group.ticket, samples)
+        for sample in samples:
             if (full := self._cutter.add(sample)) is not None:
-                self.backend.forward_backward(full)
+                self._forward_backward(full)
                 if self._abandoned.is_set():
                     return
 
-    def _remembered(self, samples: list[TrainSample]) -> list[TrainSample]:
+    def _forward_backward(self, samples: list[TrainSample]) -> None:
+        self.backend.forward_backward(samples)
         if self._record_tokens:
-            self._samples += samples
-        return samples
+            self._figures.collect(self.backend.take_recorded())
 
-    def _train_rest(self, groups: Sequence[wire.Group]) -> dict[str, float] | None:
+    def _train_rest(self, version: int, groups: Sequence[wire.Group]) -> dict[str, float] | None:
         """Complete a step whose gradient accumulated as its groups arrived; return None if it is abandoned.
 
         Args:
             groups: those to train on. If they are not those that were added to the gradient, it begins again.
+
+        Raises:
+            UserError: if groups of which it must begin again were freed.
         """
         streamed = self._groups[: self._num_streamed]
         if [group.ticket for group in groups] != [group.ticket for group in streamed]:
+            if self._num_freed:
+                raise UserError(f"step {version + 1}: another learner has changed its rules; {AGAIN}")
             self._cutter.flush()
-            self._samples.clear()
+            self._figures.take()
             self.backend.discard()
             for group in groups:
                 self._train(group)
         rest = self._cutter.flush()
         if rest and not self._abandoned.is_set():
-            self.backend.forward_backward(rest)
+            self._forward_backward(rest)
         return None if self._abandoned.is_set() else self.backend.step()
 
     def _train_batch(self, version: int, groups: Sequence[wire.Group]) -> dict[str, float] | None:
@@ -249,35 +285,42 @@ class TrainingThread:
         if self._num_streamed not in (0, len(self._groups)):  # the rules changed on the way
             self._scores.reset()
             self.backend.discard()
-        samples = self._remembered(self._assembly.batch(groups, self._scores.finish, self.backend.kl_coef))
+        samples = self._assembly.batch(groups, self._scores.finish, self.backend.kl_coef)
+        if self._record_tokens:
+            rest = iter(samples)
+            for group in groups:
+                self._figures.expect(group.ticket, list(islice(rest, len(group.trajectories))))
         if (mode := self._algorithm.batch_adjust) is not None:
             sampled = [sample for sample in samples if sample.num_tokens]
             samples = adjust(sampled, self._algorithm.num_minibatches, mode, version)
-        return None if self._abandoned.is_set() else self.backend.update(samples)
+        if self._abandoned.is_set():
+            return None
+        values = self.backend.update(samples)
+        if self._record_tokens:
+            self._figures.collect(self.backend.take_recorded())
+        return values
 
     def _finish(self, version: int, rules: TicketRules | None) -> TrainingResult | None:
         started = time.monotonic()
         selected = most_varied(self._groups, self._keep_fraction(rules))
         with self.spans.work("train"):
             needs_batch = self._assembly.needs_batch
-            values = self._train_batch(version, selected) if needs_batch else self._train_rest(selected)
+            values = self._train_batch(version, selected) if needs_batch else self._train_rest(version, selected)
         if values is None:
             return None
-        groups, self._groups, self._num_streamed = self._groups, [], 0
+        step, tokens = self._step, self._figures.take() if self._record_tokens else None
+        self._begin_step()
         is_finite = all(map(math.isfinite, values.values()))
         problem = "" if is_finite else self.backend.take_problem()
-        values = step_metrics(groups, version) | values
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        num_tokens = sum(int(trajectory.loss_mask.array().sum()) for trajectory in trajectories)
-        tokens = self._recorded(selected)
+        values = step.values(version) | values
         finish_s = time.monotonic() - started
         busy_s, self._busy_s = self._busy_s + finish_s, 0.0
         tickets = tuple(group.ticket for group in selected)
         skipped = values.get("actor/skipped", 0.0) * self._algorithm.num_epochs
         return TrainingResult(
             values,
-            num_tokens,
-            len(trajectories),
+            step.num_tokens,
+            step.num_samples,
             busy_s,
             finish_s,
             tickets,
@@ -285,9 +328,3 @@ class TrainingThread:
             is_skipped=skipped > 0 and skipped >= values.get("actor/num_updates", 1.0),
             problem=problem,
         )
-
-    def _recorded(self, groups: list[wire.Group]) -> StepTokens | None:
-        if not self._record_tokens:
-            return None
-        samples, self._samples = self._samples, []
-        return figures_by_ticket(groups, samples, self.backend.take_recorded())

@@ -12,19 +12,19 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import IO, Any, Final
 
 import msgspec
 import numpy as np
 import uvloop
 
+from bench.support.peak_memory import PeakMemory
 from broker.contract import wire
 from broker.contract.examples import EXAMPLES
 from broker.contract.streams import EPISODES
+from broker.identity.login import client_options
 from broker.jetstream.bus import Bus, Delivery, WorkQueue
 from broker.nats.client import GuardedClient
 from broker.server.private_server import BrokerServer
@@ -121,7 +121,7 @@ async def _child(url: str, run: str, side: str, size_mib: int) -> None:
     bare = await bus.work_queue(EPISODES, BARE)  # the same kind of stream and consumer
     del bare
     client = GuardedClient()
-    await client.connect(url)
+    await client.connect(url, **client_options(url))
     at_once = max(1, min(4, IN_FLIGHT_MIB // size_mib))
     works: dict[str, Callable[[int, wire.Group | None], Any]] = {
         "put bus": lambda count, group: _put(bus, group, count, at_once),
@@ -134,8 +134,8 @@ async def _child(url: str, run: str, side: str, size_mib: int) -> None:
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         path, count = line.split()
         gc.collect()
-        with _Peak() as peak:
-            group = _group(1, size_mib * MIB) if (side, path) == ("put", "bus") else None
+        with PeakMemory() as peak:
+            group = made_up_group(1, size_mib * MIB) if (side, path) == ("put", "bus") else None
             print(0, flush=True)
             await loop.run_in_executor(None, sys.stdin.readline)
             await works[f"{side} {path}"](int(count), group)
@@ -188,7 +188,7 @@ async def _take_bare(client: GuardedClient, run: str, num_mib: int) -> None:
     await durable.unsubscribe()
 
 
-def _group(ticket: int, size: int) -> wire.Group:
+def made_up_group(ticket: int, size: int) -> wire.Group:
     """Return a group that encodes to slightly less than ``size`` bytes."""
     example = EXAMPLES[wire.Group]
     assert isinstance(example, wire.Group)
@@ -203,30 +203,6 @@ def _group(ticket: int, size: int) -> wire.Group:
         own = {name: wire.Column(one.dtype, bytes(bytearray(one.data))) for name, one in columns.items()}
         episodes.append(msgspec.structs.replace(example.trajectories[0], episode=episode, turns=[turn], **own))
     return msgspec.structs.replace(example, ticket=ticket, trajectories=episodes, pools=["bus"])
-
-
-class _Peak:
-    """Anonymous resident memory of this process, sampled in a thread. MiB."""
-
-    def __enter__(self) -> _Peak:
-        self.idle = self.most = _anonymous_mib()
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-        self._thread.start()
-        return self
-
-    def _sample(self) -> None:
-        while not self._done.wait(0.005):
-            self.most = max(self.most, _anonymous_mib())
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-
-def _anonymous_mib() -> float:
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) / 1024
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from broker.jetstream.core_messages import respond
 from broker.jetstream.pulling import fetch_unless
 from broker.nats.connection import NatsLink
 from broker.runtime.presence import Roster
-from broker.runtime.process import Member, Stop, join, raise_file_limit
+from broker.runtime.process import Member, Stop, add_join_options, join, raise_file_limit
 from broker.server.private_server import BrokerServer
 from broker.settings.runspec import publish_runspec
 from broker.system.children import cpu_s
@@ -111,16 +111,7 @@ async def _child(url: str, size: int, number: int) -> None:
 
         async def enter(role: str, index: int) -> None:
             async with several:
-                options = argparse.Namespace(
-                    broker=url,
-                    run=RUN,
-                    id=f"{role}-{index}",
-                    connect_deadline=JOIN_S,
-                    log_level="ERROR",
-                    log_format="text",
-                    log_file=None,
-                )
-                member = await stack.enter_async_context(join(role, options, Stop()))
+                member = await stack.enter_async_context(join(role, _options(url, f"{role}-{index}"), Stop()))
                 member.bus._marks = MarksConnection(member.bus)  # type: ignore[assignment]
             await _live(member, index)
 
@@ -131,6 +122,14 @@ async def _child(url: str, size: int, number: int) -> None:
             await _learner(stack, url)
         print("joined", flush=True)
         await asyncio.to_thread(sys.stdin.read)
+
+
+def _options(url: str, name: str) -> argparse.Namespace:
+    """Return the options of a real process of that name."""
+    parser = argparse.ArgumentParser()
+    add_join_options(parser)
+    arguments = ["--broker", url, "--run", RUN, "--id", name, "--connect-deadline", str(JOIN_S)]
+    return parser.parse_args([*arguments, "--log-level", "ERROR"])
 
 
 async def _live(member: Member, index: int) -> None:

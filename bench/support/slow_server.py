@@ -6,12 +6,15 @@ import asyncio
 import math
 import os
 import random
+from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
 import zmq
 
+from broker.channel import local_sockets
 from broker.channel.bundle import unpack
+from broker.channel.zmq_address import ServerAddress
 from broker.channel.zmq_socket import LoopSocket
 from broker.contract import wire
 from broker.jetstream.bus import Bus
@@ -33,7 +36,7 @@ class SlowServer:
     """A rollout server that answers any request with a random move after a latency with bounded jitter.
 
     It must cost next to nothing, because it shares two cores with the measured hub: it decodes only the id of a
-    request, and sends all answers due within a millisecond together.
+    request, and sends all answers due within a millisecond together. Hubs reach it by a local socket.
     """
 
     def __init__(self, bus: Bus, tokenizer: Tokenizer, latency_s: float) -> None:
@@ -50,15 +53,17 @@ class SlowServer:
         self._due: dict[int, list[tuple[bytes, str, bytes]]] = {}  # answers by the millisecond in which they leave
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: LoopSocket | None = None
-        self.address = ""
+        self.address = self._path = ""
         self._announcer = Announcer(bus, self._presence)
 
     async def start(self) -> None:
         socket = self._context.socket(zmq.ROUTER)
         for limit in (zmq.SNDHWM, zmq.RCVHWM):
             socket.setsockopt(limit, 0)
-        socket.bind("tcp://127.0.0.1:*")
-        self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        name = local_sockets.new_name()
+        self._path = local_sockets.path_of(name)
+        socket.bind(f"ipc://{self._path}")
+        self.address = str(ServerAddress("", "", "", name))
         self._socket = LoopSocket(socket, self._asked)
         await self._announcer.start()
 
@@ -67,6 +72,8 @@ class SlowServer:
         self._due.clear()
         if self._socket is not None:
             self._socket.close()
+            with suppress(FileNotFoundError):
+                os.unlink(self._path)
         self._context.destroy(linger=0)
 
     def _asked(self, frames: list[bytes]) -> None:

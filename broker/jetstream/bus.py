@@ -26,6 +26,7 @@ from broker.jetstream.log_reader import follow
 from broker.jetstream.parts import EVALUATION, TRAINING, GroupParts
 from broker.jetstream.provision import REPLICAS_IN_CLUSTER, ensure_stream, stream_config
 from broker.jetstream.publish import EXPECTED_LAST_SEQ, MESSAGE_ID, store
+from broker.jetstream.read_ahead import LogWindow, PendingRecord
 from broker.jetstream.reserve import release
 from broker.jetstream.stream_counts import StreamCounts
 from broker.jetstream.work_queue import WorkQueue
@@ -76,6 +77,7 @@ class Bus:
         self._in_flight = asyncio.Semaphore(MAX_IN_FLIGHT)
         self._buckets: dict[tuple[str, str], KeyValue] = {}
         self._queues: dict[tuple[str, str], asyncio.Task[WorkQueue]] = {}
+        self._dropping: set[asyncio.Task[None]] = set()
 
     @classmethod
     async def connect(
@@ -105,7 +107,7 @@ class Bus:
 
     async def close(self) -> None:
         """Stop the in-progress marks and disconnect; pending calls raise Disconnected, readers end."""
-        for task in self._queues.values():
+        for task in (*self._queues.values(), *self._dropping):
             task.cancel()
         await self._marks.close()
         await self.link.close()
@@ -305,6 +307,7 @@ class Bus:
         start_seq: int,
         *,
         wanted: Callable[[int], bool] = lambda _: True,
+        window_bytes: int = 0,
     ) -> AsyncGenerator[LogRecord, None]:
         """Yield every record from ``start_seq`` on, in order, without gaps, across reconnects; wait at the end.
 
@@ -313,11 +316,26 @@ class Bus:
         Args:
             wanted: whether to fetch this ticket's group if it is stored in parts; called when the record's turn comes.
                 Other records have the ``Parted`` as message; one whose parts are missing or damaged has an error.
+            window_bytes: of coming records that are read, and groups that are fetched, ahead of their turn; ``wanted``
+                is then also called before it. 0: one record at a time.
 
         Raises:
             LostState: if the log ends before ``start_seq - 1``, has lost records it should have kept, or holds another
                 record in the place of the newest that was read.
         """
+        entries = self._log_entries(stream, start_seq)
+        if not window_bytes:
+            async with aclosing(entries):
+                async for entry in entries:
+                    yield await self.record(entry, stream, wanted)
+            return
+        window = LogWindow(entries, stream.messages, self._parts, wanted, window_bytes)
+        async with aclosing(window.pending()) as records:
+            async for pending in records:
+                yield await self.record(pending.entry, stream, wanted, pending=pending)
+
+    async def _log_entries(self, stream: Stream, start_seq: int) -> AsyncGenerator[StoredEntry, None]:
+        """Yield the entries of a log as they are stored; see ``read_log``."""
         name = stream.stream_name(self.run)
         following = max(start_seq, 1)
         newest = (0, 0)  # sequence and time of the last record that was yielded
@@ -344,34 +362,49 @@ class Bus:
                     log.warning("%s: %d is missing before %d; asking the stream's leader", name, seq, entry.seq)
                     if (missed := await find(self.link, name, seq=seq)) is not None:
                         following, newest = seq + 1, (seq, missed.stored_ns)
-                        yield await self.record(missed, stream, wanted)
+                        yield missed
                 if entry.seq >= following:
                     following, newest = entry.seq + 1, (entry.seq, entry.stored_ns)
-                    yield await self.record(entry, stream, wanted)
+                    yield entry
 
     async def record(
         self,
         entry: StoredEntry,
         stream: Stream,
         wanted: Callable[[int], bool] = lambda _: True,
+        *,
+        pending: PendingRecord | None = None,
     ) -> LogRecord:
-        """Decode one entry of a log, with its parts if wanted; see ``read_log``."""
+        """Decode one entry of a log, with its parts if wanted; see ``read_log``.
+
+        Args:
+            pending: the entry as it was read ahead, if it was.
+        """
         self.counts.consumed[stream.name] += 1
-        message, error = await decode_aside(entry.data, stream.messages)
+        decoded = pending.decoded if pending is not None else None
+        message, error = decoded or await decode_aside(entry.data, stream.messages)
         data: bytes | bytearray = entry.data
         parted = None
         if isinstance(message, wire.Parted) and wanted(message.ticket):
             parted = message
-            message, error, body = await self._parts.load(parted)
+            message, error, body = await self._parts.load(parted, pending.fetching if pending is not None else None)
             data = body or data
         return LogRecord(entry.seq, message, error, ticket_of(entry.headers), data, parted)
 
-    async def drop_other_parts(self, parted: wire.Parted) -> None:
-        """Delete a ticket's parts except those of this record, which must be the one that counts.
+    def drop_other_parts(self, parted: wire.Parted) -> None:
+        """Begin to delete a ticket's parts except those of this record, which must be the one that counts.
 
-        Those of any other record may be the ones that count: a later reader of the log would find it without them.
+        Those of any other record may be the ones that count: a later reader of the log would find it without them. What
+        is still there when this process ends is deleted with the ticket's parts, by ``trim_parts``.
         """
-        await self._parts.drop_others(parted)
+        task = asyncio.create_task(self._parts.drop_others(parted))
+        self._dropping.add(task)
+        task.add_done_callback(self._dropped)
+
+    def _dropped(self, task: asyncio.Task[None]) -> None:
+        self._dropping.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("parts that are no longer needed stay until the next trimming: %s", error)
 
     async def watch_last(self, stream: Stream) -> AsyncGenerator[wire.Message, None]:
         """Yield the newest value and every newer one; intermediate values may be skipped."""

@@ -11,6 +11,7 @@ import json
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from typing import Final
@@ -22,6 +23,7 @@ from broker.contract.sizes import HEADER_BYTES, INLINE_BYTES, LEAST_PART_BYTES, 
 from broker.contract.streams import PARTS
 from broker.errors import TooLarge, WireError
 from broker.jetstream.api import TIMEOUTS_S, ask, find
+from broker.jetstream.flight_window import FlightWindow
 from broker.jetstream.publish import MESSAGE_ID, require_stream, store
 from broker.nats.connection import PAUSE_S, NatsLink
 from broker.nats.nats_errors import Disconnected, NoResponders
@@ -29,9 +31,19 @@ from broker.system.aside import aside
 
 log = logging.getLogger(__name__)
 
-IN_FLIGHT: Final = 4  # parts of one process on the wire at once, in each direction
+IN_FLIGHT: Final = 4  # parts that one process stores at once
+MOST_REQUESTS: Final = 64  # for parts of one group at once, within the window of bytes
 NO_STREAM_AFTER_S: Final = 10.0
 TRAINING, EVALUATION = "t", "e"  # kinds of tickets, numbered separately
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedParts:
+    """The encoding of a group as it arrived, not decoded yet."""
+
+    data: bytearray
+    digest: str  # of the data
+    error: str = ""  # why the parts could not be fetched
 
 
 class GroupParts:
@@ -43,7 +55,8 @@ class GroupParts:
 
     def __init__(self, link: NatsLink, run: Callable[[], str]) -> None:
         self._link, self._run = link, run
-        self._out, self._in = asyncio.Semaphore(IN_FLIGHT), asyncio.Semaphore(IN_FLIGHT)
+        self._out, self._in = asyncio.Semaphore(IN_FLIGHT), FlightWindow()
+        self._num_fetched = 0
 
     @property
     def inline_bytes(self) -> int:
@@ -70,21 +83,41 @@ class GroupParts:
         async def send(number: int) -> None:
             part = _place(view, parted, number)
             headers = {MESSAGE_ID: f"{parted.upload}.{number}", wire.TICKET_HEADER: str(parted.ticket)}
-            await store(self._link, PARTS.stream_name(self._run()), self._subject(parted, number), part, headers)
+            async with self._out:
+                await store(self._link, PARTS.stream_name(self._run()), self._subject(parted, number), part, headers)
 
-        digesting, sending = aside(len(data), partial(digest, data)), _each(parted.num_parts, send, self._out)
+        digesting, sending = aside(len(data), partial(digest, data)), _each(parted.num_parts, send, IN_FLIGHT)
         found, _ = await asyncio.gather(digesting, sending)
         return msgspec.structs.replace(parted, digest=found)
 
-    async def load(self, parted: wire.Parted) -> tuple[wire.Group | None, str, bytearray]:
-        """Return the group of a record, the reason if it cannot be loaded, and its encoding.
+    async def fetch(self, parted: wire.Parted) -> FetchedParts:
+        """Return the encoding of a record's group; earlier calls have priority on the wire.
 
         Raises:
             LostState: if there is no stream for parts.
         """
         try:
-            data, found = await self._get(parted)
-            return await aside(len(data), partial(put_together, parted, data, found)), "", data
+            return FetchedParts(*await self._get(parted))
+        except WireError as error:
+            return FetchedParts(bytearray(), "", str(error))
+
+    async def load(
+        self, parted: wire.Parted, fetching: Awaitable[FetchedParts] | None = None
+    ) -> tuple[wire.Group | None, str, bytearray]:
+        """Return the group of a record, the reason if it cannot be loaded, and its encoding.
+
+        Args:
+            fetching: the encoding, if ``fetch`` was called already.
+
+        Raises:
+            LostState: if there is no stream for parts.
+        """
+        fetched = await (self.fetch(parted) if fetching is None else fetching)
+        data = fetched.data
+        try:
+            if fetched.error:
+                raise WireError(fetched.error)
+            return await aside(len(data), partial(put_together, parted, data, fetched.digest)), "", data
         except WireError as error:
             return None, f"Group in parts, ticket {parted.ticket}, upload {parted.upload}: {error}", bytearray()
 
@@ -133,10 +166,13 @@ class GroupParts:
         data, hashed = bytearray(parted.size), sha256()
         view, loop = memoryview(data), asyncio.get_running_loop()
         came = [loop.create_future() for _ in range(parted.num_parts)]
+        self._num_fetched += 1
+        owner = self._num_fetched
 
         async def receive(number: int) -> None:
             place = _place(view, parted, number)
-            part = await self._part(self._subject(parted, number))
+            async with self._in.slot(owner, len(place)):
+                part = await self._part(self._subject(parted, number))
             if part is None:
                 raise WireError(f"part {number} of {parted.num_parts} is missing")
             if len(part) != len(place):
@@ -151,7 +187,7 @@ class GroupParts:
 
         following = asyncio.create_task(follow())
         try:
-            await _each(parted.num_parts, receive, self._in)
+            await _each(parted.num_parts, receive, MOST_REQUESTS)
             await following
         finally:
             following.cancel()
@@ -226,16 +262,15 @@ def put_together(parted: wire.Parted, data: bytearray, found: str) -> wire.Group
     return group
 
 
-async def _each(count: int, work: Callable[[int], Awaitable[None]], window: asyncio.Semaphore) -> None:
-    """Await ``work`` for each number below ``count``, as many at once as the window allows, until the first error."""
+async def _each(count: int, work: Callable[[int], Awaitable[None]], at_once: int) -> None:
+    """Await ``work`` for each number below ``count``, so many at once, until the first error."""
     numbers = iter(range(count))
 
     async def run() -> None:
         for number in numbers:
-            async with window:
-                await work(number)
+            await work(number)
 
-    tasks = [asyncio.create_task(run()) for _ in range(min(IN_FLIGHT, count))]
+    tasks = [asyncio.create_task(run()) for _ in range(min(at_once, count))]
     try:
         await asyncio.gather(*tasks)
     finally:

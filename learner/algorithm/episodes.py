@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from broker.contract import wire
 
 
@@ -14,3 +16,14 @@ def episodes(group: wire.Group) -> list[wire.Trajectory]:
 def episode_rewards(group: wire.Group) -> tuple[float, ...]:
     """Return each episode's total reward."""
     return tuple(trajectory.reward for trajectory in episodes(group))
+
+
+def num_bytes(group: wire.Group) -> int:
+    """Return the bytes of a group's columns of tokens."""
+    columns = ((one.token_ids, one.loss_mask, one.logprobs) for one in group.trajectories)
+    return sum(len(column.data) for own in columns for column in own)
+
+
+def without_episodes(group: wire.Group) -> wire.Group:
+    """Return the head of a group, which needs no memory."""
+    return msgspec.structs.replace(group, trajectories=[], prompt="", reference="", frames=[], scores=[])

@@ -35,15 +35,27 @@ NOTHING = TokenFigures(np.zeros(0, np.float16), np.zeros(0, np.float16))
 StepTokens = Mapping[int, Sequence[TokenFigures]]  # by ticket, for each trajectory of its group
 
 
-def figures_by_ticket(
-    groups: Sequence[wire.Group], samples: Sequence[TrainSample], found: Mapping[int, TokenFigures]
-) -> dict[int, list[TokenFigures]]:
-    """Return the figures of a step's groups.
+class FigureCollector:
+    """Collector of the figures of a step as its micro-batches are trained, so that no sample must be kept."""
 
-    Args:
-        groups: that were trained on.
-        samples: one for each of their trajectories, in order.
-        found: figures by the id of a sample.
-    """
-    rest = iter(samples)
-    return {group.ticket: [found.get(id(next(rest)), NOTHING) for _ in group.trajectories] for group in groups}
+    def __init__(self) -> None:
+        self._figures: dict[int, list[TokenFigures]] = {}
+        self._places: dict[int, tuple[int, int]] = {}  # id of a sample -> ticket, number of the trajectory
+
+    def expect(self, ticket: int, samples: Sequence[TrainSample]) -> None:
+        """Begin a group, with one sample for each of its trajectories, in order."""
+        self._figures[ticket] = [NOTHING] * len(samples)
+        self._places.update((id(sample), (ticket, number)) for number, sample in enumerate(samples))
+
+    def collect(self, found: Mapping[int, TokenFigures]) -> None:
+        """Take figures by the id of a sample, which must not have been freed yet."""
+        for sample, figures in found.items():
+            if (place := self._places.pop(sample, None)) is not None:
+                ticket, number = place
+                self._figures[ticket][number] = figures
+
+    def take(self) -> dict[int, list[TokenFigures]]:
+        """Return the figures of a step by ticket, and begin the next."""
+        figures, self._figures = self._figures, {}
+        self._places.clear()  # those of samples without trained tokens, which may be freed by now
+        return figures

@@ -112,7 +112,7 @@ class Backend(Protocol):
         """Record entropy and importance ratio of each trained token from now on; return False if it cannot."""
 
     def take_recorded(self) -> dict[int, TokenFigures]:
-        """Return the figures of the step's samples by their ids, of each sample's first pass; between two steps."""
+        """Return the figures of the samples trained since the last call, by their ids; of each sample's first pass."""
 
     @property
     def kl_coef(self) -> float:

@@ -6,7 +6,8 @@ import json
 import math
 import os
 import shutil
-from collections import defaultdict
+from array import array
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -23,83 +24,116 @@ QUANTILES: Final = {"min": 0.0, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p90": 0.9
 BLOCK_BYTES: Final = 2**16  # per read when searching for a line from the end
 
 
-def step_metrics(groups: Sequence[wire.Group], version: int) -> dict[str, float]:
+def step_metrics(groups: Iterable[wire.Group], version: int) -> dict[str, float]:
     """Return reward, environment, response and staleness metrics of a step.
 
     Args:
         groups: the trained groups, at least one.
         version: the policy version that was trained.
     """
-    found = [(group.domain, trajectory) for group in groups for trajectory in episodes(group)]
-    rewards = [trajectory.reward for _, trajectory in found]
-    values = {"reward/mean": _mean(rewards), "reward/max": max(rewards), "reward/min": min(rewards)}
-    for domain in sorted({name for name, _ in found}):
-        own = [trajectory for name, trajectory in found if name == domain]
-        values[f"reward/{domain}/mean"] = _mean([trajectory.reward for trajectory in own])
-        values[f"env/domain/{domain}/success_rate"] = _mean([trajectory.success for trajectory in own])
-    parts = _average(trajectory.reward_parts for _, trajectory in found)
-    values |= {f"reward_parts/{name}/mean": value for name, value in parts.items()}
-    values["frac_reward_zero_std"] = _mean([is_zero_variance(episode_rewards(group)) for group in groups])
-    values["env/success_rate"] = _mean([trajectory.success for _, trajectory in found])
-    values |= {f"env/{name}": value for name, value in _average(trajectory.metrics for _, trajectory in found).items()}
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    return (
-        values
-        | _turns(trajectories, len(found))
-        | _staleness(trajectories, version)
-        | _seconds(groups)
-        | _lengths(groups)
-    )
+    step = StepFigures()
+    for group in groups:
+        step.add_group(group)
+    return step.values(version)
 
 
-def _turns(trajectories: Sequence[wire.Trajectory], num_episodes: int) -> dict[str, float]:
-    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
-    lengths = [int(trajectory.loss_mask.array().sum()) for trajectory in trajectories]
-    cut = [any(turn.finish_reason == "length" for turn in trajectory.turns) for trajectory in trajectories]
-    return {
-        "env/valid_action_rate": _mean([turn.valid for turn in turns]),
-        "env/num_turns": len(turns) / num_episodes,
-        "response_length/mean": _mean(lengths),
-        "response_length/max": float(max(lengths)),
-        "response_length/clip_ratio": _mean(cut),
-    }
+class StepFigures:
+    """Figures of a step's groups: a few numbers of each episode, so that no group must be kept.
+
+    Attributes:
+        num_tokens: sampled ones.
+        num_samples: training sequences.
+    """
+
+    def __init__(self) -> None:
+        self.num_tokens = self.num_samples = 0
+        self._rewards, self._successes = _columns(), _columns()  # by domain, for each episode
+        self._all_rewards = array("d")
+        self._parts, self._metrics = _columns(), _columns()  # by name, for each episode that has it
+        self._seconds = _columns()  # by name, for each group
+        self._has_no_variance = array("b")  # of each group
+        self._turns = self._valid_turns = self._cut = 0
+        self._longest_response = 0
+        self._tokens_of_version: Counter[int] = Counter()
+        self._episode_tokens, self._longest_episodes = array("q"), array("q")  # of each episode; each group's longest
+
+    def add_group(self, group: wire.Group) -> None:
+        """Count a group."""
+        for episode in episodes(group):
+            self._all_rewards.append(episode.reward)
+            self._rewards[group.domain].append(episode.reward)
+            self._successes[group.domain].append(episode.success)
+            for columns, row in ((self._parts, episode.reward_parts), (self._metrics, episode.metrics)):
+                for name, value in row.items():
+                    columns[name].append(value)
+        self._has_no_variance.append(is_zero_variance(episode_rewards(group)))
+        self._seconds["time/generate"].append(group.generate_s)
+        self._seconds["time/env_step"].append(group.env_step_s)
+        self._seconds["time/env_step_max"].append(group.env_step_max_s)
+        self._seconds["time/reward"].append(group.reward_s)
+        of_episode: Counter[int] = Counter()
+        for trajectory in group.trajectories:
+            self._add_trajectory(trajectory)
+            of_episode[trajectory.episode] += sum(turn.end - turn.start for turn in trajectory.turns)
+        self._episode_tokens.extend(of_episode.values())
+        self._longest_episodes.append(max(of_episode.values()))
+
+    def _add_trajectory(self, trajectory: wire.Trajectory) -> None:
+        runs = trajectory.version_runs.array().reshape(-1, 2).tolist()
+        sampled = 0
+        for version, num_tokens in runs:
+            self._tokens_of_version[version] += num_tokens
+            sampled += num_tokens
+        self.num_samples += 1
+        self.num_tokens += sampled
+        self._longest_response = max(self._longest_response, sampled)
+        self._turns += len(trajectory.turns)
+        self._valid_turns += sum(turn.valid for turn in trajectory.turns)
+        self._cut += any(turn.finish_reason == "length" for turn in trajectory.turns)
+
+    def values(self, version: int) -> dict[str, float]:
+        """Return the metrics of the groups so far, at least one.
+
+        Args:
+            version: the policy version that was trained.
+        """
+        rewards = self._all_rewards
+        values = {"reward/mean": _mean(rewards), "reward/max": max(rewards), "reward/min": min(rewards)}
+        for domain in sorted(self._rewards):
+            values[f"reward/{domain}/mean"] = _mean(self._rewards[domain])
+            values[f"env/domain/{domain}/success_rate"] = _mean(self._successes[domain])
+        values |= {f"reward_parts/{name}/mean": _mean(self._parts[name]) for name in sorted(self._parts)}
+        values["frac_reward_zero_std"] = _mean(self._has_no_variance)
+        values["env/success_rate"] = math.fsum(map(math.fsum, self._successes.values())) / len(rewards)
+        values |= {f"env/{name}": _mean(self._metrics[name]) for name in sorted(self._metrics)}
+        seconds = {name: _mean(column) for name, column in self._seconds.items()}
+        return values | self._responses() | self._staleness(version) | seconds | self._lengths()
+
+    def _responses(self) -> dict[str, float]:
+        return {
+            "env/valid_action_rate": self._valid_turns / self._turns if self._turns else 0.0,
+            "env/num_turns": self._turns / len(self._all_rewards),
+            "response_length/mean": self.num_tokens / self.num_samples,
+            "response_length/max": float(self._longest_response),
+            "response_length/clip_ratio": self._cut / self.num_samples,
+        }
+
+    def _staleness(self, version: int) -> dict[str, float]:
+        """Return mean and maximum number of versions that the trained tokens lag behind, per token."""
+        lags = {version - sampled_by: count for sampled_by, count in self._tokens_of_version.items() if count}
+        mean = sum(lag * count for lag, count in lags.items()) / self.num_tokens if lags else 0.0
+        return {"staleness/mean": mean, "staleness/max": float(max(lags, default=0))}
+
+    def _lengths(self) -> dict[str, float]:
+        """Return quantiles of the sampled tokens of an episode, and the mean of the longest of each group."""
+        found = np.quantile(self._episode_tokens, list(QUANTILES.values()))
+        quantiles = {f"episode_tokens/{name}": float(value) for name, value in zip(QUANTILES, found, strict=True)}
+        means = {"mean": _mean(self._episode_tokens), "group_max": _mean(self._longest_episodes)}
+        return quantiles | {f"episode_tokens/{name}": value for name, value in means.items()}
 
 
-def _staleness(trajectories: Sequence[wire.Trajectory], version: int) -> dict[str, float]:
-    """Return mean and maximum number of versions that the trained tokens lag behind, per token."""
-    found = [trajectory.version_runs.array().reshape(-1, 2) for trajectory in trajectories]
-    runs = np.concatenate(found).astype(np.int64)
-    lags, tokens = version - runs[:, 0], runs[:, 1]
-    total = int(tokens.sum())
-    if not total:
-        return {"staleness/mean": 0.0, "staleness/max": 0.0}
-    return {"staleness/mean": float((lags * tokens).sum() / total), "staleness/max": float(lags[tokens > 0].max())}
-
-
-def _seconds(groups: Sequence[wire.Group]) -> dict[str, float]:
-    return {
-        "time/generate": _mean([group.generate_s for group in groups]),
-        "time/env_step": _mean([group.env_step_s for group in groups]),
-        "time/env_step_max": _mean([group.env_step_max_s for group in groups]),
-        "time/reward": _mean([group.reward_s for group in groups]),
-    }
-
-
-def _lengths(groups: Sequence[wire.Group]) -> dict[str, float]:
-    """Return quantiles of the sampled tokens of an episode, and the mean of the longest of each group."""
-    of_groups = [_episode_tokens(group) for group in groups]
-    lengths = [length for found in of_groups for length in found]
-    values = np.quantile(lengths, list(QUANTILES.values()))
-    quantiles = {f"episode_tokens/{name}": float(value) for name, value in zip(QUANTILES, values, strict=True)}
-    means = {"mean": _mean(lengths), "group_max": _mean([max(found) for found in of_groups])}
-    return quantiles | {f"episode_tokens/{name}": value for name, value in means.items()}
-
-
-def _episode_tokens(group: wire.Group) -> list[int]:
-    found: dict[int, int] = defaultdict(int)
-    for trajectory in group.trajectories:
-        found[trajectory.episode] += sum(turn.end - turn.start for turn in trajectory.turns)
-    return list(found.values())
+def _columns() -> defaultdict[str, array[float]]:
+    return defaultdict(lambda: array("d"))
 
 
 def count_tickets(ledger: Ledger) -> dict[str, float]:
@@ -227,12 +261,3 @@ def finite(values: Mapping[str, float]) -> dict[str, float]:
 
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if values else 0.0
-
-
-def _average(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each name over the rows that have it."""
-    collected: dict[str, list[float]] = defaultdict(list)
-    for row in rows:
-        for name, value in row.items():
-            collected[name].append(value)
-    return {name: _mean(values) for name, values in sorted(collected.items())}

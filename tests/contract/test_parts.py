@@ -48,7 +48,7 @@ async def num_parts(bus: Bus) -> int:
 
 
 async def parted(bus: Bus, seq: int = 1) -> wire.Parted:
-    (record,) = await read(bus, seq, lambda _: False)
+    record = (await read(bus, seq, lambda _: False))[-1]
     assert isinstance(record.message, wire.Parted)
     return record.message
 
@@ -161,6 +161,30 @@ async def test_what_is_not_wanted_is_not_fetched(bus: Bus) -> None:
         second = await anext(records)
     assert isinstance(second.message, wire.Parted)
     assert (second.message.ticket, second.error, asked) == (7, "", [7, 7])
+
+
+async def test_log_read_ahead_gives_the_records_of_one_read_by_one(bus: Bus) -> None:
+    """Groups in parts, small ones, closings, duplicates, a lost part; and a reader that ends a ticket at its record."""
+    for number in range(1, 13):
+        ticket = number if number % 4 else number - 1  # the fourth is a duplicate
+        await bus.publish(SAMPLES, group(ticket, SIZE if number % 3 else 5000, pools=[]), ticket=ticket)
+        closed = wire.Closed(ticket=100 + number, domain="lake", reason="late", detail="", by="x")
+        await bus.publish(SAMPLES, closed, ticket=100 + number)
+    await tamper(bus, await parted(bus, 9), 3, None)
+
+    async def read_as_learner(window_bytes: int) -> list[LogRecord]:
+        live, found = set(range(1, 13)), list[LogRecord]()
+        log = bus.read_log(SAMPLES, 1, wanted=live.__contains__, window_bytes=window_bytes)
+        async with asyncio.timeout(LONG_S), aclosing(log) as records:
+            while len(found) < 24:
+                found.append(await anext(records))
+                live.discard(found[-1].ticket)
+        return found
+
+    expected = await read_as_learner(0)
+    assert {type(record.message) for record in expected} == {wire.Group, wire.Parted, wire.Closed, type(None)}
+    for window_bytes in (SIZE // 2, 3 * SIZE, 100 * SIZE):
+        assert await read_as_learner(window_bytes) == expected
 
 
 async def test_trimming_keeps_what_may_still_be_read(bus: Bus) -> None:

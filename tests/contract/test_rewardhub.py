@@ -198,7 +198,7 @@ async def test_a_group_in_parts_is_scored_and_its_learner_keeps_one_upload(bus: 
         assert record.message.trajectories[0].token_ids == one.trajectories[0].token_ids
     assert (await bus.depth(PARTS))[""] == 15  # of the environment hub and of both pools; hubs may delete none
     assert record.parted is not None
-    await bus.drop_other_parts(record.parted)
+    bus.drop_other_parts(record.parted)
 
     async def only_the_last() -> bool:
         return (await bus.depth(PARTS))[""] == 5

@@ -41,7 +41,9 @@ def scored_group(ticket: wire.Ticket, size: int) -> wire.Group:
 @asynccontextmanager
 async def running_loop(bus: Bus, ledger: Ledger) -> AsyncIterator[asyncio.Task[bool]]:
     """The loop of a learner that has this ledger; it ends without a word, as if killed."""
-    training = MagicMock(on_device=False, call=AsyncMock(return_value=0.0), failed=asyncio.Future())
+    training = MagicMock(
+        on_device=False, call=AsyncMock(return_value=0.0), has_room=AsyncMock(), failed=asyncio.Future()
+    )
     training.backend.vocab_size = 1 << 30
     training.spans.traces = None
     records = SimpleNamespace(began=AsyncMock(), consumed=AsyncMock(), completed=AsyncMock())

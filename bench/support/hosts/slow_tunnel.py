@@ -1,6 +1,6 @@
 """A slow link between two network namespaces: a process that delays and limits the packets of two TUN devices.
 
-    python -m bench.support.hosts.slow_tunnel NAMESPACE_A NAMESPACE_B DELAY_MS MBIT_PER_S
+    python -m bench.support.hosts.slow_tunnel NAMESPACE_A NAMESPACE_B DELAY_MS MBIT_PER_S MTU
 
 It does what netem does, which not every kernel has: each direction has a rate, a delay and a queue of limited length
 whose overflow is dropped. The ends are 10.79.0.1 and 10.79.0.2 on the interface ``slow``. It prints a line when the
@@ -29,15 +29,17 @@ CLONE_NEWNET: Final = 0x40000000
 TUNSETIFF: Final = 0x400454CA
 IFF_TUN: Final = 0x0001
 IFF_NO_PI: Final = 0x1000
-PACKET_BYTES: Final = 2048
+ETHERNET_MTU: Final = 1500
+LARGEST_MTU: Final = 65_535  # of loopback: few packets, so that a fast link costs this process little
 QUEUE_S: Final = 0.2  # packets that would wait longer for the link are dropped
 
 
 class Direction:
-    """Packets from one device to the other."""
+    """Packets of at most ``mtu`` bytes from one device to the other."""
 
-    def __init__(self, source: int, target: int, delay_s: float, bytes_per_s: float) -> None:
+    def __init__(self, source: int, target: int, delay_s: float, bytes_per_s: float, mtu: int) -> None:
         self.source, self.target, self._delay_s, self._rate = source, target, delay_s, bytes_per_s
+        self._mtu = mtu
         self._free_at = 0.0  # when the link has sent all that is queued
         self._queue: deque[tuple[float, bytes]] = deque()
 
@@ -45,7 +47,7 @@ class Direction:
         """Take the packets that wait at the source."""
         with contextlib.suppress(BlockingIOError):
             while True:
-                packet = os.read(self.source, PACKET_BYTES)
+                packet = os.read(self.source, self._mtu)
                 now = time.monotonic()
                 if self._free_at - now <= QUEUE_S:
                     self._free_at = max(self._free_at, now) + len(packet) / self._rate
@@ -64,14 +66,17 @@ class Direction:
 
 
 @contextlib.contextmanager
-def slow_tunnel(network: HostNetwork, *, delay_ms: float, mbit_per_s: float) -> Iterator[tuple[str, str]]:
+def slow_tunnel(
+    network: HostNetwork, *, delay_ms: float, mbit_per_s: float, mtu: int = ETHERNET_MTU
+) -> Iterator[tuple[str, str]]:
     """Connect the first two hosts by one more link; yield their addresses on it.
 
     Args:
         delay_ms: of each direction.
         mbit_per_s: of each direction.
+        mtu: bytes of the largest packet.
     """
-    command = [sys.executable, "-m", __name__, *network.hosts[:2], str(delay_ms), str(mbit_per_s)]
+    command = [sys.executable, "-m", __name__, *network.hosts[:2], str(delay_ms), str(mbit_per_s), str(mtu)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None, "a pipe was asked for"
     assert process.stdout is not None, "a pipe was asked for"
@@ -85,14 +90,14 @@ def slow_tunnel(network: HostNetwork, *, delay_ms: float, mbit_per_s: float) -> 
         process.stdout.close()
 
 
-def _device(namespace: str, address: str) -> int:
+def _device(namespace: str, address: str, mtu: str) -> int:
     """Create the interface ``slow`` in a namespace and return its packets' descriptor."""
     with open(f"/run/netns/{namespace}", "rb") as there:
         _enter(there.fileno())
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", b"slow", IFF_TUN | IFF_NO_PI))
     ip("addr", "add", f"{address}/30", "dev", "slow")
-    ip("link", "set", "slow", "up", "txqueuelen", "1000")
+    ip("link", "set", "slow", "up", "txqueuelen", "1000", "mtu", mtu)
     return device
 
 
@@ -104,10 +109,11 @@ def _enter(descriptor: int) -> None:
 
 def main() -> None:
     """Carry packets until the standard input is closed."""
-    first, second, delay_ms, mbit_per_s = sys.argv[1:]
-    here, far = _device(first, ENDS[0]), _device(second, ENDS[1])
+    first, second, delay_ms, mbit_per_s, mtu = sys.argv[1:]
+    here, far = _device(first, ENDS[0], mtu), _device(second, ENDS[1], mtu)
     delay_s, rate = float(delay_ms) / 1000, float(mbit_per_s) * 1e6 / 8
-    there, back = Direction(here, far, delay_s, rate), Direction(far, here, delay_s, rate)
+    there = Direction(here, far, delay_s, rate, int(mtu))
+    back = Direction(far, here, delay_s, rate, int(mtu))
     poller = select.epoll()
     for descriptor in (here, far, sys.stdin.fileno()):
         poller.register(descriptor, select.EPOLLIN)

@@ -42,7 +42,7 @@ class _Reader:
     """One life of a learner: reads a log, and deletes parts of the store that it is given."""
 
     def __init__(self, ledger: Ledger, log: list[wire.Message], store: dict[int, dict[str, wire.Group]]) -> None:
-        training: Any = SimpleNamespace(backend=SimpleNamespace(vocab_size=1 << 30), add=lambda _: None)
+        training: Any = SimpleNamespace(backend=SimpleNamespace(vocab_size=1 << 30), add=lambda *_, **__: None)
         self.ledger, self._log, self._store = ledger, log, store
         self._consumer = RecordConsumer(ledger, training)
         self._consumer.resume({entry.number: self._arrived(entry.number, entry.seq) for entry in ledger.arrived})
