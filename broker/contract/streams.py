@@ -177,9 +177,24 @@ STREAMS: Final[tuple[Stream, ...]] = (
     *(REQUESTS, METRICS, PRESENCE, DEAD, ATTEMPTS, CONTROL, MEMBERS, RUNS, MODELS, DEVICES, LENGTHS, RESERVE),
 )
 
-ACK_WAIT_S: Final = 6.0  # redelivery after this long without an in-progress mark
-IN_PROGRESS_EVERY_S: Final = 2.0
+ACK_WAIT_S: Final = 6.0  # redelivery after this long without an in-progress mark, with up to 180 open tickets
+LONGEST_ACK_WAIT_S: Final = 600.0  # a dead hub's tickets are delivered again after this time at the latest
+MARKS_PER_S: Final = 90.0  # of all processes of a run; in a cluster the consumer's servers vote on each mark
 MAX_DELIVERIES: Final = 20  # a hub closes a ticket on this delivery
+
+
+def ack_wait_s(open_tickets: int) -> float:
+    """Return the ack_wait of a run's consumers.
+
+    JetStream takes one mark per message, none for several, so the number of open tickets decides how often each can be
+    marked.
+    """
+    return min(max(ACK_WAIT_S, 2.0 * open_tickets / MARKS_PER_S + 2.0), LONGEST_ACK_WAIT_S)
+
+
+def marking_period_s(ack_wait_s: float) -> float:
+    """Return the seconds between two marks of a message: one may be lost, and the next one two seconds late."""
+    return max(ack_wait_s - 2.0, ack_wait_s / 2.0) / 2.0
 
 
 def require_own(streams: Collection[Stream]) -> None:

@@ -8,20 +8,35 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
 
-from broker.contract.streams import IN_PROGRESS_EVERY_S
 from broker.identity.login import Login
 from broker.nats.connection import NatsLink
 from broker.nats.nats_errors import Disconnected, NoResponders
 
 log = logging.getLogger(__name__)
 
-IN_PROGRESS = b"+WPI"
-CONFIRM_WITHIN_S = 3.0
+IN_PROGRESS: Final = b"+WPI"
+CONFIRM_WITHIN_S: Final = 3.0
+LOOK_EVERY_S: Final = 0.5  # for due marks, and whether the event loop turns
+
+
+@dataclass(slots=True)
+class _Mark:
+    """What is known of a held message."""
+
+    subject: str  # of its newest delivery
+    num_delivered: int
+    period_s: float
+    due_at: float  # monotonic time
 
 
 class AckProgress:
-    """Marks held deliveries as in progress every two seconds, due ones together.
+    """Marks held messages as in progress, due ones together.
+
+    A message has one mark, however often it was delivered to this process: the broker applies a mark to the message,
+    so that of an older delivery would keep the message from others after the newest is settled.
 
     The thread has its own event loop and connection. If the process's event loop does not turn for ``hang_after_s()``
     seconds, the process counts as dead: marks stop, and other processes get its work.
@@ -31,7 +46,7 @@ class AckProgress:
         self, url: str, name: str, hang_after_s: Callable[[], float], find_login: Callable[[], Login] = Login
     ) -> None:
         self._url, self._name, self._hang_after_s, self._find_login = url, name, hang_after_s, find_login
-        self._held: dict[str, float] = {}  # acknowledgement subject -> monotonic time of the next mark
+        self._held: dict[tuple[str, int], _Mark] = {}  # by stream and sequence
         self._lock = threading.Lock()
         self._turned = time.monotonic()
         self._thread: threading.Thread | None = None
@@ -48,15 +63,31 @@ class AckProgress:
             self._thread = threading.Thread(target=self._run, name="in-progress-marks", daemon=True)
             self._thread.start()
 
-    def hold(self, ack_subject: str) -> None:
-        """Mark this delivery every two seconds, first after one to two, to spread deliveries that arrived together."""
+    @property
+    def num_held(self) -> int:
+        """The number of held messages."""
+        return len(self._held)
+
+    def hold(self, ack_subject: str, period_s: float) -> bool:
+        """Mark a delivery's message every ``period_s``, first within that time, to spread those that came together.
+
+        Return whether an earlier delivery of it is held.
+        """
+        stream, num_delivered, seq = _message_of(ack_subject)
+        due_at = time.monotonic() + period_s * random.random()
         with self._lock:
-            self._held[ack_subject] = time.monotonic() + IN_PROGRESS_EVERY_S * random.uniform(0.5, 1.0)
+            known = self._held.get((stream, seq))
+            if known is None or known.num_delivered <= num_delivered:
+                self._held[stream, seq] = _Mark(ack_subject, num_delivered, period_s, due_at)
+        return known is not None
 
     def release(self, ack_subject: str) -> None:
-        """Stop marking this delivery."""
+        """Stop marking a delivery's message, unless it was delivered to this process again."""
+        stream, num_delivered, seq = _message_of(ack_subject)
         with self._lock:
-            self._held.pop(ack_subject, None)
+            known = self._held.get((stream, seq))
+            if known is not None and known.num_delivered <= num_delivered:
+                del self._held[stream, seq]
 
     async def close(self) -> None:
         """Stop marking and wait for the thread."""
@@ -69,7 +100,7 @@ class AckProgress:
 
     def _turn(self) -> None:
         self._turned = time.monotonic()
-        self._beat = asyncio.get_running_loop().call_later(IN_PROGRESS_EVERY_S / 4, self._turn)
+        self._beat = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._turn)
 
     def _run(self) -> None:
         with self._runner:
@@ -81,7 +112,7 @@ class AckProgress:
         hanging = False
         try:
             while not self._stop.is_set():
-                await _wait(self._stop, IN_PROGRESS_EVERY_S / 4)
+                await _wait(self._stop, LOOK_EVERY_S)
                 stood_s = time.monotonic() - self._turned
                 if (stood_s > self._hang_after_s()) != hanging:
                     hanging = not hanging
@@ -101,31 +132,40 @@ class AckProgress:
     async def _mark_due(self, link: NatsLink) -> None:
         now = time.monotonic()
         with self._lock:
-            due = [subject for subject, at in self._held.items() if at <= now]
-            for subject in due:
-                self._held[subject] = now + IN_PROGRESS_EVERY_S
+            due = [mark for mark in self._held.values() if mark.due_at <= now]
+            for mark in due:
+                mark.due_at = now + mark.period_s
+        may_ask = self._asking is None or self._asking.done()
         try:
-            for subject in due:
-                await link.send(subject, IN_PROGRESS)
-            if due and (self._asking is None or self._asking.done()):
+            for mark in due[:-1] if may_ask else due:
+                await link.send(mark.subject, IN_PROGRESS)
+            if due and may_ask:
                 self._asking = asyncio.create_task(_ask(link, due[-1]))
         except Disconnected:
-            with self._lock:  # they are sent first when the broker is back
-                self._held.update({subject: now for subject in due if subject in self._held})
+            for mark in due:  # they are sent first when the broker is back
+                mark.due_at = now
 
 
-async def _ask(link: NatsLink, subject: str) -> None:
+async def _ask(link: NatsLink, mark: _Mark) -> None:
     """Have one mark confirmed: a server cut off from its cluster accepts marks but does not pass them on."""
     try:
-        await link.call(subject, IN_PROGRESS, timeout_s=CONFIRM_WITHIN_S)
+        await link.call(mark.subject, IN_PROGRESS, timeout_s=CONFIRM_WITHIN_S)
+        link.trust("marks")
+        return
     except Disconnected:
         log.debug("connection lost; the mark is sent again")
     except NoResponders:
         link.doubt("marks")
     except TimeoutError:
         link.doubt("marks", CONFIRM_WITHIN_S)
-    else:
-        link.trust("marks")
+    mark.due_at = time.monotonic() + LOOK_EVERY_S  # it may not have arrived
+
+
+def _message_of(ack_subject: str) -> tuple[str, int, int]:
+    """Return (stream, times delivered, stream sequence) from an acknowledgement subject."""
+    tokens = ack_subject.split(".")
+    first = 2 if len(tokens) == 9 else 4  # longer with a JetStream domain and account in it
+    return tokens[first], int(tokens[first + 2]), int(tokens[first + 3])
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

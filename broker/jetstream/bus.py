@@ -13,7 +13,7 @@ from typing import Any, Final
 from broker.contract import codec, wire
 from broker.contract.permissions import OPERATOR
 from broker.contract.sizes import HEADER_BYTES, Buffer
-from broker.contract.streams import DEAD, EVALS, RUNS, STREAMS, Stream, StreamKind, require_own
+from broker.contract.streams import ACK_WAIT_S, DEAD, EVALS, RUNS, STREAMS, Stream, StreamKind, require_own
 from broker.errors import LostState, TooLarge, WireError
 from broker.identity.login import Login, find_login
 from broker.jetstream import provision
@@ -131,10 +131,10 @@ class Bus:
         """Create again what the broker kept in memory, as after its restart, or wait for the learner to do so."""
         await asyncio.gather(*(self._ensure(stream, self.run) for stream in STREAMS if stream.memory))
 
-    async def ensure_consumers(self, stream: Stream, keys: Collection[str]) -> None:
+    async def ensure_consumers(self, stream: Stream, keys: Collection[str], ack_wait_s: float = ACK_WAIT_S) -> None:
         """Create the consumers of a work queue's keys; hubs may only use them."""
         name = stream.stream_name(self.run)
-        wanted = (settings(key, stream.subject(self.run, key)) for key in keys)
+        wanted = (settings(key, stream.subject(self.run, key), ack_wait_s) for key in keys)
         await asyncio.gather(*(ensure_consumer(self.link, name, one) for one in wanted))
 
     async def _ensure(self, stream: Stream, run: str) -> None:
@@ -291,6 +291,11 @@ class Bus:
         if task is None or (task.done() and (task.cancelled() or task.exception())):
             task = self._queues[stream.name, key] = asyncio.create_task(self._open_queue(stream, key))
         return await asyncio.shield(task)
+
+    async def renew_queues(self) -> None:
+        """Follow the settings of the consumers in use, which the learner may have changed."""
+        tasks = [task for task in self._queues.values() if task.done() and not task.cancelled()]
+        await asyncio.gather(*(task.result().renew() for task in tasks if task.exception() is None))
 
     async def _open_queue(self, stream: Stream, key: str) -> WorkQueue:
         queue = WorkQueue(self.link, self._marks, self._parts, self.counts, stream, self.run, key)

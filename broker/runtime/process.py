@@ -388,3 +388,4 @@ async def _follow_spec(member: Member) -> None:
             log.info("the learner is back under epoch %d", message.epoch)
             _require_trust(member.bus, message)
             member.renew(message)
+            await member.bus.renew_queues()

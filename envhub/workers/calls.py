@@ -17,6 +17,7 @@ from typing import Any, Final
 from broker.errors import RlearnerError
 from broker.runtime.load_curve import LoadCurve
 from broker.system.workers.fault import told, trace
+from broker.system.workers.work_clock import OutOfTime, answer_within
 from envhub.envs.base import Environment
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,8 @@ class EnvironmentCalls:
             result = getattr(environment, method)(*args)
         except BaseException as error:  # it may be the user's code; a cancellation cannot arrive here
             raise _failed(method, error) from error
-        return await self._awaited(method, result) if hasattr(result, "__await__") else result
+        pid = getattr(environment, "pid", 0) if environment.isolation == "process" else 0
+        return await self._awaited(method, result, pid) if hasattr(result, "__await__") else result
 
     def retire(self, environment: Environment) -> None:
         """Close an environment that will not be used again, once its abandoned call, if any, returns."""
@@ -108,9 +110,9 @@ class EnvironmentCalls:
             raise _failed(name, error) from error
         return await self._awaited(name, result) if hasattr(result, "__await__") else result
 
-    async def _awaited(self, name: str, work: Awaitable[Any]) -> Any:
+    async def _awaited(self, name: str, work: Awaitable[Any], pid: int = 0) -> Any:
         try:
-            return await self._within(name, work)
+            return await (self._within_own(name, work, pid) if pid else self._within(name, work))
         except CallFailed:
             raise
         except BaseException as error:
@@ -126,6 +128,13 @@ class EnvironmentCalls:
             if limit.expired():
                 raise CallFailed(f"{name} did not return within {self._timeout_s:g} s") from None
             raise  # its own
+
+    async def _within_own(self, name: str, work: Awaitable[Any], pid: int) -> Any:
+        """Await what a worker process answers, within the timeout on its own clock."""
+        try:
+            return await answer_within(_wait(work), pid, self._timeout_s)
+        except OutOfTime:
+            raise CallFailed(f"{name} did not return within {self._timeout_s:g} s") from None
 
     async def _in_thread(self, env: Environment | None, name: str, function: Method, args: Args) -> Any:
         worker = self._idle.pop() if self._idle else _Worker(asyncio.get_running_loop())
@@ -154,6 +163,10 @@ class EnvironmentCalls:
             self._idle.append(worker)
         else:
             worker.stop()
+
+
+async def _wait(work: Awaitable[Any]) -> Any:
+    return await work
 
 
 def _from_outside(error: BaseException) -> bool:
