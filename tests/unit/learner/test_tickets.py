@@ -87,7 +87,10 @@ async def _holds(bus: MemoryBus, stream: Stream, last: int) -> bool:
 
 class Roster:
     def alive(self, role: str) -> list[wire.Presence]:
-        return [wire.Presence(role=role, id="h", host=socket.gethostname(), pid=1, state="serving", serves=["lake"])]
+        if role != "envhub":
+            return []
+        host, tickets = socket.gethostname(), [1, 2]
+        return [wire.Presence(role=role, id="h", host=host, pid=1, state="serving", serves=["lake"], tickets=tickets)]
 
 
 def test_a_ticket_that_ends_while_another_is_being_closed() -> None:
