@@ -169,11 +169,13 @@ class Bus:
         ticket: int = 0,
         message_id: str = "",
         expected_last_seq: int | None = None,
+        may_send: Callable[[], bool] = lambda: True,
     ) -> int | None:
         """Store one message, retrying until the broker confirms it; return its sequence.
 
         A group too large for one message is stored in parts, followed by a ``Parted`` that refers to them.
-        ``message_id`` lets the broker drop a repetition within two minutes. None: ``expected_last_seq`` did not match.
+        ``message_id`` lets the broker drop a repetition within two minutes. None: ``expected_last_seq`` did not match,
+        or ``may_send``, which is called before each attempt, returned False.
 
         Raises:
             TooLarge: if the message is larger than the wire or the broker allows; nothing was sent.
@@ -198,7 +200,7 @@ class Bus:
             make_room = partial(release, self.link, self.run) if essential else None
             if stream.signed:
                 headers |= self.link.login.sign(self.run, subject, data)
-            stored = await store(self.link, name, subject, data, headers, make_room)
+            stored = await store(self.link, name, subject, data, headers, make_room, may_send)
         self.counts.published[stream.name] += stored is not None
         return stored
 
