@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 from broker.contract import wire
-from broker.contract.streams import Stream
+from broker.contract.streams import EPISODES, Stream
 from broker.jetstream.bus import LogRecord
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ class _Selector(selectors.SelectSelector):
 class VirtualLoop(asyncio.SelectorEventLoop):
     """``time()`` is virtual; a sleep takes no real time.
 
-    What is meant for a thread runs at once: the clock would not wait for a thread, so each run would take another course.
+    What is meant for a thread runs at once: the clock does not wait for a thread, so each run would take another course.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         done: asyncio.Future[T] = self.create_future()
         try:
             done.set_result(func(*args))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - for the awaiting caller
             done.set_exception(error)
         return done
 
@@ -105,6 +105,13 @@ class MemoryBus:
     async def delete(self, stream: Stream, seq: int) -> bool:
         self._deleted.setdefault(stream.name, set()).add(seq)
         return True
+
+    async def remove_groups(self, number: int, *, evaluation: bool = False) -> None:
+        for (name, key), queue in self._queues.items():
+            if name == EPISODES.name:
+                groups = (one for one in queue if isinstance(one, wire.Group))
+                kept = (one for one in groups if (one.ticket, one.eval_step >= 0) != (number, evaluation))
+                self._queues[name, key] = deque(kept)
 
     async def missing(self, stream: Stream, seqs: Collection[int]) -> set[int]:
         return self._deleted.get(stream.name, set()).intersection(seqs)

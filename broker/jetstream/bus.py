@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any, Final
 from broker.contract import codec, wire
 from broker.contract.permissions import OPERATOR
 from broker.contract.sizes import HEADER_BYTES, Buffer
-from broker.contract.streams import DEAD, EVALS, RUNS, STREAMS, Stream, StreamKind, require_own
+from broker.contract.streams import DEAD, EPISODES, EVALS, RUNS, STREAMS, Stream, StreamKind, require_own, ticket_key
 from broker.errors import LostState, TooLarge, WireError
 from broker.identity.login import Login, find_login
 from broker.jetstream import provision
@@ -131,7 +132,7 @@ class Bus:
     async def ensure_consumers(self, stream: Stream, keys: Collection[str]) -> None:
         """Create the consumers of a work queue's keys; hubs may only use them."""
         name = stream.stream_name(self.run)
-        wanted = (settings(key, stream.subject(self.run, key)) for key in keys)
+        wanted = (settings(key, stream.all_subjects(self.run, key)) for key in keys)
         await asyncio.gather(*(ensure_consumer(self.link, name, one) for one in wanted))
 
     async def _ensure(self, stream: Stream, run: str) -> None:
@@ -192,6 +193,8 @@ class Bus:
             headers[wire.TICKET_HEADER] = str(ticket)
         if (eval_step := getattr(message, "eval_step", -1)) >= 0:
             headers[wire.EVAL_HEADER] = str(eval_step)
+        if stream is EPISODES:
+            key = f"{key}.{ticket_key(ticket or getattr(message, 'ticket', 0), evaluation=eval_step >= 0)}"
         if expected_last_seq is not None:
             headers[EXPECTED_LAST_SEQ] = str(expected_last_seq)
         async with self._in_flight:
@@ -233,11 +236,17 @@ class Bus:
         return await ask(self.link, f"STREAM.INFO.{stream.stream_name(self.run)}", details)
 
     async def depth(self, stream: Stream) -> dict[str, int]:
-        """Return the unacknowledged messages per key of a work queue, or {'': messages kept} of a log."""
+        """Return the unacknowledged messages per key of a work queue, or {'': messages kept} of a log.
+
+        Of a key with several parts the first is meant.
+        """
         if stream.kind is not StreamKind.WORK_QUEUE:
             return {"": int((await self.info(stream))["state"]["messages"])}
         state = (await self.info(stream, {"subjects_filter": stream.all_subjects(self.run)}))["state"]
-        return {subject.rpartition(".")[2]: int(count) for subject, count in (state.get("subjects") or {}).items()}
+        depths: Counter[str] = Counter()
+        for subject, count in (state.get("subjects") or {}).items():
+            depths[subject.split(".")[3]] += int(count)
+        return dict(depths)
 
     async def trim(self, stream: Stream, before_seq: int) -> None:
         """Delete every message with a sequence below ``before_seq``."""
@@ -259,6 +268,11 @@ class Bus:
             return False
         return True
 
+    async def remove_groups(self, number: int, *, evaluation: bool = False) -> None:
+        """Delete the groups of a ticket from the queues of all reward pools; hubs that hold one may still end it."""
+        subjects = EPISODES.all_subjects(self.run).removesuffix("*") + ticket_key(number, evaluation=evaluation)
+        await ask(self.link, f"STREAM.PURGE.{EPISODES.stream_name(self.run)}", {"filter": subjects})
+
     async def last_delivered(self, stream: Stream, key: str) -> int:
         """Return the highest sequence of a work queue's key that was ever delivered, 0 if none."""
         name, consumer = stream.stream_name(self.run), key
@@ -268,7 +282,7 @@ class Bus:
             except ApiError as error:
                 if error.err_code != NO_CONSUMER:
                     raise
-                found = await find_consumer(self.link, name, key, stream.subject(self.run, key))
+                found = await find_consumer(self.link, name, key, stream.all_subjects(self.run, key))
                 if found is None or found["durable_name"] == consumer:
                     return 0
                 consumer = found["durable_name"]  # created by another program

@@ -8,18 +8,15 @@ from typing import Final
 import msgspec
 
 from broker.contract import wire
-from broker.contract.streams import EVALS, EVALTICKETS, SAMPLES, TICKETS, Stream
+from broker.contract.streams import EVALS, SAMPLES, Stream, ticket_key
 from broker.jetstream.bus import Bus, Delivery
 from broker.system.workers.line import clean
+
+__all__ = ["close_ticket", "result_log", "ticket_key"]
 
 log = logging.getLogger(__name__)
 
 DETAIL_CHARS: Final = 1000
-
-
-def ticket_key(number: int, *, evaluation: bool) -> str:
-    """Return the key of a ticket, unique in a run; the broker drops a second result published with it as message id."""
-    return f"{(EVALTICKETS if evaluation else TICKETS).name}-{number}"
 
 
 def result_log(*, evaluation: bool) -> Stream:

@@ -72,7 +72,7 @@ class WorkQueue:
     ) -> None:
         self._link, self._marks, self._parts, self._types = link, marks, parts, stream.messages
         self._counts, self._stream = counts, stream.name
-        self._stream_name, self._key, self._filter = stream.stream_name(run), key, stream.subject(run, key)
+        self._stream_name, self._key, self._filter = stream.stream_name(run), key, stream.all_subjects(run, key)
         self._consumer = key  # its name, unless another program created it
         self._inbox = ""
         self._subscribed: LinkSubscription | None = None  # to the inbox; None before the first pull and after giving up

@@ -7,11 +7,12 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
 from broker.contract import wire
-from broker.contract.streams import SAMPLES, TICKETS, Stream
+from broker.contract.streams import EVALTICKETS, SAMPLES, TICKETS, Stream
 from broker.errors import LostState
 from broker.jetstream.bus import Bus
 from broker.runtime.presence import Roster
@@ -25,6 +26,12 @@ PIPELINED: Final = 256  # tickets published before their confirmations are await
 REBASE: Final = "it lost its store; `rlearner start … --rebase` continues with the open tickets counted dead"
 
 AnyTicket = wire.Ticket | wire.EvalTicket
+
+
+@dataclass(frozen=True)
+class _Withdrawal:
+    number: int
+    is_queued: bool
 
 
 class TicketIssuer:
@@ -47,7 +54,7 @@ class TicketIssuer:
         traces: TicketTraces | None = None,
     ) -> None:
         self._bus, self._stream, self._admit, self._traces = bus, stream, admit, traces
-        self._waiting: asyncio.Queue[AnyTicket | int] = asyncio.Queue()  # tickets to publish, numbers to withdraw
+        self._waiting: asyncio.Queue[AnyTicket | _Withdrawal] = asyncio.Queue()
         self._last = 0  # newest sequence known to be stored
 
     def put(self, ticket: AnyTicket) -> None:
@@ -56,9 +63,13 @@ class TicketIssuer:
             self._traces.granted(ticket.number, time.time())
         self._waiting.put_nowait(ticket)
 
-    def withdraw(self, number: int) -> None:
-        """Delete a ticket from its stream, so that no hub runs it; a hub that already holds it completes it."""
-        self._waiting.put_nowait(number)
+    def withdraw(self, number: int, *, is_queued: bool = True) -> None:
+        """Delete a closed ticket's groups from the reward queues; hubs that hold one complete it.
+
+        Args:
+            is_queued: whether the ticket may be in its stream, from which it is then deleted as well.
+        """
+        self._waiting.put_nowait(_Withdrawal(number, is_queued))
 
     async def serve(self) -> None:
         """Publish until cancelled.
@@ -71,8 +82,13 @@ class TicketIssuer:
             batch = [await self._waiting.get()]
             while len(batch) < PIPELINED and not self._waiting.empty():
                 batch.append(self._waiting.get_nowait())
-            await self._publish([one for one in batch if not isinstance(one, int)])
-            await asyncio.gather(*(self._bus.delete(self._stream, one) for one in batch if isinstance(one, int)))
+            await self._publish([one for one in batch if not isinstance(one, _Withdrawal)])
+            await asyncio.gather(*(self._remove(one) for one in batch if isinstance(one, _Withdrawal)))
+
+    async def _remove(self, withdrawal: _Withdrawal) -> None:
+        if withdrawal.is_queued:
+            await self._bus.delete(self._stream, withdrawal.number)
+        await self._bus.remove_groups(withdrawal.number, evaluation=self._stream is EVALTICKETS)
 
     async def _publish(self, batch: list[AnyTicket]) -> None:
         """Publish tickets with consecutive numbers; skip those that an earlier incarnation published."""
