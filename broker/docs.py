@@ -77,18 +77,23 @@ the pool in the stream `rl_{{run}}_episodes`). The learner creates it before the
 | `durable_name` | the domain or pool | the broker refuses two consumers of the same messages (error 10100) |
 | `filter_subject` | `rl.{{run}}.tickets.{{domain}}` | |
 | `ack_policy`, `deliver_policy` | `explicit`, `all` | the broker allows no others for a work queue |
-| `ack_wait` | {streams.ACK_WAIT_S:g} s | a dead hub's tickets are delivered again after this time |
+| `ack_wait` | {streams.ACK_WAIT_S:g} s, or more | a dead hub's tickets are delivered again after this time |
 | `max_ack_pending` | -1 | the default of 1,000 would limit the whole fleet |
 | `max_deliver` | -1 | also the default; with a limit, the broker drops tickets that are delivered often |
 | `max_waiting` | {consumers.MAX_WAITING_PULLS} | pulls that may wait at once; cannot be changed later |
 
 The learner changes a consumer with other settings to these, but keeps its `max_waiting`, its storage and an
-`ack_wait` of {streams.ACK_WAIT_S:g} to {consumers.LONGEST_ACK_WAIT_S:g} s, and hubs use one with another name if its
+`ack_wait` of {streams.ACK_WAIT_S:g} to {streams.LONGEST_ACK_WAIT_S:g} s, and hubs use one with another name if its
 filter is the same. It refuses a push consumer, one that replays at the original speed and one that takes messages of
 other subjects.
 
-**Hold tickets.** While working on a ticket, send an in-progress mark (`+WPI` to the message's reply subject) every
-{streams.IN_PROGRESS_EVERY_S:g} s, from a task that the work cannot block. To return a ticket, send `-NAK`. A ticket
+**Hold tickets.** While working on a ticket, send an in-progress mark (`+WPI` to the message's newest reply subject),
+from a task that the work cannot block. One every {streams.marking_period_s(streams.ACK_WAIT_S):g} s is always enough;
+(`ack_wait` - 2 s) / 2 is enough for the consumer's `ack_wait`, which you read with `CONSUMER.INFO`. JetStream takes one
+mark per message, and a cluster votes on each, so the learner sets an `ack_wait` with which a run's processes send
+together at most {streams.MARKS_PER_S:g} a second: 2 s + 2 * open tickets / {streams.MARKS_PER_S:g}, at least
+{streams.ACK_WAIT_S:g} s and at most {streams.LONGEST_ACK_WAIT_S:g} s, where `train.groups_per_step` times the steps of
+`train.max_staleness` may be open. It keeps a longer one. To return a ticket, send `-NAK`. A ticket
 that has been delivered {streams.MAX_DELIVERIES} times must be closed as `too_many_deliveries`. A hub can help to find
 tickets that kill hubs by keeping an [Attempt](#attempt); otherwise its own death leaves no trace.
 
@@ -107,11 +112,12 @@ server does not answer, send the request to another one with a new `request_id`.
 **End tickets.** Store the record first, with the headers `{wire.TICKET_HEADER}: NUMBER` and `Nats-Msg-Id:
 tickets-NUMBER` (`evaltickets-NUMBER` for an evaluation), wait for the broker's confirmation, then acknowledge the
 ticket. The message id lets the broker drop a repetition within two minutes; the learner drops later ones. A scored
-group, or one of a domain without rewards, goes to `samples`; any other to `rl.{{run}}.episodes.{{pool}}` of its first
-pool, with the remaining pools in `pools`. A group must have the number of episodes that its ticket requests, at least
-`min_group_size`, or the learner closes the ticket as `malformed`. If there is no group, store a `Closed`. A ticket that
-is acknowledged without either is closed by the learner as `timeout` and replaced within a minute, or later if previous
-groups are still being scored."""
+group, or one of a domain without rewards, goes to `samples`; any other to
+`rl.{{run}}.episodes.{{pool}}.tickets-NUMBER` (`evaltickets-NUMBER`) of its first pool, with the remaining pools in
+`pools`; if its ticket is closed, the learner deletes it there. A group must have the number of episodes that its ticket
+requests, at least `min_group_size`, or the learner closes the ticket as `malformed`. If there is no group, store a
+`Closed`. A ticket that is acknowledged without either is closed by the learner as `timeout` and replaced within a
+minute, or later if previous groups are still being scored."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,11 @@ RlearnerError
 from __future__ import annotations
 
 
+def reason_of(error: BaseException) -> str:
+    """Return the text of an error in one line, its type if it has none, as a ``TimeoutError`` of asyncio."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 class RlearnerError(Exception):
     """Base class of the project's exceptions."""
 

@@ -2,32 +2,24 @@
 
 A response can make a library compute for hours, even inside C code that no exception reaches. The process is forked
 from one that has loaded the library, so a replacement takes milliseconds. The limit counts CPU time, not wall time,
-because a stalled machine must not change a reward. On a crowded machine, where CPU time passes slowly, a call that has
-used a quarter of its CPU time is killed after one and a half times the limit in wall time, to delay later calls less.
+because a slow machine must not change a reward; how long a whole score may take is limited by the hub.
 """
 
 from __future__ import annotations
 
 import os
-import select
 import signal
 import struct
 import weakref
 from collections.abc import Callable
 from typing import Final
 
-from broker.system.children import cpu_s
 from broker.system.workers import limits
 
 _HEADER: Final = struct.Struct("<I")
 _OK, _COSTLY, _FAILED = b"+", b"!", b"-"
 # Signals by which a call ends its own process: too much CPU time, too deep a recursion, a number too large for C code.
 _OWN_FAULT: Final = (signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE)
-
-
-_PATIENCE: Final = 1.5  # times the CPU limit in wall time, then a call that has used _SHARE of the limit is killed
-_POLL_S: Final = 0.1
-_SHARE: Final = 0.25
 
 
 class TooCostly(Exception):
@@ -82,7 +74,7 @@ class _Child:
             _serve(theirs_in, theirs_out, function, cpu_s, memory_mib)
         os.close(theirs_in)
         os.close(theirs_out)
-        self._pid, self._cpu_s = pid, cpu_s
+        self._pid = pid
         self._end = weakref.finalize(self, _end, self._in, self._out, pid)
 
     def alive(self) -> bool:
@@ -94,17 +86,7 @@ class _Child:
             _write(self._out, data)
         except BrokenPipeError:
             return None
-        used_s = self._used_s()
-        waits_s = _PATIENCE * self._cpu_s
-        while not select.select([self._in], [], [], waits_s)[0]:
-            waits_s = _POLL_S
-            if self._used_s() - used_s >= _SHARE * self._cpu_s:
-                os.kill(self._pid, signal.SIGPROF)
         return _read(self._in)
-
-    def _used_s(self) -> float:
-        """Return the CPU seconds used so far; the process has an entry until it is waited for."""
-        return cpu_s(self._pid)
 
     def status(self) -> int:
         """Wait for the process and return its exit code, negative for a signal."""

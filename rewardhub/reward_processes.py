@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -21,6 +21,7 @@ from broker.system.children import cpu_s
 from broker.system.workers import limits, line
 from broker.system.workers.output import WorkerOutput
 from broker.system.workers.start import start
+from broker.system.workers.work_clock import OutOfTime, answer_within
 from rewardhub import protocol
 from rewardhub.rewards import loading
 from rewardhub.rewards.base import Sample, Scored
@@ -28,7 +29,7 @@ from rewardhub.worker_pool import NoWorkerError, ScoreError, score_of_reply
 
 log = logging.getLogger(__name__)
 
-LOAD_S: Final = 900.0  # to load a reward model
+LOAD_S: Final = 900.0  # to load a reward model, on its process's own clock
 GRACE_S: Final = 5.0  # after a reward's own timeout, if it does not keep it
 
 
@@ -76,12 +77,16 @@ class RewardProcess:
         return len(self._open)
 
     async def ask(
-        self, what: protocol.LoadRewardRequest | protocol.ScoreRequest, timeout_s: float
+        self, what: protocol.LoadRewardRequest | protocol.ScoreRequest, timeout_s: float, name: str = ""
     ) -> protocol.ScoreReply | protocol.ScoreFailureReply:
         """Send one request and return its answer.
 
+        Args:
+            timeout_s: on the process's own clock.
+            name: of what it does, to log that it is slow.
+
         Raises:
-            TimeoutError: if no answer comes in time; a process that has sent nothing at all since is killed.
+            OutOfTime: if no answer comes in time; a process that has sent nothing at all since is killed.
             _Gone: if the process has exited.
         """
         if self.gone:
@@ -93,9 +98,8 @@ class RewardProcess:
         self._open[number] = answer
         try:
             self._send(protocol.NumberedRequest(number, what))
-            async with asyncio.timeout(timeout_s):
-                return await answer
-        except TimeoutError:
+            return await answer_within(_wait(answer), self.child.pid, timeout_s, name)
+        except OutOfTime:
             if self._heard < asked:
                 self.kill(f"was killed: it answered nothing for {timeout_s:g} s")
             raise
@@ -210,7 +214,7 @@ class RewardProcesses:
             index = min(range(len(kind.processes)), key=lambda one: _load(kind.processes[one]))
             process = await self._process(kind, index)
             return await process.ask(protocol.ScoreRequest(reward.name, reward.args, sample), kind.timeout_s)
-        except TimeoutError:
+        except OutOfTime:
             raise ScoreError(f"{reward.name}: no score within {kind.timeout_s:g} s", retry=True) from None
         except _Gone as error:
             raise ScoreError(f"{reward.name}: its process {error}", retry=True) from None
@@ -266,18 +270,22 @@ class RewardProcesses:
             except OSError as error:
                 raise NoWorkerError(f"cannot start a process for {kind.reward.name}: {error}") from None
             try:
-                answer = await process.ask(protocol.LoadRewardRequest(kind.reward.name, kind.reward.args), LOAD_S)
+                loading_it = protocol.LoadRewardRequest(kind.reward.name, kind.reward.args)
+                answer = await process.ask(loading_it, LOAD_S, f"loading reward {kind.reward.name}")
                 if isinstance(answer, protocol.ScoreFailureReply):
                     raise NoWorkerError(answer.detail)
-            except (TimeoutError, _Gone) as error:
+            except (OutOfTime, _Gone) as error:
                 await process.close()
-                why = f"the process of {kind.reward.name} did not start: {error or f'no answer in {LOAD_S:g} s'}"
-                raise NoWorkerError(why) from None
+                raise NoWorkerError(f"the process of {kind.reward.name} did not start: {error}") from None
             except BaseException:
                 await process.close()
                 raise
             kind.processes[index] = process
             return process
+
+
+async def _wait(answer: asyncio.Future[protocol.ScoreReply | protocol.ScoreFailureReply]) -> Any:
+    return await answer
 
 
 def kind_key(reward: RewardConfig) -> str:

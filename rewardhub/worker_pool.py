@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import socket
 import subprocess
@@ -17,13 +18,15 @@ from broker.system.children import cpu_s
 from broker.system.workers import limits, line
 from broker.system.workers.output import WorkerOutput
 from broker.system.workers.start import start
+from broker.system.workers.work_clock import OutOfTime, answer_within
 from rewardhub import protocol
 from rewardhub.rewards import loading
 from rewardhub.rewards.base import Sample, Scored
 
 log = logging.getLogger(__name__)
 
-START_S: Final = 60.0  # for a worker to import its rewards
+# For a worker to load a reward, on its own clock; one attempt after the other when the hub starts.
+START_S: Final = (60.0, 120.0, 240.0, 480.0)
 WATCH_EVERY_S: Final = 0.5
 
 
@@ -37,6 +40,10 @@ class ScoreError(RlearnerError):
 
 class NoWorkerError(RlearnerError):
     """No worker process can start here now, or it cannot load the reward; the group is not at fault."""
+
+
+class _SlowStartError(NoWorkerError):
+    """A worker did not load its rewards in time."""
 
 
 class _Died(RlearnerError):
@@ -80,17 +87,21 @@ class RewardWorkerProcess:
         return cls(child, await line.WorkerSocket.open(ours))
 
     async def ask(
-        self, request: protocol.LoadRewardRequest | protocol.ScoreRequest, timeout_s: float
+        self, request: protocol.LoadRewardRequest | protocol.ScoreRequest, timeout_s: float, name: str = ""
     ) -> protocol.ScoreReply | protocol.ScoreFailureReply:
         """Send one request and return its answer. After an exception the worker is unusable.
 
+        Args:
+            timeout_s: on the worker's own clock: a machine without a free processor must not cost a score.
+            name: of what it does, to log that it is slow.
+
         Raises:
-            TimeoutError: if no answer comes in time.
+            OutOfTime: if no answer comes in time.
             _Died: if the worker exits, or its answer cannot be decoded.
         """
+        asking = self._line.ask(protocol.encode_message(request))
         try:
-            async with asyncio.timeout(timeout_s):
-                return protocol.decode_reply(await self._line.ask(protocol.encode_message(request)))
+            return protocol.decode_reply(await answer_within(asking, self.child.pid, timeout_s, name))
         except line.HungUp:
             raise _Died(f"the worker process {self.killed_for or await self._how()}") from None
         except (line.ProtocolError, msgspec.DecodeError) as error:
@@ -159,20 +170,36 @@ class RewardWorkerPool:
             self._rewards = list(rewards)
 
     async def start(self) -> None:
-        """Start all workers.
+        """Start all workers, with growing patience.
 
         Raises:
             UserError: if a reward cannot be loaded here, or no process can be started.
         """
+        for attempt, (patience_s, next_s) in enumerate(itertools.pairwise((*START_S, 0.0)), 1):
+            try:
+                await self._start_all(patience_s)
+                return
+            except _SlowStartError as error:
+                if not next_s:
+                    raise UserError(f"{error}; {attempt} attempts failed") from None
+                log.warning("%s; trying again with %g s", error, next_s)
+
+    async def _start_all(self, patience_s: float) -> None:
         places = [self._free.get_nowait() for _ in range(self._free.qsize())]
-        started = await asyncio.gather(*(self._start_one() for _ in places), return_exceptions=True)
+        starting = (self._keep_or_start(worker, patience_s) for worker in places)
+        started = await asyncio.gather(*starting, return_exceptions=True)
         for worker in started:
             self._free.put_nowait(worker if isinstance(worker, RewardWorkerProcess) else None)
         for error in started:
+            if isinstance(error, _SlowStartError):
+                raise error
             if isinstance(error, NoWorkerError):
                 raise UserError(str(error))
             if isinstance(error, BaseException):
                 raise error
+
+    async def _keep_or_start(self, worker: RewardWorkerProcess | None, patience_s: float) -> RewardWorkerProcess:
+        return worker or await self._start_one(patience_s)
 
     async def score(self, reward: RewardConfig, sample: Sample) -> Scored:
         """Return the reward of one sample, from the next free worker.
@@ -192,7 +219,7 @@ class RewardWorkerPool:
             worker = None  # until it answers
             try:
                 answer = await healthy.ask(protocol.ScoreRequest(reward.name, reward.args, sample), self._timeout_s)
-            except TimeoutError:
+            except OutOfTime:
                 self.num_killed += 1
                 await self._bury(healthy)
                 raise ScoreError(f"{reward.name}: no score within {self._timeout_s:g} s", retry=True) from None
@@ -231,7 +258,7 @@ class RewardWorkerPool:
                 if worker.base_mib:
                     worker.weigh(memory_mib)
 
-    async def _start_one(self) -> RewardWorkerProcess:
+    async def _start_one(self, patience_s: float = START_S[-1]) -> RewardWorkerProcess:
         self._output = self._output or WorkerOutput("a reward")
         if self._watching is None and self._memory_mib is not None:
             self._watching = asyncio.create_task(self._watch(self._memory_mib))
@@ -244,12 +271,16 @@ class RewardWorkerPool:
         rewards = self._rewards
         try:
             for reward in rewards:
-                answer = await worker.ask(protocol.LoadRewardRequest(reward.name, reward.args), START_S)
+                loading_it = protocol.LoadRewardRequest(reward.name, reward.args)
+                answer = await worker.ask(loading_it, patience_s, f"loading reward {reward.name}")
                 if isinstance(answer, protocol.ScoreFailureReply):
                     raise NoWorkerError(answer.detail)
-        except (TimeoutError, _Died) as error:
+        except OutOfTime as error:
             await self._bury(worker)
-            raise NoWorkerError(f"a worker process did not start: {error or f'no answer in {START_S:g} s'}") from None
+            raise _SlowStartError(f"a worker process did not load its rewards: {error}") from None
+        except _Died as error:
+            await self._bury(worker)
+            raise NoWorkerError(f"a worker process did not start: {error}") from None
         except BaseException:
             await self._bury(worker)
             raise

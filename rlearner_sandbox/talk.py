@@ -15,6 +15,7 @@ from typing import Final
 
 from broker.errors import RlearnerError
 from broker.system.workers.limits import kill_tree
+from broker.system.workers.work_clock import READY, WorkClock
 from rlearner_sandbox.command import SandboxLimits, advice
 from rlearner_sandbox.ended import NO_PYTHON, OUT_OF_TIME, KilledFor, ProgramEnd
 from rlearner_sandbox.usage import most_cpu_s, used_mib
@@ -22,6 +23,7 @@ from rlearner_sandbox.usage import most_cpu_s, used_mib
 START_S: Final = 20.0  # until the program begins
 END_S: Final = 10.0  # until all its processes are gone once they have been killed
 LOOK_EVERY_S: Final = 0.1
+CLOCK_EVERY_S: Final = 0.5
 SIGKILLED: Final = 128 + 9
 
 
@@ -59,6 +61,8 @@ class SandboxProcess:
         self._killed = self._stopped = False
         self._began: float | None = None
         self._deadline: float = time.monotonic() + START_S
+        self._clock = WorkClock(child.pid, READY)
+        self._clocked_at = time.monotonic()
         self._looked = 0.0
         self._num_lines = 0
         self._cpu_s = 0.0
@@ -132,7 +136,13 @@ class SandboxProcess:
                 self._hear()
 
     def watch(self) -> None:
-        """Kill the process if it exceeds a limit; raise SandboxFailed if killed processes do not end."""
+        """Kill the process if it exceeds a limit; raise SandboxFailed if killed processes do not end.
+
+        Time in which the machine gives its processes no processor does not count.
+        """
+        if not self._stopped and time.monotonic() > self._clocked_at + CLOCK_EVERY_S:
+            self._deadline += self._clock.look()
+            self._clocked_at = time.monotonic()
         if time.monotonic() > self._deadline:
             if self._killed:
                 raise SandboxFailed("processes that were killed are still there")

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import heapq
 import sys
-from dataclasses import dataclass, field
-from typing import Final
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +19,11 @@ import numpy.typing as npt
 from broker.contract import wire
 
 Tokens = npt.NDArray[np.int32]
+Rank = TypeVar("Rank")
 
 WAITING: Final = -1  # GenerationJob.slot of a queued request
 ENDED: Final = -2  # GenerationJob.slot of a request that has ended
+LEAST_COMPACTED: Final = 32  # entries of a heap; below, looking through them saves too little
 
 
 @dataclass(eq=False, slots=True)
@@ -73,34 +76,74 @@ class GenerationJob:
         return (self.submitted + self.deadline) / 2
 
 
-@dataclass(eq=False, slots=True)
-class JobQueue:
-    """Waiting jobs in two orders at once; a job taken from one is skipped in the other."""
+class JobHeap(Generic[Rank]):
+    """Jobs by rank, equals in the order of their arrival.
 
-    _ranked: list[tuple[tuple[int, int, int], int, GenerationJob]] = field(default_factory=list)
-    _oldest: list[tuple[float, int, GenerationJob]] = field(default_factory=list)
-    _pushed: int = 0
+    A job that left elsewhere stays until it comes first or those that left outnumber the others: it holds its context,
+    up to a megabyte, and may stand behind one that runs for an hour.
+
+    Args:
+        is_live: decides whether a job still belongs here; once False, always False.
+    """
+
+    def __init__(self, is_live: Callable[[GenerationJob], bool]) -> None:
+        self._is_live = is_live
+        self._entries: list[tuple[Rank, int, GenerationJob]] = []
+        self._pushed = 0
+        self._compact_at = LEAST_COMPACTED
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def push(self, rank: Rank, job: GenerationJob) -> None:
+        """Add a job."""
+        self._pushed += 1
+        heapq.heappush(self._entries, (rank, self._pushed, job))
+        if len(self._entries) >= self._compact_at:
+            self._entries = [entry for entry in self._entries if self._is_live(entry[2])]
+            heapq.heapify(self._entries)
+            self._compact_at = max(2 * len(self._entries), LEAST_COMPACTED)
+
+    def first(self) -> tuple[Rank, GenerationJob] | None:
+        """Return the first job and its rank."""
+        while self._entries and not self._is_live(self._entries[0][2]):
+            heapq.heappop(self._entries)
+        return (self._entries[0][0], self._entries[0][2]) if self._entries else None
+
+    def pop(self) -> None:
+        """Remove the job that ``first`` returned."""
+        heapq.heappop(self._entries)
+
+
+class JobQueue:
+    """Waiting jobs in two orders at once; a job taken from one has left the other."""
+
+    def __init__(self) -> None:
+        self.by_rank: JobHeap[tuple[int, int, int]] = JobHeap(_is_waiting)
+        self.by_age: JobHeap[float] = JobHeap(_is_waiting)
 
     def push(self, job: GenerationJob, version: int) -> None:
         """Add a job while this version is served."""
-        self._pushed += 1
-        rank = -job.priority, job.step if job.step >= 0 else version, -job.expected_tokens
-        heapq.heappush(self._ranked, (rank, self._pushed, job))
-        heapq.heappush(self._oldest, (job.urgent_at, self._pushed, job))
+        step = job.step if job.step >= 0 else version
+        self.by_rank.push((-job.priority, step, -job.expected_tokens), job)
+        self.by_age.push(job.urgent_at, job)
 
     def pop(self, now: float) -> GenerationJob | None:
         """Remove and return the first urgent job, else the first of all."""
-        while self._oldest and (self._oldest[0][2].slot != WAITING or self._oldest[0][0] <= now):
-            job = heapq.heappop(self._oldest)[2]
-            if job.slot == WAITING:
-                return job
+        oldest = self.by_age.first()
+        if oldest is not None and oldest[0] <= now:
+            self.by_age.pop()
+            return oldest[1]
         first = self.first()
         if first is not None:
-            heapq.heappop(self._ranked)
+            self.by_rank.pop()
         return first
 
     def first(self) -> GenerationJob | None:
         """Return the first job by rank."""
-        while self._ranked and self._ranked[0][2].slot != WAITING:
-            heapq.heappop(self._ranked)
-        return self._ranked[0][2] if self._ranked else None
+        entry = self.by_rank.first()
+        return entry[1] if entry is not None else None
+
+
+def _is_waiting(job: GenerationJob) -> bool:
+    return job.slot == WAITING

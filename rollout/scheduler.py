@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 
 from broker.contract.lengths import remaining
-from rollout.job_queue import ENDED, WAITING, GenerationJob, JobQueue, Tokens
+from rollout.job_queue import ENDED, WAITING, GenerationJob, JobHeap, JobQueue, Tokens
 
 ENDS_SOON: Final = 32  # a job with at most this many tokens still to come keeps its slot: reading it again costs more
 
@@ -72,8 +72,7 @@ class Scheduler:
         self._running: dict[int, GenerationJob] = {}
         self._queue = JobQueue()
         self._held: list[GenerationJob] = []  # waiting for a version
-        self._deadlines: list[tuple[float, int, GenerationJob]] = []
-        self._order = 0
+        self._deadlines: JobHeap[float] = JobHeap(lambda job: job.slot != ENDED)
         self._free = list(range(num_slots))
         self._idle: OrderedDict[int, _Idle] = OrderedDict()  # least recently used first
         self._idle_of: dict[str, int] = {}  # conversation to its idle slot
@@ -108,8 +107,7 @@ class Scheduler:
         job.slot = WAITING
         self._jobs[job.request_id] = job
         self._wanted[job.conversation_id] += 1
-        self._order += 1
-        heapq.heappush(self._deadlines, (job.deadline, self._order, job))
+        self._deadlines.push(job.deadline, job)
         self._enqueue(job)
 
     def admit(self, now: float) -> list[JobStart]:
@@ -152,10 +150,9 @@ class Scheduler:
     def expire(self, now: float) -> list[GenerationJob]:
         """Return the jobs past their deadline; waiting ones are removed, the caller must ``finish`` running ones."""
         due: list[GenerationJob] = []
-        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].slot == ENDED):
-            job = heapq.heappop(self._deadlines)[2]
-            if job.slot == ENDED:
-                continue
+        while (entry := self._deadlines.first()) is not None and entry[0] <= now:
+            self._deadlines.pop()
+            job = entry[1]
             due.append(job)
             if job.slot == WAITING:
                 self._leave(job)
@@ -170,9 +167,8 @@ class Scheduler:
 
     def next_deadline(self) -> float | None:
         """Return the earliest deadline of any job."""
-        while self._deadlines and self._deadlines[0][2].slot == ENDED:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        entry = self._deadlines.first()
+        return entry[0] if entry is not None else None
 
     def finish(self, slot: int, tokens: Tokens | None) -> None:
         """End the job in a slot; ``tokens`` are those whose KV the slot now holds, None to drop them."""

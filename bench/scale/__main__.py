@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any, Final
 
 # Module of this package -> what its `measure()` returns is merged into the object that is printed last.
-MEASUREMENTS: Final = ("processes", "throughput", "spreads", "resume", "groups", "intake", "soak")
+MEASUREMENTS: Final = ("processes", "throughput", "spreads", "resume", "groups", "intake", "soak", "marks")
 
 
 def main(names: list[str]) -> int:

@@ -97,8 +97,9 @@ class Stream:
 
 TICKETS: Final = Stream("tickets", WORK_QUEUE, (wire.Ticket,), "domain", "learner", "envhub", "until acknowledged")
 EPISODES: Final = Stream(
-    "episodes", WORK_QUEUE, (wire.Group, wire.Parted), "pool", "envhub, rewardhub", "rewardhub", "until acknowledged"
-)
+    "episodes", WORK_QUEUE, (wire.Group, wire.Parted), "pool.ticket", "envhub, rewardhub", "rewardhub",
+    "until acknowledged, or its ticket was closed",
+)  # fmt: skip
 SCORES: Final = Stream(
     "scores", REQUEST, (wire.EpisodeScoreRequest, wire.EpisodeScoreReply), "pool", "envhub", "rewardhub"
 )
@@ -140,14 +141,14 @@ RERUNS: Final = Stream(
     "reruns",
     REQUEST,
     (wire.Ticket, wire.EvalTicket, wire.Group, wire.Closed),
-    "process",
+    "role.process",
     "operator",
     "envhub, rewardhub",
 )
 REQUESTS: Final = Stream(
     "requests", REQUEST, (wire.OperatorRequest, wire.OperatorReply), "process", "operator", "learner"
 )
-METRICS: Final = Stream("metrics", BEST_EFFORT, (wire.Metrics,), "role.id", "all", "all")
+METRICS: Final = Stream("metrics", BEST_EFFORT, (wire.Metrics,), "role.id", "all", "operator")
 PRESENCE: Final = Stream("presence", BEST_EFFORT, (wire.Presence,), "role.id", "all", "all")
 DEAD: Final = Stream("dead", LOG, (wire.DeadLetter,), "stream", "all", "operator", "until purged", max_bytes=1 << 26)
 ATTEMPTS: Final = Stream(
@@ -177,9 +178,33 @@ STREAMS: Final[tuple[Stream, ...]] = (
     *(REQUESTS, METRICS, PRESENCE, DEAD, ATTEMPTS, CONTROL, MEMBERS, RUNS, MODELS, DEVICES, LENGTHS, RESERVE),
 )
 
-ACK_WAIT_S: Final = 6.0  # redelivery after this long without an in-progress mark
-IN_PROGRESS_EVERY_S: Final = 2.0
+
+def ticket_key(number: int, *, evaluation: bool) -> str:
+    """Return the key of a ticket, unique in a run.
+
+    The broker drops a second result published with it as message id. It ends the subjects of the ticket's groups.
+    """
+    return f"{(EVALTICKETS if evaluation else TICKETS).name}-{number}"
+
+
+ACK_WAIT_S: Final = 6.0  # redelivery after this long without an in-progress mark, with up to 180 open tickets
+LONGEST_ACK_WAIT_S: Final = 600.0  # a dead hub's tickets are delivered again after this time at the latest
+MARKS_PER_S: Final = 90.0  # of all processes of a run; in a cluster the consumer's servers vote on each mark
 MAX_DELIVERIES: Final = 20  # a hub closes a ticket on this delivery
+
+
+def ack_wait_s(open_tickets: int) -> float:
+    """Return the ack_wait of a run's consumers.
+
+    JetStream takes one mark per message, none for several, so the number of open tickets decides how often each can be
+    marked.
+    """
+    return min(max(ACK_WAIT_S, 2.0 * open_tickets / MARKS_PER_S + 2.0), LONGEST_ACK_WAIT_S)
+
+
+def marking_period_s(ack_wait_s: float) -> float:
+    """Return the seconds between two marks of a message: one may be lost, and the next one two seconds late."""
+    return max(ack_wait_s - 2.0, ack_wait_s / 2.0) / 2.0
 
 
 def require_own(streams: Collection[Stream]) -> None:

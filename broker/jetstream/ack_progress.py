@@ -8,30 +8,57 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
 
-from broker.contract.streams import IN_PROGRESS_EVERY_S
+from broker.contract.streams import ACK_WAIT_S, marking_period_s
 from broker.identity.login import Login
 from broker.nats.connection import NatsLink
 from broker.nats.nats_errors import Disconnected, NoResponders
 
 log = logging.getLogger(__name__)
 
-IN_PROGRESS = b"+WPI"
-CONFIRM_WITHIN_S = 3.0
+IN_PROGRESS: Final = b"+WPI"
+CONFIRM_WITHIN_S: Final = 3.0
+LOOK_EVERY_S: Final = 0.5  # for due marks, and whether the event loop turns
+
+
+@dataclass(slots=True)
+class _Mark:
+    """A held message; times are seconds of ``_now``."""
+
+    subject: str  # of its newest delivery
+    num_delivered: int
+    ack_wait_s: float
+    due_at: float  # of the next mark
+    marked_at: float  # when the newest mark was sent, or the delivery came
+    asked_at: float  # of the newest mark that was sent before the one whose confirmation is awaited
+    proven_at: float  # of the newest mark that has certainly arrived
+    is_certain: bool = True  # whether marks have certainly arrived in time, all the time
 
 
 class AckProgress:
-    """Marks held deliveries as in progress every two seconds, due ones together.
+    """Marks held messages as in progress, due ones together.
+
+    A message has one mark, however often it was delivered to this process: the broker applies a mark to the message,
+    so that of an older delivery would keep the message from others after the newest is settled.
 
     The thread has its own event loop and connection. If the process's event loop does not turn for ``hang_after_s()``
     seconds, the process counts as dead: marks stop, and other processes get its work.
+
+    A delivery that had no mark for as long as the broker waits has lapsed: others may hold its message, so it is never
+    marked again. While the broker itself was down or had no leader, it served no other process either, so the holder
+    goes on; but the broker may deliver the message again, so the holder may no longer decide how it ends.
     """
 
     def __init__(
         self, url: str, name: str, hang_after_s: Callable[[], float], find_login: Callable[[], Login] = Login
     ) -> None:
         self._url, self._name, self._hang_after_s, self._find_login = url, name, hang_after_s, find_login
-        self._held: dict[str, float] = {}  # acknowledgement subject -> monotonic time of the next mark
+        self._held: dict[tuple[str, int], _Mark] = {}  # by stream and sequence
+        self._lapsed: set[tuple[str, int, int]] = set()  # stream, times delivered, sequence
+        self._confirmed_at = 0.0  # when the newest mark was sent that the broker confirmed
+        self._server = ""  # to which the thread is connected
         self._lock = threading.Lock()
         self._turned = time.monotonic()
         self._thread: threading.Thread | None = None
@@ -48,15 +75,52 @@ class AckProgress:
             self._thread = threading.Thread(target=self._run, name="in-progress-marks", daemon=True)
             self._thread.start()
 
-    def hold(self, ack_subject: str) -> None:
-        """Mark this delivery every two seconds, first after one to two, to spread deliveries that arrived together."""
+    @property
+    def num_held(self) -> int:
+        """The number of held messages."""
+        return len(self._held)
+
+    def hold(self, ack_subject: str, ack_wait_s: float = ACK_WAIT_S) -> bool:
+        """Mark a delivery's message in time, first at a random time, to spread those that arrived together.
+
+        Args:
+            ack_wait_s: after which the broker delivers the message again without a mark.
+
+        Returns:
+            Whether an earlier delivery of it is held.
+        """
+        stream, num_delivered, seq = _message_of(ack_subject)
+        now = _now()
+        due_at = now + marking_period_s(ack_wait_s) * random.random()
         with self._lock:
-            self._held[ack_subject] = time.monotonic() + IN_PROGRESS_EVERY_S * random.uniform(0.5, 1.0)
+            known = self._held.get((stream, seq))
+            if known is None or known.num_delivered <= num_delivered:
+                self._held[stream, seq] = _Mark(ack_subject, num_delivered, ack_wait_s, due_at, now, now, now)
+        return known is not None
 
     def release(self, ack_subject: str) -> None:
-        """Stop marking this delivery."""
+        """Stop marking a delivery's message, unless it was delivered to this process again."""
+        stream, num_delivered, seq = _message_of(ack_subject)
         with self._lock:
-            self._held.pop(ack_subject, None)
+            self._lapsed.discard((stream, num_delivered, seq))
+            known = self._held.get((stream, seq))
+            if known is not None and known.num_delivered <= num_delivered:
+                del self._held[stream, seq]
+
+    def has_lapsed(self, ack_subject: str) -> bool:
+        """Return whether others may hold a delivery's message by now, because its marks stopped for too long."""
+        stream, num_delivered, seq = _message_of(ack_subject)
+        with self._lock:
+            mark = self._held.get((stream, seq))
+            lapsed = (stream, num_delivered, seq) in self._lapsed
+            return lapsed or (mark is not None and _now() - mark.marked_at > mark.ack_wait_s)
+
+    def is_proven(self, ack_subject: str) -> bool:
+        """Return whether only this process can hold a delivery's message: the broker has confirmed a mark in time."""
+        stream, _, seq = _message_of(ack_subject)
+        with self._lock:
+            mark = self._held.get((stream, seq))
+            return mark is not None and mark.is_certain and _now() - mark.proven_at <= mark.ack_wait_s
 
     async def close(self) -> None:
         """Stop marking and wait for the thread."""
@@ -69,7 +133,7 @@ class AckProgress:
 
     def _turn(self) -> None:
         self._turned = time.monotonic()
-        self._beat = asyncio.get_running_loop().call_later(IN_PROGRESS_EVERY_S / 4, self._turn)
+        self._beat = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._turn)
 
     def _run(self) -> None:
         with self._runner:
@@ -77,11 +141,12 @@ class AckProgress:
 
     async def _mark_forever(self) -> None:
         link = NatsLink(self._url, f"{self._name} marks", self._find_login)
+        link.on_disconnect.add(self._forget_unproven)
         opening = asyncio.create_task(link.open())
         hanging = False
         try:
             while not self._stop.is_set():
-                await _wait(self._stop, IN_PROGRESS_EVERY_S / 4)
+                await _wait(self._stop, LOOK_EVERY_S)
                 stood_s = time.monotonic() - self._turned
                 if (stood_s > self._hang_after_s()) != hanging:
                     hanging = not hanging
@@ -99,33 +164,92 @@ class AckProgress:
             await link.close()
 
     async def _mark_due(self, link: NatsLink) -> None:
-        now = time.monotonic()
-        with self._lock:
-            due = [subject for subject, at in self._held.items() if at <= now]
-            for subject in due:
-                self._held[subject] = now + IN_PROGRESS_EVERY_S
+        if not link.connected.is_set():
+            return
+        now = _now()
+        self._note_server(link, now)
+        due = self._take_due(now)
+        may_ask = bool(due) and (self._asking is None or self._asking.done())
         try:
-            for subject in due:
-                await link.send(subject, IN_PROGRESS)
-            if due and (self._asking is None or self._asking.done()):
-                self._asking = asyncio.create_task(_ask(link, due[-1]))
+            for mark in due[:-1] if may_ask else due:
+                await link.send(mark.subject, IN_PROGRESS)
+                self._note_mark(mark, now)
         except Disconnected:
-            with self._lock:  # they are sent first when the broker is back
-                self._held.update({subject: now for subject in due if subject in self._held})
+            log.debug("connection lost; the others are marked first when the broker is back")
+            return
+        if may_ask:
+            self._note_mark(due[-1], now)
+            with self._lock:  # the broker reads what a connection sends in order
+                for mark in self._held.values():
+                    mark.asked_at = mark.marked_at
+            self._asking = asyncio.create_task(self._ask(link, due[-1], now))
+
+    def _take_due(self, now: float) -> list[_Mark]:
+        """Return the marks that are due; those that come too late have lapsed."""
+        with self._lock:
+            late = [key for key, mark in self._held.items() if now - mark.marked_at > mark.ack_wait_s]
+            for stream, seq in late:
+                mark = self._held.pop((stream, seq))
+                self._lapsed.add((stream, mark.num_delivered, seq))
+            return [mark for mark in self._held.values() if mark.due_at <= now]
+
+    def _note_mark(self, mark: _Mark, now: float) -> None:
+        mark.due_at, mark.marked_at = now + marking_period_s(mark.ack_wait_s), now
+
+    def _note_server(self, link: NatsLink, now: float) -> None:
+        """Let no delivery lapse because the only broker was down."""
+        if link.server_id == self._server:
+            return
+        if self._server and not link.clustered:
+            with self._lock:
+                for mark in self._held.values():
+                    mark.is_certain = mark.is_certain and now - mark.marked_at <= mark.ack_wait_s
+                    mark.marked_at = now
+        self._server = link.server_id
+
+    def _forget_unproven(self) -> None:
+        """Take back the marks that may not have arrived before the connection was lost."""
+        with self._lock:
+            for mark in self._held.values():
+                mark.marked_at = mark.asked_at = mark.proven_at
+                mark.due_at = 0.0
+
+    async def _ask(self, link: NatsLink, mark: _Mark, sent_at: float) -> None:
+        """Have one mark confirmed: a server cut off from its cluster accepts marks but does not pass them on."""
+        try:
+            await link.call(mark.subject, IN_PROGRESS, timeout_s=CONFIRM_WITHIN_S)
+        except Disconnected:
+            log.debug("connection lost; the mark is sent again")
+        except NoResponders:
+            link.doubt("marks")
+        except TimeoutError:
+            link.doubt("marks", CONFIRM_WITHIN_S)
+        else:
+            link.trust("marks")
+            self._note_proof(sent_at)
+            return
+        mark.due_at = min(mark.due_at, _now() + LOOK_EVERY_S)  # it may not have arrived
+
+    def _note_proof(self, sent_at: float) -> None:
+        """Note that what was sent until then has arrived."""
+        with self._lock:
+            self._confirmed_at = sent_at
+            for mark in self._held.values():
+                if mark.asked_at - mark.proven_at > mark.ack_wait_s:  # it may have been delivered again in between
+                    mark.is_certain = False
+                mark.proven_at = max(mark.proven_at, mark.asked_at)
 
 
-async def _ask(link: NatsLink, subject: str) -> None:
-    """Have one mark confirmed: a server cut off from its cluster accepts marks but does not pass them on."""
-    try:
-        await link.call(subject, IN_PROGRESS, timeout_s=CONFIRM_WITHIN_S)
-    except Disconnected:
-        log.debug("connection lost; the mark is sent again")
-    except NoResponders:
-        link.doubt("marks")
-    except TimeoutError:
-        link.doubt("marks", CONFIRM_WITHIN_S)
-    else:
-        link.trust("marks")
+def _message_of(ack_subject: str) -> tuple[str, int, int]:
+    """Return (stream, times delivered, stream sequence) from an acknowledgement subject."""
+    tokens = ack_subject.split(".")
+    first = 2 if len(tokens) == 9 else 4  # longer with a JetStream domain and account in it
+    return tokens[first], int(tokens[first + 2]), int(tokens[first + 3])
+
+
+def _now() -> float:
+    """Return seconds of a clock that also runs while the machine sleeps, where the system has one."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

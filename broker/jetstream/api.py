@@ -97,8 +97,9 @@ async def find(link: NatsLink, stream_name: str, *, seq: int | None = None, last
     lines = base64.b64decode(found.get("hdrs", "")).decode().split("\r\n")
     headers = dict(line.split(": ", 1) for line in lines if ": " in line)
     data = base64.b64decode(found.get("data", ""))
-    time = str(found["time"])
-    return StoredEntry(int(found["seq"]), str(found["subject"]), headers or None, data, time, unix_ns(time))
+    time = str(found.get("time", ""))
+    stored_ns = unix_ns(time) if time else 0
+    return StoredEntry(int(found["seq"]), str(found["subject"]), headers or None, data, time, stored_ns)
 
 
 def unix_ns(text: str) -> int:

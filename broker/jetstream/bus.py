@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -13,7 +14,18 @@ from typing import Any, Final
 from broker.contract import codec, wire
 from broker.contract.permissions import OPERATOR
 from broker.contract.sizes import HEADER_BYTES, Buffer
-from broker.contract.streams import DEAD, EVALS, RUNS, STREAMS, Stream, StreamKind, require_own
+from broker.contract.streams import (
+    ACK_WAIT_S,
+    DEAD,
+    EPISODES,
+    EVALS,
+    RUNS,
+    STREAMS,
+    Stream,
+    StreamKind,
+    require_own,
+    ticket_key,
+)  # fmt: skip
 from broker.errors import LostState, StoreFull, TooLarge, WireError
 from broker.identity.login import Login, find_login
 from broker.jetstream import provision
@@ -23,6 +35,7 @@ from broker.jetstream.consumers import ensure_consumer, find_consumer, settings
 from broker.jetstream.delivery import DEAD_BYTES, Decoded, Delivery, decode, decode_aside, ticket_of
 from broker.jetstream.kv import KeyValue
 from broker.jetstream.log_reader import follow
+from broker.jetstream.news import newer_values
 from broker.jetstream.parts import EVALUATION, TRAINING, GroupParts
 from broker.jetstream.provision import REPLICAS_IN_CLUSTER, ensure_stream, stream_config
 from broker.jetstream.publish import EXPECTED_LAST_SEQ, MESSAGE_ID, store
@@ -131,10 +144,10 @@ class Bus:
         """Create again what the broker kept in memory, as after its restart, or wait for the learner to do so."""
         await asyncio.gather(*(self._ensure(stream, self.run) for stream in STREAMS if stream.memory))
 
-    async def ensure_consumers(self, stream: Stream, keys: Collection[str]) -> None:
+    async def ensure_consumers(self, stream: Stream, keys: Collection[str], ack_wait_s: float = ACK_WAIT_S) -> None:
         """Create the consumers of a work queue's keys; hubs may only use them."""
         name = stream.stream_name(self.run)
-        wanted = (settings(key, stream.subject(self.run, key)) for key in keys)
+        wanted = (settings(key, stream.all_subjects(self.run, key), ack_wait_s) for key in keys)
         await asyncio.gather(*(ensure_consumer(self.link, name, one) for one in wanted))
 
     async def _ensure(self, stream: Stream, run: str) -> None:
@@ -173,11 +186,13 @@ class Bus:
         message_id: str = "",
         expected_last_seq: int | None = None,
         is_essential: bool = False,
+        may_send: Callable[[], bool] = lambda: True,
     ) -> int | None:
         """Store one message, retrying until the broker confirms it; return its sequence.
 
         A group too large for one message is stored in parts, followed by a ``Parted`` that refers to them.
-        ``message_id`` lets the broker drop a repetition within two minutes. None: ``expected_last_seq`` did not match.
+        ``message_id`` lets the broker drop a repetition within two minutes. None: ``expected_last_seq`` did not match,
+        or ``may_send``, which is called before each attempt, returned False.
         ``is_essential`` uses the run's reserve if the broker is full; only the learner and the operator may purge it.
 
         Raises:
@@ -196,6 +211,8 @@ class Bus:
             headers[wire.TICKET_HEADER] = str(ticket)
         if (eval_step := getattr(message, "eval_step", -1)) >= 0:
             headers[wire.EVAL_HEADER] = str(eval_step)
+        if stream is EPISODES:
+            key = f"{key}.{ticket_key(ticket or getattr(message, 'ticket', 0), evaluation=eval_step >= 0)}"
         if expected_last_seq is not None:
             headers[EXPECTED_LAST_SEQ] = str(expected_last_seq)
         async with self._in_flight:
@@ -205,7 +222,9 @@ class Bus:
             if stream.signed:
                 headers |= self.link.login.sign(self.run, subject, data)
             waits_for_room = stream is not DEAD
-            stored = await store(self.link, name, subject, data, headers, make_room, waits_for_room=waits_for_room)
+            stored = await store(
+                self.link, name, subject, data, headers, make_room, may_send, waits_for_room=waits_for_room
+            )
         self.counts.published[stream.name] += stored is not None
         return stored
 
@@ -238,11 +257,17 @@ class Bus:
         return await ask(self.link, f"STREAM.INFO.{stream.stream_name(self.run)}", details)
 
     async def depth(self, stream: Stream) -> dict[str, int]:
-        """Return the unacknowledged messages per key of a work queue, or {'': messages kept} of a log."""
+        """Return the unacknowledged messages per key of a work queue, or {'': messages kept} of a log.
+
+        Of a key with several parts the first is meant.
+        """
         if stream.kind is not StreamKind.WORK_QUEUE:
             return {"": int((await self.info(stream))["state"]["messages"])}
         state = (await self.info(stream, {"subjects_filter": stream.all_subjects(self.run)}))["state"]
-        return {subject.rpartition(".")[2]: int(count) for subject, count in (state.get("subjects") or {}).items()}
+        depths: Counter[str] = Counter()
+        for subject, count in (state.get("subjects") or {}).items():
+            depths[subject.split(".")[3]] += int(count)
+        return dict(depths)
 
     async def trim(self, stream: Stream, before_seq: int) -> None:
         """Delete every message with a sequence below ``before_seq``."""
@@ -264,6 +289,11 @@ class Bus:
             return False
         return True
 
+    async def remove_groups(self, number: int, *, evaluation: bool = False) -> None:
+        """Delete the groups of a ticket from the queues of all reward pools; hubs that hold one may still end it."""
+        subjects = EPISODES.all_subjects(self.run).removesuffix("*") + ticket_key(number, evaluation=evaluation)
+        await ask(self.link, f"STREAM.PURGE.{EPISODES.stream_name(self.run)}", {"filter": subjects})
+
     async def last_delivered(self, stream: Stream, key: str) -> int:
         """Return the highest sequence of a work queue's key that was ever delivered, 0 if none."""
         name, consumer = stream.stream_name(self.run), key
@@ -273,7 +303,7 @@ class Bus:
             except ApiError as error:
                 if error.err_code != NO_CONSUMER:
                     raise
-                found = await find_consumer(self.link, name, key, stream.subject(self.run, key))
+                found = await find_consumer(self.link, name, key, stream.all_subjects(self.run, key))
                 if found is None or found["durable_name"] == consumer:
                     return 0
                 consumer = found["durable_name"]  # created by another program
@@ -295,6 +325,11 @@ class Bus:
         if task is None or (task.done() and (task.cancelled() or task.exception())):
             task = self._queues[stream.name, key] = asyncio.create_task(self._open_queue(stream, key))
         return await asyncio.shield(task)
+
+    async def renew_queues(self) -> None:
+        """Follow the settings of the consumers in use, which the learner may have changed."""
+        tasks = [task for task in self._queues.values() if task.done() and not task.cancelled()]
+        await asyncio.gather(*(task.result().renew() for task in tasks if task.exception() is None))
 
     async def _open_queue(self, stream: Stream, key: str) -> WorkQueue:
         queue = WorkQueue(self.link, self._marks, self._parts, self.counts, stream, self.run, key)
@@ -408,19 +443,17 @@ class Bus:
 
     async def watch_last(self, stream: Stream) -> AsyncGenerator[wire.Message, None]:
         """Yield the newest value and every newer one; intermediate values may be skipped."""
-        newest = (0, 0)
+        name, subject = stream.stream_name(self.run), stream.subject(self.run)
 
-        async def start() -> dict[str, Any]:
-            return {"deliver_policy": "last_per_subject", "filter_subject": stream.all_subjects(self.run)}
+        async def read() -> tuple[int, int, StoredEntry] | None:
+            found = await find(self.link, name, last_of=subject)
+            return None if found is None else (found.seq, found.stored_ns, found)
 
-        async with aclosing(follow(self.link, stream.stream_name(self.run), start)) as entries:
-            async for entry in entries:
-                if (entry.seq, entry.stored_ns) == newest:  # an older store may give its sequence to another message
-                    continue
-                newest = entry.seq, entry.stored_ns
+        async with aclosing(newer_values(self.link, subject, read)) as values:
+            async for seq, entry in values:
                 message, error = self._decode_signed(stream, entry)
                 if message is None:
-                    await self.dead_letter(stream, seq=entry.seq, ticket=0, reason=error, data=entry.data)
+                    await self.dead_letter(stream, seq=seq, ticket=0, reason=error, data=entry.data)
                 else:
                     yield message
 

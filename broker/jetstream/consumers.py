@@ -7,7 +7,7 @@ import logging
 import time
 from typing import Any, Final
 
-from broker.contract.streams import ACK_WAIT_S
+from broker.contract.streams import ACK_WAIT_S, LONGEST_ACK_WAIT_S
 from broker.errors import UserError
 from broker.jetstream.api import ask
 from broker.nats.connection import NatsLink
@@ -18,7 +18,6 @@ log = logging.getLogger(__name__)
 
 MAX_WAITING_PULLS: Final = 8192  # hubs that may wait at one queue
 WAIT_S: Final = 0.25
-LONGEST_ACK_WAIT_S: Final = 60.0  # accepted from another program; delays a dead hub's tickets that long
 KEPT: Final[tuple[str, ...]] = ("max_waiting", "mem_storage", "num_replicas")  # harmless, and cannot be changed
 # settings for which a queue needs exactly this value
 OTHERS: Final[dict[str, Any]] = {
@@ -30,13 +29,13 @@ UNSET: Final[tuple[Any, ...]] = (None, "", 0, False, [], "none")
 SECONDS: Final = ("ack_wait", "max_expires", "inactive_threshold")  # in nanoseconds on the wire
 
 
-def settings(name: str, subject: str) -> dict[str, Any]:
+def settings(name: str, subject: str, ack_wait_s: float = ACK_WAIT_S) -> dict[str, Any]:
     """Return JetStream's configuration of one queue's consumer."""
     return {
         "durable_name": name,
         "filter_subject": subject,
         "ack_policy": "explicit",
-        "ack_wait": int(ACK_WAIT_S * 1e9),
+        "ack_wait": int(ack_wait_s * 1e9),
         "deliver_policy": "all",
         "max_ack_pending": -1,  # the default of 1,000 silently stalls a fleet
         "max_deliver": -1,  # hubs close a ticket that is delivered too often; the broker must not drop it
@@ -58,10 +57,11 @@ def adopted(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
     return wanted | kept | {"durable_name": found["durable_name"]}
 
 
-async def ensure_consumer(link: NatsLink, stream_name: str, wanted: dict[str, Any]) -> str:
-    """Create the consumer of a queue, or adopt the existing one; return its name.
+async def ensure_consumer(link: NatsLink, stream_name: str, wanted: dict[str, Any]) -> tuple[str, float]:
+    """Create the consumer of a queue, or adopt the existing one; return its name and its ack_wait in seconds.
 
-    A process that may not create it waits until the learner has; the learner changes what it can.
+    A process that may not create it waits until the learner has; the learner changes what it can, but keeps a longer
+    ack_wait: hubs mark what they hold as often as the one they know requires.
 
     Raises:
         UserError: if the existing one cannot be used.
@@ -78,10 +78,10 @@ async def ensure_consumer(link: NatsLink, stream_name: str, wanted: dict[str, An
         if found is None:
             raise
         return await _adopt(link, stream_name, found, wanted)
-    return str(wanted["durable_name"])
+    return _name_and_wait(wanted)
 
 
-async def _wait_for_consumer(link: NatsLink, stream_name: str, wanted: dict[str, Any]) -> str:
+async def _wait_for_consumer(link: NatsLink, stream_name: str, wanted: dict[str, Any]) -> tuple[str, float]:
     reminders = Reminders()
     while (found := await find_consumer(link, stream_name, wanted["durable_name"], wanted["filter_subject"])) is None:
         if reminders.due(time.monotonic()):
@@ -89,10 +89,10 @@ async def _wait_for_consumer(link: NatsLink, stream_name: str, wanted: dict[str,
         await asyncio.sleep(WAIT_S)
     if found["filter_subject"] != wanted["filter_subject"] or differences(found, adopted(found, wanted)):
         raise _unusable(stream_name, found, wanted, "the learner could not change it")
-    return str(found["durable_name"])
+    return _name_and_wait(found)
 
 
-async def _adopt(link: NatsLink, stream_name: str, found: dict[str, Any], wanted: dict[str, Any]) -> str:
+async def _adopt(link: NatsLink, stream_name: str, found: dict[str, Any], wanted: dict[str, Any]) -> tuple[str, float]:
     name, changed = found["durable_name"], adopted(found, wanted)
     try:
         if found["filter_subject"] == wanted["filter_subject"] and differences(found, changed):
@@ -104,7 +104,11 @@ async def _adopt(link: NatsLink, stream_name: str, found: dict[str, Any], wanted
     if kept := differences(changed, wanted):
         kept.pop("durable_name", None)
         log.info("using the consumer %s of stream %s, which has %s", name, stream_name, _listed(kept) or "another name")
-    return str(name)
+    return _name_and_wait(changed)
+
+
+def _name_and_wait(config: dict[str, Any]) -> tuple[str, float]:
+    return str(config["durable_name"]), config["ack_wait"] / 1e9
 
 
 def _unusable(stream_name: str, found: dict[str, Any], wanted: dict[str, Any], why: str) -> UserError:

@@ -46,6 +46,7 @@ async def store(
     data: Buffer,
     headers: dict[str, str],
     make_room: Callable[[], Awaitable[None]] | None = None,
+    may_send: Callable[[], bool] = lambda: True,
     *,
     waits_for_room: bool = True,
 ) -> int | None:
@@ -55,6 +56,7 @@ async def store(
 
     Args:
         make_room: for messages that must be stored even if the broker is full: awaited before each retry.
+        may_send: called before each attempt; once it returns False, nothing more is sent, and None is returned.
         waits_for_room: False gives up if the broker is full.
 
     Raises:
@@ -65,7 +67,7 @@ async def store(
     """
     with link.refusals.publish() as publish:
         return await _store(
-            link, stream_name, subject, data, headers, make_room, publish, waits_for_room=waits_for_room
+            link, stream_name, subject, data, headers, make_room, may_send, publish, waits_for_room=waits_for_room
         )
 
 
@@ -76,6 +78,7 @@ async def _store(
     data: Buffer,
     headers: dict[str, str],
     make_room: Callable[[], Awaitable[None]] | None,
+    may_send: Callable[[], bool],
     publish: PendingPublish,
     *,
     waits_for_room: bool,
@@ -83,6 +86,8 @@ async def _store(
     attempts, since = 0, time.monotonic()
     while True:
         await link.ready()
+        if not may_send():
+            return None
         timeout_s = CONFIRM_WITHIN_S[min(attempts, len(CONFIRM_WITHIN_S) - 1)]
         attempts += 1
         try:

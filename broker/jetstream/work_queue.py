@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any, Final
 
 from broker.contract.sizes import INLINE_BYTES
-from broker.contract.streams import Stream
+from broker.contract.streams import ACK_WAIT_S, Stream
 from broker.jetstream.ack_progress import AckProgress
 from broker.jetstream.consumers import ensure_consumer, settings
-from broker.jetstream.delivery import Delivery, nak_payload
+from broker.jetstream.delivery import Delivery, delivery_numbers, nak_payload
 from broker.jetstream.log_reader import PROTOCOL_BYTES
 from broker.jetstream.parts import GroupParts
 from broker.jetstream.stream_counts import StreamCounts
@@ -72,8 +72,9 @@ class WorkQueue:
     ) -> None:
         self._link, self._marks, self._parts, self._types = link, marks, parts, stream.messages
         self._counts, self._stream = counts, stream.name
-        self._stream_name, self._key, self._filter = stream.stream_name(run), key, stream.subject(run, key)
+        self._stream_name, self._key, self._filter = stream.stream_name(run), key, stream.all_subjects(run, key)
         self._consumer = key  # its name, unless another program created it
+        self._ack_wait_s = ACK_WAIT_S
         self._inbox = ""
         self._subscribed: LinkSubscription | None = None  # to the inbox; None before the first pull and after giving up
         self._fetching = asyncio.Lock()
@@ -91,6 +92,10 @@ class WorkQueue:
         self._marks.start()
         await self._ensure()
         self._link.on_disconnect.add(self._on_disconnect)
+
+    async def renew(self) -> None:
+        """Follow the consumer's settings, which the learner may have changed."""
+        await self._ensure()
 
     async def close(self) -> None:
         """Stop listening and hand back unfetched messages; deliveries already returned are still held."""
@@ -239,13 +244,20 @@ class WorkQueue:
         if self._subscribed is None:
             self._hand_back([message])  # of an abandoned pull
             return
-        self._marks.hold(message.reply)
+        if self._marks.hold(message.reply, self._ack_wait_s):
+            self._drop_older(message)
         self._arrived.append(message)
         if pull is not None and pull.wanted:
             pull.newest_at = asyncio.get_running_loop().time()
             pull.began_at = pull.began_at or pull.newest_at
             pull.came, pull.wanted = pull.came + 1, pull.wanted - 1
         self._changed.set()
+
+    def _drop_older(self, message: Msg) -> None:
+        """Drop earlier deliveries of a message that nobody has fetched, so that it is not handed back twice."""
+        seq = delivery_numbers(message.reply)[1]
+        for older in [one for one in self._arrived if delivery_numbers(one.reply)[1] == seq]:
+            self._arrived.remove(older)
 
     def _on_disconnect(self) -> None:
         if self._pull is not None:
@@ -286,7 +298,8 @@ class WorkQueue:
             log.debug("not connected; the broker delivers the message again when its wait ends")
 
     async def _ensure(self) -> None:
-        self._consumer = await ensure_consumer(self._link, self._stream_name, settings(self._key, self._filter))
+        wanted = settings(self._key, self._filter)
+        self._consumer, self._ack_wait_s = await ensure_consumer(self._link, self._stream_name, wanted)
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from broker.contract import codec, wire
-from broker.contract.streams import CONTROL, EPISODES, EVALTICKETS, RUNS, TICKETS, token
+from broker.contract.streams import CONTROL, EPISODES, EVALTICKETS, RUNS, TICKETS, ack_wait_s, token
 from broker.errors import ConfigError, Fenced, UserError, WireError
 from broker.jetstream.bus import Bus
 from broker.settings import timeouts
@@ -193,8 +193,11 @@ async def _ensure_consumers(bus: Bus, config: dict[str, Any]) -> None:
     """Create the consumers that the hubs of this configuration use; they may not do so themselves."""
     found = domains(config)
     pools = {reward.pool for domain in found.values() for reward in domain.rewards}
+    train = config.get("train") or {}
+    steps = min(1 + train.get("max_staleness", 0), train.get("steps", 1))
+    wait_s = ack_wait_s(steps * train.get("groups_per_step", 0))  # all that are open may be in hand at once
     for stream, keys in ((TICKETS, set(found)), (EVALTICKETS, set(found)), (EPISODES, pools)):
-        await bus.ensure_consumers(stream, keys)
+        await bus.ensure_consumers(stream, keys, wait_s)
 
 
 async def wait_for_runspec(bus: Bus, run: str) -> wire.RunSpec:

@@ -12,11 +12,13 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Final
 
 from broker.errors import RlearnerError
 from broker.runtime.load_curve import LoadCurve
 from broker.system.workers.fault import told, trace
+from broker.system.workers.work_clock import OutOfTime, answer_within
 from envhub.envs.base import Environment
 
 log = logging.getLogger(__name__)
@@ -25,6 +27,7 @@ IDLE_THREADS: Final = 64  # threads kept for later
 
 Method = Callable[..., Any]
 Args = tuple[Any, ...]
+TimeoutMaker = Callable[[float], AbstractAsyncContextManager[asyncio.Timeout]]
 
 
 class CallFailed(RlearnerError):
@@ -38,13 +41,17 @@ class CallFailed(RlearnerError):
 class EnvironmentCalls:
     """Runs environment methods for one event loop.
 
+    Args:
+        timeout_s: of each call.
+        timeout: limits a call, by a clock of its own.
+
     Attributes:
         hung: threads in an abandoned call.
         curve: how long a reset or step of an episode takes at which load.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, timeout_s: float, timeout: TimeoutMaker = asyncio.timeout) -> None:
+        self._timeout_s, self._timeout = timeout_s, timeout
         self._idle: deque[_Worker] = deque()
         self._busy: dict[Environment, asyncio.Future[Any]] = {}  # abandoned calls
         self._retiring: set[asyncio.Task[None]] = set()
@@ -72,7 +79,8 @@ class EnvironmentCalls:
             result = getattr(environment, method)(*args)
         except BaseException as error:  # it may be the user's code; a cancellation cannot arrive here
             raise _failed(method, error) from error
-        return await self._awaited(method, result) if hasattr(result, "__await__") else result
+        pid = getattr(environment, "pid", 0) if environment.isolation == "process" else 0
+        return await self._awaited(method, result, pid) if hasattr(result, "__await__") else result
 
     def retire(self, environment: Environment) -> None:
         """Close an environment that will not be used again, once its abandoned call, if any, returns."""
@@ -108,9 +116,9 @@ class EnvironmentCalls:
             raise _failed(name, error) from error
         return await self._awaited(name, result) if hasattr(result, "__await__") else result
 
-    async def _awaited(self, name: str, work: Awaitable[Any]) -> Any:
+    async def _awaited(self, name: str, work: Awaitable[Any], pid: int = 0) -> Any:
         try:
-            return await self._within(name, work)
+            return await (self._within_own(name, work, pid) if pid else self._within(name, work))
         except CallFailed:
             raise
         except BaseException as error:
@@ -120,12 +128,19 @@ class EnvironmentCalls:
 
     async def _within(self, name: str, work: Awaitable[Any]) -> Any:
         try:
-            async with asyncio.timeout(self._timeout_s) as limit:
+            async with self._timeout(self._timeout_s) as limit:
                 return await work
         except TimeoutError:
             if limit.expired():
                 raise CallFailed(f"{name} did not return within {self._timeout_s:g} s") from None
             raise  # its own
+
+    async def _within_own(self, name: str, work: Awaitable[Any], pid: int) -> Any:
+        """Await what a worker process answers, within the timeout on its own clock."""
+        try:
+            return await answer_within(_wait(work), pid, self._timeout_s)
+        except OutOfTime:
+            raise CallFailed(f"{name} did not return within {self._timeout_s:g} s") from None
 
     async def _in_thread(self, env: Environment | None, name: str, function: Method, args: Args) -> Any:
         worker = self._idle.pop() if self._idle else _Worker(asyncio.get_running_loop())
@@ -154,6 +169,10 @@ class EnvironmentCalls:
             self._idle.append(worker)
         else:
             worker.stop()
+
+
+async def _wait(work: Awaitable[Any]) -> Any:
+    return await work
 
 
 def _from_outside(error: BaseException) -> bool:

@@ -18,11 +18,25 @@ from rlearner_sandbox import NoSandbox, Sandbox, SandboxLimits, seccomp
 from rlearner_sandbox.command import free_uid, jail
 from rlearner_sandbox.run import id_maps, sealed_file
 
-SYSTEM: Final = ("/usr", "/etc", "/opt", "/sys/devices/system/cpu")  # programs, certificates, names; cores for numerics
+SYSTEM: Final = ("/usr", "/opt", "/sys/devices/system/cpu")  # programs; cores for numerics
+ETC: Final = (  # libraries and commands, names of users and hosts, time, certificates, fonts; no settings of services
+    "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "passwd", "group", "nsswitch.conf", "hosts",
+    "resolv.conf", "host.conf", "gai.conf", "protocols", "services", "localtime", "timezone", "ssl/certs",
+    "ssl/openssl.cnf", "ca-certificates", "pki/tls", "pki/ca-trust", "crypto-policies", "mime.types", "fonts",
+    "terminfo", "os-release", "python3*", "OpenCL",
+)  # fmt: skip
 PACKAGES: Final = ("broker", "envhub", "rlearner_text", "rlearner_sandbox")  # of ours, also if they are not installed
 SCRATCH_MIB: Final = 1024  # in memory, of each folder that it may write to
 BECOME: Final = """import os, sys; uid = int(sys.argv[1]); os.setgroups([])
 os.setresgid(uid, uid, uid); os.setresuid(uid, uid, uid); os.execvp(sys.argv[2], sys.argv[2:])"""
+# With the host's network come its abstract sockets, which have no file; Landlock (Linux 6.12) keeps programs
+# from them: a ruleset of 24 bytes that handles no files and no ports, and scopes abstract sockets (1).
+SCOPE: Final = """import ctypes, os, sys; call = ctypes.CDLL(None).syscall
+if call(444, None, 0, 1) >= 6:
+    rules = call(444, (ctypes.c_uint64 * 3)(0, 0, 1), 24, 0)
+    if rules < 0 or call(446, rules, 0): sys.exit("Landlock does not work here")
+    os.close(rules)
+os.execvp(sys.argv[1], sys.argv[1:])"""
 _numbers: Final = itertools.count()
 
 
@@ -59,6 +73,8 @@ def sandboxed_start(domain: Domain, folder: str | None = None) -> Iterator[Sandb
             bwrap, rules, limits, root=is_root, packages=packages, network=domain.section.network, scratch=scratch,
             folder=os.path.abspath(folder or os.getcwd()),
         )  # fmt: skip
+        if domain.section.network:
+            within += [sys.executable, "-I", "-S", "-c", SCOPE]
         uid = free_uid(os.getpid() * 16 + next(_numbers) % 16, id_maps()) if is_root else 0
         yield SandboxedStart(within, uid, (rules,))
     finally:
@@ -90,12 +106,17 @@ def require(domain: Domain) -> None:
 
 def readable(domain: Domain) -> list[str]:
     """Return the files and folders that the environment needs: Python, packages, its own code and its data."""
-    found = [*SYSTEM, sys.prefix, sys.base_prefix]
+    found = [*SYSTEM, *_settings(), sys.prefix, sys.base_prefix]
     found += [str(Path(spec.origin).parent) for name in PACKAGES if (spec := find_spec(name)) and spec.origin]
     for one in domain.environment.__mro__[:-1]:
         found += _code_of(one.__module__)
     found += [*domain.environment.data_files(domain.args), *domain.environment.folders(domain.args)[0]]
     return [os.path.abspath(path) for path in (*found, *map(os.path.expanduser, domain.section.readable))]
+
+
+def _settings() -> list[str]:
+    """Return the entries of /etc that programs need, as far as they exist."""
+    return [str(path) for name in ETC for path in sorted(Path("/etc").glob(name))]
 
 
 def _code_of(module: str) -> list[str]:

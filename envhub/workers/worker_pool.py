@@ -16,12 +16,13 @@ from typing import Any, Final
 
 import msgspec
 
-from broker.errors import RlearnerError
+from broker.errors import RlearnerError, reason_of
 from broker.settings.secret import variables
 from broker.system.children import cpu_s
 from broker.system.workers import limits, line
 from broker.system.workers.output import WorkerOutput
 from broker.system.workers.start import start
+from broker.system.workers.work_clock import OutOfTime, wait_for_bytes
 from envhub.domain import Domain
 from envhub.workers import protocol
 from envhub.workers.calls import CallFailed
@@ -34,7 +35,9 @@ __all__ = ["NoWorker", "RemoteEnvironment", "WorkerPool", "WorkerPools"]
 
 log = logging.getLogger(__name__)
 
-START_S: Final = 60.0  # to import an environment and read its data
+# On the forkserver's own clock: a loaded machine must not end it, and all episodes with it.
+START_S: Final = 60.0  # to import an environment and read its data; twice as long after each failure
+LONGEST_START_S: Final = 960.0
 ORDER_S: Final = 10.0
 
 
@@ -58,6 +61,7 @@ class WorkerPool:
         self.buried_cpu_s = 0.0
         self._zygote: tuple[subprocess.Popen[bytes], socket.socket] | None = None
         self._output: WorkerOutput | None = None
+        self._start_s = START_S
         self._ordering = asyncio.Lock()
         self._burials: dict[int, asyncio.Task[str]] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -87,13 +91,13 @@ class WorkerPool:
             async with self._ordering:
                 with theirs:
                     zygote = self._zygote or await self._start()
-                    forked = await asyncio.to_thread(_order, zygote[1], protocol.ForkWorker(), ORDER_S, theirs)
+                    forked = await asyncio.to_thread(_order, zygote, protocol.ForkWorker(), ORDER_S, along=theirs)
             if not isinstance(forked, protocol.WorkerForked):
                 raise NoWorker(getattr(forked, "detail", "the process that forks workers sent an unexpected answer"))
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, OutOfTime, msgspec.DecodeError) as error:
             ours.close()
             self._forget_zygote()
-            raise NoWorker(f"no worker process can be started: {error or type(error).__name__}") from None
+            raise NoWorker(f"no worker process can be started: {reason_of(error)}") from None
         except BaseException:
             ours.close()
             raise
@@ -121,13 +125,13 @@ class WorkerPool:
             async with self._ordering:
                 if self._zygote is not None:
                     order = protocol.ReapWorker(pid, hung_up)
-                    buried = await asyncio.to_thread(_order, self._zygote[1], order, ORDER_S + LAST_BREATH_S)
+                    buried = await asyncio.to_thread(_order, self._zygote, order, ORDER_S + LAST_BREATH_S)
                     if isinstance(buried, protocol.WorkerReaped):
                         self.buried_cpu_s += buried.cpu_s
                         self.num_died += bool(buried.how)
                         how = buried.how or how
-        except (OSError, msgspec.DecodeError) as error:
-            log.warning("domain %s: the forkserver and its workers are gone (%s)", self.domain.name, error)
+        except (OSError, OutOfTime, msgspec.DecodeError) as error:
+            log.warning("domain %s: the forkserver and its workers are gone (%s)", self.domain.name, reason_of(error))
             self._forget_zygote()
         self.living.discard(pid)
         self._burials.pop(pid, None)
@@ -171,7 +175,14 @@ class WorkerPool:
         self._zygote = (child, ours)
         section = self.domain.section.model_dump(mode="json")
         setup = protocol.SetupDomain(self.domain.name, section, self._memory_mib, preload)
-        return await asyncio.to_thread(_order, ours, setup, START_S)
+        name = f"importing environment {self.domain.section.env}"
+        try:
+            ready = await asyncio.to_thread(_order, self._zygote, setup, self._start_s, name=name)
+        except OutOfTime:
+            self._start_s = min(2.0 * self._start_s, LONGEST_START_S)
+            raise
+        self._start_s = START_S
+        return ready
 
     def _launch(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         assert self._output is not None
@@ -250,17 +261,31 @@ class WorkerPools:
             await nursery.close()
 
 
-def _order(control: socket.socket, order: Any, within_s: float, along: socket.socket | None = None) -> Any:
+def _order(
+    forkserver: tuple[subprocess.Popen[bytes], socket.socket],
+    order: Any,
+    within_s: float,
+    *,
+    along: socket.socket | None = None,
+    name: str = "",
+) -> Any:
     """Send a request and return its reply; blocks.
 
+    Args:
+        within_s: until the reply begins, on the clock of the forkserver and its workers.
+        along: a socket to pass on.
+        name: of the work, to log that it is slow.
+
     Raises:
-        OSError: if the other end is gone, or does not reply within ``within_s``.
+        OSError: if the other end is gone.
+        OutOfTime: if it does not reply in time.
         msgspec.DecodeError: if the reply is malformed.
     """
-    control.settimeout(within_s)
+    child, control = forkserver
     data = line.frame(protocol.ENCODER.encode(order))
     sent = socket.send_fds(control, [data], [along.fileno()] if along is not None else [])
     control.sendall(data[sent:])
+    wait_for_bytes(control, child.pid, within_s, name)
     (size,) = line.HEADER.unpack(_exactly(control, line.HEADER.size))
     if size > line.MAX_ANSWER_BYTES:
         raise OSError(f"its reply has {size} bytes, the limit is {line.MAX_ANSWER_BYTES}")

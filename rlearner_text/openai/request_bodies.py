@@ -22,6 +22,12 @@ MOST_CHOICES: Final = 256  # per request, over all prompts
 DEADLINE_S: Final = 600.0
 COMPLETION_TOKENS: Final = 16  # OpenAI's default for /v1/completions
 MOST_TOP_LOGPROBS: Final = 20  # OpenAI's own limit
+# Reading a body must not take seconds; published limits and real conversations are far below these.
+MOST_TOOLS: Final = 1024
+MOST_MESSAGES: Final = 16_384
+MOST_PARTS: Final = 4096  # of one message, and tool calls of it
+MOST_BIASES: Final = 65_536
+MOST_OBJECTS: Final = 100_000  # of a body, also lists and keys; what looks so in texts counts, too
 
 Neutral = Mapping[str, tuple[object, ...]]  # values without effect, by field
 
@@ -144,8 +150,8 @@ class ChatMessage(StrictModel):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    content: str | Annotated[list[ContentPart], Field(max_length=MOST_PARTS)] | None = None
+    tool_calls: Annotated[list[MessageToolCall], Field(max_length=MOST_PARTS)] | None = None
     tool_call_id: str | None = None
 
     @field_validator("content", mode="before")
@@ -163,6 +169,11 @@ class ChatMessage(StrictModel):
         if isinstance(self.content, list):
             return "".join(part.text for part in self.content)
         return self.content or ""
+
+    @property
+    def characters(self) -> int:
+        """Characters of its text and of the arguments of its calls."""
+        return len(self.text) + sum(len(one.function.arguments) for one in self.tool_calls or ())
 
     def plain(self) -> dict[str, Any]:
         """Return the message in the form of chat templates."""
@@ -198,7 +209,8 @@ class GenerationBody(StrictModel):
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = {}  # by token id
+    # by token id
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_BIASES)] = {}
     stop_token_ids: list[TokenId] = []
     ignore_eos: bool = False
     return_token_ids: bool = True
@@ -227,6 +239,11 @@ class GenerationBody(StrictModel):
         return 0
 
     @property
+    def characters(self) -> int:
+        """Characters of its longest prompt, without those that a chat template adds."""
+        return 0
+
+    @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
@@ -234,11 +251,11 @@ class GenerationBody(StrictModel):
 class ChatBody(GenerationBody):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: PositiveInt | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] = 0
-    tools: list[OfferedTool] = []
+    tools: Annotated[list[OfferedTool], Field(max_length=MOST_TOOLS)] = []
     tool_choice: Literal["none", "auto", "required"] | NamedChoice = "auto"
     parallel_tool_calls: bool = True
     response_format: ResponseFormat = ResponseFormat()
@@ -260,6 +277,10 @@ class ChatBody(GenerationBody):
     def offered(self) -> list[dict[str, Any]]:
         """The tools in the form of chat templates; empty if the client wants no calls."""
         return [one.model_dump() for one in self.tools] if self.tool_choice != "none" else []
+
+    @property
+    def characters(self) -> int:
+        return sum(one.characters for one in self.messages) + _characters(self.offered)
 
     @property
     def forced(self) -> bool:
@@ -293,6 +314,16 @@ class CompletionBody(GenerationBody):
     def wanted_top(self) -> int:
         return 0 if isinstance(self.logprobs, bool) else self.logprobs or 0
 
+    @model_validator(mode="after")
+    def _has_few(self) -> Self:
+        if (count := len(self.prompts()) * self.n) > MOST_CHOICES:
+            raise ValueError(f"{count} choices, prompts times n; at most {MOST_CHOICES}")
+        return self
+
+    @property
+    def characters(self) -> int:
+        return max((len(one) for one in self.prompts() if isinstance(one, str)), default=0)
+
     def prompts(self) -> list[str] | list[list[int]]:
         """Return the prompts, all as text or all as token ids."""
         if isinstance(self.prompt, str):
@@ -302,12 +333,23 @@ class CompletionBody(GenerationBody):
         return cast("list[str] | list[list[int]]", self.prompt)
 
 
+def _characters(value: Any) -> int:
+    """Count the characters of all texts in a JSON value."""
+    if isinstance(value, Mapping):
+        return sum(_characters(key) + _characters(each) for key, each in value.items())
+    if isinstance(value, list):
+        return sum(map(_characters, value))
+    return len(value) if isinstance(value, str) else 0
+
+
 def parse(raw: bytes, model: type[B]) -> B:
     """Parse and validate a body.
 
     Raises:
         HttpError: 400 if it is invalid; names the first wrong field.
     """
+    if any(raw.count(mark) > MOST_OBJECTS for mark in (b"{", b"[", b'":')):
+        raise HttpError(400, f"the body has more than {MOST_OBJECTS} objects, lists or keys")
     try:
         values = strict.loads(raw)
     except strict.BadJson as error:

@@ -18,7 +18,7 @@ from broker.contract import wire
 from broker.contract.wire import ACTOR
 from broker.errors import ConfigError, UserError
 from rlearner_text.openai.client import EndpointClient, EndpointError
-from rlearner_text.tokenizer import Tokenizer
+from rlearner_text.tokenizer import CHARS_PER_TOKEN, Tokenizer
 from rollout.engines.args import OpenAIArgs
 from rollout.engines.base import EngineConfig, EngineStats, GenerationOutput
 from rollout.engines.random import end_token
@@ -85,8 +85,8 @@ class OpenAIEngine(WeightlessEngine):
             self._end = end_token(self._tokenizer, path)
             log.warning("answers of %s are text, tokenized here; logprobs are reported as 0", args.base_url)
         named = "api_key" in args.model_fields_set
-        key = args.api_key.require("rollout.engine_args.api_key") if named else args.api_key.find()
-        url, times = args.base_url, args.retries
+        url, times, secret = args.base_url, args.retries, args.api_key
+        key = secret.require("rollout.engine_args.api_key", url) if named else secret.find(url)
         self._endpoint = EndpointClient(url, key, timeout_s=args.timeout_s, retries=times, base_s=args.backoff_s)
         try:
             await self._find_model(self._endpoint)
@@ -265,7 +265,7 @@ class OpenAIEngine(WeightlessEngine):
             ids = _token_ids(choice.get("token_ids"))[:limit]
             logprobs = self._logprobs_of(choice.get("logprobs"), len(ids))
         else:
-            ids = self._tokenizer.encode(text)
+            ids = self._tokenizer.encode(text[: (limit + 1) * CHARS_PER_TOKEN])
             if reason == "stop" and not sampling.stop:  # the reply does not tell a stop string from the end of the turn
                 ids.append(self._end)
             if len(ids) > limit:

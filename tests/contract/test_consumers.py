@@ -43,7 +43,7 @@ async def found(bus: Bus, name: str = "lake") -> dict[str, Any]:
     [
         ({}, {"max_waiting": 512, "ack_wait": 30_000_000_000}),
         ({"ack_wait": 1_000_000_000}, {"ack_wait": 6_000_000_000}),
-        ({"ack_wait": 600_000_000_000}, {"ack_wait": 6_000_000_000}),
+        ({"ack_wait": 700_000_000_000}, {"ack_wait": 6_000_000_000}),
         ({"max_deliver": 3, "max_ack_pending": 1}, {"max_deliver": -1, "max_ack_pending": -1}),
         (
             {"headers_only": True, "max_batch": 1, "inactive_threshold": 60_000_000_000},
@@ -116,7 +116,7 @@ async def test_ours_is_made_once_and_not_changed(bus: Bus) -> None:
     await bus.work_queue(TICKETS, "lake")
     before = await found(bus)
     wanted = settings("lake", TICKETS.subject(bus.run, "lake"))
-    assert await ensure_consumer(bus.link, TICKETS.stream_name(bus.run), wanted) == "lake"
+    assert await ensure_consumer(bus.link, TICKETS.stream_name(bus.run), wanted) == ("lake", 6.0)
     assert await found(bus) == before
     assert differences(before, wanted) == {}
     assert await bus.last_delivered(TICKETS, "lake") == 0

@@ -760,10 +760,12 @@ async def test_readers_end_when_the_bus_is_closed(broker_url: str, run_name: str
 
     reading = asyncio.create_task(read())
     await asyncio.sleep(0.2)
-    await bus.delete_streams()
     await bus.close()
     async with asyncio.timeout(LONG_S):
         assert await reading == []
+    cleaner = await Bus.connect(broker_url, run_name, name="y", deadline_s=LONG_S)
+    await cleaner.delete_streams()
+    await cleaner.close()
 
 
 async def test_a_record_that_a_replica_skips_is_asked_of_the_leader(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,7 +121,7 @@ async def test_last_value_of_an_older_store_is_seen(broker: Restarts, monkeypatc
     learner, server = await connected(broker, "learner"), await connected(broker, "server")
     may_look = asyncio.Event()
     may_look.set()
-    for module, name in ((log_reader, "bounds"), (kv, "find")):
+    for module, name in ((jetstream, "find"), (kv, "find")):
         asked = getattr(module, name)
 
         async def in_time(link: Any, *arguments: Any, asked: Any = asked, **options: Any) -> Any:

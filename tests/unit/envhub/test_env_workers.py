@@ -41,7 +41,7 @@ async def crew(tokenizer: Tokenizer) -> AsyncIterator[EpisodeRunners]:
         tokenizer,
         Scripted(tokenizer, lambda _: "R"),
         EnvironmentCalls(STEP_S),
-        EpisodeLimits(30.0, 10.0),
+        EpisodeLimits(600.0, 10.0),
         WorkerPools(MEMORY_MIB),
         max_workers=4,
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -19,6 +21,10 @@ def work(data: bytes) -> bytes:
             return str(os.getpid()).encode()
         case b"loops":
             while True:
+                pass
+        case b"computes":
+            end = time.process_time() + 0.15
+            while time.process_time() < end:
                 pass
         case b"in C":
             return str((7**9**9).bit_length()).encode()
@@ -52,6 +58,22 @@ def test_a_costly_call_is_told_apart_and_replaced(bounded: BoundedFunction, call
         bounded(call)
     assert int(bounded(b"pid")) != pid
     assert bounded(b"ab") == b"abab"
+
+
+def test_a_starved_call_is_not_costly(bounded: BoundedFunction) -> None:
+    processors = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, [min(processors)])
+    spin = "import time\nend = time.process_time() + 60\nwhile time.process_time() < end: pass\n"
+    burners = [subprocess.Popen([sys.executable, "-S", "-c", spin]) for _ in range(5)]
+    try:
+        began = time.monotonic()
+        assert bounded(b"computes") == b"computes" * 2
+        assert time.monotonic() - began > 0.3  # longer than its limit of processor time
+    finally:
+        os.sched_setaffinity(0, processors)
+        for burner in burners:
+            burner.kill()
+            burner.wait()
 
 
 def test_a_fault_of_the_function_or_the_machine_is_not_the_calls(bounded: BoundedFunction) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from waits import runs
+from waits import LONG_S, runs
 
 from broker.errors import UserError
 from broker.settings.config import RewardConfig
@@ -209,6 +209,45 @@ async def test_cancelled_work_does_not_answer_the_next_question(workers: RewardW
 async def test_a_reward_that_cannot_be_loaded_stops_the_start() -> None:
     pool = RewardWorkerPool(2, 1.0, [reward("absent")])
     with pytest.raises(UserError, match="has no 'absent'"):
+        await pool.start()
+    await pool.close()
+    assert not pool._living
+
+
+SLOW_MODULE = """
+import pathlib, sys, time
+tries = pathlib.Path({path!r})
+if "rewardhub.worker_pool" not in sys.modules:  # in the worker
+    tries.write_text(tries.read_text() + "x")
+    time.sleep(60 if len(tries.read_text()) <= {slow} else 0)
+def score(sample): return 1.0
+"""
+
+
+def slow_reward(folder: Path, slow: int) -> RewardConfig:
+    """Return a reward whose first imports never end."""
+    (folder / "tries").write_text("")
+    (folder / "slow.py").write_text(SLOW_MODULE.format(path=str(folder / "tries"), slow=slow))
+    return RewardConfig(name=f"{folder / 'slow.py'}:score")
+
+
+async def test_slow_start_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(workers_module, "START_S", (0.5, LONG_S))
+    slow = slow_reward(tmp_path, 1)
+    pool = RewardWorkerPool(1, 5.0, [slow])
+    await pool.start()
+    assert (await pool.score(slow, sample())).value == 1.0
+    assert "a worker process did not load its rewards: no answer in" in caplog.text
+    assert f"trying again with {LONG_S:g} s" in caplog.text
+    await pool.close()
+
+
+async def test_a_start_that_fails_names_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers_module, "START_S", (0.3, 0.6))
+    pool = RewardWorkerPool(1, 5.0, [slow_reward(tmp_path, 9)])
+    with pytest.raises(UserError, match=r"did not load its rewards: no answer in .* of processor time .*; 2 attempts"):
         await pool.start()
     await pool.close()
     assert not pool._living

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from broker.contract import wire
-from rollout.job_queue import ENDED, GenerationJob
+from rollout.job_queue import ENDED, LEAST_COMPACTED, GenerationJob
 from rollout.scheduler import Scheduler, common_prefix
 
 
@@ -269,3 +271,40 @@ def test_impossible_sizes() -> None:
 )
 def test_common_prefix(a: tuple[int, ...], b: tuple[int, ...], n: int) -> None:
     assert common_prefix(tokens(*a), tokens(*b)) == n
+
+
+def scheduler_passed_by(others: Callable[[int], GenerationJob], *, running: bool) -> tuple[Scheduler, int]:
+    """Return a scheduler with one job that stays while 2,000 others come and end, and the contexts still in memory."""
+    scheduler = Scheduler(num_slots=2, max_running=2 if running else 1, version=0, prefix_cache=False)
+    if running:
+        scheduler.submit(job("stays", until=1e4))
+        scheduler.admit(0.0)
+    else:
+        scheduler.submit(job("stays", step=9, until=1e4))
+    contexts = []
+    for number in range(2000):
+        other = others(number)
+        contexts.append(weakref.ref(other.tokens))
+        scheduler.submit(other)
+        (start,) = scheduler.admit(float(number))
+        assert start.job is other
+        scheduler.finish(start.slot, None)
+        scheduler.expire(float(number))
+        del other, start
+    return scheduler, sum(context() is not None for context in contexts)
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_ended_jobs_leave_memory_behind_one_that_stays(running: bool) -> None:
+    scheduler, kept = scheduler_passed_by(lambda n: job(f"r{n}", step=0, at=n, until=n + 3e4), running=running)
+    assert kept <= 2 * LEAST_COMPACTED
+    assert scheduler.job("stays") is not None
+    assert scheduler.next_deadline() == 1e4
+
+
+def test_urgent_jobs_leave_memory_behind_a_higher_rank() -> None:
+    held = job("held", version=1, until=1e4)
+    scheduler, kept = scheduler_passed_by(lambda n: job(f"r{n}", step=9, at=n, until=float(n)), running=False)
+    assert kept <= 2 * LEAST_COMPACTED
+    scheduler.submit(held)
+    assert [one.request_id for one in scheduler.expire(2e4)] == ["stays", "held"]
