@@ -170,5 +170,6 @@ CASES: Final = (
     _scale("resume", ("resume_s", "resume_extra_mib"), GROUPS=3_000),
     _scale("groups", ("groups",), SIZES_MIB=(1, 8), TOTAL_MIB={1: 4, 8: 8}, ROUNDS={1: 1, 8: 1}),
     _scale("intake", ("intake",), network_namespaces.why_not, SMALL_GROUPS=40, BEFORE_GROUPS=5, LARGE_GROUPS=4),
+    _scale("marks", ("marks_per_s", "marks_in_hand"), IN_HAND=500, HUBS=2, WINDOW_S=2.0),
     _scale("soak", ("soak",), STEPS=8, RENAME_AT=4, PAUSE_AT=(2,), AWAY_AT=(3,)),
 )
