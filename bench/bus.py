@@ -103,8 +103,8 @@ async def prepare(url: str, run: str) -> None:
 def measure(size_bytes: int, seconds: float, *, sync_always: bool) -> float:
     """Return cycles per second against a fresh server."""
     with (
-        tempfile.TemporaryDirectory(prefix="rlearner-bench-") as store,
-        BrokerServer(store, sync_always=sync_always) as server,
+        tempfile.TemporaryDirectory(prefix="rlearner-bench-") as folder,
+        BrokerServer(f"{folder}/store", sync_always=sync_always) as server,
     ):
         uvloop.run(prepare(server.url, "bench"))
         with subprocess.Popen(

@@ -43,8 +43,8 @@ BARE: Final = "bare"
 def measure() -> dict[str, Any]:
     """Return one row per size."""
     with (
-        tempfile.TemporaryDirectory(prefix="rlearner-groups-") as store,
-        BrokerServer(store, store_max_gib=64) as server,
+        tempfile.TemporaryDirectory(prefix="rlearner-groups-") as folder,
+        BrokerServer(f"{folder}/store", store_max_gib=64) as server,  # its keys are next to it
     ):
         return {"groups": [_row(server.url, size) for size in SIZES_MIB]}
 

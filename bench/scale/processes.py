@@ -59,7 +59,7 @@ def roles(size: int) -> list[str]:
 
 
 def _measure(size: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="rlearner-scale-") as folder, BrokerServer(folder) as server:
+    with tempfile.TemporaryDirectory(prefix="rlearner-scale-") as folder, BrokerServer(f"{folder}/store") as server:
         asyncio.run(_publish_spec(server.url))
         command = [sys.executable, "-m", "bench.scale.processes", server.url, str(size)]
         commands, pipe = [[*command, str(number)] for number in range(CHILDREN)], subprocess.PIPE
