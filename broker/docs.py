@@ -112,10 +112,11 @@ server does not answer, send the request to another one with a new `request_id`.
 **End tickets.** Store the record first, with the headers `{wire.TICKET_HEADER}: NUMBER` and `Nats-Msg-Id:
 tickets-NUMBER` (`evaltickets-NUMBER` for an evaluation), wait for the broker's confirmation, then acknowledge the
 ticket. The message id lets the broker drop a repetition within two minutes; the learner drops later ones. A scored
-group, or one of a domain without rewards, goes to `samples`; any other to `rl.{{run}}.episodes.{{pool}}` of its first
-pool, with the remaining pools in `pools`. A group must have the number of episodes that its ticket requests, at least
-`min_group_size`, or the learner closes the ticket as `malformed`. If there is no group, store a `Closed`. A ticket that
-is acknowledged without either is closed by the learner as `timeout` and replaced within a minute, or later if previous
+group, or one of a domain without rewards, goes to `samples`; any other to
+`rl.{{run}}.episodes.{{pool}}.tickets-NUMBER` (`evaltickets-NUMBER`) of its first pool, with the remaining pools in
+`pools`; if its ticket is closed, the learner deletes it there. A group must have the number of episodes that its ticket
+requests, at least `min_group_size`, or the learner closes the ticket as `malformed`. If there is no group, store a
+`Closed`. A ticket that is acknowledged without either is closed by the learner as `timeout` and replaced within a minute, or later if previous
 groups are still being scored."""
 
 

@@ -102,7 +102,7 @@ class EnvironmentHub:
         limits = EpisodeLimits(seconds(self.settings.episode_timeout_s), seconds(self.settings.generate_timeout_s))
         self.slots = slots.EpisodeSlots(n or self.settings.n, self.settings.max_retries)
         nurseries = WorkerPools(self.settings.worker_memory_mib, self.settings.pass_env)
-        calls = EnvironmentCalls(self.settings.step_timeout_s)
+        calls = EnvironmentCalls(self.settings.step_timeout_s, clock.timeout)
         self.players = EpisodeRunners(tokenizer, self.generator, calls, limits, nurseries, max_workers=self.slots.n)
         self.players.clock, self.players.spans = clock, member.spans
         self.health = WorkHealth("domain", self.domains, self._broken_after, trial=self._trial, changed=member.poke)
@@ -192,6 +192,7 @@ class EnvironmentHub:
             raise self.outbox.failure
 
     def _tick(self) -> None:
+        self._abandon_lapsed()
         epoch = self.member.spec.epoch
         if self.member.spec is not self.spec:
             self._follow_spec()
@@ -201,6 +202,13 @@ class EnvironmentHub:
         self._perform(self.slots.tick(self.servers.clock.now(), idle=self.outbox.is_empty, left_s=self._left_s))
         if self._serves_someone(TICKETS) and not self.slots.draining:
             self.health.start_trials()
+
+    def _abandon_lapsed(self) -> None:
+        """Abandon the tickets that other hubs may play by now, before anything ends them."""
+        lapsed = [key for key, held in self._in_hand.items() if held.delivery.has_lapsed]
+        if lapsed:
+            log.warning("%d tickets abandoned: other hubs may play them, since this one did not run", len(lapsed))
+            self._perform(self.slots.abandon(lapsed))
 
     def _count_hung(self) -> None:
         """Exit in good order when too many threads hang: a thread cannot be stopped.
@@ -360,6 +368,9 @@ class EnvironmentHub:
                 case slots.HandBack(key, delay_s, detail):
                     del self._in_hand[key]
                     self.outbox.hand_back(held, delay_s, detail)
+                case slots.AbandonTicket(key):
+                    del self._in_hand[key]
+                    self.outbox.abandon(held)
         if actions:
             self.turnstile.poke()
 
@@ -399,6 +410,7 @@ class EnvironmentHub:
         self._perform(self.slots.judged(key, episode, solved=solved))
 
     def _failed(self, key: str, held: InHand, episode: int, error: EpisodeFailed) -> None:
+        self._abandon_lapsed()  # a hub that did not run for long finds many calls too late
         if self._in_hand.get(key) is not held:
             return
         self.tally.failures += 1
@@ -425,6 +437,7 @@ class EnvironmentHub:
     def presence(self) -> wire.Presence:
         """Return what this hub publishes about itself."""
         base_s, each_s = self.players.calls.curve.fit()
+        begun = [self._in_hand[key] for key in self.slots.begun if key in self._in_hand]
         return wire.Presence(
             role="envhub",
             id=self.member.id,
@@ -441,6 +454,7 @@ class EnvironmentHub:
             process=this_process(),
             job=batch_job(),
             key=self.client.key,
+            tickets=[held.asked.number for held in begun if held.asked.stream is TICKETS],
         )
 
     def metrics(self) -> dict[str, float]:

@@ -178,15 +178,14 @@ class TrainingLoop:
                 self._giveup.worked(domain)
         forgotten = [action.number for action in actions if isinstance(action, ForgetTicket)]
         self._trace_record(entry.ticket, [action for action in actions if isinstance(action, ForgetTicket)])
-        message, is_ours = entry.message, False
+        message = entry.message
         if isinstance(message, wire.Closed) and forgotten:
             self._say_closed(message)
-            is_ours = message.by == self._bus.name
+            if message.reason != FILTERED:  # by the hub that has the only group
+                self._issuer.withdraw(entry.ticket, is_queued=message.by == self._bus.name)
         elif isinstance(message, wire.RulesChange):
             self._say_changed(message, len(forgotten))
-            is_ours = True
-        if is_ours:
-            for number in forgotten:  # no hub ended these, so they may still be queued
+            for number in forgotten:  # no hub ended these
                 self._issuer.withdraw(number)
         self._perform(actions)
         await self._offer_if_current()

@@ -106,9 +106,9 @@ async def open_services(
     await evaluator.open()
     issuer = TicketIssuer(bus, TICKETS, gate.wait, member.spans.traces)
     timeout_s = seconds(section(config, "train", TrainSection).ticket_timeout_s)
-    reaper = TicketReaper(bus, ledger, roster, timeout_s, lambda: watch.paused or training.on_device)
-    pools = {reward.pool for domain in domains(config).values() for reward in domain.rewards}
-    orphans = OrphanReaper(bus, ledger, len(pools))
+    pools = {name: {reward.pool for reward in domain.rewards} for name, domain in domains(config).items()}
+    reaper = TicketReaper(bus, ledger, roster, timeout_s, lambda: watch.paused or training.on_device, pools=pools)
+    orphans = OrphanReaper(bus, ledger, len(set[str]().union(*pools.values())))
     services = (issuer, gate, reaper, orphans)
     for work in (*book.services(), *evaluator.services(), *(one.serve() for one in services)):
         member.spawn(work)

@@ -54,6 +54,8 @@ class _Job:
     pool: str
     delivery: Delivery
     began: float = field(default_factory=time.monotonic)
+    task: asyncio.Task[None] | None = None
+    is_scored: bool = False
 
 
 async def serve(options: argparse.Namespace, stop: Stop) -> None:
@@ -147,6 +149,7 @@ class RewardhubService:
                 for feed in self._feeds.values():
                     if feed.done():
                         feed.result()  # a feed ends only with an error, which this raises
+                self._abandon_lapsed()
                 self._follow_spec()
                 self.health.start_trials()
         finally:
@@ -202,7 +205,7 @@ class RewardhubService:
             return
         self._follow_spec()
         job = self._jobs[delivery.seq] = _Job(pool, delivery)
-        task = asyncio.create_task(self._work(job))
+        task = job.task = asyncio.create_task(self._work(job))
         self._tasks.add(task)
         task.add_done_callback(lambda done: self._done(delivery.seq, done))
 
@@ -214,6 +217,15 @@ class RewardhubService:
             # Nothing was acknowledged, so another hub gets the group when this one exits.
             log.error("could not finish a group", exc_info=error)
             self.member.stop.request(f"{type(error).__name__}: {error}")
+
+    def _abandon_lapsed(self) -> None:
+        """Abandon the groups that other hubs may score by now."""
+        lapsed = [job for job in self._jobs.values() if not job.is_scored and job.delivery.has_lapsed]
+        if lapsed:
+            log.warning("%d groups abandoned: other hubs may score them, since this one did not run", len(lapsed))
+        for job in lapsed:
+            if job.task is not None:
+                job.task.cancel()
 
     def _follow_spec(self) -> None:
         """Follow the run's configuration, in which rewards and pools may change when the learner resumes."""
@@ -267,6 +279,9 @@ class RewardhubService:
                 ending = await score_group(scoring, rewards, self.workers)
         except NoWorkerError as error:
             ending = CloseAction("aborted", str(error), own=False)
+        if isinstance(ending, CloseAction) and job.delivery.has_lapsed:
+            job.delivery.abandon()  # the hub did not run for long, so its timeouts say nothing about the reward
+            return
         self.tally.retries += scoring.num_retries
         self.tally.cost += scoring.cost
         key = ticket_key(group.ticket, evaluation=group.eval_step >= 0)
@@ -303,6 +318,7 @@ class RewardhubService:
         return await rescore_group(message, self.domains, self.workers, self.member.id)
 
     async def _forward(self, job: _Job, forward: ForwardAction, seconds: float) -> None:
+        job.is_scored = True
         group = msgspec.structs.replace(
             forward.group,
             reward_s=forward.group.reward_s + seconds,
@@ -328,14 +344,14 @@ class RewardhubService:
             by=self.member.id,
             eval_step=eval_step,
         )
-        await close_ticket(self.bus, job.delivery, EPISODES, closed, evaluation=eval_step >= 0)
-        self.tally.closed += 1
+        self.tally.closed += await close_ticket(self.bus, job.delivery, EPISODES, closed, evaluation=eval_step >= 0)
 
     # -- reporting
 
     def presence(self) -> wire.Presence:
         """Return this hub's presence message."""
         base_s, each_s = self.workers.curve.fit()
+        in_hand = [job.delivery for job in self._jobs.values()]
         return wire.Presence(
             role="rewardhub",
             id=self.member.id,
@@ -350,6 +366,7 @@ class RewardhubService:
             serves=self.health.serves,
             problem=self.health.problem,
             job=batch_job(),
+            tickets=sorted({one.ticket for one in in_hand if one.ticket and one.eval_step < 0}),
         )
 
     def metrics(self) -> dict[str, float]:

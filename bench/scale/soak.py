@@ -1,23 +1,24 @@
 """Weeks of a run in virtual time: the real ledger, issuer, reaper and evaluator, with a simulated fleet and trainer.
 
-1,000 steps of 20 minutes on two domains, with pauses of 8 hours, hubs that are away for a day, and one domain renamed
-on a resume.
+1,000 steps of 20 minutes on two domains whose groups are scored by reward hubs: with pauses of 8 hours, hubs and reward
+hubs that are away for a day, scoring that is slower than playing, one domain renamed on a resume, and hubs that freeze
+every few hours. The same numbers every time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
-import socket
 import tempfile
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from bench.scale.virtual import MemoryBus, run
+from bench.scale.virtual_fleet import LOOK_S, SCORE_S, SoakFleet, SoakRewards
 from broker.contract import wire
-from broker.contract.streams import EVALS, EVALTICKETS, SAMPLES, TICKETS
+from broker.contract.streams import EVALTICKETS, SAMPLES, TICKETS
 from broker.runtime.process import Stop
 from broker.settings.config import DomainSection
 from learner.config import EvalSection
@@ -34,86 +35,18 @@ STEPS: Final = 1_000
 STEP_S: Final = 1_200.0
 GROUPS: Final = 64
 STALENESS: Final = 4
-# groups that the fleet plays at once: a little slower than the learner, so that tickets queue for an hour
-AT_ONCE: Final = 15
-GROUP_S: Final = (60.0, 540.0)
 HOUR_S: Final = 3_600.0
 PAUSE_AT: Final = (100, 101, 400, 800)  # steps behind which the operator pauses the run for 8 hours
 AWAY_AT: Final = (250, 700)  # steps behind which every hub is away for a day
+REWARDS_AWAY_AT: Final = (350,)  # steps behind which every reward hub is away for REWARD_OUTAGE_H
+REWARD_OUTAGE_H: Final = 24.0
+SLOW_AT: Final = (550, 600)  # first and last step with scoring that is slower than playing
+SLOW_SCORE_S: Final = 120.0  # 120 groups an hour, where hubs play 180
+PAUSE_EVERY_S: Final = 5 * HOUR_S  # from one frozen hub to the next
+FROZEN_S: Final = (10.0, 5_400.0)
 RENAME_AT: Final = 500
-LOOK_S: Final = 15.0
 TIMEOUT_S: Final = 1_800.0  # of a ticket
-
-
-class SoakFleet:
-    """Hubs as one: takes tickets while it is there and the run is not paused, and ends each after some minutes."""
-
-    def __init__(self, bus: MemoryBus, domains: set[str]) -> None:
-        self.bus, self.domains = bus, domains
-        self.is_there, self.paused, self.version = True, False, 0
-        self.num_played = 0
-        self._random = random.Random(0)
-        self._working: dict[asyncio.Task[None], wire.Ticket | wire.EvalTicket] = {}
-
-    def alive(self, role: str) -> list[wire.Presence]:
-        if role != "envhub" or not self.is_there:
-            return []
-        host, serves = socket.gethostname(), sorted(self.domains)
-        return [wire.Presence(role=role, id="hubs", host=host, pid=1, state="serving", serves=serves)]
-
-    def leave(self) -> None:
-        """Kill every hub: tickets in progress return to their queue."""
-        self.is_there = False
-        for task, ticket in self._working.items():
-            task.cancel()
-            self.bus.give_back(EVALTICKETS if isinstance(ticket, wire.EvalTicket) else TICKETS, ticket.domain, ticket)
-        self._working.clear()
-
-    async def serve(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_S)
-            if not self.is_there or self.paused:
-                continue
-            for stream in (EVALTICKETS, TICKETS):
-                for domain in sorted(self.domains):
-                    while len(self._working) < AT_ONCE and (ticket := self.bus.take(stream, domain)) is not None:
-                        assert isinstance(ticket, wire.Ticket | wire.EvalTicket)
-                        task = asyncio.create_task(self._play(ticket, self.version))
-                        self._working[task] = ticket
-                        task.add_done_callback(lambda done: self._working.pop(done, None))
-
-    async def _play(self, ticket: wire.Ticket | wire.EvalTicket, version: int) -> None:
-        left_s = self._random.uniform(*GROUP_S)
-        while left_s > 0:  # during a pause the servers are away, too, and what is in hand stands still
-            await asyncio.sleep(min(left_s, 2 * LOOK_S))
-            left_s -= 0.0 if self.paused else 2 * LOOK_S
-        is_eval = isinstance(ticket, wire.EvalTicket)
-        self.num_played += not is_eval
-        runs = wire.column([version, 1], "<i4")
-        one = wire.Trajectory(
-            episode=0,
-            token_ids=wire.column([1, 2], "<i4"),
-            loss_mask=wire.column([0, 1], "|u1"),
-            logprobs=wire.column([0.0, -1.0], "<f4"),
-            version_runs=runs,
-            turns=[],
-            reward=0.0,
-            reward_parts={},
-            success=False,
-            end="terminated",
-        )
-        group = wire.Group(
-            ticket=ticket.number,
-            domain=ticket.domain,
-            task_index=ticket.task_index,
-            min_version=ticket.min_version,
-            hub="hubs",
-            deliveries=1,
-            pools=[],
-            trajectories=[one],
-            eval_step=ticket.eval_step if isinstance(ticket, wire.EvalTicket) else -1,
-        )
-        await self.bus.publish(EVALS if is_eval else SAMPLES, group, ticket=ticket.number)
+POOL: Final = "judge"
 
 
 class SoakLearner:
@@ -127,7 +60,8 @@ class SoakLearner:
         around: Any = bus
         self.issuer = TicketIssuer(around, TICKETS)
         roster: Any = fleet
-        self.reaper = TicketReaper(around, ledger, roster, TIMEOUT_S, lambda: self.paused, every_s=LOOK_S)
+        pools = {rule.name: fleet.pools for rule in rules.domains}
+        self.reaper = TicketReaper(around, ledger, roster, TIMEOUT_S, lambda: self.paused, pools=pools, every_s=LOOK_S)
         domains = {rule.name: DomainSection(env="frozenlake", deadline_s=600.0) for rule in rules.domains}
         section = EvalSection(every_steps=50, tasks=16, at_start=False, timeout_s=3_600.0)
         evaluations = EvaluationQueue(section, domains, 0, first_number=bus._last.get(EVALTICKETS.name, 0) + 1)
@@ -136,6 +70,7 @@ class SoakLearner:
             around, evaluations, roster, folder, "", patience, TranscriptFactory({}, folder), every_s=LOOK_S
         )
         self.boundary = ledger.dump()
+        self.slowest_wait_s = 0.0  # the longest time in the reward queue while scoring was slow
 
     async def run(self, until: int) -> None:
         """Make steps up to ``until``; return between two steps."""
@@ -176,6 +111,14 @@ class SoakLearner:
             self.fleet.leave()
             await asyncio.sleep(24 * HOUR_S)
             self.fleet.is_there = True
+        if (rewards := self.fleet.rewards) is not None:
+            if step in REWARDS_AWAY_AT:
+                rewards.leave(REWARD_OUTAGE_H * HOUR_S)
+            rewards.score_s = SLOW_SCORE_S if SLOW_AT[0] <= step < SLOW_AT[1] else SCORE_S
+            if step == SLOW_AT[0]:
+                rewards.longest_wait_s = 0.0
+            elif step == SLOW_AT[1]:
+                self.slowest_wait_s = rewards.longest_wait_s
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
@@ -185,27 +128,41 @@ class SoakLearner:
                 self.issuer.withdraw(action.number)
 
 
+async def _freeze_hubs(fleet: SoakFleet, rewards: SoakRewards) -> None:
+    """Freeze one hub after the other, and every tenth time the reward hubs."""
+    chance = random.Random(1)
+    for number in itertools.count():
+        await asyncio.sleep(PAUSE_EVERY_S)
+        if number % 10 == 9:
+            rewards.freeze(chance.uniform(*FROZEN_S))
+        else:
+            fleet.freeze(number, chance.uniform(*FROZEN_S))
+
+
 async def _soak(folder: Path) -> dict[str, Any]:
     lake, maze, mine = (DomainRule(name, 1.0, 8, 1, 600.0) for name in ("lake", "maze", "mine"))
     rules = TicketRules(STEPS, GROUPS, STALENESS, "wait", 0, (lake, maze))
     bus = MemoryBus("soak", "learner")
-    fleet = SoakFleet(bus, {"lake", "maze"})
-    serving = asyncio.create_task(fleet.serve())
+    fleet, rewards = SoakFleet(bus, {"lake", "maze"}, [POOL]), SoakRewards(bus, POOL)
+    fleet.rewards = rewards
+    serving = [asyncio.create_task(one) for one in (fleet.serve(), rewards.serve(), _freeze_hubs(fleet, rewards))]
     first = SoakLearner(bus, fleet, Ledger(rules), rules, folder, 1)
     await first.run(RENAME_AT)
     renamed = replace(rules, domains=(lake, mine))
     fleet.domains = {"lake", "mine"}
     second = SoakLearner(bus, fleet, Ledger.load(first.boundary), renamed, folder, 2)
     await second.run(STEPS)
-    serving.cancel()
-    with suppress(asyncio.CancelledError):
-        await serving
+    for task in serving:
+        task.cancel()
+    await asyncio.gather(*serving, return_exceptions=True)
     counts = second.ledger.counts()
     ended = sum(counts[name] for name in ("trained", "filtered", "dropped", "dead"))
     reasons = dict(sorted(second.ledger.state.reasons.items()))
     days = asyncio.get_running_loop().time() / (24 * HOUR_S)
     shown: dict[str, Any] = {"steps": second.ledger.state.version, "dead": counts["dead"]}
-    shown |= {"lost": counts["issued"] - ended, "dropped": counts["dropped"]}
+    shown |= {"lost": counts["issued"] - ended, "dropped": counts["dropped"], "duplicate": counts["duplicate"]}
+    shown |= {"reward_outage_h": REWARD_OUTAGE_H if REWARDS_AWAY_AT else 0.0, "hub_pauses": fleet.num_pauses}
+    shown["slow_scoring"] = max(first.slowest_wait_s, second.slowest_wait_s) > TIMEOUT_S
     assert counts["trained"] == STEPS * GROUPS, counts
     return {"soak": shown | {"reasons": reasons, "played": fleet.num_played, "days": round(days, 1)}}
 

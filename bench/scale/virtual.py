@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine
+from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 from broker.contract import wire
-from broker.contract.streams import Stream
+from broker.contract.streams import EPISODES, Stream
 from broker.jetstream.bus import LogRecord
 
 T = TypeVar("T")
@@ -30,7 +31,10 @@ class _Selector(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """``time()`` is virtual; a sleep takes no real time."""
+    """``time()`` is virtual; a sleep takes no real time.
+
+    What is meant for a thread runs at once: the clock waits for no thread, so each run would take another course.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -40,6 +44,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self.now
+
+    def run_in_executor(  # type: ignore[override]  # as asyncio declares it, with a type for each argument
+        self, executor: Executor | None, func: Callable[..., T], *args: Any
+    ) -> asyncio.Future[T]:
+        done: asyncio.Future[T] = self.create_future()
+        try:
+            done.set_result(func(*args))
+        except Exception as error:  # noqa: BLE001 - for the awaiting caller
+            done.set_exception(error)
+        return done
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
@@ -92,6 +106,16 @@ class MemoryBus:
         self._deleted.setdefault(stream.name, set()).add(seq)
         return True
 
+    async def remove_groups(self, number: int, *, evaluation: bool = False) -> None:
+        for (name, key), queue in self._queues.items():
+            if name == EPISODES.name:
+                groups = (one for one in queue if isinstance(one, wire.Group))
+                kept = (one for one in groups if (one.ticket, one.eval_step >= 0) != (number, evaluation))
+                self._queues[name, key] = deque(kept)
+
+    async def missing(self, stream: Stream, seqs: Collection[int]) -> set[int]:
+        return self._deleted.get(stream.name, set()).intersection(seqs)
+
     async def trim_parts(self, log: Stream, keep: Callable[[int], bool]) -> int:
         return 0
 
@@ -115,12 +139,18 @@ class MemoryBus:
         queue = self._queues.get((stream.name, key), deque())
         while queue:
             message = queue.popleft()
+            if isinstance(message, wire.Group):
+                return message
             assert isinstance(message, wire.Ticket | wire.EvalTicket)
             if message.number not in self._deleted.get(stream.name, ()):
                 known = self._delivered.get((stream.name, key), 0)
                 self._delivered[stream.name, key] = max(known, message.number)
                 return message
         return None
+
+    def queued(self, stream: Stream, key: str) -> list[wire.Group]:
+        """Return the groups in a work queue."""
+        return [message for message in self._queues.get((stream.name, key), ()) if isinstance(message, wire.Group)]
 
     def give_back(self, stream: Stream, key: str, message: wire.Message) -> None:
         """Put a message back at the head of its work queue."""

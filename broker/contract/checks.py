@@ -31,6 +31,7 @@ MAX_SPANS: Final = 256
 MAX_REQUEST_S: Final = 86_400.0  # of a request's deadline
 MAX_ID_CHARS: Final = 256  # of a request or a conversation
 MAX_SERVES: Final = 1024
+MAX_TICKETS: Final = 32_768  # of one hub
 MAX_TASKS: Final = 4096  # of a record of lengths
 MAX_MEAN: Final = 1_000_000
 PASS_RATE: Final = ("low", "high")
@@ -464,7 +465,7 @@ def _too_long(message: str, field: str, value: str, most: int) -> WireError:
 def _check_presence(presence: wire.Presence) -> None:
     """host, address, policy and process have at most 256 characters, channel and job 64, engine 1,024, problem 2,048,
     said, voucher and the difference of a refusal 512.
-    serves has at most 1,024 names. key is a CURVE key in Z85 or empty."""
+    serves has at most 1,024 names, tickets at most 32,768 numbers from 1 on. key is a CURVE key in Z85 or empty."""
     for name, most in PRESENCE_CHARS.items():
         if len(value := getattr(presence, name)) > most:
             raise _too_long("Presence", name, value, most)
@@ -473,6 +474,11 @@ def _check_presence(presence: wire.Presence) -> None:
     for name in presence.serves:
         if not wire.NAME.fullmatch(name):
             raise _wrong("Presence", "serves", name, "must be 1-64 letters, digits, '_' or '-'")
+    tickets = presence.tickets or []
+    if len(tickets) > MAX_TICKETS:
+        raise _wrong("Presence", "tickets", f"{len(tickets)} numbers", f"must have at most {MAX_TICKETS}")
+    if tickets and min(tickets) < 1:
+        raise _wrong("Presence", "tickets", min(tickets), "must be >= 1")
     if presence.key:
         _check_key("Presence", presence.key)
     if (refusal := presence.refusal) is not None:

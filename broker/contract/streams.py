@@ -97,8 +97,9 @@ class Stream:
 
 TICKETS: Final = Stream("tickets", WORK_QUEUE, (wire.Ticket,), "domain", "learner", "envhub", "until acknowledged")
 EPISODES: Final = Stream(
-    "episodes", WORK_QUEUE, (wire.Group, wire.Parted), "pool", "envhub, rewardhub", "rewardhub", "until acknowledged"
-)
+    "episodes", WORK_QUEUE, (wire.Group, wire.Parted), "pool.ticket", "envhub, rewardhub", "rewardhub",
+    "until acknowledged, or its ticket was closed",
+)  # fmt: skip
 SCORES: Final = Stream(
     "scores", REQUEST, (wire.EpisodeScoreRequest, wire.EpisodeScoreReply), "pool", "envhub", "rewardhub"
 )
@@ -176,6 +177,15 @@ STREAMS: Final[tuple[Stream, ...]] = (
     *(TICKETS, EPISODES, SCORES, SAMPLES, PARTS, EVALTICKETS, EVALS, WEIGHTS, WEIGHTSYNC, GENERATE, RERUNS),
     *(REQUESTS, METRICS, PRESENCE, DEAD, ATTEMPTS, CONTROL, MEMBERS, RUNS, MODELS, DEVICES, LENGTHS, RESERVE),
 )
+
+
+def ticket_key(number: int, *, evaluation: bool) -> str:
+    """Return the key of a ticket, unique in a run.
+
+    The broker drops a second result published with it as message id. It ends the subjects of the ticket's groups.
+    """
+    return f"{(EVALTICKETS if evaluation else TICKETS).name}-{number}"
+
 
 ACK_WAIT_S: Final = 6.0  # redelivery after this long without an in-progress mark, with up to 180 open tickets
 LONGEST_ACK_WAIT_S: Final = 600.0  # a dead hub's tickets are delivered again after this time at the latest

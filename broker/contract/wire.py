@@ -22,7 +22,7 @@ import numpy.typing as npt
 from broker.contract import sizes
 from broker.contract.sizes import MAX_GROUP_BYTES, MAX_SMALL_BYTES
 
-WIRE_VERSION: Final = 15
+WIRE_VERSION: Final = 16
 MAX_PAYLOAD_BYTES: Final = sizes.MAX_PAYLOAD_BYTES
 ACTOR: Final = "actor"  # the policy being trained
 EVAL_HEADER: Final = "Rl-Eval-Step"  # eval_step of messages of an evaluation; absent in training
@@ -541,6 +541,7 @@ class Presence(Message, frozen=True, tag="Presence"):
     job: str = ""  # batch job that it runs in, for example Slurm job 4711_2; empty outside of one
     voucher: str = ""  # proves that a process of this role announces what broker/runtime/vouching.py lists
     refusal: OfferRefusal | None = None  # rollout: set while it cannot serve the newest offer
+    tickets: list[int] | None = None  # hubs: training tickets they work on, in their entries only; null: not said
 
 
 class RunSpec(Message, frozen=True, tag="RunSpec"):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from broker.contract.streams import marking_period_s
 from broker.identity.login import Login
 from broker.nats.connection import NatsLink
 from broker.nats.nats_errors import Disconnected, NoResponders
@@ -24,12 +25,16 @@ LOOK_EVERY_S: Final = 0.5  # for due marks, and whether the event loop turns
 
 @dataclass(slots=True)
 class _Mark:
-    """What is known of a held message."""
+    """What is known of a held message; times are seconds of ``_now``."""
 
-    subject: str  # of its newest delivery
+    subject: str  # of its newest delivery here
     num_delivered: int
-    period_s: float
-    due_at: float  # monotonic time
+    wait_s: float  # after which the broker delivers it again
+    due_at: float  # of the next mark
+    received_at: float
+    marked_at: float  # of the newest mark that was sent
+    is_certain: bool = True  # whether the broker has confirmed marks all the time
+    has_lapsed: bool = False
 
 
 class AckProgress:
@@ -40,6 +45,10 @@ class AckProgress:
 
     The thread has its own event loop and connection. If the process's event loop does not turn for ``hang_after_s()``
     seconds, the process counts as dead: marks stop, and other processes get its work.
+
+    A delivery that had no mark for as long as the broker waits has lapsed: others may hold its message, so it is never
+    marked again. While the broker itself was down or had no leader, it served no other process either, so the holder
+    goes on; but the broker may deliver the message again, so the holder may no longer decide how it ends.
     """
 
     def __init__(
@@ -47,6 +56,8 @@ class AckProgress:
     ) -> None:
         self._url, self._name, self._hang_after_s, self._find_login = url, name, hang_after_s, find_login
         self._held: dict[tuple[str, int], _Mark] = {}  # by stream and sequence
+        self._confirmed_at = 0.0  # when the newest mark was sent that the broker confirmed
+        self._server = ""  # to which the thread is connected
         self._lock = threading.Lock()
         self._turned = time.monotonic()
         self._thread: threading.Thread | None = None
@@ -68,26 +79,44 @@ class AckProgress:
         """The number of held messages."""
         return len(self._held)
 
-    def hold(self, ack_subject: str, period_s: float) -> bool:
-        """Mark a delivery's message every ``period_s``, first within that time, to spread those that came together.
+    def hold(self, ack_subject: str, ack_wait_s: float) -> bool:
+        """Mark a delivery's message often enough for the ``ack_wait`` of its consumer.
 
-        Return whether an earlier delivery of it is held.
+        The first mark comes within a period, to spread deliveries that arrived together. Return whether an earlier
+        delivery of the message is held.
         """
         stream, num_delivered, seq = _message_of(ack_subject)
-        due_at = time.monotonic() + period_s * random.random()
+        now = _now()
+        due_at = now + marking_period_s(ack_wait_s) * random.random()
         with self._lock:
             known = self._held.get((stream, seq))
             if known is None or known.num_delivered <= num_delivered:
-                self._held[stream, seq] = _Mark(ack_subject, num_delivered, period_s, due_at)
+                self._held[stream, seq] = _Mark(ack_subject, num_delivered, ack_wait_s, due_at, now, now)
         return known is not None
 
     def release(self, ack_subject: str) -> None:
         """Stop marking a delivery's message, unless it was delivered to this process again."""
+        with self._lock:
+            if self._newest(ack_subject) is not None:
+                stream, _, seq = _message_of(ack_subject)
+                del self._held[stream, seq]
+
+    def has_lapsed(self, ack_subject: str) -> bool:
+        """Return whether others may hold a delivery's message by now, because its marks stopped for too long."""
         stream, num_delivered, seq = _message_of(ack_subject)
         with self._lock:
-            known = self._held.get((stream, seq))
-            if known is not None and known.num_delivered <= num_delivered:
-                del self._held[stream, seq]
+            mark = self._held.get((stream, seq))
+            if mark is None or mark.num_delivered > num_delivered:
+                return mark is not None  # it was delivered again since
+            return mark.has_lapsed or _now() - mark.marked_at > mark.wait_s
+
+    def is_proven(self, ack_subject: str) -> bool:
+        """Return whether only this process can hold a delivery's message: the broker has confirmed a mark in time."""
+        with self._lock:
+            mark = self._newest(ack_subject)
+            if mark is None or mark.has_lapsed or not mark.is_certain:
+                return False
+            return _now() - max(mark.received_at, min(mark.marked_at, self._confirmed_at)) <= mark.wait_s
 
     async def close(self) -> None:
         """Stop marking and wait for the thread."""
@@ -97,6 +126,12 @@ class AckProgress:
             self._runner.get_loop().call_soon_threadsafe(self._stop.set)
             await asyncio.to_thread(self._thread.join)
             self._thread = None
+
+    def _newest(self, ack_subject: str) -> _Mark | None:
+        """Return the mark of a delivery, None if its message is not held, or was delivered again since."""
+        stream, num_delivered, seq = _message_of(ack_subject)
+        mark = self._held.get((stream, seq))
+        return mark if mark is not None and mark.num_delivered <= num_delivered else None
 
     def _turn(self) -> None:
         self._turned = time.monotonic()
@@ -108,6 +143,7 @@ class AckProgress:
 
     async def _mark_forever(self) -> None:
         link = NatsLink(self._url, f"{self._name} marks", self._find_login)
+        link.on_disconnect.add(self._forget_unconfirmed)
         opening = asyncio.create_task(link.open())
         hanging = False
         try:
@@ -130,35 +166,68 @@ class AckProgress:
             await link.close()
 
     async def _mark_due(self, link: NatsLink) -> None:
-        now = time.monotonic()
+        if not link.connected.is_set():
+            return
+        now = _now()
+        self._note_server(link, now)
         with self._lock:
-            due = [mark for mark in self._held.values() if mark.due_at <= now]
-            for mark in due:
-                mark.due_at = now + mark.period_s
+            for mark in self._held.values():
+                mark.has_lapsed = mark.has_lapsed or now - mark.marked_at > mark.wait_s
+            due = [mark for mark in self._held.values() if mark.due_at <= now and not mark.has_lapsed]
         may_ask = self._asking is None or self._asking.done()
         try:
-            for mark in due[:-1] if may_ask else due:
-                await link.send(mark.subject, IN_PROGRESS)
-            if due and may_ask:
-                self._asking = asyncio.create_task(_ask(link, due[-1]))
+            for mark in due:
+                if may_ask and mark is due[-1]:
+                    self._asking = asyncio.create_task(self._ask(link, mark, now))
+                else:
+                    await link.send(mark.subject, IN_PROGRESS)
+                mark.due_at, mark.marked_at = now + marking_period_s(mark.wait_s), now
         except Disconnected:
-            for mark in due:  # they are sent first when the broker is back
-                mark.due_at = now
+            log.debug("connection lost; the others are marked first when the broker is back")
+
+    def _note_server(self, link: NatsLink, now: float) -> None:
+        """Let no delivery lapse because the only broker was down."""
+        if link.server_id == self._server:
+            return
+        if self._server and not link.clustered:
+            with self._lock:
+                for mark in self._held.values():
+                    mark.is_certain = mark.is_certain and now - mark.marked_at <= mark.wait_s
+                    mark.marked_at = now
+        self._server = link.server_id
+
+    def _forget_unconfirmed(self) -> None:
+        """Take back the marks that may not have arrived before the connection was lost; they are sent again first."""
+        with self._lock:
+            for mark in self._held.values():
+                if mark.marked_at > (certain_at := max(self._confirmed_at, mark.received_at)):
+                    mark.marked_at, mark.due_at = certain_at, 0.0
+
+    async def _ask(self, link: NatsLink, mark: _Mark, sent_at: float) -> None:
+        """Have one mark confirmed: a server cut off from its cluster accepts marks but does not pass them on."""
+        try:
+            await link.call(mark.subject, IN_PROGRESS, timeout_s=CONFIRM_WITHIN_S)
+        except Disconnected:
+            log.debug("connection lost; the mark is sent again")
+        except NoResponders:
+            link.doubt("marks")
+        except TimeoutError:
+            link.doubt("marks", CONFIRM_WITHIN_S)
+        else:
+            link.trust("marks")
+            with self._lock:
+                gap_s = sent_at - self._confirmed_at
+                for held in self._held.values():
+                    if gap_s > held.wait_s:  # it should have been confirmed in between, if it is older
+                        held.is_certain = held.is_certain and sent_at - held.received_at <= held.wait_s
+                self._confirmed_at = sent_at
+            return
+        mark.due_at = 0.0  # it may not have arrived
 
 
-async def _ask(link: NatsLink, mark: _Mark) -> None:
-    """Have one mark confirmed: a server cut off from its cluster accepts marks but does not pass them on."""
-    try:
-        await link.call(mark.subject, IN_PROGRESS, timeout_s=CONFIRM_WITHIN_S)
-        link.trust("marks")
-        return
-    except Disconnected:
-        log.debug("connection lost; the mark is sent again")
-    except NoResponders:
-        link.doubt("marks")
-    except TimeoutError:
-        link.doubt("marks", CONFIRM_WITHIN_S)
-    mark.due_at = time.monotonic() + LOOK_EVERY_S  # it may not have arrived
+def _now() -> float:
+    """Return seconds of a clock that also runs while the machine sleeps, where the system has one."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def _message_of(ack_subject: str) -> tuple[str, int, int]:

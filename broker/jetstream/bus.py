@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -13,7 +14,18 @@ from typing import Any, Final
 from broker.contract import codec, wire
 from broker.contract.permissions import OPERATOR
 from broker.contract.sizes import HEADER_BYTES, Buffer
-from broker.contract.streams import ACK_WAIT_S, DEAD, EVALS, RUNS, STREAMS, Stream, StreamKind, require_own
+from broker.contract.streams import (
+    ACK_WAIT_S,
+    DEAD,
+    EPISODES,
+    EVALS,
+    RUNS,
+    STREAMS,
+    Stream,
+    StreamKind,
+    require_own,
+    ticket_key,
+)
 from broker.errors import LostState, TooLarge, WireError
 from broker.identity.login import Login, find_login
 from broker.jetstream import provision
@@ -131,7 +143,7 @@ class Bus:
     async def ensure_consumers(self, stream: Stream, keys: Collection[str], ack_wait_s: float = ACK_WAIT_S) -> None:
         """Create the consumers of a work queue's keys; hubs may only use them."""
         name = stream.stream_name(self.run)
-        wanted = (settings(key, stream.subject(self.run, key), ack_wait_s) for key in keys)
+        wanted = (settings(key, stream.all_subjects(self.run, key), ack_wait_s) for key in keys)
         await asyncio.gather(*(ensure_consumer(self.link, name, one) for one in wanted))
 
     async def _ensure(self, stream: Stream, run: str) -> None:
@@ -169,11 +181,13 @@ class Bus:
         ticket: int = 0,
         message_id: str = "",
         expected_last_seq: int | None = None,
+        may_send: Callable[[], bool] = lambda: True,
     ) -> int | None:
         """Store one message, retrying until the broker confirms it; return its sequence.
 
         A group too large for one message is stored in parts, followed by a ``Parted`` that refers to them.
-        ``message_id`` lets the broker drop a repetition within two minutes. None: ``expected_last_seq`` did not match.
+        ``message_id`` lets the broker drop a repetition within two minutes. None: ``expected_last_seq`` did not match,
+        or ``may_send``, which is called before each attempt, returned False.
 
         Raises:
             TooLarge: if the message is larger than the wire or the broker allows; nothing was sent.
@@ -190,6 +204,8 @@ class Bus:
             headers[wire.TICKET_HEADER] = str(ticket)
         if (eval_step := getattr(message, "eval_step", -1)) >= 0:
             headers[wire.EVAL_HEADER] = str(eval_step)
+        if stream is EPISODES:
+            key = f"{key}.{ticket_key(ticket or getattr(message, 'ticket', 0), evaluation=eval_step >= 0)}"
         if expected_last_seq is not None:
             headers[EXPECTED_LAST_SEQ] = str(expected_last_seq)
         async with self._in_flight:
@@ -198,7 +214,7 @@ class Bus:
             make_room = partial(release, self.link, self.run) if essential else None
             if stream.signed:
                 headers |= self.link.login.sign(self.run, subject, data)
-            stored = await store(self.link, name, subject, data, headers, make_room)
+            stored = await store(self.link, name, subject, data, headers, make_room, may_send)
         self.counts.published[stream.name] += stored is not None
         return stored
 
@@ -231,11 +247,17 @@ class Bus:
         return await ask(self.link, f"STREAM.INFO.{stream.stream_name(self.run)}", details)
 
     async def depth(self, stream: Stream) -> dict[str, int]:
-        """Return the unacknowledged messages per key of a work queue, or {'': messages kept} of a log."""
+        """Return the unacknowledged messages per key of a work queue, or {'': messages kept} of a log.
+
+        Of a key with several parts the first is meant.
+        """
         if stream.kind is not StreamKind.WORK_QUEUE:
             return {"": int((await self.info(stream))["state"]["messages"])}
         state = (await self.info(stream, {"subjects_filter": stream.all_subjects(self.run)}))["state"]
-        return {subject.rpartition(".")[2]: int(count) for subject, count in (state.get("subjects") or {}).items()}
+        depths: Counter[str] = Counter()
+        for subject, count in (state.get("subjects") or {}).items():
+            depths[subject.split(".")[3]] += int(count)
+        return dict(depths)
 
     async def trim(self, stream: Stream, before_seq: int) -> None:
         """Delete every message with a sequence below ``before_seq``."""
@@ -257,6 +279,11 @@ class Bus:
             return False
         return True
 
+    async def remove_groups(self, number: int, *, evaluation: bool = False) -> None:
+        """Delete the groups of a ticket from the queues of all reward pools; hubs that hold one may still end it."""
+        subjects = EPISODES.all_subjects(self.run).removesuffix("*") + ticket_key(number, evaluation=evaluation)
+        await ask(self.link, f"STREAM.PURGE.{EPISODES.stream_name(self.run)}", {"filter": subjects})
+
     async def last_delivered(self, stream: Stream, key: str) -> int:
         """Return the highest sequence of a work queue's key that was ever delivered, 0 if none."""
         name, consumer = stream.stream_name(self.run), key
@@ -266,7 +293,7 @@ class Bus:
             except ApiError as error:
                 if error.err_code != NO_CONSUMER:
                     raise
-                found = await find_consumer(self.link, name, key, stream.subject(self.run, key))
+                found = await find_consumer(self.link, name, key, stream.all_subjects(self.run, key))
                 if found is None or found["durable_name"] == consumer:
                     return 0
                 consumer = found["durable_name"]  # created by another program

@@ -91,6 +91,21 @@ class Delivery:
         tokens = self._subject.split(".")
         return int(tokens[7 if len(tokens) == 9 else 9]) / 1e9
 
+    @property
+    def has_lapsed(self) -> bool:
+        """Whether others may hold the message by now: what this process does with it is abandoned in silence."""
+        return self._marks.has_lapsed(self._subject)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether certainly no other process holds the message; required to end it without a result, see ``nak``."""
+        return self._marks.is_proven(self._subject)
+
+    def abandon(self) -> None:
+        """Stop marking the message, and leave it to the broker to deliver it again."""
+        self._marks.release(self._subject)
+        self._settled(False)
+
     async def load(self) -> wire.Message | None:
         """Return the message, fetching a group in parts first and setting ``error`` and ``data`` to the group's.
 
@@ -113,10 +128,11 @@ class Delivery:
             await self._parts.drop(self._parted)
 
     async def nak(self, delay_s: float = 0.0) -> None:
-        """Hand the message back for redelivery after a delay."""
-        self._marks.release(self._subject)
-        self._settled(False)
-        await self._settle(nak_payload(delay_s))
+        """Hand the message back for redelivery after a delay, unless others may hold it by now."""
+        is_ours = self.is_ours
+        self.abandon()
+        if is_ours:
+            await self._settle(nak_payload(delay_s))
 
     async def _settle(self, payload: bytes) -> None:
         """Send an acknowledgement; without a confirmation the message comes again, as at-least-once allows."""

@@ -46,6 +46,7 @@ async def store(
     data: Buffer,
     headers: dict[str, str],
     make_room: Callable[[], Awaitable[None]] | None = None,
+    may_send: Callable[[], bool] = lambda: True,
 ) -> int | None:
     """Publish to a stream until confirmed; return the sequence, or None if an expected sequence did not match.
 
@@ -53,6 +54,7 @@ async def store(
 
     Args:
         make_room: for messages that must be stored even if the broker is full: awaited before each retry.
+        may_send: called before each attempt; once it returns False, nothing more is sent, and None is returned.
 
     Raises:
         LostState: if no stream takes the subject.
@@ -60,7 +62,7 @@ async def store(
         Disconnected: if the link is closed while waiting.
     """
     with link.refusals.publish() as publish:
-        return await _store(link, stream_name, subject, data, headers, make_room, publish)
+        return await _store(link, stream_name, subject, data, headers, make_room, may_send, publish)
 
 
 async def _store(
@@ -70,11 +72,14 @@ async def _store(
     data: Buffer,
     headers: dict[str, str],
     make_room: Callable[[], Awaitable[None]] | None,
+    may_send: Callable[[], bool],
     publish: PendingPublish,
 ) -> int | None:
     attempts, since = 0, time.monotonic()
     while True:
         await link.ready()
+        if not may_send():
+            return None
         timeout_s = CONFIRM_WITHIN_S[min(attempts, len(CONFIRM_WITHIN_S) - 1)]
         attempts += 1
         try:

@@ -8,18 +8,15 @@ from typing import Final
 import msgspec
 
 from broker.contract import wire
-from broker.contract.streams import EVALS, EVALTICKETS, SAMPLES, TICKETS, Stream
+from broker.contract.streams import EVALS, SAMPLES, Stream, ticket_key
 from broker.jetstream.bus import Bus, Delivery
 from broker.system.workers.line import clean
+
+__all__ = ["close_ticket", "result_log", "ticket_key"]
 
 log = logging.getLogger(__name__)
 
 DETAIL_CHARS: Final = 1000
-
-
-def ticket_key(number: int, *, evaluation: bool) -> str:
-    """Return the key of a ticket, unique in a run; the broker drops a second result published with it as message id."""
-    return f"{(EVALTICKETS if evaluation else TICKETS).name}-{number}"
 
 
 def result_log(*, evaluation: bool) -> Stream:
@@ -29,8 +26,10 @@ def result_log(*, evaluation: bool) -> Stream:
 
 async def close_ticket(
     bus: Bus, delivery: Delivery, stream: Stream, closed: wire.Closed, *, evaluation: bool, keep: bool = True
-) -> None:
+) -> bool:
     """End a ticket without a group: store the message as a dead letter, publish the closing, then acknowledge.
+
+    A delivery that other processes may hold by now is abandoned, and False returned: they decide about the ticket.
 
     Args:
         delivery: of the ticket or its group, taken from ``stream``.
@@ -40,11 +39,22 @@ async def close_ticket(
     """
     reason, detail = clean(f"{closed.reason}: {closed.detail}", DETAIL_CHARS), clean(closed.detail, DETAIL_CHARS)
     key = ticket_key(closed.ticket, evaluation=evaluation)
+    if not delivery.is_ours:
+        log.info("%s is not closed, because another process may hold it by now: %s", key, reason)
+        delivery.abandon()
+        return False
     level = logging.INFO if closed.reason == "filtered" else logging.WARNING  # what the run's settings ask for
     log.log(level, "domain %s, %s closed: %s", closed.domain, key, reason)
     if keep:
         await bus.dead_letter(stream, seq=delivery.seq, ticket=closed.ticket, reason=reason, data=delivery.data)
     if closed.ticket > 0:
         record = msgspec.structs.replace(closed, detail=detail)
-        await bus.publish(result_log(evaluation=evaluation), record, ticket=closed.ticket, message_id=key)
+        results = result_log(evaluation=evaluation)
+        stored = await bus.publish(
+            results, record, ticket=closed.ticket, message_id=key, may_send=lambda: delivery.is_ours
+        )
+        if stored is None:  # the connection was away for too long
+            delivery.abandon()
+            return False
     await delivery.ack()
+    return True

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Final
 
 from broker.contract.sizes import INLINE_BYTES
-from broker.contract.streams import ACK_WAIT_S, Stream, marking_period_s
+from broker.contract.streams import ACK_WAIT_S, Stream
 from broker.jetstream.ack_progress import AckProgress
 from broker.jetstream.consumers import ensure_consumer, settings
 from broker.jetstream.delivery import Delivery, delivery_numbers, nak_payload
@@ -72,9 +72,9 @@ class WorkQueue:
     ) -> None:
         self._link, self._marks, self._parts, self._types = link, marks, parts, stream.messages
         self._counts, self._stream = counts, stream.name
-        self._stream_name, self._key, self._filter = stream.stream_name(run), key, stream.subject(run, key)
+        self._stream_name, self._key, self._filter = stream.stream_name(run), key, stream.all_subjects(run, key)
         self._consumer = key  # its name, unless another program created it
-        self._marking_period_s = marking_period_s(ACK_WAIT_S)
+        self._ack_wait_s = ACK_WAIT_S
         self._inbox = ""
         self._subscribed: LinkSubscription | None = None  # to the inbox; None before the first pull and after giving up
         self._fetching = asyncio.Lock()
@@ -244,7 +244,7 @@ class WorkQueue:
         if self._subscribed is None:
             self._hand_back([message])  # of an abandoned pull
             return
-        if self._marks.hold(message.reply, self._marking_period_s):
+        if self._marks.hold(message.reply, self._ack_wait_s):
             self._drop_older(message)
         self._arrived.append(message)
         if pull is not None and pull.wanted:
@@ -299,8 +299,7 @@ class WorkQueue:
 
     async def _ensure(self) -> None:
         wanted = settings(self._key, self._filter)
-        self._consumer, ack_wait_s = await ensure_consumer(self._link, self._stream_name, wanted)
-        self._marking_period_s = marking_period_s(ack_wait_s)
+        self._consumer, self._ack_wait_s = await ensure_consumer(self._link, self._stream_name, wanted)
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> bool:

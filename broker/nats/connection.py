@@ -200,6 +200,11 @@ class NatsLink:
         return bool(self._client._server_info.get("cluster"))  # the client has no public name for it
 
     @property
+    def server_id(self) -> str:
+        """The id of the connected server, another one each time that it is started."""
+        return str(self._client._server_info.get("server_id", ""))
+
+    @property
     def server_version(self) -> tuple[int, int, int]:
         """The version of the connected nats-server."""
         version = self._client.connected_server_version

@@ -8,6 +8,8 @@ import random
 from collections.abc import Callable
 from typing import Final
 
+import msgspec
+
 from broker.contract import codec, wire
 from broker.contract.streams import MEMBERS, PRESENCE
 from broker.errors import LostState
@@ -91,16 +93,20 @@ class Announcer:
     def _describe(self) -> wire.Presence:
         return self._signer.signed(self._plain())
 
+    def _describe_beat(self) -> wire.Presence:
+        """Return the presence without its tickets, which may be thousands and are of use to the learner only."""
+        return msgspec.structs.replace(self._describe(), tickets=None)
+
     async def _keep_beating(self) -> None:
         while True:
             await _wait(self._poked, self._every_s)
-            if self._describe() == self._beaten:
+            if self._describe_beat() == self._beaten:
                 self._beaten = None
             else:
                 await self._beat()
 
     async def _beat(self) -> None:
-        presence = self._describe()
+        presence = self._describe_beat()
         if decides(presence) != self._put:
             self._due.set()
         try:

@@ -2,7 +2,8 @@
 
 Events are method calls that return actions; time is passed in (seconds of any monotonic clock) and nothing here waits
 or sends. A job is one ticket's group. Its episodes start as slots become free, in the order of the jobs; a job larger
-than the hub runs in waves. Every accepted job ends in exactly one of ``FinishGroup``, ``CloseTicket`` and ``HandBack``.
+than the hub runs in waves. Every accepted job ends in exactly one of ``FinishGroup``, ``CloseTicket``, ``HandBack`` and
+``AbandonTicket``.
 A job that may have killed other hubs is held until it is judged, and then begins only while the hub is idle.
 """
 
@@ -78,6 +79,13 @@ class HandBack:
 
 
 @dataclass(frozen=True)
+class AbandonTicket:
+    """The ticket is no longer this hub's, so nothing is stored or sent for it."""
+
+    key: str
+
+
+@dataclass(frozen=True)
 class HurryEpisode:
     """A running episode is among the last that its group waits for."""
 
@@ -85,7 +93,7 @@ class HurryEpisode:
     episode: int
 
 
-Action = HurryEpisode | StartEpisode | AbortEpisode | FinishGroup | CloseTicket | HandBack
+Action = HurryEpisode | StartEpisode | AbortEpisode | FinishGroup | CloseTicket | HandBack | AbandonTicket
 
 
 @dataclass
@@ -135,6 +143,11 @@ class EpisodeSlots:
     def jobs(self) -> list[str]:
         """Keys of the groups in hand: those that have begun, oldest first, then those that wait to begin."""
         return [*self._groups, *(job.key for job in self._line.jobs())]
+
+    @property
+    def begun(self) -> list[str]:
+        """Keys of the groups that have begun, oldest first."""
+        return list(self._groups)
 
     def what_next(self, key: str, episode: int, actions: list[Action]) -> str:
         """Return what ``failed`` led to if it cost only time, for the log; the end of a ticket has its own line."""
@@ -305,6 +318,11 @@ class EpisodeSlots:
     def hand_back(self, keys: Iterable[str], delay_s: float, detail: str) -> list[Action]:
         """Give up groups in hand; another hub may take their tickets after ``delay_s``."""
         ends = [action for key in keys for action in self._stop(key, HandBack(key, delay_s, detail))]
+        return ends + self._fill()
+
+    def abandon(self, keys: Iterable[str]) -> list[Action]:
+        """Give up groups whose tickets others may hold by now."""
+        ends = [action for key in keys for action in self._stop(key, AbandonTicket(key))]
         return ends + self._fill()
 
     def _fill(self) -> list[Action]:

@@ -1,4 +1,8 @@
-"""A clock that stops while all servers sleep, because others use their devices: deadlines of episodes are on it."""
+"""A clock that stops while a hub cannot work: while all servers sleep, and while its event loop stands.
+
+Deadlines of groups, and timeouts of episodes and turns, are on it. So a hub that was frozen, suspended or starved does
+not find everything too late when it goes on.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Final
+
+BEAT_S: Final = 0.25
+STANDS_AFTER_S: Final = 1.0  # without a beat; a busy loop is later than BEAT_S
 
 
 class AwakeClock:
-    """Monotonic seconds, without those in which ``note(True)`` was the last word.
+    """Monotonic seconds, without those in which ``note(True)`` was the last word or the event loop stood.
 
     Args:
         clock: the clock below it, in seconds.
@@ -17,37 +25,84 @@ class AwakeClock:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._slept_s = 0.0
+        self._lost_s = 0.0  # seconds that do not count
         self._since: float | None = None  # when the servers fell asleep
-        self._limits: dict[asyncio.Timeout, float] = {}  # of episodes under way, with their ends on this clock
+        self._beat_at: float | None = None  # of the clock below; None: nothing watches the event loop
+        self._limits: dict[asyncio.Timeout, _Limit] = {}  # of episodes under way
 
     def now(self) -> float:
         """Return the seconds."""
-        return (self._since if self._since is not None else self._clock()) - self._slept_s
+        return (self._since if self._since is not None else self._running()) - self._lost_s
+
+    async def serve(self) -> None:
+        """Watch the event loop until cancelled."""
+        try:
+            while True:
+                self._beat()
+                await asyncio.sleep(BEAT_S)
+        finally:
+            self._beat()
+            self._beat_at = None
 
     def note(self, asleep: bool) -> None:
         """Note whether all servers sleep."""
         if asleep == (self._since is not None):
             return
         if self._since is None:
-            self._since = self._clock()
+            self._since = self._running()
         else:
-            self._slept_s, self._since = self._slept_s + self._clock() - self._since, None
-        for limit in self._limits:
-            self._set(limit)
+            self._lost_s, self._since = self._lost_s + self._running() - self._since, None
+        for limit in self._limits.values():
+            limit.renew()
 
     @asynccontextmanager
     async def timeout(self, seconds: float) -> AsyncIterator[asyncio.Timeout]:
         """As ``asyncio.timeout``, by this clock."""
-        async with asyncio.timeout(None) as limit:
-            self._limits[limit] = self.now() + seconds
-            self._set(limit)
+        async with asyncio.timeout(None) as timeout:
+            limit = self._limits[timeout] = _Limit(self, timeout, self.now() + seconds)
+            limit.renew()
             try:
-                yield limit
+                yield timeout
             finally:
-                del self._limits[limit]
+                self._limits.pop(timeout).close()
 
-    def _set(self, limit: asyncio.Timeout) -> None:
-        left_s = self._limits[limit] - self.now()
-        if not limit.expired():
-            limit.reschedule(None if self._since is not None else asyncio.get_running_loop().time() + left_s)
+    @property
+    def is_stopped(self) -> bool:
+        """Whether all servers sleep."""
+        return self._since is not None
+
+    def _running(self) -> float:
+        """Return the clock below, at most a little later than the newest beat."""
+        now = self._clock()
+        return now if self._beat_at is None else min(now, self._beat_at + STANDS_AFTER_S)
+
+    def _beat(self) -> None:
+        now = self._clock()
+        stood_s = now - self._running()
+        if self._since is not None:
+            self._since += stood_s
+        self._lost_s, self._beat_at = self._lost_s + stood_s, now
+
+
+class _Limit:
+    """The end of one timeout, which its clock decides on: the loop's own timers run out while the loop stands."""
+
+    def __init__(self, clock: AwakeClock, timeout: asyncio.Timeout, ends_at: float) -> None:
+        self._clock, self._timeout, self._ends_at = clock, timeout, ends_at
+        self._timer: asyncio.TimerHandle | None = None
+
+    def renew(self) -> None:
+        """Wait for what is left, unless the clock is stopped."""
+        self.close()
+        left_s = self._ends_at - self._clock.now()
+        if self._timeout.expired() or self._clock.is_stopped:
+            return
+        if left_s <= 0:
+            self._timeout.reschedule(asyncio.get_running_loop().time())
+        else:
+            self._timer = asyncio.get_running_loop().call_later(left_s, self.renew)
+
+    def close(self) -> None:
+        """Stop waiting."""
+        if self._timer is not None:
+            self._timer.cancel()

@@ -25,7 +25,7 @@ class ServerRoster:
         rng: makes the draws.
 
     Attributes:
-        clock: stops while all followed servers of the policy that is trained sleep.
+        clock: stops while all followed servers of the policy that is trained sleep, or the event loop stands.
     """
 
     def __init__(self, bus: Bus, in_use: Callable[[], Collection[str]], rng: random.Random) -> None:
@@ -40,6 +40,7 @@ class ServerRoster:
 
     async def serve(self) -> None:
         """Follow until cancelled."""
+        watching = asyncio.create_task(self.clock.serve())
         await self._joined.start()
         await self._heard.start()
         try:
@@ -49,6 +50,7 @@ class ServerRoster:
                     await asyncio.wait_for(self._news.wait(), TICK_S)
                 self._news.clear()
         finally:
+            watching.cancel()
             await self._heard.close()
             await self._joined.close()
 

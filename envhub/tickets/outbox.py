@@ -79,6 +79,11 @@ class TicketOutbox:
         held.early.cancel()
         self._background(self._hand_back(held, delay_s, detail))
 
+    def abandon(self, held: InHand) -> None:
+        """Leave a ticket that other hubs may play by now to them, without a word."""
+        held.early.cancel()
+        held.delivery.abandon()
+
     def refuse(self, stream: Stream, domain: str, delivery: Delivery, problem: str) -> None:
         """Refuse a message that is not a ticket of its queue; a ticket with its number is closed."""
         self._background(self._refuse(stream, domain, delivery, problem))
@@ -123,11 +128,14 @@ class TicketOutbox:
         closed = wire.Closed(
             ticket=asked.number, domain=asked.domain, reason=reason, detail=detail, by=by, eval_step=asked.eval_step
         )
-        await self._end(asked.stream, held.delivery, closed)
-        if held.delivery.num_delivered > 1:
+        is_ended = await self._end(asked.stream, held.delivery, closed)
+        if is_ended and held.delivery.num_delivered > 1:
             await self._attempts.end(asked)
 
     async def _hand_back(self, held: InHand, delay_s: float, detail: str) -> None:
+        if not held.delivery.is_ours:
+            held.delivery.abandon()
+            return
         log.info("%s handed back: %s", held.asked.key, detail)
         self._tally.handed_back += 1
         # else the previous hub's note is still valid
@@ -141,10 +149,11 @@ class TicketOutbox:
         closed = wire.Closed(ticket=number, domain=domain, reason="malformed", detail=problem, by=by, eval_step=-1)
         await self._end(stream, delivery, closed)
 
-    async def _end(self, stream: Stream, delivery: Delivery, closed: wire.Closed) -> None:
-        self._tally.closed += closed.ticket > 0
+    async def _end(self, stream: Stream, delivery: Delivery, closed: wire.Closed) -> bool:
         evaluation, keep = stream is EVALTICKETS, closed.reason not in ("late", "filtered")
-        await close_ticket(self._bus, delivery, stream, closed, evaluation=evaluation, keep=keep)
+        is_ended = await close_ticket(self._bus, delivery, stream, closed, evaluation=evaluation, keep=keep)
+        self._tally.closed += is_ended and closed.ticket > 0
+        return is_ended
 
     def _background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

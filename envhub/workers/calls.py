@@ -12,6 +12,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Final
 
 from broker.errors import RlearnerError
@@ -26,6 +27,7 @@ IDLE_THREADS: Final = 64  # threads kept for later
 
 Method = Callable[..., Any]
 Args = tuple[Any, ...]
+TimeoutMaker = Callable[[float], AbstractAsyncContextManager[asyncio.Timeout]]
 
 
 class CallFailed(RlearnerError):
@@ -39,13 +41,17 @@ class CallFailed(RlearnerError):
 class EnvironmentCalls:
     """Runs environment methods for one event loop.
 
+    Args:
+        timeout_s: of each call.
+        timeout: limits a call, by a clock of its own.
+
     Attributes:
         hung: threads in an abandoned call.
         curve: how long a reset or step of an episode takes at which load.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, timeout_s: float, timeout: TimeoutMaker = asyncio.timeout) -> None:
+        self._timeout_s, self._timeout = timeout_s, timeout
         self._idle: deque[_Worker] = deque()
         self._busy: dict[Environment, asyncio.Future[Any]] = {}  # abandoned calls
         self._retiring: set[asyncio.Task[None]] = set()
@@ -122,7 +128,7 @@ class EnvironmentCalls:
 
     async def _within(self, name: str, work: Awaitable[Any]) -> Any:
         try:
-            async with asyncio.timeout(self._timeout_s) as limit:
+            async with self._timeout(self._timeout_s) as limit:
                 return await work
         except TimeoutError:
             if limit.expired():

@@ -1,15 +1,18 @@
-"""Publishes tickets in order under their own numbers, and closes those that no record ends in time."""
+"""Publishes tickets in order under their own numbers, and closes those that a hub works on for too long."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 from broker.contract import wire
-from broker.contract.streams import SAMPLES, TICKETS, Stream
+from broker.contract.streams import EVALTICKETS, SAMPLES, TICKETS, Stream
 from broker.errors import LostState
 from broker.jetstream.bus import Bus
 from broker.runtime.presence import Roster
@@ -23,6 +26,12 @@ PIPELINED: Final = 256  # tickets published before their confirmations are await
 REBASE: Final = "it lost its store; `rlearner start … --rebase` continues with the open tickets counted dead"
 
 AnyTicket = wire.Ticket | wire.EvalTicket
+
+
+@dataclass(frozen=True)
+class _Withdrawal:
+    number: int
+    is_queued: bool
 
 
 class TicketIssuer:
@@ -45,7 +54,7 @@ class TicketIssuer:
         traces: TicketTraces | None = None,
     ) -> None:
         self._bus, self._stream, self._admit, self._traces = bus, stream, admit, traces
-        self._waiting: asyncio.Queue[AnyTicket | int] = asyncio.Queue()  # tickets to publish, numbers to withdraw
+        self._waiting: asyncio.Queue[AnyTicket | _Withdrawal] = asyncio.Queue()
         self._last = 0  # newest sequence known to be stored
 
     def put(self, ticket: AnyTicket) -> None:
@@ -54,9 +63,13 @@ class TicketIssuer:
             self._traces.granted(ticket.number, time.time())
         self._waiting.put_nowait(ticket)
 
-    def withdraw(self, number: int) -> None:
-        """Delete a ticket from its stream, so that no hub runs it; a hub that already holds it completes it."""
-        self._waiting.put_nowait(number)
+    def withdraw(self, number: int, *, is_queued: bool = True) -> None:
+        """Delete a closed ticket's groups from the reward queues; hubs that hold one complete it.
+
+        Args:
+            is_queued: whether the ticket may be in its stream, from which it is then deleted as well.
+        """
+        self._waiting.put_nowait(_Withdrawal(number, is_queued))
 
     async def serve(self) -> None:
         """Publish until cancelled.
@@ -69,8 +82,13 @@ class TicketIssuer:
             batch = [await self._waiting.get()]
             while len(batch) < PIPELINED and not self._waiting.empty():
                 batch.append(self._waiting.get_nowait())
-            await self._publish([one for one in batch if not isinstance(one, int)])
-            await asyncio.gather(*(self._bus.delete(self._stream, one) for one in batch if isinstance(one, int)))
+            await self._publish([one for one in batch if not isinstance(one, _Withdrawal)])
+            await asyncio.gather(*(self._remove(one) for one in batch if isinstance(one, _Withdrawal)))
+
+    async def _remove(self, withdrawal: _Withdrawal) -> None:
+        if withdrawal.is_queued:
+            await self._bus.delete(self._stream, withdrawal.number)
+        await self._bus.remove_groups(withdrawal.number, evaluation=self._stream is EVALTICKETS)
 
     async def _publish(self, batch: list[AnyTicket]) -> None:
         """Publish tickets with consecutive numbers; skip those that an earlier incarnation published."""
@@ -98,55 +116,63 @@ class TicketIssuer:
 
 
 class TicketAges:
-    """Ages of the open tickets. Pure.
+    """Times for which hubs have worked on the open tickets. Pure.
 
-    A ticket ages from its first delivery to a hub on, while a hub that serves its domain is alive and the run is not
-    paused. So neither long steps, nor a pause, nor missing hubs make a ticket expire.
+    Only what a hub reports counts: its first report of a ticket starts the ticket's time with this hub, and later ones
+    prove the time in between. So a ticket does not age in a queue, between two hubs, or with a hub that cannot report.
+    Nor does time count in which the run is paused or the ticket's domain is not served.
 
     Args:
-        timeout_s: the age at which a ticket expires.
+        timeout_s: the time with one hub after which a ticket expires.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._age_s: dict[int, float] = {}
+        self._served_s: defaultdict[str, float] = defaultdict(float)  # domain -> seconds that counted
+        self._since: dict[str, dict[int, float]] = {}  # hub -> ticket -> seconds of its domain at the first report
+        self._expired: set[int] = set()
 
     def passed(
         self,
         elapsed_s: float,
         waiting: Mapping[int, str],
-        delivered: Mapping[str, int],
+        reports: Mapping[str, Collection[int] | None],
         served: Collection[str],
         *,
         paused: bool = False,
     ) -> list[int]:
-        """Return the tickets that expired in the last ``elapsed_s`` seconds, each once.
+        """Return the tickets that expired by the newest reports, each once.
 
         Args:
+            elapsed_s: since the last call.
             waiting: number -> domain of the tickets without a record.
-            delivered: domain -> highest number ever delivered. A domain's tickets are delivered in numerical order.
-            served: domains with at least one hub.
+            reports: hub -> the tickets that it works on, None if it reported nothing new; without the hubs that left.
+            served: domains with an environment hub, and with a reward hub for each of their pools.
             paused: whether the operator has paused the run.
         """
-        self._age_s = {number: age for number, age in self._age_s.items() if number in waiting}
-        if paused:
-            return []
-        expired = []
-        for number, domain in waiting.items():
-            if domain not in served or number > delivered.get(domain, 0):
+        if not paused:
+            for domain in served:
+                self._served_s[domain] += elapsed_s
+        self._expired &= waiting.keys()
+        self._since = {hub: since for hub, since in self._since.items() if hub in reports}
+        expired = set[int]()
+        for hub, tickets in reports.items():
+            if tickets is None:
                 continue
-            before = self._age_s.get(number, 0.0)
-            self._age_s[number] = before + elapsed_s
-            if before < self._timeout_s <= before + elapsed_s:
-                expired.append(number)
-        return sorted(expired)
+            known = self._since.get(hub, {})
+            now = {number: self._served_s[waiting[number]] for number in tickets if number in waiting}
+            self._since[hub] = {number: known.get(number, time_s) for number, time_s in now.items()}
+            expired |= {one for one, since in self._since[hub].items() if now[one] - since >= self._timeout_s}
+        fresh, self._expired = expired - self._expired, self._expired | expired
+        return sorted(fresh)
 
 
 class TicketReaper:
-    """Service that closes tickets that no hub ends, by a record in the log.
+    """Service that closes tickets that a hub works on for too long, by a record in the log.
 
     Args:
         paused: returns whether the operator has paused the run.
+        pools: domain -> the reward pools that its groups visit.
         every_s: seconds between two checks.
     """
 
@@ -158,10 +184,12 @@ class TicketReaper:
         timeout_s: float,
         paused: Callable[[], bool] = lambda: False,
         *,
+        pools: Mapping[str, Collection[str]] = MappingProxyType({}),
         every_s: float = TICK_S,
     ) -> None:
         self._bus, self._ledger, self._roster, self._timeout_s, self._paused = bus, ledger, roster, timeout_s, paused
-        self._ages, self._every_s = TicketAges(timeout_s), every_s
+        self._ages, self._pools, self._every_s = TicketAges(timeout_s), pools, every_s
+        self._heard: dict[str, wire.Presence] = {}  # hub -> its newest report
 
     async def serve(self) -> None:
         """Check every ``every_s`` seconds until cancelled."""
@@ -170,13 +198,41 @@ class TicketReaper:
         while True:
             await asyncio.sleep(self._every_s)
             waiting = {number: self._ledger.ticket(number).domain for number in self._ledger.waiting_for}
-            delivered = {name: await self._bus.last_delivered(TICKETS, name) for name in sorted(set(waiting.values()))}
-            served = {domain for hub in self._roster.alive("envhub") for domain in hub.serves}
+            reports = await self._reports(waiting)
             # A disconnected broker or a stalled event loop must not count as time that a hub had.
             elapsed_s, looked_at = min(loop.time() - looked_at, 2 * self._every_s), loop.time()
-            for number in self._ages.passed(elapsed_s, waiting, delivered, served, paused=self._paused()):
-                detail = f"no record within train.ticket_timeout_s = {self._timeout_s:g} s of its first delivery"
+            for number in self._ages.passed(elapsed_s, waiting, reports, self._served(), paused=self._paused()):
+                detail = f"a hub worked on it for train.ticket_timeout_s = {self._timeout_s:g} s and did not end it"
                 await close_by_timeout(self._bus, self._ledger, number, "timeout", detail)
+
+    def _served(self) -> set[str]:
+        """Return the domains that have a hub, and one for each reward pool that their groups visit."""
+        domains, pools = (
+            {name for hub in self._roster.alive(role) for name in hub.serves} for role in ("envhub", "rewardhub")
+        )
+        return {name for name in domains if pools.issuperset(self._pools.get(name, ()))}
+
+    async def _reports(self, waiting: Mapping[int, str]) -> dict[str, Collection[int] | None]:
+        """Return the new reports of the hubs that are alive.
+
+        A hub of another program that does not say what it works on counts as working on every ticket of its domains
+        that was delivered, is not acknowledged and is reported by no other hub.
+        """
+        hubs = {f"{role}.{one.id}": one for role in ("envhub", "rewardhub") for one in self._roster.alive(role)}
+        heard, self._heard = self._heard, hubs
+        reports: dict[str, Collection[int] | None] = {
+            name: one.tickets if one is not heard.get(name) else None for name, one in hubs.items()
+        }
+        silent = {name: one for name, one in hubs.items() if one.role == "envhub" and one.tickets is None}
+        if silent:
+            domains = sorted({name for one in silent.values() for name in one.serves} & set(waiting.values()))
+            newest = {name: await self._bus.last_delivered(TICKETS, name) for name in domains}
+            delivered = {number for number, domain in waiting.items() if number <= newest.get(domain, 0)}
+            delivered -= {number for one in hubs.values() for number in one.tickets or ()}
+            delivered -= await self._bus.missing(TICKETS, delivered)
+            for name, one in silent.items():
+                reports[name] = [number for number in delivered if waiting[number] in one.serves]
+        return reports
 
 
 async def close_by_timeout(bus: Bus, ledger: Ledger, number: int, cause: str, detail: str) -> None:

@@ -179,6 +179,7 @@ class Evaluator:
         published = sorted(number for number in self._withdrawn if number <= last)
         for number in published:
             await self._bus.delete(EVALTICKETS, number)
+            await self._bus.remove_groups(number, evaluation=True)
         self._withdrawn -= set(published)
 
     async def _finish(self, evaluation: Evaluation) -> None:

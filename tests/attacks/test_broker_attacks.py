@@ -143,7 +143,7 @@ def attempts() -> list[tuple[str, str, str]]:
             ("another run's RunSpec", "$KV.rl_{other}_runs.{other}"),
         ]
         if role == "rollout":
-            forged += [("samples", "rl.{run}.samples"), ("episodes", "rl.{run}.episodes.default")]
+            forged += [("samples", "rl.{run}.samples"), ("episodes", "rl.{run}.episodes.default.tickets-1")]
         found += [(role, f"publishes {what}", subject) for what, subject in forged]
     return found
 

@@ -76,7 +76,7 @@ class Windows:
 
     def _condition(self, window: str, victim: str) -> Callable[[str, dict[str, Any]], bool]:
         def of(stream: Stream) -> Callable[[str], bool]:
-            prefix = stream.all_subjects(self._run).removesuffix("*")
+            prefix = stream.all_subjects(self._run).partition("*")[0]
             return lambda subject: subject.startswith(prefix)
 
         tickets, episodes, samples, offers, joins = map(of, (TICKETS, EPISODES, SAMPLES, WEIGHTS, WEIGHTSYNC))

@@ -332,8 +332,8 @@ rlearner_staleness_mean{run="r",role="learner",id="learner"} 0.7
 rlearner_ticket_dead_total{run="r",role="learner",id="learner"} 2
 rlearner_ticket_issued_total{run="r",role="learner",id="learner"} 90
 rlearner_weights_failures_total{run="r",role="rollout",id="a"} 1
-rlearner_queue_depth{run="r",stream="episodes",subject="rl.r.episodes.cpu"} 2
-rlearner_queue_pending{run="r",stream="episodes",subject="rl.r.episodes.cpu"} 0
+rlearner_queue_depth{run="r",stream="episodes",subject="rl.r.episodes.cpu.*"} 2
+rlearner_queue_pending{run="r",stream="episodes",subject="rl.r.episodes.cpu.*"} 0
 rlearner_dead_letters{run="r",stream="tickets"} 0
 rlearner_member_problem{run="r",role="envhub",id="e"} 0
 rlearner_jetstream_store_bytes{run="r"} 1000

@@ -147,7 +147,7 @@ async def test_a_hub_writes_neither_what_the_run_follows_nor_another_run(
     subjects = [
         *(f"rl.{RUN}.{name}" for name in ("weights", "tickets.lake")),
         *(f"$KV.rl_{RUN}_{bucket}.{RUN}" for bucket in ("runs", "control")),
-        *(f"rl.{OTHER}.{name}" for name in ("samples", "episodes.default", "dead.tickets")),
+        *(f"rl.{OTHER}.{name}" for name in ("samples", "episodes.default.tickets-1", "dead.tickets")),
         f"$JS.API.STREAM.DELETE.{SAMPLES.stream_name(RUN)}",
         f"$JS.API.STREAM.PURGE.{TICKETS.stream_name(OTHER)}",
     ]

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import learner_fleet as fleet
+import msgspec
 import pytest
 from waits import until
 
@@ -17,6 +18,7 @@ from learner.credit import ledger_file, ledger_segments, orphans
 from learner.credit.ledger import IssueTicket, Ledger, TicketEnd
 from learner.credit.orphans import OrphanReaper
 from learner.credit.ticket_rules import DomainRule, TicketRules
+from learner.credit.tickets import TicketIssuer
 from learner.service import serve
 
 
@@ -73,6 +75,28 @@ async def test_only_what_is_in_no_stream_is_closed(bus: Bus, monkeypatch: pytest
             ticket=4, domain="lake", reason="timeout", detail=orphans.DETAIL, by=bus.name
         )
         break
+
+
+async def test_groups_of_a_closed_ticket_leave_the_reward_queues(bus: Bus) -> None:
+    tickets = [action.ticket for action in a_ledger().open_credit() if isinstance(action, IssueTicket)]
+    for pool, ticket in (("default", tickets[0]), ("default", tickets[1]), ("judge", tickets[0])):
+        await bus.publish(EPISODES, fleet.group(ticket, 0), key=pool, ticket=ticket.number)
+    evaluated = msgspec.structs.replace(fleet.group(tickets[0], 0), eval_step=3)
+    await bus.publish(EPISODES, evaluated, key="default", ticket=1)
+    assert await bus.depth(EPISODES) == {"default": 3, "judge": 1}
+    issuer = TicketIssuer(bus, TICKETS)
+    serving = asyncio.create_task(issuer.serve())
+    issuer.withdraw(1)
+    await until(lambda: _has(bus, {"default": 2}))
+    await bus.remove_groups(1, evaluation=True)
+    assert await bus.depth(EPISODES) == {"default": 1}
+    (kept,) = await (await bus.work_queue(EPISODES, "default")).fetch(3, 5.0)
+    assert kept.ticket == 2
+    serving.cancel()
+
+
+async def _has(bus: Bus, depths: dict[str, int]) -> bool:
+    return await bus.depth(EPISODES) == depths
 
 
 async def _holds(bus: Bus, last: int) -> bool:

@@ -64,7 +64,7 @@ async def test_settling_an_old_delivery_keeps_the_newest_marked(bus: Bus) -> Non
     (newest,) = await queue.fetch(1, LONG_S)
     bus._marks.release(lapsed._subject)
     assert bus._marks.num_held == 1
-    bus._marks.hold(lapsed._subject, 2.0)  # a copy that the network delayed
+    bus._marks.hold(lapsed._subject, ACK_WAIT_S)  # a copy that the network delayed
     bus._marks.release(newest._subject)
     assert bus._marks.num_held == 0
 
@@ -112,7 +112,7 @@ async def test_hubs_follow_a_raised_ack_wait(bus: Bus) -> None:
     train = {"groups_per_step": 450, "max_staleness": 1, "steps": 9}
     lake = {"env": "frozenlake", "group_size": 2}
     queue = await bus.work_queue(TICKETS, "lake")
-    assert queue._marking_period_s == 2.0
+    assert queue._ack_wait_s == ACK_WAIT_S
     spec = wire.RunSpec(
         run=bus.run,
         wire_version=wire.WIRE_VERSION,
@@ -123,7 +123,7 @@ async def test_hubs_follow_a_raised_ack_wait(bus: Bus) -> None:
     await publish_runspec(bus, spec)
     assert await ack_wait_of(bus) == 22.0
     await bus.renew_queues()
-    assert queue._marking_period_s == 10.0
+    assert queue._ack_wait_s == 22.0
     spec.config["train"]["groups_per_step"] = 1  # hubs that know the longer wait keep their tickets
     await publish_runspec(bus, spec, above=1)
     assert await ack_wait_of(bus) == 22.0

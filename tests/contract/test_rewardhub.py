@@ -119,7 +119,7 @@ async def put_bytes(bus: Bus, pool: str, data: bytes, ticket: int, eval_step: in
     headers = {wire.TICKET_HEADER: str(ticket)} if ticket else {}
     if eval_step >= 0:
         headers[wire.EVAL_HEADER] = str(eval_step)
-    await store(bus.link, EPISODES.stream_name(bus.run), EPISODES.subject(bus.run, pool), data, headers)
+    await store(bus.link, EPISODES.stream_name(bus.run), EPISODES.subject(bus.run, f"{pool}.tickets-9"), data, headers)
 
 
 async def records(bus: Bus, stream: Stream, count: int, within_s: float = LONG_S) -> list[LogRecord]:

@@ -28,7 +28,7 @@ TRIM = ["$JS.API.STREAM.PURGE.rl_r_samples", "$JS.API.STREAM.MSG.DELETE.rl_r_tic
 PUBLISHERS = {
     "rl.r.tickets.lake": {"learner"},
     "rl.r.evaltickets.lake": {"learner"},
-    "rl.r.episodes.default": {"envhub", "rewardhub"},
+    "rl.r.episodes.default.tickets-1": {"envhub", "rewardhub"},
     "rl.r.samples": {"envhub", "rewardhub", "learner"},
     "rl.r.weights": {"learner"},
     "rl.r.reserve.0": {"learner"},

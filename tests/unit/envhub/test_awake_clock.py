@@ -1,8 +1,9 @@
-"""Time in which all servers sleep is no time of an episode."""
+"""Time in which all servers sleep, or the event loop stands, is no time of an episode."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -49,3 +50,38 @@ async def test_a_timeout_waits_for_servers_that_sleep() -> None:
     with pytest.raises(TimeoutError):
         async with clock.timeout(0.05):
             await asyncio.sleep(5)
+
+
+async def test_it_stands_while_the_event_loop_does() -> None:
+    now = [100.0]
+    clock = AwakeClock(lambda: now[0])
+    watching = asyncio.create_task(clock.serve())
+    await asyncio.sleep(0)
+    now[0] += 0.5
+    assert clock.now() == 100.5
+    now[0] += 75  # frozen
+    assert clock.now() == 101.0
+    await asyncio.sleep(0.4)
+    assert clock.now() == 101.0
+    clock.note(True)
+    now[0] += 75  # frozen while the servers sleep
+    await asyncio.sleep(0.4)
+    clock.note(False)
+    assert clock.now() == 101.0
+    now[0] += 0.5
+    assert clock.now() == 101.5
+    watching.cancel()
+
+
+async def test_no_timeout_expires_by_a_loop_that_stood() -> None:
+    clock = AwakeClock()
+    watching = asyncio.create_task(clock.serve())
+    await asyncio.sleep(0)
+    async with clock.timeout(2.0) as limit:
+        time.sleep(3.0)  # noqa: ASYNC251 - the point of the test
+        await asyncio.sleep(0.1)
+    assert not limit.expired()
+    with pytest.raises(TimeoutError):
+        async with clock.timeout(0.3):
+            await asyncio.sleep(30)
+    watching.cancel()

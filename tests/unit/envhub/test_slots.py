@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from broker.contract.streams import MAX_DELIVERIES
 from envhub.scheduling.line import GroupJob
 from envhub.scheduling.slots import (
+    AbandonTicket,
     AbortEpisode,
     CloseTicket,
     EpisodeSlots,
@@ -290,6 +291,19 @@ def test_draining_finishes_what_it_has_then_hands_back() -> None:
     assert (slots.running, slots.waiting, slots.jobs) == (0, 0, [])
 
 
+def test_abandoned_tickets_leave_without_a_word_and_others_begin() -> None:
+    slots = EpisodeSlots(2, max_retries=1)
+    slots.offer(job("a"), 0.0)
+    slots.offer(job("b"), 0.0)
+    assert slots.abandon(["a"]) == [
+        *(AbortEpisode("a", 0), AbortEpisode("a", 1), AbandonTicket("a")),
+        *(StartEpisode("b", 0, 0), StartEpisode("b", 1, 0)),
+    ]
+    assert (slots.jobs, slots.begun) == (["b"], ["b"])
+    assert slots.tick(9.0) == []
+    assert slots.offer(job("a"), 9.0) == []  # it may come again
+
+
 class SlotsMachine(RuleBasedStateMachine):
     """Any order of tickets, endings, failures, versions, clock and drain."""
 
@@ -305,6 +319,7 @@ class SlotsMachine(RuleBasedStateMachine):
         self.ended: list[str] = []
         self.held: list[str] = []  # not judged
         self.suspects: set[str] = set()
+        self.lapsed: set[str] = set()
 
     def perform(self, actions: list[object]) -> None:
         for action in actions:
@@ -323,7 +338,10 @@ class SlotsMachine(RuleBasedStateMachine):
                     asked = self.open[key]
                     assert asked.min_group_size <= len(episodes) <= asked.group_size - asked.num_redundant
                     self.end(key)
-                case CloseTicket(key, _, _) | HandBack(key, _, _):
+                case CloseTicket(key, _, _):
+                    assert key not in self.lapsed, "closed what another hub may play"
+                    self.end(key)
+                case HandBack(key, _, _) | AbandonTicket(key):
                     self.end(key)
 
     def end(self, key: str) -> None:
@@ -403,6 +421,24 @@ class SlotsMachine(RuleBasedStateMachine):
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
         self.perform(self.slots.tick(self.now, left_s=lambda _key, episode: float(episode)))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), seconds=st.floats(0, 1000))
+    def freeze(self, data: st.DataObject, seconds: float) -> None:
+        """The hub does not run for some time, in which it loses tickets; they may come to it again."""
+        self.lapsed = data.draw(st.sets(st.sampled_from(sorted(self.open))))
+        self.perform(self.slots.abandon(sorted(self.lapsed)))
+        assert not self.lapsed & self.open.keys()
+        self.perform(self.slots.tick(self.now, left_s=lambda _key, episode: float(episode)))
+        for key in sorted(self.lapsed):
+            if self.slots.reserve(1, 1):
+                self.slots.release(1, 1)
+                self.open[key], self.done[key] = GroupJob(key, 1, 1, 10.0), set()
+                self.oldest.pop(key, None)
+                self.suspects.discard(key)
+                self.lapsed.discard(key)
+                self.ended.remove(key)
+                self.perform(self.slots.offer(self.open[key], self.now))
 
     @rule(key=st.integers(0, 5), episode=st.integers(0, 8))
     def stray_event(self, key: int, episode: int) -> None:

@@ -1,8 +1,10 @@
-"""When tickets expire, under any interleaving of time, pauses, fleets that come and go, renamed domains and changed
-rules.
+"""When tickets expire, under any interleaving of time, pauses, hubs that come, go, freeze and hand back, reward hubs
+that do the same, renamed domains and changed rules.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -23,6 +25,8 @@ from learner.credit.tickets import TicketAges
 
 TIMEOUT_S = 10.0
 NAMES = ["a", "b", "c"]
+SCORED = {"b", "c"}  # domains whose groups a reward hub scores
+SCORER = "scorer"
 
 
 def rules(names: set[str], groups: int, staleness: int) -> TicketRules:
@@ -32,10 +36,17 @@ def rules(names: set[str], groups: int, staleness: int) -> TicketRules:
     )
 
 
+@dataclass
+class Hub:
+    """A process: what it works on, and for how long by its own clock, which stands while it is frozen."""
+
+    tickets: dict[int, float] = field(default_factory=dict)  # ticket -> seconds since it was first reported
+    reported: set[int] = field(default_factory=set)
+    is_frozen: bool = False
+
+
 class Patience(RuleBasedStateMachine):
-    """A ledger whose tickets age; each is also followed by a clock of its own that only runs while a hub could work on
-    it.
-    """
+    """A ledger whose tickets age, and hubs with clocks of their own that run only while they work on a ticket."""
 
     @initialize(
         names=st.sets(st.sampled_from(NAMES), min_size=1), groups=st.integers(1, 3), staleness=st.integers(0, 2)
@@ -43,10 +54,11 @@ class Patience(RuleBasedStateMachine):
     def start(self, names: set[str], groups: int, staleness: int) -> None:
         self.ledger, self.ages = Ledger(rules(names, groups, staleness)), TicketAges(TIMEOUT_S)
         self.records = self.epoch = 0
-        self.paused, self.served = False, set[str]()
-        self.queues: dict[str, list[int]] = {name: [] for name in NAMES}  # not delivered yet
-        self.delivered: dict[str, int] = {}
-        self.worked_s: dict[int, float] = {}  # ticket -> seconds in which a hub had it, or could have had it again
+        self.paused = False
+        self.queues: dict[str, list[int]] = {name: [] for name in NAMES}
+        self.played: list[int] = []  # the reward queue
+        self.hubs: dict[str, Hub] = {}
+        self.expired: set[int] = set()
         self.perform(self.ledger.open_credit())
 
     def perform(self, actions: list[Action]) -> None:
@@ -54,7 +66,7 @@ class Patience(RuleBasedStateMachine):
             if isinstance(action, IssueTicket):
                 self.queues[action.ticket.domain].append(action.ticket.number)
             elif isinstance(action, ForgetTicket):
-                self.worked_s.pop(action.number, None)
+                self.expired.discard(action.number)
 
     def put(self, record: Record) -> None:
         self.records += 1
@@ -62,55 +74,100 @@ class Patience(RuleBasedStateMachine):
         while self.ledger.full:
             self.perform(self.ledger.complete_step())
 
+    @property
+    def waiting(self) -> dict[int, str]:
+        return {number: self.ledger.ticket(number).domain for number in self.ledger.waiting_for}
+
+    @property
+    def served(self) -> set[str]:
+        """Each environment hub serves all domains."""
+        has_hub, has_scorer = bool(self.hubs.keys() - {SCORER}), SCORER in self.hubs
+        return {name for name in NAMES if has_hub and (has_scorer or name not in SCORED)}
+
+    def working(self) -> list[str]:
+        return sorted(name for name, hub in self.hubs.items() if not hub.is_frozen)
+
     # ---- events
     @rule()
     def pause_or_resume(self) -> None:
         self.paused = not self.paused
 
-    @rule(name=st.sampled_from(NAMES))
-    def a_hub_comes_or_the_last_one_goes(self, name: str) -> None:
-        self.served ^= {name}
+    @rule(name=st.sampled_from(["one", "two", SCORER]))
+    def come_or_leave(self, name: str) -> None:
+        """A hub that leaves hands back what it has."""
+        if name not in self.hubs:
+            self.hubs[name] = Hub()
+        else:
+            self.hand_back(self.hubs.pop(name), name)
 
-    @precondition(lambda self: not self.paused and any(self.queues[name] for name in self.served))
+    def hand_back(self, hub: Hub, name: str) -> None:
+        for number in hub.tickets:
+            if number in self.ledger.waiting_for:
+                queue = self.played if name == SCORER else self.queues[self.waiting[number]]
+                queue.insert(0, number)
+        hub.tickets = {}
+
+    @precondition(lambda self: self.hubs)
+    @rule(data=st.data())
+    def freeze_or_wake(self, data: st.DataObject) -> None:
+        """What a frozen hub has goes back to its queue; when it wakes it abandons that."""
+        name = data.draw(st.sampled_from(sorted(self.hubs)))
+        hub = self.hubs[name]
+        hub.is_frozen = not hub.is_frozen
+        self.hand_back(hub, name)
+
+    @precondition(lambda self: self.working())
     @rule(data=st.data())
     def deliver(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(name for name in self.served if self.queues[name])))
-        number = self.queues[name].pop(0)
-        self.delivered[name] = number
-        if number in self.ledger.waiting_for:
-            self.worked_s[number] = 0.0
+        name = data.draw(st.sampled_from(self.working()))
+        queue = self.played if name == SCORER else self.queues[data.draw(st.sampled_from(NAMES))]
+        if queue and (number := queue.pop(0)) in self.ledger.waiting_for:
+            self.hubs[name].tickets[number] = 0.0
 
-    @precondition(lambda self: self.worked_s)
+    @precondition(lambda self: any(self.hubs[name].tickets for name in self.working()))
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
-        number = data.draw(st.sampled_from(sorted(self.worked_s)))
-        self.put(GroupArrival(number, self.ledger.state.version, (0.0, 1.0)))
-        self.worked_s.pop(number, None)
+        name = data.draw(st.sampled_from([name for name in self.working() if self.hubs[name].tickets]))
+        number = data.draw(st.sampled_from(sorted(self.hubs[name].tickets)))
+        del self.hubs[name].tickets[number]
+        if number not in self.ledger.waiting_for:
+            return
+        if name != SCORER and self.waiting[number] in SCORED:
+            self.played.append(number)
+        else:
+            self.put(GroupArrival(number, self.ledger.state.version, (0.0, 1.0)))
 
     @rule(names=st.sets(st.sampled_from(NAMES), min_size=1), groups=st.integers(1, 3), staleness=st.integers(0, 2))
     def start_again_with_other_rules(self, names: set[str], groups: int, staleness: int) -> None:
         """The new learner knows no ages: its tickets age from the beginning."""
         self.epoch += 1
-        self.ages = TicketAges(TIMEOUT_S)
-        self.worked_s = dict.fromkeys(self.worked_s, 0.0)
+        self.ages, self.expired = TicketAges(TIMEOUT_S), set()
+        for hub in self.hubs.values():
+            hub.tickets, hub.reported = dict.fromkeys(hub.tickets, 0.0), set()
         self.put(RulesUpdate(rules(names, groups, staleness), self.epoch))
 
     @rule(elapsed_s=st.sampled_from([4.0, 6.0, 1000.0]))
     def time_passes(self, elapsed_s: float) -> None:
-        waiting = {number: self.ledger.ticket(number).domain for number in self.ledger.waiting_for}
-        late = []
-        for number in self.worked_s:
-            if not self.paused and waiting[number] in self.served:
-                before, self.worked_s[number] = self.worked_s[number], self.worked_s[number] + elapsed_s
-                if before < TIMEOUT_S <= self.worked_s[number]:
-                    late.append(number)
-        assert self.ages.passed(elapsed_s, waiting, self.delivered, self.served, paused=self.paused) == sorted(late)
-        for number in late:
+        """All hubs that are not frozen report at its end."""
+        waiting, served, late = self.waiting, self.served, set[int]()
+        for name in self.working():
+            hub = self.hubs[name]
+            for number in hub.tickets.keys() & hub.reported & waiting.keys():
+                if not self.paused and waiting[number] in served:
+                    hub.tickets[number] += elapsed_s
+                if hub.tickets[number] >= TIMEOUT_S:
+                    late.add(number)
+            hub.reported = set(hub.tickets)
+        reports = {name: None if hub.is_frozen else list(hub.tickets) for name, hub in self.hubs.items()}
+        fresh = late - self.expired
+        self.expired |= late
+        assert self.ages.passed(elapsed_s, waiting, reports, served, paused=self.paused) == sorted(fresh)
+        for number in fresh:
             self.put(TicketEnd(number, "timeout"))
 
     @invariant()
-    def only_open_tickets_age(self) -> None:
-        assert set(self.worked_s) <= self.ledger.waiting_for
+    def only_open_tickets_expire(self) -> None:
+        assert self.expired <= self.ledger.waiting_for
 
 
 TestPatience = Patience.TestCase

@@ -202,22 +202,39 @@ def test_a_baseline_and_an_evaluation_that_takes_too_long() -> None:
 # ------------------------------------------------------------------------------------------------------ tickets
 
 
-def test_a_ticket_ages_from_its_first_delivery_while_its_domain_is_served() -> None:
+Reports = dict[str, list[int] | None]
+BOTH = {"lake", "sea"}
+
+
+def test_ticket_ages_only_while_a_hub_reports_it() -> None:
     ages, waiting = TicketAges(timeout_s=3.0), {1: "lake", 2: "sea", 3: "lake"}
 
-    def passed(elapsed_s: float, delivered: dict[str, int], served: set[str], *, paused: bool = False) -> list[int]:
-        return ages.passed(elapsed_s, waiting, delivered, served, paused=paused)
+    def passed(elapsed_s: float, reports: Reports, served: set[str] = BOTH, *, paused: bool = False) -> list[int]:
+        return ages.passed(elapsed_s, waiting, reports, served, paused=paused)
 
-    assert passed(86_400.0, {}, {"lake", "sea"}) == []  # queued for a day
-    assert passed(86_400.0, {"lake": 1, "sea": 2}, set()) == []  # nobody is there
-    assert passed(86_400.0, {"lake": 1, "sea": 2}, {"lake", "sea"}, paused=True) == []
-    assert passed(2.0, {"lake": 1, "sea": 2}, {"lake", "sea"}) == []
-    assert passed(1.0, {"lake": 3, "sea": 2}, {"lake"}) == [1]
-    assert passed(1.0, {"lake": 3, "sea": 2}, {"lake", "sea"}) == [2]  # 1 has expired once, 3 is 2 s old
-    del waiting[3]
-    assert passed(1.0, {"lake": 3, "sea": 2}, {"lake", "sea"}) == []
-    waiting[3] = "lake"  # a number that comes back, in another life of the log, is young again
-    assert passed(2.0, {"lake": 3, "sea": 2}, {"lake", "sea"}) == []
+    assert passed(86_400.0, {}, BOTH) == []  # in its queue for a day
+    assert passed(86_400.0, {"hub": [1, 2]}) == []  # the first report begins its time
+    assert passed(86_400.0, {"hub": [1, 2]}, set()) == []  # a pool that it needs has no hub
+    assert passed(86_400.0, {"hub": [1, 2]}, paused=True) == []
+    assert passed(2.0, {"hub": [1, 2]}) == []
+    assert passed(1.0, {"hub": [1, 2, 3]}, {"lake"}) == [1]
+    assert passed(1.0, {"hub": [1, 2, 3]}) == [2]  # 1 has expired once, 3 is 1 s old
+    assert passed(86_400.0, {"hub": [1]}) == []  # 3 was handed back, or is in a reward queue
+    assert passed(2.0, {"hub": [1], "scorer": [3]}) == []
+    assert passed(2.0, {"hub": [1], "scorer": [3]}) == []
+    assert passed(1.0, {"hub": [1], "scorer": [3]}) == [3]
+
+
+def test_silence_of_a_hub_proves_no_work() -> None:
+    """A hub that was killed is among the members for a minute; what it had may be in its queue again."""
+    ages, waiting = TicketAges(timeout_s=3.0), {1: "lake", 2: "lake"}
+    reports: Reports = {"hub": [1, 2]}
+    assert ages.passed(1.0, waiting, reports, BOTH) == []
+    assert ages.passed(60.0, waiting, {"hub": None}, BOTH) == []
+    assert ages.passed(1.0, waiting, {"hub": [2]}, BOTH) == [2]  # it was only late, and has had 2 all the time
+    assert ages.passed(1.0, waiting, {"hub": [1]}, BOTH) == []
+    assert ages.passed(2.0, waiting, {}, BOTH) == []
+    assert ages.passed(2.0, waiting, {"hub": [1]}, BOTH) == []  # another process of that name
 
 
 # ----------------------------------------------------------------------------------------------------- training

@@ -87,7 +87,10 @@ async def _holds(bus: MemoryBus, stream: Stream, last: int) -> bool:
 
 class Roster:
     def alive(self, role: str) -> list[wire.Presence]:
-        return [wire.Presence(role=role, id="h", host=socket.gethostname(), pid=1, state="serving", serves=["lake"])]
+        if role != "envhub":
+            return []
+        host, tickets = socket.gethostname(), [1, 2]
+        return [wire.Presence(role=role, id="h", host=host, pid=1, state="serving", serves=["lake"], tickets=tickets)]
 
 
 def test_a_ticket_that_ends_while_another_is_being_closed() -> None:
@@ -112,6 +115,58 @@ def test_a_ticket_that_ends_while_another_is_being_closed() -> None:
         return closed
 
     assert run(scene()) == [1]
+
+
+class Hubs:
+    """Members that can be changed: (role, what it serves, its tickets or None)."""
+
+    def __init__(self, *hubs: tuple[str, str, list[int] | None]) -> None:
+        self.hubs = list(hubs)
+
+    def alive(self, role: str) -> list[wire.Presence]:
+        host = socket.gethostname()
+        return [
+            wire.Presence(role=one, id=one, host=host, pid=1, state="serving", serves=[name], tickets=tickets)
+            for one, name, tickets in self.hubs
+            if one == role
+        ]
+
+
+def closed_within(
+    hubs: Hubs, seconds: float, *, pools: dict[str, list[str]] | None = None, taken: int = 2
+) -> list[int]:
+    """The tickets of two that a reaper closes in virtual time."""
+
+    async def scene() -> list[int]:
+        ledger, issued = tickets(2)
+        bus = SlowBus()
+        await _published(bus, issued)
+        for _ in range(taken):
+            assert bus.take(TICKETS, "lake") is not None
+        around: Any = bus
+        roster: Any = hubs
+        reaping = asyncio.create_task(TicketReaper(around, ledger, roster, 3.0, pools=pools or {}).serve())
+        await asyncio.sleep(seconds)
+        reaping.cancel()
+        return [entry.ticket async for entry in _so_far(bus)] if await bus.last_seq(SAMPLES) else []
+
+    return run(scene())
+
+
+def test_ticket_in_no_hub_is_not_closed() -> None:
+    """Delivered and handed back, or played and in a reward queue: hubs are there, and none works on it."""
+    assert closed_within(Hubs(("envhub", "lake", []), ("rewardhub", "judge", [])), 86_400.0) == []
+
+
+def test_ticket_of_a_pool_without_a_hub_is_not_closed() -> None:
+    hubs = Hubs(("envhub", "lake", [1]))
+    assert closed_within(hubs, 86_400.0, pools={"lake": ["judge"]}) == []
+    hubs.hubs.append(("rewardhub", "judge", [2]))
+    assert closed_within(hubs, 60.0, pools={"lake": ["judge"]}) == [1, 2]
+
+
+def test_hub_of_another_program_has_what_was_delivered() -> None:
+    assert closed_within(Hubs(("envhub", "lake", None)), 60.0, taken=1) == [1]
 
 
 async def _so_far(bus: MemoryBus) -> Any:
