@@ -106,8 +106,9 @@ Every ZeroMQ message is one frame, a *bundle*: a MessagePack list of at most {FU
 repeats; it is empty for an `AbortRequest`. The message is the **bytes** (MessagePack `bin`) of an encoded
 `GenerateRequest` or `GenerateReply`, not a map in the list. A bundle is at most 8 MiB; replies come in any order, alone
 or together. For `nats`, send the bare message as a request to `rl.{{run}}.generate.{{server}}`. Nothing is stored: if a
-server does not answer, send the request to another one with a new `request_id`. Do not use a reply with finish_reason
-`error` or `abort` as a turn.
+server does not answer, send the request to another one with a new `request_id`. After `busy` the server has no room for
+another request of yours: that is no failure, so wait for one of its replies. Do not use a reply with finish_reason
+`busy`, `error` or `abort` as a turn.
 
 **End tickets.** Store the record first, with the headers `{wire.TICKET_HEADER}: NUMBER` and `Nats-Msg-Id:
 tickets-NUMBER` (`evaltickets-NUMBER` for an evaluation), wait for the broker's confirmation, then acknowledge the
@@ -116,8 +117,8 @@ group, or one of a domain without rewards, goes to `samples`; any other to
 `rl.{{run}}.episodes.{{pool}}.tickets-NUMBER` (`evaltickets-NUMBER`) of its first pool, with the remaining pools in
 `pools`; if its ticket is closed, the learner deletes it there. A group must have the number of episodes that its ticket
 requests, at least `min_group_size`, or the learner closes the ticket as `malformed`. If there is no group, store a
-`Closed`. A ticket that is acknowledged without either is closed by the learner as `timeout` and replaced within a minute, or later if previous
-groups are still being scored."""
+`Closed`. A ticket that is acknowledged without either is closed by the learner as `timeout` and replaced within a
+minute, or later if previous groups are still being scored."""
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ from envhub.lengths.predictor import LengthPredictor
 from envhub.lengths.shared import LengthStore
 from envhub.scheduling import slots
 from envhub.servers.generate import TurnGenerator
+from envhub.servers.sample import sample_size
 from envhub.servers.servers import ServerRoster
 from envhub.tally import HubMetrics
 from envhub.task import EpisodeFailed
@@ -96,7 +97,13 @@ class EnvironmentHub:
             sandboxed.require(domain)
         tokenizer = Tokenizer.of_run(model_path, config)
         self.client = carriers.connect(section(config, "broker", BrokerSection).channel, member.bus)
-        self.servers = ServerRoster(member.bus, lambda: self.generator.in_use(), random.Random())
+        context = max(domain.section.max_context_tokens for domain in self.domains.values())
+        self.servers = ServerRoster(
+            member.bus,
+            lambda: self.generator.in_use(),
+            random.Random(),
+            size=sample_size(n or self.settings.n, context),
+        )
         clock, retries = self.servers.clock, self.settings.max_retries
         self.generator = TurnGenerator(self.client, self.servers, name=member.id, max_retries=retries, clock=clock.now)
         limits = EpisodeLimits(seconds(self.settings.episode_timeout_s), seconds(self.settings.generate_timeout_s))
