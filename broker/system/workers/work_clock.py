@@ -12,6 +12,7 @@ import logging
 import os
 import select
 import socket
+import threading
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -132,7 +133,7 @@ class _Watch:
 
 
 def _look(pid: int, states: str) -> tuple[dict[int, float], bool]:
-    """Return the processor time of a process and its descendants, and whether a thread is in one of the states."""
+    """Return the processor time of a process and its descendants, and whether a thread but this is in such a state."""
     cpu_s: dict[int, float] = {}
     waits = False
     for one in limits.tree(pid):
@@ -140,7 +141,7 @@ def _look(pid: int, states: str) -> tuple[dict[int, float], bool]:
             for thread in os.listdir(f"/proc/{one}/task"):
                 text = Path(f"/proc/{one}/task/{thread}/stat").read_text(encoding="ascii", errors="replace")
                 fields = text.rpartition(")")[2].split()
-                waits = waits or fields[0] in states
+                waits = waits or (fields[0] in states and int(thread) != threading.get_native_id())
                 cpu_s[one] = cpu_s.get(one, 0.0) + (int(fields[11]) + int(fields[12])) * _TICK_S
         except (OSError, IndexError):
             continue  # it has ended
