@@ -12,6 +12,7 @@ import logging
 import os
 import select
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Coroutine
@@ -108,6 +109,25 @@ def wait_for_bytes(connection: socket.socket, pid: int, limit_s: float, name: st
     poll.register(connection, select.POLLIN)
     while not poll.poll(1000.0 * watch.every_s):
         watch.look()
+
+
+def output_within(child: subprocess.Popen[str], limit_s: float, name: str = "") -> str:
+    """Wait for a process and return its output; kill it at the limit.
+
+    Raises:
+        OutOfTime: if the limit is reached, on the process's own clock.
+    """
+    watch = _Watch(child.pid, limit_s, name)
+    while True:
+        try:
+            return child.communicate(timeout=watch.every_s)[0]
+        except subprocess.TimeoutExpired:
+            try:
+                watch.look()
+            except OutOfTime:
+                limits.kill_tree(child.pid)
+                child.communicate()
+                raise
 
 
 class _Watch:
