@@ -21,7 +21,7 @@ from typing import Final
 from broker.channel import carriers
 from broker.contract import wire
 from broker.contract.streams import EVALTICKETS, TICKETS, Stream
-from broker.errors import ConfigError, RlearnerError, UserError
+from broker.errors import ConfigError, RlearnerError, UserError, described
 from broker.jetstream.bus import Delivery
 from broker.runtime.process import Member, Stop, join
 from broker.runtime.work_health import WorkHealth
@@ -400,7 +400,7 @@ class EnvironmentHub:
             return
         except Exception as error:
             log.exception("%s episode %d", key, episode)  # a bug of the hub may cost this episode only
-            self._failed(key, held, episode, EpisodeFailed("env", f"{type(error).__name__}: {error}"))
+            self._failed(key, held, episode, EpisodeFailed("env", described(error)))
             return
         self.health.succeeded(held.domain.name)
         if self._in_hand.get(key) is held:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 from waits import LONG_S, runs, until
 
-from broker.errors import reason_of
+from broker.errors import described, reason_of
 from broker.system.workers.work_clock import OutOfTime, WorkClock, answer_within, output_within, wait_for_bytes
 
 SPIN = "import time\nend = time.process_time() + {cpu_s}\nwhile time.process_time() < end: pass\n"
@@ -101,3 +101,4 @@ def test_output_of_a_process(program: str, output: str | None) -> None:
 @pytest.mark.parametrize("error", [TimeoutError(), asyncio.CancelledError(), ValueError("two\nlines")])
 def test_each_error_has_a_reason(error: BaseException) -> None:
     assert reason_of(error) in ("TimeoutError", "CancelledError", "two lines")
+    assert described(error) in ("TimeoutError", "CancelledError", "ValueError: two lines")
