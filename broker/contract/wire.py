@@ -265,7 +265,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     token_ids: Column  # <i4, shape (n,)
     logprobs: Column  # <f4, shape (n - 1,): log p(token[i + 1] | token[: i + 1]) at temperature 1
-    tolerance: float  # largest absolute difference that still counts as the same weights
+    tolerance: float  # largest absolute difference, in nine of ten tokens, of the same weights
 
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
