@@ -114,9 +114,9 @@ group, or one of a domain without rewards, goes to `samples`; any other to
 `pools`. The learner deletes it there if its ticket is closed. A group must have the number of episodes that its ticket
 requests, at least `min_group_size`, or the learner closes the ticket as `malformed`. If there is no group, store a
 `Closed`, but only while the ticket is certainly yours: no mark was missing for as long as `ack_wait`, and the broker
-has confirmed a recent one (it answers a mark that is sent as a request). Otherwise leave the ticket alone. A ticket that
-is acknowledged without either is closed by the learner as `timeout` and replaced within a minute, or later if previous
-groups are still being scored."""
+has confirmed a recent one (it answers a mark that is sent as a request). Otherwise leave the ticket alone. A ticket
+that is acknowledged without either is closed by the learner as `timeout` and replaced within a minute, or later if
+previous groups are still being scored."""
 
 
 @dataclass(frozen=True)
