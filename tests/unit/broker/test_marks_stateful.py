@@ -15,11 +15,22 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from broker.contract.streams import ACK_WAIT_S
 from broker.jetstream import ack_progress
 from broker.jetstream.ack_progress import AckProgress
+from broker.jetstream.delivery import delivery_numbers
 from broker.nats.nats_errors import Disconnected
 
 TICK_S = 0.5
 PROCESSES = 3
 MESSAGES = 2
+
+
+def ack_subject(number: int, num_delivered: int) -> str:
+    return f"$JS.ACK.stream.consumer.{num_delivered}.{number}.1.1.0"
+
+
+def delivery_of(subject: str) -> tuple[int, int]:
+    """The message of an acknowledgement subject, and how often it had been delivered."""
+    num_delivered, number, _ = delivery_numbers(subject)
+    return number, num_delivered
 
 
 @dataclass
@@ -88,7 +99,7 @@ class Marks(RuleBasedStateMachine):
 
     def mark(self, subject: str) -> None:
         """Apply a mark to the message, whichever delivery it names, as JetStream does."""
-        message = self.messages[int(subject.split(".")[0])]
+        message = self.messages[delivery_of(subject)[0]]
         if message.holder >= 0 and message.due_at > self.now:
             message.due_at = self.now + ACK_WAIT_S
 
@@ -110,7 +121,7 @@ class Marks(RuleBasedStateMachine):
             return
         message.num_delivered, message.holder = message.num_delivered + 1, process
         message.due_at = self.now + ACK_WAIT_S
-        subject = f"{number}.{message.num_delivered}"
+        subject = ack_subject(number, message.num_delivered)
         self.held[process].add(subject)
         self.marks[process].hold(subject)
 
@@ -155,7 +166,8 @@ class Marks(RuleBasedStateMachine):
         subject = data.draw(st.sampled_from(sorted(self.held[process])))
         self.held[process].discard(subject)
         if self.marks[process].is_proven(subject) and self.links[process].is_up:
-            self.messages[int(subject.split(".")[0])] = Pending(self.messages[int(subject.split(".")[0])].num_delivered)
+            number, num_delivered = delivery_of(subject)
+            self.messages[number] = Pending(num_delivered)
         self.marks[process].release(subject)
 
     # ---- what must hold
@@ -165,7 +177,7 @@ class Marks(RuleBasedStateMachine):
             return
         for process, subjects in enumerate(self.held):
             for subject in subjects:
-                number, delivered = map(int, subject.split("."))
+                number, delivered = delivery_of(subject)
                 message = self.messages[number]
                 if self.marks[process].is_proven(subject):
                     assert (message.holder, message.num_delivered) == (process, delivered)
