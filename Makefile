@@ -9,7 +9,7 @@ LOCKED ?= 1
 TORCH ?=
 TORCH_INDEX ?= https://pypi.org/simple
 
-.PHONY: setup lock dist test-dist bundle test-bundle test-oldest test-backup audit sbom check test test-fast test-loaded test-options test-frameworks test-console test-vllm vllm-env peers-env test-peers test-trackers test-deepspeed test-megatron test-checkpoints test-alerts test-image image chaos hosts nodes test-slurm test-systemd quickstart real-model bench families bubblewrap docs clean
+.PHONY: setup lock dist test-dist bundle test-bundle test-oldest test-backup audit sbom check test test-fast test-loaded test-options test-frameworks test-console test-vllm vllm-env peers-env test-peers test-trackers test-deepspeed test-megatron test-checkpoints test-alerts test-image image chaos hosts nodes test-slurm test-systemd quickstart real-model bench families families-vllm bubblewrap docs clean
 
 setup: .venv/ready
 
@@ -61,6 +61,10 @@ check: setup
 # Every family of models through engine and learner, and what check says of each: some five minutes on two idle cores.
 families: setup
 	$(BIN)/python -m bench.families
+
+# Their column of vLLM, with its build for the CPU: half an hour, nightly.
+families-vllm: vllm-env
+	OMP_NUM_THREADS=1 $(VLLM)/python -m bench.families.vllm
 
 # Two files at a time, for most tests wait for processes more than they compute; in the order of their names, which has the longest first
 # (chaos) and the shortest last, so that both workers end together. WORKERS=0 runs them one after the other.

@@ -9,7 +9,8 @@ seed. A finished run is a file in the output folder and is not repeated. With al
 docs/learning.md are written. The last line is one JSON object:
 
 - ``success_start``, ``success_end``: of two-digit additions, over all seeds; ``seeds``: the end of each.
-- ``minutes``: of the slowest run of additions, from its start to its end, both evaluations included.
+- ``minutes``: of the slowest run of additions, from its start to its end, both evaluations included;
+  ``cpu_minutes``: of processor time, of which two idle cores give two a minute.
 - ``rows``: start, end and 95 % intervals of the other recipes; ``above``: whether the end's is above the start's.
 - ``false_refusals``: of engine hf, which loads the model in float32 and in bfloat16.
 
@@ -22,6 +23,7 @@ import argparse
 import asyncio
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -85,7 +87,7 @@ def run_recipe(name: str, seed: int, options: argparse.Namespace) -> dict[str, A
     run = f"{name}-{seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     command = [sys.executable, "-m", "rlearner.cli", "up", RECIPES[name].config, *overrides]
     print(f"{run}: {' '.join(command[3:])}", flush=True)
-    began, load = time.monotonic(), os.getloadavg()[0]
+    began, load, used_s = time.monotonic(), os.getloadavg()[0], children_s()
     done = subprocess.run([*command, f"run.name={run}", f"run.dir={options.out}"], check=False)
     if done.returncode:
         raise UserError(f"{options.out / run}: rlearner up ended with exit code {done.returncode}")
@@ -93,11 +95,18 @@ def run_recipe(name: str, seed: int, options: argparse.Namespace) -> dict[str, A
     result = {
         "overrides": overrides,
         "minutes": round(minutes, 2),
+        "cpu_minutes": round((children_s() - used_s) / 60, 2),
         "load": [round(load, 1), round(os.getloadavg()[0], 1)],
         **read_run(options.out / run),
     }
     private_write(file, (json.dumps(result) + "\n").encode())
     return result
+
+
+def children_s() -> float:
+    """Return the processor time in seconds of the processes that this one has waited for, and theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def read_result(file: Path, overrides: Sequence[str]) -> dict[str, Any] | None:
@@ -152,6 +161,7 @@ def row_of(start: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> dict[
         "end": last,
         "above": last["low"] > first["high"],
         "minutes": max(run["minutes"] for run in runs),
+        "cpu_minutes": max(run["cpu_minutes"] for run in runs),
         "tokens_per_s": runs[0]["tokens_per_s"],
         "load": [run["load"] for run in runs],
     }
@@ -253,6 +263,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "interval_end": [additions["end"]["low"], additions["end"]["high"]],
             "seeds": ends,
             "minutes": additions["minutes"],
+            "cpu_minutes": additions["cpu_minutes"],
             "tokens_per_s": additions["tokens_per_s"],
             "load": additions["load"],
             **figures,

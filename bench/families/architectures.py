@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import tokenizers
@@ -60,8 +61,18 @@ class Architecture:
         return self.name.partition(".")[0]
 
 
-def build(architecture: Architecture, folder: Path, dtype: str = "float32", seed: int = 0) -> Path:
-    """Write a model with random weights of a dtype, and its tokenizer, into a folder."""
+def build(
+    architecture: Architecture,
+    folder: Path,
+    dtype: str = "float32",
+    seed: int = 0,
+    sizes: Mapping[str, Any] = MappingProxyType({}),
+) -> Path:
+    """Write a model with random weights of a dtype, and its tokenizer, into a folder.
+
+    Args:
+        sizes: settings that replace the common ones, not the architecture's own.
+    """
     import_transformers()
     folder.mkdir(parents=True)
     _write_tokenizer(folder, TinyModel(max_position_embeddings=POSITIONS))
@@ -69,7 +80,7 @@ def build(architecture: Architecture, folder: Path, dtype: str = "float32", seed
     end, pad = tokenizer.token_to_id(END_OF_TURN), tokenizer.token_to_id(PAD)
     assert end is not None
     assert pad is not None
-    config = configuration(architecture, end, pad)
+    config = configuration(architecture, end, pad, sizes)
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if architecture.kind == "vision":  # as it is published, with all its parts
@@ -80,14 +91,17 @@ def build(architecture: Architecture, folder: Path, dtype: str = "float32", seed
     return folder
 
 
-def configuration(architecture: Architecture, end: int, pad: int) -> Any:
-    """Return the configuration of a small model."""
+def configuration(
+    architecture: Architecture, end: int, pad: int, sizes: Mapping[str, Any] = MappingProxyType({})
+) -> Any:
+    """Return the configuration of a small model, see ``build``."""
+    common = {**_SIZES, **sizes}
     special = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": pad}
     if architecture.parts:
         nested = {name: dict(values) for name, values in architecture.parts.items()}
-        nested["text_config"] = merged({**_SIZES, **special}, nested.get("text_config", {}))
+        nested["text_config"] = merged({**common, **special}, nested.get("text_config", {}))
         return transformers.AutoConfig.for_model(architecture.model_type, **nested, **architecture.settings)
-    settings = merged({**_SIZES, **special}, architecture.settings)
+    settings = merged({**common, **special}, architecture.settings)
     return transformers.AutoConfig.for_model(architecture.model_type, **settings)
 
 

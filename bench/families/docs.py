@@ -27,8 +27,7 @@ bfloat16, where a router may take another expert for a few tokens, nine tenths o
 that rounding makes in transformers itself; `longrope` has the factors of the run's longest sequence.
 
 What does not work is refused by `rlearner check`, `doctor` and `plan` with the reason below, before any process starts.
-`python -m bench.families` runs everything again and fails if that is not so. In bfloat16 three mixtures of
-experts lie at these limits and failed in one of two whole runs: `deepseek_v3`, `exaone_moe`, `minimax_m2` with LoRA.
+`python -m bench.families` runs everything again and fails if that is not so.
 
 | column | works if |
 |---|---|
@@ -40,9 +39,11 @@ experts lie at these limits and failed in one of two whole runs: `deepseek_v3`, 
 | resume | a learner continues from its checkpoint, bit for bit |
 | export | transformers loads the exported folder, which has the tensors of the original |
 | plan | `rlearner plan` computes memory and speed |
+| vllm | engine `vllm` serves it and takes new weights, by vLLM's build for the CPU (`make families-vllm`) |
 
 A model of another type is tried with a few small layers before a run starts; see [engines](engines.md). The engines
-`vllm` and `sglang` have families of their own; the columns of the learner hold for them, too.
+`vllm` and `sglang` have families of their own; the columns of the learner hold for them, too. vLLM's build for the CPU
+lacks kernels that its builds for GPUs have, so that `check` refuses nothing by that column.
 """
 
 
@@ -58,12 +59,18 @@ def render(matrix: Matrix | None = None) -> str:
 
 
 def _table(title: str, rows: list[Family]) -> str:
-    cells = list(rows[0].cells) if rows else []
+    cells = list(dict.fromkeys(cell for row in rows for cell in row.cells))
     lines = [f"## {title}", "", f"| model_type | {' | '.join(cells)} |", "|---" * (len(cells) + 1) + "|"]
     for row in rows:
-        states = ["yes" if row.cells[cell] == WORKS else "no" for cell in cells]
+        states = [_state(row.cells.get(cell)) for cell in cells]
         lines.append(f"| {_name(row)} | {' | '.join(states)} |")
     return "\n".join([*lines, ""])
+
+
+def _state(state: str | None) -> str:
+    if state is None:
+        return "-"
+    return "yes" if state == WORKS else "no"
 
 
 def _name(row: Family) -> str:

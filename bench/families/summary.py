@@ -22,7 +22,8 @@ def row_of(architecture: Architecture, verdicts: Sequence[Verdict], before: Matr
     """Return a family's row: a cell works if it does in every dtype; cells that were not run are those of before."""
     earlier = next((row for row in (before.families if before else []) if row.name == architecture.name), None)
     ran = {verdict.cell for verdict in verdicts}
-    cells = {cell: earlier.cells[cell] if earlier and cell not in ran else WORKS for cell in CELLS}
+    cells = dict(earlier.cells) if earlier else {}  # with the column of vLLM, which this command does not fill
+    cells |= {cell: WORKS for cell in CELLS if cell in ran or cell not in cells}
     for verdict in sorted(verdicts, key=lambda verdict: DTYPES.index(verdict.dtype)):
         if verdict.outcome != "works" and cells[verdict.cell] == WORKS:
             cells[verdict.cell] = verdict.reason if verdict.dtype == "float32" else f"{verdict.dtype}: {verdict.reason}"

@@ -24,14 +24,14 @@ Rows = Mapping[str, Mapping[str, Any]]
 def table(rows: Rows, runs: Runs) -> str:
     """Return the table in Markdown."""
     lines = [
-        "| recipe | held-out success at the start | at the end | tasks | seeds | minutes |",
-        "|---|---|---|---|---|---|",
+        "| recipe | held-out success at the start | at the end | tasks | seeds | minutes | of processor time |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, row in rows.items():
         cells = [
             f"{row[end]['success']:.3f} ({row[end]['low']:.3f}-{row[end]['high']:.3f})" for end in ("start", "end")
         ]
-        counts = f"{row['end']['tasks']} | {len(runs[name])} | {row['minutes']:.1f}"
+        counts = f"{row['end']['tasks']} | {len(runs[name])} | {row['minutes']:.1f} | {row['cpu_minutes']:.1f}"
         lines.append(f"| {TITLES[name]} | {' | '.join(cells)} | {counts} |")
     return "\n".join(lines)
 

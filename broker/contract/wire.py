@@ -84,7 +84,7 @@ class Ticket(Message, frozen=True, tag="Ticket"):
     max_staleness: int  # versions that a token may lag behind the version being trained
     group_size: int  # episodes in the group
     min_group_size: int  # episodes that suffice after the deadline
-    deadline_s: float  # seconds from the first delivery until the group closes with the episodes it has
+    deadline_s: float  # seconds in one hub until the group closes with the episodes it has
     num_greedy: int = 0  # the last num_greedy episodes are sampled at temperature 0 as a baseline, never trained on
     num_redundant: int = 0  # spare episodes: when all but this many have finished, the rest are aborted
     pass_rate: list[float] = []  # if set: a hub may close a group whose share of successes cannot end within
@@ -102,7 +102,7 @@ class EvalTicket(Message, frozen=True, tag="EvalTicket"):
     min_version: int  # oldest policy version that may answer
     group_size: int  # episodes in the group
     temperature: float  # sampling temperature, 0 is greedy
-    deadline_s: float  # seconds from the first delivery until the group closes
+    deadline_s: float  # seconds in one hub until the group closes
 
 
 # --------------------------------------------------------------------------------------------------- samples
@@ -265,7 +265,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     token_ids: Column  # <i4, shape (n,)
     logprobs: Column  # <f4, shape (n - 1,): log p(token[i + 1] | token[: i + 1]) at temperature 1
-    tolerance: float  # largest absolute difference that still counts as the same weights
+    tolerance: float  # largest absolute difference, in nine of ten tokens, of the same weights
 
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

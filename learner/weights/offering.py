@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 from torch import Tensor
 
 from broker.contract import wire
@@ -17,6 +16,7 @@ from broker.weights.carriers import offered
 from broker.weights.memory.cuda import CudaDevice
 from broker.weights.memory.staging import plan_of
 from broker.weights.plan import LayoutPlan
+from broker.weights.probe import wrong_token
 from broker.weights.sender.send import WeightSender
 from broker.weights.sender.transfer import TransferSettings
 from learner.backends.base import Backend
@@ -134,16 +134,13 @@ class WeightOffering:
         return first_difference(self.plan, plain)
 
     def logprobs_difference(self) -> str:
-        """Return the first token whose logprob differs from that of plain attention; empty if none, or unknown."""
+        """Return the token whose logprob differs most from that of plain attention; empty if they agree, or unknown."""
         probed = self.probe()
         plain = self._backend.plain_logprobs(probed.token_ids.array())
         if plain is None:
             return ""
-        differences = np.abs(plain.numpy().astype(np.float64) - probed.logprobs.array())
-        wrong = np.flatnonzero(~(differences <= probed.tolerance))
-        if not len(wrong):
+        if (token := wrong_token(probed, plain.numpy())) is None:
             return ""
-        token = int(wrong[0])
         trained, expected = probed.logprobs.array()[token], float(plain[token])
         return f"it trains token {token + 1} with logprob {trained:.6f}, which is {expected:.6f} with plain attention"
 

@@ -18,6 +18,7 @@ import torch
 
 from broker.errors import UserError
 from rlearner_text.hub import model_folder
+from rlearner_text.probe_text import probe_tokens
 from rlearner_text.stored_form import View, stored_views
 from rlearner_text.tokenizer import Tokenizer
 from rollout.engines.args import VLLMArgs
@@ -52,6 +53,7 @@ class RunningVLLM:
         end_ids: tokens that end a generation.
         tokenizer: of the model; without one there are no stop strings and no guides.
         folder: holds vLLM's error log.
+        text: token ids of ordinary text, past every switch of the model.
     """
 
     llm: Any
@@ -61,6 +63,7 @@ class RunningVLLM:
     end_ids: frozenset[int]
     tokenizer: Tokenizer | None
     folder: Path
+    text: list[int]
 
     def close(self) -> None:
         """Stop vLLM's processes; blocks until they have exited."""
@@ -103,13 +106,15 @@ def open_llm(config: EngineConfig) -> RunningVLLM:
         tokenizer = find_tokenizer(config)
         ends = end_tokens(model) | frozenset(tokenizer.eos_token_ids if tokenizer else ())
         vocab_size = int(model.get_input_embeddings().num_embeddings)
+        settings = model.config.get_text_config().to_dict()
+        text = probe_tokens(tokenizer, settings, vocab_size=vocab_size, max_context=context)
         weights = HeldWeights(model).tensors()
         shared = SharedWeights(weights)
         views = stored_views(model, {name: tensor.to("meta") for name, tensor in weights.items()})
         del model, weights
         _environment(config, folder, on_cpu=on_cpu)
         llm = _open(engine_args(config, args, context, has_tokenizer=tokenizer is not None, on_cpu=on_cpu), folder)
-        return RunningVLLM(llm, shared, views, vocab_size, ends, tokenizer, folder)
+        return RunningVLLM(llm, shared, views, vocab_size, ends, tokenizer, folder, text)
     except BaseException:
         if shared is not None:
             shared.close()

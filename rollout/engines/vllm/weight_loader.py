@@ -44,12 +44,11 @@ class VLLMWeightLoader:
         shared = self.opened.shared
         init = {"path": shared.path, "size_bytes": shared.size_bytes, "layout": shared.layout}
         init["views"] = self.opened.views
-        tokens = [1 + i % (self.opened.vocab_size - 1) for i in range(min(12, config.section.max_context_tokens - 1))]
         try:
             await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init))
-            before = await self.asking.logprobs(tokens)
+            before = await self.asking.logprobs(self.opened.text)
             await reload_weights(self.llm)
-            after = await self.asking.logprobs(tokens)
+            after = await self.asking.logprobs(self.opened.text)
         except Exception as error:  # any error of a worker arrives as one
             why = first_line(error)
             raise UserError(f"engine vllm cannot take new weights of {config.model_path!r}: {why}") from error

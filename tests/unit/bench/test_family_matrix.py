@@ -9,14 +9,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from bench.families import docs
+from bench.families import docs, vllm
+from bench.families.architectures import configuration
 from bench.families.pool import Job, run_jobs
 from bench.families.program_checks import COMMANDS, Answer
 from bench.families.summary import Summary, figures, matrix_of, row_of
 from bench.families.table import ARCHITECTURES
 from bench.families.verdicts import CELLS, Verdict
+from rlearner_text import families
 from rlearner_text.families import Matrix, read_matrix
 
 LLAMA = next(each for each in ARCHITECTURES if each.name == "llama")
@@ -29,7 +32,7 @@ def test_document_is_up_to_date() -> None:
 def test_every_architecture_has_a_row() -> None:
     rows = read_matrix().families
     assert [row.name for row in rows] == [each.name for each in ARCHITECTURES], "run `python -m bench.families --write`"
-    assert {tuple(row.cells) for row in rows} == {tuple(CELLS)}
+    assert {tuple(cell for cell in row.cells if cell != vllm.COLUMN) for row in rows} == {tuple(CELLS)}
     assert [dict(row.when) for row in rows] == [dict(each.when) for each in ARCHITECTURES]
 
 
@@ -79,6 +82,35 @@ def test_rows_that_were_not_run_stay() -> None:
     after = matrix_of([row_of(LLAMA, [])], before)
     assert [row.name for row in after.families] == ["llama", ARCHITECTURES[1].name]
     assert after.families[0].cells["plan"] == "works"
+
+
+def test_column_of_vllm_stays_when_the_others_are_run_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    other = row_of(ARCHITECTURES[1], [])
+    file = tmp_path / "families.json"
+    file.write_bytes(msgspec.json.encode(Matrix("5.0", [row_of(LLAMA, []), other])))
+    monkeypatch.setattr(families, "FILE", file)
+    monkeypatch.setattr(docs, "TARGET", tmp_path / "models.md")
+    families.read_matrix.cache_clear()
+    try:
+        vllm.add_column({"llama": "no kernel"})
+        before = families.read_matrix()
+    finally:
+        families.read_matrix.cache_clear()
+    again = matrix_of([row_of(LLAMA, [_verdict("plan")], before)], before)
+    assert [row.cells.get(vllm.COLUMN) for row in again.families] == ["no kernel", None]
+    page = docs.render(again)
+    assert f"| llama | {'yes | ' * 8}no |" in page
+    assert f"| llama, tied | {'yes | ' * 8}- |" in page
+    assert "- llama, vllm: no kernel" in page
+
+
+def test_wide_heads_have_a_rotary_factor_for_two_elements() -> None:
+    (longrope,) = (each for each in ARCHITECTURES if each.name == "phi3.longrope")
+    rope = vllm.widen(longrope).settings["rope_parameters"]
+    assert [len(rope[name]) for name in ("short_factor", "long_factor")] == [16, 16]
+    config = configuration(vllm.widen(longrope), 1, 2, vllm.WIDE)
+    assert (config.hidden_size, config.hidden_size // config.num_attention_heads) == (128, 32)
+    assert configuration(longrope, 1, 2).hidden_size == 64
 
 
 def test_crash_costs_one_cell() -> None:

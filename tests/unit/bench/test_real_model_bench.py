@@ -16,7 +16,7 @@ def evaluated(*numbers: int, tasks: int = 100) -> dict[str, bool]:
 
 def test_success_before_and_after_by_hand() -> None:
     start = {"evaluations": {"0": evaluated(*range(10)), "60": evaluated(*range(90))}}
-    more = {"minutes": 3.5, "tokens_per_s": 80.0, "load": [0.1, 0.2]}
+    more = {"minutes": 3.5, "cpu_minutes": 6.25, "tokens_per_s": 80.0, "load": [0.1, 0.2]}
     other = {"evaluations": {"60": evaluated(*range(100))}, **more, "minutes": 4.5}
     row = real_model.row_of(start, [{**start, **more}, other])
     assert row["start"] == {"success": 0.1, "low": 0.0552, "high": 0.1744, "tasks": 100}
@@ -46,6 +46,7 @@ def test_the_report_changes_only_what_is_between_its_marks(tmp_path: Path) -> No
         "start": {"success": 0.1, "low": 0.05, "high": 0.2, "tasks": 500},
         "end": {"success": 0.9, "low": 0.85, "high": 0.95, "tasks": 500},
         "minutes": 7.25,
+        "cpu_minutes": 14.0,
     }
     real_model_report.write(tmp_path, {"additions": row, "words": row}, {"additions": [run, run], "words": [run]})
     text = (tmp_path / "learning.md").read_text()

@@ -47,6 +47,27 @@ def test_message_names_the_worst_token() -> None:
         check_probe(PROBE, np.array([-1.1, -2.5]))
 
 
+def test_another_expert_for_a_few_tokens_is_no_other_model() -> None:
+    probe = make_probe(range(41), np.full(40, -2.0), tolerance=0.01)
+    logprobs = np.full(40, -2.001)
+    logprobs[[3, 8, 9, 39]] = -2.07
+    assert check_probe(probe, logprobs) == pytest.approx(0.07, abs=1e-6)
+    logprobs[20] = -2.02
+    with pytest.raises(TransferFailed, match=r"token 4 has logprob -2\.07"):
+        check_probe(probe, logprobs)
+
+
+def test_a_few_tokens_that_differ_by_much_are_another_model() -> None:
+    probe = make_probe(range(41), np.full(40, -2.0), tolerance=0.01)
+    logprobs = np.full(40, -2.0)
+    logprobs[7] = -2.081
+    with pytest.raises(TransferFailed, match=r"token 8 has logprob -2\.08"):
+        check_probe(probe, logprobs)
+    logprobs[7] = np.nan
+    with pytest.raises(TransferFailed, match="token 8 has logprob nan"):
+        check_probe(probe, logprobs)
+
+
 @pytest.mark.parametrize(("tokens", "logprobs"), [([1], []), ([1, 2], []), ([1, 2], [0.0, 0.0])])
 def test_lengths_must_agree(tokens: list[int], logprobs: list[float]) -> None:
     with pytest.raises(ValueError, match="probe tokens need"):
