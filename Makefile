@@ -9,7 +9,7 @@ LOCKED ?= 1
 TORCH ?=
 TORCH_INDEX ?= https://pypi.org/simple
 
-.PHONY: setup lock dist test-dist bundle test-bundle test-oldest test-backup audit sbom check test test-fast test-options test-frameworks test-console test-vllm vllm-env peers-env test-peers test-trackers test-deepspeed test-megatron test-checkpoints test-alerts test-image image chaos hosts nodes test-slurm test-systemd quickstart real-model bench bench-smoke families families-vllm bubblewrap docs clean
+.PHONY: setup lock dist test-dist bundle test-bundle test-oldest test-backup audit sbom check test test-fast test-loaded test-options test-frameworks test-console test-vllm vllm-env peers-env test-peers test-trackers test-deepspeed test-megatron test-checkpoints test-alerts test-image image chaos hosts nodes test-slurm test-systemd quickstart real-model bench bench-smoke families families-vllm bubblewrap docs clean
 
 setup: .venv/ready
 
@@ -71,6 +71,11 @@ families-vllm: vllm-env
 WORKERS ?= 2
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST)
+
+# The contract tests and small chaos next to six busy loops of the same priority: over an hour on two cores. LOADED= names others.
+LOADED ?= tests/contract tests/chaos
+test-loaded: setup
+	RL_TEST_PATIENCE=10 OMP_NUM_THREADS=1 $(BIN)/python tests/kit/burners.py 6 $(BIN)/python -m pytest -n 0 -o timeout=3000 $(LOADED) $(PYTEST)
 
 test-fast: setup
 	$(BIN)/python -m pytest tests/unit
@@ -241,6 +246,7 @@ image:
 chaos: setup
 	RL_CHAOS_KILLS=50 RL_CHAOS_BROKER_KILLS=20 RL_CHAOS_BUCKETS=1 RL_CHAOS_FREEZE_S=60 RL_CHAOS_SLOW_STEP_S=20 RL_CHAOS_SLOW_STEPS=24 \
 		RL_CHAOS_CLUSTER=5 RL_CHAOS_PARTITION_S=1,30,180 RL_CHAOS_CLOCKS=1 RL_CHAOS_EARLY_KILLS=10 RL_CHAOS_RIVALRIES=10 \
+		RL_CHAOS_BURNERS=20 RL_CHAOS_BURNT_STEPS=30 \
 		$(BIN)/python -m pytest tests/chaos tests/cluster -s
 	RL_FUZZ=100000 $(BIN)/python -m pytest tests/unit/broker/test_fuzz.py -s
 

@@ -95,7 +95,9 @@ together at most {streams.MARKS_PER_S:g} a second: 2 s + 2 * open tickets / {str
 {streams.ACK_WAIT_S:g} s and at most {streams.LONGEST_ACK_WAIT_S:g} s, where `train.groups_per_step` times the steps of
 `train.max_staleness` may be open. It keeps a longer one. To return a ticket, send `-NAK`. A ticket
 that has been delivered {streams.MAX_DELIVERIES} times must be closed as `too_many_deliveries`. A hub can help to find
-tickets that kill hubs by keeping an [Attempt](#attempt); otherwise its own death leaves no trace.
+tickets that kill hubs by keeping an [Attempt](#attempt); otherwise its own death leaves no trace. List the training
+tickets that you work on in `tickets` of your entry among the members: the learner closes one that a hub has worked on
+for `train.ticket_timeout_s`. It takes a hub that lists none (`null`) to work on every delivered ticket of its domains.
 
 **Generate.** A rollout server's `Presence` has its `address` and `channel`. For `zmq` it is a ROUTER socket: connect
 one DEALER per server. The address is `tcp://IP:PORT key=KEY host=DIGEST local=NAME`: use CURVE with the server's public
@@ -106,18 +108,21 @@ Every ZeroMQ message is one frame, a *bundle*: a MessagePack list of at most {FU
 repeats; it is empty for an `AbortRequest`. The message is the **bytes** (MessagePack `bin`) of an encoded
 `GenerateRequest` or `GenerateReply`, not a map in the list. A bundle is at most 8 MiB; replies come in any order, alone
 or together. For `nats`, send the bare message as a request to `rl.{{run}}.generate.{{server}}`. Nothing is stored: if a
-server does not answer, send the request to another one with a new `request_id`. Do not use a reply with finish_reason
-`error` or `abort` as a turn.
+server does not answer, send the request to another one with a new `request_id`. After `busy` the server has no room for
+another request of yours: that is no failure, so wait for one of its replies. Do not use a reply with finish_reason
+`busy`, `error` or `abort` as a turn.
 
 **End tickets.** Store the record first, with the headers `{wire.TICKET_HEADER}: NUMBER` and `Nats-Msg-Id:
 tickets-NUMBER` (`evaltickets-NUMBER` for an evaluation), wait for the broker's confirmation, then acknowledge the
 ticket. The message id lets the broker drop a repetition within two minutes; the learner drops later ones. A scored
 group, or one of a domain without rewards, goes to `samples`; any other to
-`rl.{{run}}.episodes.{{pool}}.tickets-NUMBER` (`evaltickets-NUMBER`) of its first pool, with the remaining pools in
-`pools`; if its ticket is closed, the learner deletes it there. A group must have the number of episodes that its ticket
+`rl.{{run}}.episodes.{{pool}}.tickets-NUMBER` (or `evaltickets-NUMBER`) of its first pool, with the remaining pools in
+`pools`. The learner deletes it there if its ticket is closed. A group must have the number of episodes that its ticket
 requests, at least `min_group_size`, or the learner closes the ticket as `malformed`. If there is no group, store a
-`Closed`. A ticket that is acknowledged without either is closed by the learner as `timeout` and replaced within a
-minute, or later if previous groups are still being scored."""
+`Closed`, but only while the ticket is certainly yours: no mark was missing for as long as `ack_wait`, and the broker
+has confirmed a recent one (it answers a mark that is sent as a request). Otherwise leave the ticket alone. A ticket
+that is acknowledged without either is closed by the learner as `timeout` and replaced within a minute, or later if
+previous groups are still being scored."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,12 @@ def reason_of(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def described(error: BaseException) -> str:
+    """Return the type of an error, and its text in one line if it has one."""
+    name, reason = type(error).__name__, reason_of(error)
+    return name if reason == name else f"{name}: {reason}"
+
+
 class RlearnerError(Exception):
     """Base class of the project's exceptions."""
 

@@ -21,7 +21,7 @@ from typing import Final
 from broker.channel import carriers
 from broker.contract import wire
 from broker.contract.streams import EVALTICKETS, TICKETS, Stream
-from broker.errors import ConfigError, RlearnerError, UserError
+from broker.errors import ConfigError, RlearnerError, UserError, described
 from broker.jetstream.bus import Delivery
 from broker.runtime.process import Member, Stop, join
 from broker.runtime.work_health import WorkHealth
@@ -40,6 +40,7 @@ from envhub.lengths.predictor import LengthPredictor
 from envhub.lengths.shared import LengthStore
 from envhub.scheduling import slots
 from envhub.servers.generate import TurnGenerator
+from envhub.servers.sample import sample_size
 from envhub.servers.servers import ServerRoster
 from envhub.tally import HubMetrics
 from envhub.task import EpisodeFailed
@@ -96,7 +97,13 @@ class EnvironmentHub:
             sandboxed.require(domain)
         tokenizer = Tokenizer.of_run(model_path, config)
         self.client = carriers.connect(section(config, "broker", BrokerSection).channel, member.bus)
-        self.servers = ServerRoster(member.bus, lambda: self.generator.in_use(), random.Random())
+        context = max(domain.section.max_context_tokens for domain in self.domains.values())
+        self.servers = ServerRoster(
+            member.bus,
+            lambda: self.generator.in_use(),
+            random.Random(),
+            size=sample_size(n or self.settings.n, context),
+        )
         clock, retries = self.servers.clock, self.settings.max_retries
         self.generator = TurnGenerator(self.client, self.servers, name=member.id, max_retries=retries, clock=clock.now)
         limits = EpisodeLimits(seconds(self.settings.episode_timeout_s), seconds(self.settings.generate_timeout_s))
@@ -393,7 +400,7 @@ class EnvironmentHub:
             return
         except Exception as error:
             log.exception("%s episode %d", key, episode)  # a bug of the hub may cost this episode only
-            self._failed(key, held, episode, EpisodeFailed("env", f"{type(error).__name__}: {error}"))
+            self._failed(key, held, episode, EpisodeFailed("env", described(error)))
             return
         self.health.succeeded(held.domain.name)
         if self._in_hand.get(key) is held:

@@ -188,7 +188,7 @@ class TrainingLoop:
         if isinstance(message, wire.Closed) and forgotten:
             self._say_closed(message)
             if message.reason != FILTERED:  # by the hub that has the only group
-                self._issuer.withdraw(entry.ticket, is_queued=message.by == self._bus.name)
+                self._issuer.withdraw(message.ticket, is_queued=message.by == self._bus.name)
         elif isinstance(message, wire.RulesChange):
             self._say_changed(message, len(forgotten))
             for number in forgotten:  # no hub ended these

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import Final
 
+from broker.errors import described
 from broker.system.workers import limits
 
 _HEADER: Final = struct.Struct("<I")
@@ -127,7 +128,7 @@ def _reply(function: Callable[[bytes], bytes], data: bytes) -> bytes:
     except (MemoryError, RecursionError, TooCostly) as error:
         return _COSTLY + (str(error) or type(error).__name__).encode("utf-8", "replace")
     except Exception as error:  # noqa: BLE001 - the caller raises it
-        return _FAILED + f"{type(error).__name__}: {error}".encode("utf-8", "replace")
+        return _FAILED + described(error).encode("utf-8", "replace")
 
 
 def _write(fd: int, data: bytes) -> None:

@@ -20,7 +20,7 @@ import msgspec
 
 from broker.contract import wire
 from broker.contract.streams import EPISODES, RERUNS
-from broker.errors import TooLarge, UserError, WireError
+from broker.errors import TooLarge, UserError, WireError, described
 from broker.jetstream.bus import Delivery
 from broker.jetstream.core_messages import respond
 from broker.jetstream.pulling import fetch_unless
@@ -216,7 +216,7 @@ class RewardhubService:
         if not task.cancelled() and (error := task.exception()) is not None:
             # Nothing was acknowledged, so another hub gets the group when this one exits.
             log.error("could not finish a group", exc_info=error)
-            self.member.stop.request(f"{type(error).__name__}: {error}")
+            self.member.stop.request(described(error))
 
     def _abandon_lapsed(self) -> None:
         """Abandon the groups that other hubs may score by now."""

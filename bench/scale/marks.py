@@ -24,7 +24,7 @@ WINDOW_S: Final = 30.0
 
 def measure() -> dict[str, Any]:
     """Return ``marks_per_s`` at ``marks_in_hand``, the ack_wait in seconds, and how many were delivered again."""
-    with tempfile.TemporaryDirectory(prefix="rlearner-marks-") as folder, BrokerServer(f"{folder}/store") as server:
+    with tempfile.TemporaryDirectory() as folder, BrokerServer(f"{folder}/store") as server:
         return asyncio.run(_count(server.url, WINDOW_S))
 
 

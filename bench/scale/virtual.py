@@ -33,7 +33,7 @@ class _Selector(selectors.SelectSelector):
 class VirtualLoop(asyncio.SelectorEventLoop):
     """``time()`` is virtual; a sleep takes no real time.
 
-    What is meant for a thread runs at once: the clock does not wait for a thread, so each run would take another course.
+    What is meant for a thread runs at once: the clock would not wait for it, so that no run would be like another.
     """
 
     def __init__(self) -> None:

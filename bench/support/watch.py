@@ -74,13 +74,21 @@ class FleetWatch:
         return set(range(1, self._issued + 1)) - self.first.keys()
 
     async def until(self, what: Callable[[], bool], timeout_s: float, every_s: float = LOOK_EVERY_S) -> float:
-        """Return the seconds until ``what`` holds; raise TimeoutError if it does not, RlearnerError without a log."""
-        began = time.monotonic()
+        """Return the seconds until ``what`` holds.
+
+        Raises:
+            TimeoutError: if it does not, and no ticket has ended and no step was done for ``timeout_s``.
+            RlearnerError: without a log.
+        """
+        began = moved_at = time.monotonic()
+        progress = (-1, -1)
         while not what():
             if self._blind is not None:
                 raise self._blind
-            if time.monotonic() - began > timeout_s:
-                why = f"not within {timeout_s:g} s; newest step {self.step()}, {len(self.first)} tickets ended"
+            if progress != (progress := (self.step(), len(self.first))):
+                moved_at = time.monotonic()
+            if time.monotonic() - moved_at > timeout_s:
+                why = f"no progress for {timeout_s:g} s; newest step {self.step()}, {len(self.first)} tickets ended"
                 raise TimeoutError(why)
             await asyncio.sleep(every_s)
         return time.monotonic() - began

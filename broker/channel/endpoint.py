@@ -33,8 +33,8 @@ class RequestLimits:
     bytes_of_client: int = 1 << 28
 
 
-def error_reply(server_id: str, request_id: str, error: str) -> wire.GenerateReply:
-    """Return the reply to a request that cannot be served."""
+def error_reply(server_id: str, request_id: str, error: str, reason: wire.FinishReason = "error") -> wire.GenerateReply:
+    """Return the reply to a request that cannot be served, or not now."""
     nothing = wire.column((), "<i4")
     return wire.GenerateReply(
         request_id=request_id,
@@ -42,7 +42,7 @@ def error_reply(server_id: str, request_id: str, error: str) -> wire.GenerateRep
         token_ids=nothing,
         logprobs=wire.column((), "<f4"),
         version_runs=nothing,
-        finish_reason="error",
+        finish_reason=reason,
         policy_version=-1,
         error=" ".join(error.split()) or "unknown",
     )
@@ -82,9 +82,11 @@ class RequestEndpoint:
         if isinstance(message, wire.AbortRequest):
             self._tell_abort(message.request_id)
         elif isinstance(message, wire.GenerateRequest):
-            problem = "the server is closing" if self._closing else self._room(source, len(data))
-            if problem:
-                self._spawn("", self._reject(message.request_id, problem, reply))
+            if self._closing:
+                self._spawn("", self._reject(message.request_id, "the server is closing", reply))
+                return
+            if problem := self._room(source, len(data)):
+                self._spawn("", self._reject(message.request_id, problem, reply, "busy"))
                 return
             task = self._spawn(message.request_id, self._answer(message, reply))
             task.add_done_callback(lambda _: self._release(source, len(data)))
@@ -147,8 +149,8 @@ class RequestEndpoint:
         except Exception:  # must not stop the server from reading requests
             log.exception("aborting %s failed", request_id)
 
-    async def _reject(self, request_id: str, error: str, reply: Reply) -> None:
-        await reply(codec.encode(error_reply(self._server_id, request_id, error)))
+    async def _reject(self, request_id: str, error: str, reply: Reply, reason: wire.FinishReason = "error") -> None:
+        await reply(codec.encode(error_reply(self._server_id, request_id, error, reason)))
 
     async def _answer(self, request: wire.GenerateRequest, reply: Reply) -> None:
         try:

@@ -488,9 +488,9 @@ def _check_presence(presence: wire.Presence) -> None:
 
 
 def _check_reply(reply: wire.GenerateReply) -> None:
-    """Columns have k values each, and version runs count them. With finish_reason `error`, error is set and k is 0.
-    top_ids and top_logprobs come together, with the same number of values for each of k sampled tokens. reshaped holds
-    0 and 1."""
+    """Columns have k values each, and version runs count them. With finish_reason `error` or `busy`, error is set and
+    k is 0. top_ids and top_logprobs come together, with the same number of values for each of k sampled tokens.
+    reshaped holds 0 and 1."""
     ids, logprobs, top_ids, top_logprobs = reply.token_ids, reply.logprobs, reply.top_ids, reply.top_logprobs
     n = len(ids.data) // 4
     if ids.dtype != "<i4" or logprobs.dtype != "<f4" or len(ids.data) % 4 or len(logprobs.data) != 4 * n:
@@ -499,8 +499,8 @@ def _check_reply(reply: wire.GenerateReply) -> None:
     _check_token_ids("GenerateReply", ids.data)
     _check_logprobs("GenerateReply", logprobs.data)
     _check_version_runs("GenerateReply", reply.version_runs, n)
-    if reply.finish_reason == "error" and (n or not reply.error):
-        raise _wrong("GenerateReply", "finish_reason", "error", "must come with a text in `error` and without tokens")
+    if (reason := reply.finish_reason) in ("error", "busy") and (n or not reply.error):
+        raise _wrong("GenerateReply", "finish_reason", reason, "must come with a text in `error` and without tokens")
     if top_ids is not None or top_logprobs is not None:
         if top_ids is None or top_logprobs is None:
             raise _wrong("GenerateReply", "top_ids", "alone", "must come with top_logprobs")

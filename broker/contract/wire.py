@@ -84,7 +84,7 @@ class Ticket(Message, frozen=True, tag="Ticket"):
     max_staleness: int  # versions that a token may lag behind the version being trained
     group_size: int  # episodes in the group
     min_group_size: int  # episodes that suffice after the deadline
-    deadline_s: float  # seconds from the first delivery until the group closes with the episodes it has
+    deadline_s: float  # seconds in one hub until the group closes with the episodes it has
     num_greedy: int = 0  # the last num_greedy episodes are sampled at temperature 0 as a baseline, never trained on
     num_redundant: int = 0  # spare episodes: when all but this many have finished, the rest are aborted
     pass_rate: list[float] = []  # if set: a hub may close a group whose share of successes cannot end within
@@ -102,13 +102,13 @@ class EvalTicket(Message, frozen=True, tag="EvalTicket"):
     min_version: int  # oldest policy version that may answer
     group_size: int  # episodes in the group
     temperature: float  # sampling temperature, 0 is greedy
-    deadline_s: float  # seconds from the first delivery until the group closes
+    deadline_s: float  # seconds in one hub until the group closes
 
 
 # --------------------------------------------------------------------------------------------------- samples
 
 SpanKind = Literal["generate", "env_step", "reward", "train", "weights", "evaluate", "checkpoint", "wait"]
-FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
+FinishReason = Literal["stop", "length", "abort", "deadline", "error", "busy"]
 EpisodeEnd = Literal["terminated", "truncated", "timeout", "length"]
 ClosedReason = Literal[
     "late", "deadline", "env_error", "reward_error", "too_large", "malformed", "timeout", "too_many_deliveries",
@@ -404,10 +404,10 @@ class GenerateReply(Message, frozen=True, tag="GenerateReply"):
     token_ids: Column  # <i4, shape (k,): sampled tokens, including the stop token
     logprobs: Column  # <f4, shape (k,)
     version_runs: Column  # <i4, shape (2r,): pairs (policy_version, number of tokens)
-    finish_reason: FinishReason  # `error`: no tokens, see error
+    finish_reason: FinishReason  # `error`, or `busy` (no room for the request): no tokens, see error
     policy_version: int  # the server's version when it replied
     prefix_hit_tokens: int = 0  # context tokens found in the cache
-    error: str = ""  # one line, with finish_reason `error`
+    error: str = ""  # one line, with finish_reason `error` or `busy`
     # With prompt_top_k, for each context token but the first, at temperature 1; with sampling.top_logprobs, for each
     # sampled token, under its distribution. If that has fewer tokens, the last one is repeated.
     top_ids: Column | None = None  # <i4, top_logprobs or prompt_top_k for each token

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from broker.contract.streams import ACK_WAIT_S, marking_period_s
+from broker.contract.streams import marking_period_s
 from broker.identity.login import Login
 from broker.nats.connection import NatsLink
 from broker.nats.nats_errors import Disconnected, NoResponders
@@ -25,16 +25,17 @@ LOOK_EVERY_S: Final = 0.5  # for due marks, and whether the event loop turns
 
 @dataclass(slots=True)
 class _Mark:
-    """A held message; times are seconds of ``_now``."""
+    """What is known of a held message; times are seconds of ``_now``."""
 
-    subject: str  # of its newest delivery
+    subject: str  # of its newest delivery here
     num_delivered: int
-    ack_wait_s: float
+    wait_s: float  # after which the broker delivers it again
     due_at: float  # of the next mark
     marked_at: float  # when the newest mark was sent, or the delivery came
-    asked_at: float  # of the newest mark that was sent before the one whose confirmation is awaited
+    asked_at: float  # of the newest mark before the one whose confirmation is awaited
     proven_at: float  # of the newest mark that has certainly arrived
     is_certain: bool = True  # whether marks have certainly arrived in time, all the time
+    has_lapsed: bool = False
 
 
 class AckProgress:
@@ -56,7 +57,6 @@ class AckProgress:
     ) -> None:
         self._url, self._name, self._hang_after_s, self._find_login = url, name, hang_after_s, find_login
         self._held: dict[tuple[str, int], _Mark] = {}  # by stream and sequence
-        self._lapsed: set[tuple[str, int, int]] = set()  # stream, times delivered, sequence
         self._confirmed_at = 0.0  # when the newest mark was sent that the broker confirmed
         self._server = ""  # to which the thread is connected
         self._lock = threading.Lock()
@@ -80,14 +80,11 @@ class AckProgress:
         """The number of held messages."""
         return len(self._held)
 
-    def hold(self, ack_subject: str, ack_wait_s: float = ACK_WAIT_S) -> bool:
-        """Mark a delivery's message in time, first at a random time, to spread those that arrived together.
+    def hold(self, ack_subject: str, ack_wait_s: float) -> bool:
+        """Mark a delivery's message often enough for the ``ack_wait`` of its consumer.
 
-        Args:
-            ack_wait_s: after which the broker delivers the message again without a mark.
-
-        Returns:
-            Whether an earlier delivery of it is held.
+        The first mark comes within a period, to spread deliveries that arrived together. Return whether an earlier
+        delivery of the message is held.
         """
         stream, num_delivered, seq = _message_of(ack_subject)
         now = _now()
@@ -100,11 +97,9 @@ class AckProgress:
 
     def release(self, ack_subject: str) -> None:
         """Stop marking a delivery's message, unless it was delivered to this process again."""
-        stream, num_delivered, seq = _message_of(ack_subject)
         with self._lock:
-            self._lapsed.discard((stream, num_delivered, seq))
-            known = self._held.get((stream, seq))
-            if known is not None and known.num_delivered <= num_delivered:
+            if self._newest(ack_subject) is not None:
+                stream, _, seq = _message_of(ack_subject)
                 del self._held[stream, seq]
 
     def has_lapsed(self, ack_subject: str) -> bool:
@@ -112,15 +107,17 @@ class AckProgress:
         stream, num_delivered, seq = _message_of(ack_subject)
         with self._lock:
             mark = self._held.get((stream, seq))
-            lapsed = (stream, num_delivered, seq) in self._lapsed
-            return lapsed or (mark is not None and _now() - mark.marked_at > mark.ack_wait_s)
+            if mark is None or mark.num_delivered > num_delivered:
+                return mark is not None  # it was delivered again since
+            return mark.has_lapsed or _now() - mark.marked_at > mark.wait_s
 
     def is_proven(self, ack_subject: str) -> bool:
         """Return whether only this process can hold a delivery's message: the broker has confirmed a mark in time."""
-        stream, _, seq = _message_of(ack_subject)
         with self._lock:
-            mark = self._held.get((stream, seq))
-            return mark is not None and mark.is_certain and _now() - mark.proven_at <= mark.ack_wait_s
+            mark = self._newest(ack_subject)
+            if mark is None or mark.has_lapsed or not mark.is_certain:
+                return False
+            return _now() - mark.proven_at <= mark.wait_s
 
     async def close(self) -> None:
         """Stop marking and wait for the thread."""
@@ -130,6 +127,12 @@ class AckProgress:
             self._runner.get_loop().call_soon_threadsafe(self._stop.set)
             await asyncio.to_thread(self._thread.join)
             self._thread = None
+
+    def _newest(self, ack_subject: str) -> _Mark | None:
+        """Return the mark of a delivery, None if its message is not held, or was delivered again since."""
+        stream, num_delivered, seq = _message_of(ack_subject)
+        mark = self._held.get((stream, seq))
+        return mark if mark is not None and mark.num_delivered <= num_delivered else None
 
     def _turn(self) -> None:
         self._turned = time.monotonic()
@@ -168,33 +171,24 @@ class AckProgress:
             return
         now = _now()
         self._note_server(link, now)
-        due = self._take_due(now)
-        may_ask = bool(due) and (self._asking is None or self._asking.done())
+        with self._lock:
+            for mark in self._held.values():
+                mark.has_lapsed = mark.has_lapsed or now - mark.marked_at > mark.wait_s
+            due = [mark for mark in self._held.values() if mark.due_at <= now and not mark.has_lapsed]
+        may_ask = self._asking is None or self._asking.done()
         try:
-            for mark in due[:-1] if may_ask else due:
-                await link.send(mark.subject, IN_PROGRESS)
-                self._note_mark(mark, now)
+            for mark in due:
+                if not may_ask or mark is not due[-1]:
+                    await link.send(mark.subject, IN_PROGRESS)
+                mark.due_at, mark.marked_at = now + marking_period_s(mark.wait_s), now
         except Disconnected:
             log.debug("connection lost; the others are marked first when the broker is back")
             return
-        if may_ask:
-            self._note_mark(due[-1], now)
+        if due and may_ask:
             with self._lock:  # the broker reads what a connection sends in order
                 for mark in self._held.values():
                     mark.asked_at = mark.marked_at
             self._asking = asyncio.create_task(self._ask(link, due[-1], now))
-
-    def _take_due(self, now: float) -> list[_Mark]:
-        """Return the marks that are due; those that come too late have lapsed."""
-        with self._lock:
-            late = [key for key, mark in self._held.items() if now - mark.marked_at > mark.ack_wait_s]
-            for stream, seq in late:
-                mark = self._held.pop((stream, seq))
-                self._lapsed.add((stream, mark.num_delivered, seq))
-            return [mark for mark in self._held.values() if mark.due_at <= now]
-
-    def _note_mark(self, mark: _Mark, now: float) -> None:
-        mark.due_at, mark.marked_at = now + marking_period_s(mark.ack_wait_s), now
 
     def _note_server(self, link: NatsLink, now: float) -> None:
         """Let no delivery lapse because the only broker was down."""
@@ -203,16 +197,17 @@ class AckProgress:
         if self._server and not link.clustered:
             with self._lock:
                 for mark in self._held.values():
-                    mark.is_certain = mark.is_certain and now - mark.marked_at <= mark.ack_wait_s
+                    mark.is_certain = mark.is_certain and now - mark.marked_at <= mark.wait_s
                     mark.marked_at = now
         self._server = link.server_id
 
     def _forget_unproven(self) -> None:
-        """Take back the marks that may not have arrived before the connection was lost."""
+        """Take back the marks that may not have arrived before the connection was lost; they are sent again first."""
         with self._lock:
             for mark in self._held.values():
-                mark.marked_at = mark.asked_at = mark.proven_at
-                mark.due_at = 0.0
+                if mark.marked_at > mark.proven_at:
+                    mark.marked_at, mark.due_at = mark.proven_at, 0.0
+                mark.asked_at = mark.proven_at
 
     async def _ask(self, link: NatsLink, mark: _Mark, sent_at: float) -> None:
         """Have one mark confirmed: a server cut off from its cluster accepts marks but does not pass them on."""
@@ -228,16 +223,21 @@ class AckProgress:
             link.trust("marks")
             self._note_proof(sent_at)
             return
-        mark.due_at = min(mark.due_at, _now() + LOOK_EVERY_S)  # it may not have arrived
+        mark.due_at = 0.0  # it may not have arrived
 
     def _note_proof(self, sent_at: float) -> None:
-        """Note that what was sent until then has arrived."""
+        """Note that the marks that were sent until then have arrived."""
         with self._lock:
             self._confirmed_at = sent_at
             for mark in self._held.values():
-                if mark.asked_at - mark.proven_at > mark.ack_wait_s:  # it may have been delivered again in between
+                if mark.asked_at - mark.proven_at > mark.wait_s:  # it may have been delivered again in between
                     mark.is_certain = False
                 mark.proven_at = max(mark.proven_at, mark.asked_at)
+
+
+def _now() -> float:
+    """Return seconds of a clock that also runs while the machine sleeps, where the system has one."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def _message_of(ack_subject: str) -> tuple[str, int, int]:
@@ -245,11 +245,6 @@ def _message_of(ack_subject: str) -> tuple[str, int, int]:
     tokens = ack_subject.split(".")
     first = 2 if len(tokens) == 9 else 4  # longer with a JetStream domain and account in it
     return tokens[first], int(tokens[first + 2]), int(tokens[first + 3])
-
-
-def _now() -> float:
-    """Return seconds of a clock that also runs while the machine sleeps, where the system has one."""
-    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

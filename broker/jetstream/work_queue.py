@@ -283,8 +283,10 @@ class WorkQueue:
 
     def _hand_back(self, messages: list[Msg]) -> None:
         for message in messages:
+            is_ours = self._marks.is_proven(message.reply) or self._subscribed is None
             self._marks.release(message.reply)
-            self._run_in_background(self._hand_back_one(message.reply))
+            if is_ours:  # else another process may hold it, which would lose it
+                self._run_in_background(self._hand_back_one(message.reply))
 
     def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Final, Literal
 
 from broker.contract import wire
+from broker.errors import described
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class Health:
                 state, self.status = self._source()
             except Exception as error:  # noqa: BLE001 - the same error ends a process that announces itself
                 log.debug("no health: %s", error)
-                state, self.status = "failed", f"{type(error).__name__}: {error}"
+                state, self.status = "failed", described(error)
             self.state = "draining" if self._is_draining else state
         self._tell()
 

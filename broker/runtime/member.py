@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from broker.contract import wire
+from broker.errors import described
 from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import publish_metrics
 from broker.runtime.announce import Announcer
@@ -179,7 +180,7 @@ class Member:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = self._failure or error
-            self.stop.request(f"{type(error).__name__}: {error}")
+            self.stop.request(described(error))
 
     async def _keep_reporting(
         self, values: Callable[[], dict[str, float]], text: Callable[[], dict[str, str]] | None

@@ -20,7 +20,7 @@ import uvloop
 
 from broker.contract import wire
 from broker.contract.streams import CONTROL, RUNS, token
-from broker.errors import ConfigError, LostState, RlearnerError, StartAgain, UserError
+from broker.errors import ConfigError, LostState, RlearnerError, StartAgain, UserError, described
 from broker.identity import tokens
 from broker.identity.login import Login
 from broker.identity.trust import is_trusted, trust
@@ -95,7 +95,7 @@ def main(role: str, body: Callable[[Stop], Coroutine[Any, Any, int | None]], *, 
         if (broken := _find(error, BrokenPipeError)) and output_is_closed():
             raise broken from None
         if manager is not None:
-            manager.say(f"{type(error).__name__}: {error}")
+            manager.say(described(error))
         if user_error := _find(error, UserError):
             return refuse(user_error)
         if failed := _find(error, StartAgain):

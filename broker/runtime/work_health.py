@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Final, Literal
 
+from broker.errors import described
 from broker.runtime.breaker import CircuitBreaker, CircuitBreakers
 
 log = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ class WorkHealth:
         except Exception as error:
             # an internal fault; the pauses bound how often it is logged
             log.exception("%s %s: a trial", self._noun, key)
-            good, why = False, f"{type(error).__name__}: {error}"
+            good, why = False, described(error)
         if breaker.probed(good, why, time.monotonic()):
             self._say_closed(key)
 

@@ -28,7 +28,7 @@ from broker.settings.config import num_greedy
 
 TURN_S: Final = 120.0  # for a short turn: time to load new weights, and for a retry on another server
 EVALUATION_S: Final = 600.0
-TRIES: Final = 2  # a hub may be killed at the end of a group; another one then runs it from the beginning
+TRIES: Final = 2  # a hub ends its groups itself; only one that fails to should have its tickets closed
 CALLS: Final = 2  # of an environment in addition to its steps: creation and reset
 
 GENERATE, EPISODE, TICKET = "envhub.generate_timeout_s", "envhub.episode_timeout_s", "train.ticket_timeout_s"
@@ -100,8 +100,8 @@ def note(config: dict[str, Any]) -> str:
     groups = " or ".join(f"{each:g}" for each in sorted(deadlines))
     return (
         f"timeouts: a turn {envhub['generate_timeout_s']:g} s, an episode {envhub['episode_timeout_s']:g} s, a group "
-        f"{groups} s, a ticket {config['train']['ticket_timeout_s']:g} s from its first delivery on: steps, pauses and "
-        "waiting for a hub may take any time"
+        f"{groups} s, a ticket {config['train']['ticket_timeout_s']:g} s in one hub: steps, pauses, queues and missing "
+        "hubs may take any time"
     )
 
 

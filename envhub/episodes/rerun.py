@@ -10,7 +10,7 @@ from typing import Final
 
 from broker.contract import codec, wire
 from broker.contract.streams import RERUNS
-from broker.errors import TooLarge, WireError
+from broker.errors import TooLarge, WireError, described
 from broker.jetstream.core_messages import respond
 from broker.runtime.process import Member
 from envhub.domain import Domain
@@ -87,7 +87,7 @@ class TicketReruns:
         failed = [(episode, one) for episode, one in enumerate(results) if isinstance(one, BaseException)]
         if failed:
             episode, error = failed[0]
-            detail = error.detail if isinstance(error, EpisodeFailed) else f"{type(error).__name__}: {error}"
+            detail = error.detail if isinstance(error, EpisodeFailed) else described(error)
             reason = CLOSED_FOR.get(error.kind, "aborted") if isinstance(error, EpisodeFailed) else "env_error"
             return closed(reason, f"{len(failed)} of {len(results)} episodes failed; episode {episode}: {detail}")
         pools, temperature = reward_pools(domain.section), domain.section.sampling.temperature

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import random
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -18,10 +20,16 @@ from broker.contract import wire
 from broker.contract.checks import MAX_REQUEST_S
 from broker.contract.lengths import remaining
 from broker.errors import RequestFailed, RlearnerError, WireError
+from broker.system.reminders import Reminders
 from envhub.servers.choose import ServerLoad, choose
 from envhub.servers.in_flight import OpenEpisodes, OpenTurn, RequestsInFlight
+from envhub.servers.sample import REQUEST_BYTES, TOKEN_BYTES
+
+log = logging.getLogger(__name__)
 
 GRACE_S: Final = 2.0  # for a reply that the server sends at its deadline
+FULL_PAUSE_S: Final = 1.0  # to twice that, between looks at servers that are full of other hubs' requests
+LOOK_COSTS_S: Final = 0.001  # so that thousands of waiting turns cost a few percent of a core
 NOTHING_PAUSE_S: Final = 0.02  # after a reply without tokens, before the next request
 SHARED_LEAST: Final = 256  # tokens of a prompt from which on it is worth having a group on one server
 PROMPTS_MOST: Final = 1024
@@ -31,6 +39,10 @@ KEPT_S: Final = 30.0  # a server stays followed for this long after a request: i
 
 class TurnFailed(RlearnerError):
     """No server completed the turn in time."""
+
+
+class _ServerBusy(RlearnerError):
+    """The server has no room for another request of this hub."""
 
 
 class ServerDirectory(Protocol):
@@ -122,6 +134,8 @@ class TurnGenerator:
         self._prompts: dict[str, str] = {}  # group -> server that got its prompt first, newest last
         self._hurried: set[str] = set()  # episodes that others wait for
         self._asked: dict[str, float] = {}  # server -> time of its last request, on the loop's clock
+        self._waiting: deque[asyncio.Future[None]] = deque()  # for room in a server
+        self._reminders = Reminders()
         self.retries = self.tokens = 0
         self.open = OpenEpisodes()
 
@@ -169,7 +183,7 @@ class TurnGenerator:
         until = self._clock() + ask.timeout_s
         attempt_s = ask.timeout_s / (self._max_retries + 1)
         avoid: frozenset[str] = frozenset()
-        interrupted = 0
+        interrupted, refused = 0, set[str]()
         # the group, whose conversations begin with the same prompt; an answer that was interrupted has its own
         group = (
             "" if ask.sticky or len(ask.token_ids) < SHARED_LEAST else ask.episode.rpartition(".")[0].rpartition(".")[0]
@@ -179,7 +193,13 @@ class TurnGenerator:
             servers, near = self.servers(ask.policy), "" if sticky else self._prompts.get(group, "")
             if near in avoid or all(one.id != near for one in servers):
                 near = ""  # the group's next server takes its place
-            server = choose(servers, self._rng, min_version=oldest, sticky=sticky, near=near, avoid=avoid)
+            size = TOKEN_BYTES * (len(ask.token_ids) + (len(done.token_ids) if done is not None else 0)) + REQUEST_BYTES
+            roomy = [one for one in servers if one.id not in refused and self._in_flight.has_room(one.id, size)]
+            if servers and not roomy:
+                until += await self._wait_for_room(len(servers))
+                refused.clear()
+                continue
+            server = choose(roomy, self._rng, min_version=oldest, sticky=sticky, near=near, avoid=avoid)
             if server is None:
                 await self._followed.changed(min(left_s, 1.0))
                 continue
@@ -187,7 +207,10 @@ class TurnGenerator:
                 self._prompts[group] = server.id
                 self._forget_prompts()
             try:
-                reply = await self._ask(server, self._request(ask, done, min(attempt_s, left_s)))
+                reply = await self._ask(server, self._request(ask, done, min(attempt_s, left_s)), size)
+            except _ServerBusy:
+                refused.add(server.id)
+                continue
             except RequestFailed as error:
                 failures, problem, avoid = failures + 1, f"{server.id}: {error}", frozenset({server.id})
                 self.retries += 1
@@ -237,15 +260,46 @@ class TurnGenerator:
             step=ask.step,
         )
 
-    async def _ask(self, server: ServerLoad, request: wire.GenerateRequest) -> wire.GenerateReply:
-        self._in_flight.sent(server.id, request.expected_tokens)
+    async def _wait_for_room(self, num_servers: int) -> float:
+        """Wait until a server may take another request; return for how long, which does not count as the turn's time.
+
+        A server that is full is no failure. One turn waits no longer each time a request ends.
+        """
+        if self._reminders.due(time.monotonic()):
+            log.info("all %d servers that are followed are full; %d turns wait", num_servers, len(self._waiting) + 1)
+        began, freed = self._clock(), asyncio.get_running_loop().create_future()
+        self._waiting.append(freed)
+        try:
+            pause_s = max(FULL_PAUSE_S, len(self._waiting) * LOOK_COSTS_S) * self._rng.uniform(1.0, 2.0)
+            await asyncio.wait({freed}, timeout=pause_s)  # requests of other hubs may have ended
+        except asyncio.CancelledError:
+            if freed.done():
+                self._admit_waiting()
+            raise
+        finally:
+            if not freed.done():
+                self._waiting.remove(freed)
+        return self._clock() - began
+
+    def _admit_waiting(self) -> None:
+        if self._waiting:
+            self._waiting.popleft().set_result(None)
+
+    async def _ask(self, server: ServerLoad, request: wire.GenerateRequest, size: int) -> wire.GenerateReply:
+        is_busy = False
+        self._in_flight.sent(server.id, request.expected_tokens, size)
         self._asked[server.id] = asyncio.get_running_loop().time()
         try:
             reply = await self._client.generate(server.address, request, timeout_s=request.deadline_s + GRACE_S)
+            is_busy = reply.finish_reason == "busy"
         except WireError as error:
             raise TurnFailed(f"the request is malformed: {error}") from error
         finally:
-            self._in_flight.returned(server.id, request.expected_tokens)
+            self._in_flight.returned(server.id, request.expected_tokens, size, is_busy=is_busy)
+            if not is_busy:
+                self._admit_waiting()
+        if is_busy:
+            raise _ServerBusy(reply.error)
         if reply.finish_reason == "error":
             raise RequestFailed(reply.error)
         count, most = len(reply.token_ids.data) // 4, request.sampling.max_tokens

@@ -12,6 +12,7 @@ from envhub.servers.choose import ServerLoad
 
 SHARING: Final = frozenset({"hf", "vllm", "sglang"})  # engines that compute a prompt once for several conversations
 RATE_DECAY: Final = 0.05
+ROOM_GROWTH: Final = 1.0 / 64  # of an answered request, or more while few are there; about as many are refused
 
 
 @dataclass(slots=True)
@@ -20,11 +21,15 @@ class _Use:
 
     Attributes:
         tokens: that they were predicted to have when they were sent.
+        size: bytes of their contexts.
+        room: most such bytes that the server takes from this hub at once, as far as known.
         presence, seen: the newest presence, and our requests at its time.
     """
 
     requests: int = 0
     tokens: int = 0
+    size: int = 0
+    room: float = float("inf")
     presence: wire.Presence | None = None
     seen: int = 0
 
@@ -35,16 +40,30 @@ class RequestsInFlight:
     def __init__(self) -> None:
         self._uses: dict[str, _Use] = {}
 
-    def sent(self, server: str, tokens: int) -> None:
-        """Count a request with its predicted length, 0 unknown."""
+    def sent(self, server: str, tokens: int, size: int = 0) -> None:
+        """Count a request with its predicted length, 0 unknown, and the bytes of its context."""
         use = self._uses.setdefault(server, _Use())
         use.requests += 1
         use.tokens += tokens
+        use.size += size
 
-    def returned(self, server: str, tokens: int) -> None:
-        """End a request, with the same length as in ``sent``."""
-        self._uses[server].requests -= 1
-        self._uses[server].tokens -= tokens
+    def returned(self, server: str, tokens: int, size: int = 0, *, is_busy: bool = False) -> None:
+        """End a request, with the same numbers as in ``sent``.
+
+        Args:
+            is_busy: the server had no room for it, so it takes no more than the others. Each answer makes a little
+                more room, to notice when there is more.
+        """
+        use = self._uses[server]
+        use.requests -= 1
+        use.tokens -= tokens
+        use.size -= size
+        use.room = float(use.size) if is_busy else use.room + size * max(ROOM_GROWTH, 1.0 / (use.requests + 1))
+
+    def has_room(self, server: str, size: int) -> bool:
+        """Return whether a server is likely to take a request; one is always tried."""
+        use = self._uses.get(server)
+        return use is None or not use.requests or use.size + size <= use.room
 
     def requests(self, server: str) -> int:
         """Return how many requests of this hub are in a server."""

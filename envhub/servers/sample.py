@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
-SIZE: Final = 8  # servers that new conversations choose from
-MOST: Final = 16  # followed at once, including those that conversations still use
+from broker.channel.endpoint import RequestLimits
+
+SIZE: Final = 8  # servers that new conversations choose from, if their requests fit into so few
+MOST: Final = 2  # times as many are followed at once, including those that conversations still use
+TOKEN_BYTES: Final = 4  # in a request
+REQUEST_BYTES: Final = 1024  # of a request but its context
 ROTATE_S: Final = 20.0  # between two exchanges; each costs the conversations that return later their prefix cache
+
+
+def sample_size(episodes: int, max_context_tokens: int) -> int:
+    """Return how many servers a hub has to follow so that the requests of all its episodes fit into them.
+
+    Half of what a server takes from one hub may be in use: requests are spread at random.
+    """
+    most = RequestLimits()
+    num_bytes = episodes * (TOKEN_BYTES * max_context_tokens + REQUEST_BYTES)
+    return max(SIZE, math.ceil(2 * num_bytes / most.bytes_of_client), math.ceil(2 * episodes / most.count_of_client))
 
 
 class ServerSample:
@@ -25,8 +40,8 @@ class ServerSample:
         kept: followed while they are in use.
     """
 
-    def __init__(self, rng: random.Random, *, size: int = SIZE, most: int = MOST, rotate_s: float = ROTATE_S) -> None:
-        self._rng, self._size, self._most, self._rotate_s = rng, size, most, rotate_s
+    def __init__(self, rng: random.Random, *, size: int = SIZE, most: int = 0, rotate_s: float = ROTATE_S) -> None:
+        self._rng, self._size, self._most, self._rotate_s = rng, size, most or MOST * size, rotate_s
         self._speeds: dict[str, float] = {}  # of every server that exists; 0 unknown
         self._silent: set[str] = set()
         self._new: set[str] = set()  # since the last tick

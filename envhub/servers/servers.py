@@ -12,7 +12,7 @@ from broker.contract import wire
 from broker.jetstream.bus import Bus
 from broker.runtime.presence import SILENT_AFTER_S, Roster
 from envhub.servers.awake_clock import AwakeClock
-from envhub.servers.sample import ServerSample
+from envhub.servers.sample import SIZE, ServerSample
 
 TICK_S: Final = 1.0
 
@@ -23,13 +23,16 @@ class ServerRoster:
     Args:
         in_use: returns the ids of servers that should stay followed.
         rng: makes the draws.
+        size: servers of each policy to follow.
 
     Attributes:
         clock: stops while all followed servers of the policy that is trained sleep, or the event loop stands.
     """
 
-    def __init__(self, bus: Bus, in_use: Callable[[], Collection[str]], rng: random.Random) -> None:
-        self._in_use, self._rng = in_use, rng
+    def __init__(
+        self, bus: Bus, in_use: Callable[[], Collection[str]], rng: random.Random, *, size: int = SIZE
+    ) -> None:
+        self._in_use, self._rng, self._size = in_use, rng, size
         self._joined = Roster(bus, beats=("learner",), members=("rollout",), told=self._hear_member)
         self._heard = Roster(bus, beats=(), told=self._hear_beat)
         self.clock = AwakeClock()
@@ -102,6 +105,8 @@ class ServerRoster:
             self._samples[before].gone(presence.id)
         if is_there:
             self._policies[presence.id] = presence.policy
-            self._samples.setdefault(presence.policy, ServerSample(self._rng)).exists(presence.id, presence.speed)
+            self._samples.setdefault(presence.policy, ServerSample(self._rng, size=self._size)).exists(
+                presence.id, presence.speed
+            )
         if before is None or not is_there:
             self._news.set()

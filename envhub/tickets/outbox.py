@@ -10,7 +10,7 @@ from typing import Any
 
 from broker.contract import wire
 from broker.contract.streams import EVALTICKETS, TICKETS, Stream
-from broker.errors import TooLarge, WireError
+from broker.errors import TooLarge, WireError, described
 from broker.jetstream.bus import Delivery
 from broker.jetstream.ticket_results import close_ticket
 from broker.runtime.process import Member
@@ -164,4 +164,4 @@ class TicketOutbox:
         self._ending.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self.failure = self.failure or error
-            self._member.stop.request(f"{type(error).__name__}: {error}")
+            self._member.stop.request(described(error))

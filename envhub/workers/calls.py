@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Final
 
-from broker.errors import RlearnerError
+from broker.errors import RlearnerError, described
 from broker.runtime.load_curve import LoadCurve
 from broker.system.workers.fault import told, trace
 from broker.system.workers.work_clock import OutOfTime, answer_within
@@ -235,4 +235,4 @@ def _resolve(future: asyncio.Future[Any], result: Any, error: BaseException | No
     elif isinstance(error, Exception) and not isinstance(error, StopIteration):  # which no future takes
         future.set_exception(error)
     else:
-        future.set_exception(RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__))
+        future.set_exception(RuntimeError(described(error)).with_traceback(error.__traceback__))

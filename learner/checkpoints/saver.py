@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from broker.contract.streams import SAMPLES
-from broker.errors import UserError
+from broker.errors import UserError, described
 from broker.jetstream.bus import Bus
 from broker.runtime.process import Stop
 from learner.checkpoints import checkpoint
@@ -230,7 +230,7 @@ class CheckpointSaver:
 
     def _failed(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._stop.request(f"{type(error).__name__}: {error}")
+            self._stop.request(described(error))
 
     # ---------------------------------------------------------------------------------- during training
 

@@ -169,7 +169,7 @@ class _Asker:
                 try:
                     reply = await self._ask(server, token_ids)
                     if reply.top_ids is None and reply.finish_reason != "error":
-                        raise RequestFailed(f"{reply.finish_reason}: it is leaving")
+                        raise RequestFailed(reply.error or f"{reply.finish_reason}: it is leaving")
                 except RequestFailed as error:  # not a refusal: another server will score the row
                     log.info("trying another server: %s: %s", server.id, error)
                     self._avoid[server.id] = time.monotonic() + AVOID_S

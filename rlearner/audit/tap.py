@@ -26,6 +26,7 @@ import nats
 from nats.aio.msg import Msg
 
 from broker.contract.streams import SAMPLES, TICKETS
+from broker.errors import described
 from broker.identity.login import client_options
 
 
@@ -128,7 +129,7 @@ async def tap(url: str, run: str, out: Path, stop: asyncio.Event, ready: asyncio
         recorder.write("reconnected")
 
     async def failed(error: Exception) -> None:
-        recorder.write("error", reason=f"{type(error).__name__}: {error}")
+        recorder.write("error", reason=described(error))
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, recorder.write, "cut")
     client = await nats.connect(

@@ -18,10 +18,11 @@ from typing import Any, Final
 from broker.contract.wire import ACTOR
 from broker.errors import ConfigError
 from broker.settings.preflight import PreflightFinding
+from broker.system.workers.work_clock import OutOfTime, output_within
 from rlearner_text.families import check_served, check_trained, family_of
 from rlearner_text.hub import read_json, tokenizer_folder
 
-LIMIT_S: Final = 300.0  # of the process; importing torch takes most of it on a busy machine
+LIMIT_S: Final = 300.0  # of the process, on its own clock
 CHILD: Final = "rlearner.doctor.family_child"
 
 
@@ -71,12 +72,12 @@ def run_trial(folder: Path, roles: list[str], *, trust_remote_code: bool) -> dic
         command = [sys.executable, "-m", CHILD, json.dumps(order)]
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
         try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False, cwd=work
-            )
-            answer: dict[str, str] = json.loads(done.stdout.strip().splitlines()[-1])
-        except subprocess.TimeoutExpired:
-            return {"problem": f"it took more than {LIMIT_S:.0f} s"}
+            pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+            with subprocess.Popen(command, env=environment, stdout=pipe, stderr=nothing, text=True, cwd=work) as child:
+                output = output_within(child, LIMIT_S, "the trial of the model's family")
+            answer: dict[str, str] = json.loads(output.strip().splitlines()[-1])
+        except OutOfTime as error:
+            return {"problem": str(error)}
         except (OSError, ValueError, IndexError):
             return {"problem": "its process ended early"}
     return answer

@@ -20,11 +20,13 @@ from broker.system.children import spawn
 from broker.system.entry import EXIT_STOPPED, EXIT_USER_ERROR
 from broker.system.log_rotation import OUTPUT
 from broker.system.logs import error_of
+from broker.system.workers.work_clock import WorkClock
 from rlearner.up.event_log import ProcessEvent
 
 RESTART_AFTER_S = 1.0  # doubled at every restart that did not last a minute
 LONGEST_REASON = 200  # characters
 RESTART_AT_MOST_S = 30.0
+LOOK_EVERY_S = 0.5  # at whether children that end wait for a processor
 SAMPLE_EVERY_S = 1.0  # of processor time
 GIVE_UP_AFTER = 6  # quick exits in a row
 ENDED_WELL = (0, EXIT_STOPPED)  # done, or stopped on request
@@ -161,6 +163,8 @@ class ProcessFleet:
     ) -> None:
         """Stop all children, those in ``first`` before the others: SIGTERM, SIGTERM again, SIGKILL.
 
+        ``patience_s`` is on their own clocks: a loaded machine must not cost the last checkpoint.
+
         ``show`` is called often with the names still running, and the seconds until they must stop at once.
         """
         leading = [c for c in self.children if c.name in first]
@@ -170,8 +174,12 @@ class ProcessFleet:
                 for child in alive:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(child.pid, signum)
-                began = time.monotonic()
+                began = looked_at = time.monotonic()
+                clocks = {c.name: WorkClock(c.pid) for c in alive}
                 while (waiting := [c.name for c in alive if c.running]) and time.monotonic() < began + wait_s:
+                    if time.monotonic() > looked_at + LOOK_EVERY_S:
+                        began += min(clocks[name].look() for name in waiting)
+                        looked_at = time.monotonic()
                     show(waiting, patience_s - (time.monotonic() - began) if wait_s == patience_s else 0.0)
                     time.sleep(0.05)
 

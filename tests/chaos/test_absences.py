@@ -33,8 +33,9 @@ class Slow(Environment):
         await asyncio.sleep({step_s})
         return StepResult(Observation(".", anchor="."), 1.0 if len(text) % 2 else 0.0, True, True, True)
 '''
-STEP_S = ACK_WAIT_S + 2
-DEADLINE_S = 2 * STEP_S
+FROZEN_S = ACK_WAIT_S + 8  # others have its tickets by then, and are not done with them
+STEP_S = FROZEN_S + 6
+DEADLINE_S = STEP_S + 6  # passes in that time for what it had for 12 s before
 TIMEOUT_S = 25.0  # of a ticket
 
 
@@ -43,19 +44,19 @@ async def test_a_frozen_hub_closes_nothing_when_it_wakes(tmp_path: Path) -> None
     (tmp_path / "slow.py").write_text(SLOW.format(step_s=STEP_S))
     slow: dict[str, Any] = {"env": f"{tmp_path / 'slow.py'}:Slow", "isolation": "none", "deadline_s": DEADLINE_S}
     slow |= {"group_size": 2, "max_context_tokens": 64, "sampling": {"max_tokens": 4}, "weight": 4.0}
-    async with world(tmp_path, "sleepers", steps=12, domains={"slow": slow}) as w:
+    async with world(tmp_path, "sleepers", steps=8, domains={"slow": slow}) as w:
         await w.reach(1)
         (first, _) = w.fleet.of("envhub")
         for _ in range(2):
-            await asyncio.sleep(STEP_S / 2)
+            await asyncio.sleep(STEP_S * 0.75)
             os.kill(first.pid, signal.SIGSTOP)
-            await asyncio.sleep(DEADLINE_S + FREEZE_S)
+            await asyncio.sleep(FROZEN_S)
             os.kill(first.pid, signal.SIGCONT)
             before = w.watch.step()
             await w.watch.until(lambda before=before: w.watch.step() > before, LIMIT_S)  # type: ignore[misc]
-        assert "abandoned" in first.log.read_text(), "it held nothing"
         await w.finish()
         assert w.watch.reasons == {}
+        assert "abandoned" in first.log.read_text(), "it held nothing"
 
 
 @pytest.mark.timeout(600)

@@ -64,7 +64,7 @@ async def test_settling_an_old_delivery_keeps_the_newest_marked(bus: Bus) -> Non
     (newest,) = await queue.fetch(1, LONG_S)
     bus._marks.release(lapsed._subject)
     assert bus._marks.num_held == 1
-    bus._marks.hold(lapsed._subject)  # a copy that the network delayed
+    bus._marks.hold(lapsed._subject, ACK_WAIT_S)  # a copy that the network delayed
     bus._marks.release(newest._subject)
     assert bus._marks.num_held == 0
 
@@ -112,7 +112,7 @@ async def test_hubs_follow_a_raised_ack_wait(bus: Bus) -> None:
     train = {"groups_per_step": 450, "max_staleness": 1, "steps": 9}
     lake = {"env": "frozenlake", "group_size": 2}
     queue = await bus.work_queue(TICKETS, "lake")
-    assert queue._ack_wait_s == 6.0
+    assert queue._ack_wait_s == ACK_WAIT_S
     spec = wire.RunSpec(
         run=bus.run,
         wire_version=wire.WIRE_VERSION,

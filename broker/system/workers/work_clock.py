@@ -12,6 +12,8 @@ import logging
 import os
 import select
 import socket
+import subprocess
+import threading
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -109,6 +111,25 @@ def wait_for_bytes(connection: socket.socket, pid: int, limit_s: float, name: st
         watch.look()
 
 
+def output_within(child: subprocess.Popen[str], limit_s: float, name: str = "") -> str:
+    """Wait for a process and return its output; kill it at the limit.
+
+    Raises:
+        OutOfTime: if the limit is reached, on the process's own clock.
+    """
+    watch = _Watch(child.pid, limit_s, name)
+    while True:
+        try:
+            return child.communicate(timeout=watch.every_s)[0]
+        except subprocess.TimeoutExpired:
+            try:
+                watch.look()
+            except OutOfTime:
+                limits.kill_tree(child.pid)
+                child.communicate()
+                raise
+
+
 class _Watch:
     """Looks at a process until its limit, and says that it is slow. The time to the first look counts as its own."""
 
@@ -132,7 +153,7 @@ class _Watch:
 
 
 def _look(pid: int, states: str) -> tuple[dict[int, float], bool]:
-    """Return the processor time of a process and its descendants, and whether a thread is in one of the states."""
+    """Return the processor time of a process and its descendants, and whether a thread but this is in such a state."""
     cpu_s: dict[int, float] = {}
     waits = False
     for one in limits.tree(pid):
@@ -140,7 +161,7 @@ def _look(pid: int, states: str) -> tuple[dict[int, float], bool]:
             for thread in os.listdir(f"/proc/{one}/task"):
                 text = Path(f"/proc/{one}/task/{thread}/stat").read_text(encoding="ascii", errors="replace")
                 fields = text.rpartition(")")[2].split()
-                waits = waits or fields[0] in states
+                waits = waits or (fields[0] in states and int(thread) != threading.get_native_id())
                 cpu_s[one] = cpu_s.get(one, 0.0) + (int(fields[11]) + int(fields[12])) * _TICK_S
         except (OSError, IndexError):
             continue  # it has ended

@@ -23,7 +23,7 @@ import aiohttp
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from broker.contract import strict
-from broker.errors import ConfigError, NotInstalled
+from broker.errors import ConfigError, NotInstalled, reason_of
 from broker.settings.config import EndpointMark, Section
 from broker.settings.registry import resolve
 from envhub.envs.adapters.foreign import seed_of
@@ -132,7 +132,7 @@ class OpenEnv(Environment):
             self._socket = await self._session.ws_connect(url, max_msg_size=MAX_MESSAGE_BYTES)
         except (aiohttp.ClientError, TimeoutError) as error:
             await self.close()
-            raise ServerError(f"no OpenEnv server at {url}: {error or 'no answer'}") from None
+            raise ServerError(f"no OpenEnv server at {url}: {reason_of(error)}") from None
 
     async def _ask(self, kind: str, data: dict[str, Any]) -> tuple[dict[str, Any], str]:
         """Send a message. Return (the answer's data, what is wrong with the action)."""

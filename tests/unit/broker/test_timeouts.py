@@ -183,7 +183,7 @@ def test_the_chain_holds_and_a_resolved_configuration_resolves_to_itself(
 def test_the_chain_in_one_line() -> None:
     said = note(validate({"domains": {"lake": LAKE, "pond": {**LAKE, "deadline_s": 100}}}))
     assert said.startswith(
-        "timeouts: a turn 120 s, an episode 1560 s, a group 100 or 3120 s, a ticket 6240 s from its first delivery on"
+        "timeouts: a turn 120 s, an episode 1560 s, a group 100 or 3120 s, a ticket 6240 s in one hub"
     )
 
 

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 from waits import LONG_S, runs, until
 
-from broker.system.workers.work_clock import OutOfTime, WorkClock, answer_within, wait_for_bytes
+from broker.errors import described, reason_of
+from broker.system.workers.work_clock import OutOfTime, WorkClock, answer_within, output_within, wait_for_bytes
 
 SPIN = "import time\nend = time.process_time() + {cpu_s}\nwhile time.process_time() < end: pass\n"
 LIMIT_S = 1.0
@@ -84,3 +85,20 @@ def test_waiting_for_bytes(caplog: pytest.LogCaptureFixture, monkeypatch: pytest
         assert "importing environment lake is slow: no answer in" in caplog.text
         theirs.send(b"x")
         wait_for_bytes(ours, pid, 0.5)
+
+
+@pytest.mark.parametrize(("program", "output"), [("print('done')", "done\n"), ("import time; time.sleep(60)", None)])
+def test_output_of_a_process(program: str, output: str | None) -> None:
+    with subprocess.Popen([sys.executable, "-S", "-c", program], stdout=subprocess.PIPE, text=True) as child:
+        if output is not None:
+            assert output_within(child, LONG_S) == output
+            return
+        with pytest.raises(OutOfTime, match="no answer in"):
+            output_within(child, 0.5)
+        assert child.returncode == -9
+
+
+@pytest.mark.parametrize("error", [TimeoutError(), asyncio.CancelledError(), ValueError("two\nlines")])
+def test_each_error_has_a_reason(error: BaseException) -> None:
+    assert reason_of(error) in ("TimeoutError", "CancelledError", "two lines")
+    assert described(error) in ("TimeoutError", "CancelledError", "ValueError: two lines")

@@ -73,3 +73,18 @@ def test_the_length_bias_compares_what_is_kept_with_all() -> None:
     metrics.add_lengths([40, 40], [])
     kept, every = (0.99 * 30 + 80) / (0.99 * 2 + 2), (0.99 * 90 + 80) / (0.99 * 3 + 2)
     assert metrics.report()["off_policy/length_bias"] == pytest.approx(kept / every)
+
+
+def test_room_of_a_server_follows_its_busy_replies() -> None:
+    requests = RequestsInFlight()
+    for _ in range(4):
+        assert requests.has_room("a", 100)
+        requests.sent("a", 0, 100)
+    requests.returned("a", 0, 100, is_busy=True)
+    assert not requests.has_room("a", 100)
+    assert requests.has_room("b", 100)
+    requests.returned("a", 0, 100)
+    assert requests.has_room("a", 100)  # in place of the one that ended
+    for _ in range(2):
+        requests.returned("a", 0, 100)
+    assert requests.has_room("a", 10**9)  # it has none of ours, so one is tried

@@ -10,7 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from envhub.servers.sample import MOST, ROTATE_S, SIZE, ServerSample, inclusion
+from broker.channel.endpoint import RequestLimits
+from envhub.servers.sample import MOST, ROTATE_S, SIZE, ServerSample, inclusion, sample_size
 
 
 def sample_of(speeds: dict[str, float], seed: int) -> ServerSample:
@@ -60,7 +61,7 @@ def test_servers_are_exchanged_now_and_then_but_not_while_conversations_are_with
     for _ in range(100):
         now += ROTATE_S
         sample.tick(now, {f"s{n}" for n in range(40)})
-    assert len(sample.followed) == MOST
+    assert len(sample.followed) == MOST * SIZE
     before = sample.followed
     sample.tick(now + 10 * ROTATE_S, before)
     assert sample.followed == before
@@ -136,3 +137,24 @@ class Fleet(RuleBasedStateMachine):
 
 TestFleet = Fleet.TestCase
 TestFleet.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize(
+    ("episodes", "max_context_tokens", "size"), [(64, 4096, SIZE), (1000, 32768, SIZE), (10_000, 65_536, 20)]
+)
+def test_sample_grows_with_what_a_hub_sends(episodes: int, max_context_tokens: int, size: int) -> None:
+    assert sample_size(episodes, max_context_tokens) == size
+    most = RequestLimits()
+    assert episodes * 4 * max_context_tokens <= size * most.bytes_of_client
+    assert episodes <= size * most.count_of_client
+
+
+def test_sample_of_a_size_follows_twice_as_many() -> None:
+    sample = ServerSample(random.Random(1), size=20)
+    for number in range(99):
+        sample.exists(f"s{number}", 1.0)
+    sample.tick(0.0, ())
+    assert len(sample.drawn) == 20
+    for turn in range(1, 200):
+        sample.tick(turn * 2 * ROTATE_S, sample.followed)
+    assert len(sample.followed) == 40
