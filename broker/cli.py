@@ -39,7 +39,7 @@ EXAMPLES: Final = {
     "broker control": ["broker control paused --run quick --reason 'disk is full'"],
     "broker permissions": [
         "broker permissions --run quick --keys keys > rlearner.conf",
-        "broker permissions --run quick --role envhub rewardhub --login password --format users",
+        "broker permissions --run quick --role envhub rewardhub --login password",
     ],
     "broker dead": ["broker dead list", "broker dead show 3"],
     "broker dead list": ["broker dead list --run quick"],

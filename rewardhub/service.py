@@ -138,7 +138,7 @@ class RewardhubService:
             else:
                 log.info("no domain of this run has a reward for a hub; waiting until one has")
             self._state = "serving"
-            reruns = await respond(self.bus, RERUNS, self.member.id, self.rerun)
+            reruns = await respond(self.bus, RERUNS, f"rewardhub.{self.member.id}", self.rerun)
             self.member.poke()
             self._open_feeds()
             while not asked.done():

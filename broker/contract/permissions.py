@@ -3,10 +3,11 @@
 A role may publish what it writes and subscribe to what it reads, of one run, and ask JetStream for nothing else. Only
 the learner creates, trims and purges the streams of its run; only the operator deletes them and sees several runs.
 
-JetStream sends its reply to any subject that the requester names, with no check of its own. The last values on which
-processes act are therefore signed (``broker.identity.signatures``), so that a reply cannot replace one. An empty reply
-(no message, or an empty one) to a subject of JetStream's own API is a request there, even to purge or delete a stream.
-An observer may therefore ask only what has a reply in JSON, which those requests refuse.
+JetStream sends its reply to any subject that the requester names, with no check of its own, and an empty reply to a
+subject of JetStream's own API is a request there, even to purge or delete a stream. Permissions alone can therefore
+not contain whoever may ask JetStream anything: on a server each joining role of a run has an account of its own
+(``broker.identity.accounts``), where such a reply reaches only what that account imports. The learner shares the
+account of JetStream with the operator and is trusted like it.
 """
 
 from __future__ import annotations
@@ -38,15 +39,14 @@ OPERATOR: Final = "operator"
 OBSERVER: Final = "observer"  # sees the figures of a run, no message of it, and changes nothing
 INBOX: Final = "_INBOX"
 API: Final = "$JS.API"
+REPLIES: Final = "_R_"  # a server renames the reply subject of a request that crosses accounts
+JOINING: Final = ("rollout", "envhub", "rewardhub")  # the roles that join a run; the learner starts it
 WORK_QUEUE_READS: Final = ("STREAM.INFO.{}", "CONSUMER.INFO.{}.*", "CONSUMER.LIST.{}", "CONSUMER.MSG.NEXT.{}.*")
-LOG_READS: Final = (
-    *("STREAM.INFO.{}", "STREAM.MSG.GET.{}", "DIRECT.GET.{}.>"),
-    *("CONSUMER.CREATE.{}", "CONSUMER.MSG.NEXT.{}.*", "CONSUMER.DELETE.{}.*"),
-)
-OBSERVER_READS: Final = ("STREAM.INFO.{}", "STREAM.MSG.GET.{}")
+VALUE_READS: Final = ("STREAM.INFO.{}", "STREAM.MSG.GET.{}")
+LOG_READS: Final = (*VALUE_READS, "DIRECT.GET.{}.>")
 MANAGES: Final = (
-    *("STREAM.CREATE.{}", "STREAM.INFO.{}", "STREAM.PURGE.{}", "STREAM.MSG.GET.{}", "STREAM.MSG.DELETE.{}"),
-    *("CONSUMER.DURABLE.CREATE.{}.*", "CONSUMER.INFO.{}.*", "CONSUMER.LIST.{}"),
+    *("STREAM.CREATE.{}", "STREAM.INFO.{}", "STREAM.PURGE.{}", "STREAM.MSG.*.{}"),  # to read and to delete messages
+    *("CONSUMER.*.{}", "CONSUMER.*.{}.*", "CONSUMER.*.*.{}.*"),  # durable ones for hubs, others to read a log in order
 )
 STORED: Final = (WORK_QUEUE, LOG, LAST_VALUE, KV)
 OBSERVED: Final = (METRICS, PRESENCE, MEMBERS, CONTROL, RUNS, WEIGHTS)  # of the others, an observer sees the sizes
@@ -54,15 +54,10 @@ OBSERVED: Final = (METRICS, PRESENCE, MEMBERS, CONTROL, RUNS, WEIGHTS)  # of the
 
 @dataclass(frozen=True)
 class Permissions:
-    """The subjects that one identity may publish to and subscribe to.
-
-    Attributes:
-        replies: whether it may reply to requests that it receives.
-    """
+    """The subjects that one identity may publish to and subscribe to."""
 
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
-    replies: bool = False
 
 
 def inbox(role: str, run: str, name: str) -> str:
@@ -85,50 +80,65 @@ def permissions(role: str, run: str, name: str = "") -> Permissions:
         ConfigError: if there is no such role.
     """
     if role == OPERATOR:
-        return Permissions((">",), (">",), replies=True)
+        return Permissions((">",), (">",))
     if role not in (*ROLES, OBSERVER):
         raise ConfigError("role", role, f"one of {', '.join(ROLES)}, {OBSERVER}, {OPERATOR}")
     publish, subscribe = dict[str, None](), {f"{inbox(role, run, name)}.>": None}
     for stream in STREAMS:
-        publish |= dict.fromkeys(_publishes(stream, role, run))
+        publish |= dict.fromkeys(stored_requests(stream, role, run))
+        if stream.writes(role) and role != OBSERVER:
+            publish[own_subjects(stream, role, run)] = None
         subscribe |= dict.fromkeys(_subscribes(stream, role, run))
     if role in (LEARNER, OBSERVER):
         publish[f"{API}.INFO"] = None  # how full the store is
     publish[f"{inbox(role, run, name)}.>"] = None  # a link measures its own delay with messages to itself
-    replies = any(stream.kind is REQUEST and stream.reads(role) for stream in STREAMS)
-    return Permissions(tuple(publish), tuple(subscribe), replies)
+    if any(stream.kind is REQUEST and stream.reads(role) for stream in STREAMS):
+        publish[f"{REPLIES}.>"] = None
+    if role == LEARNER:
+        publish[f"{inbox(OPERATOR, '', '')}.>"] = None  # answers the operator, who has the same account
+    return Permissions(tuple(publish), tuple(subscribe))
 
 
-def _publishes(stream: Stream, role: str, run: str) -> list[str]:
-    allowed, requests = list[str](), list[str]()
+def stored_requests(stream: Stream, role: str, run: str) -> list[str]:
+    """Return what a role may ask JetStream, and where it may acknowledge, for one row of the table."""
+    if stream.kind not in STORED:
+        return []
+    acknowledged, requests = list[str](), list[str]()
     if role == OBSERVER:
-        requests += ["STREAM.INFO.{}"] if stream.kind in STORED else []
+        requests += VALUE_READS if stream in OBSERVED else ["STREAM.INFO.{}"]
         requests += ["CONSUMER.LIST.{}"] if stream.kind is WORK_QUEUE else []
-        requests += OBSERVER_READS if stream in OBSERVED else []
-        return [f"{API}.{one.format(stream.stream_name(run))}" for one in requests]
-    if stream.writes(role):
-        allowed.append(_written(stream, role, run))
-        requests += ["STREAM.INFO.{}"] if stream.kind in STORED else []
-    if stream.reads(role) and stream.kind is WORK_QUEUE:
-        requests += WORK_QUEUE_READS
-        allowed.append(f"$JS.ACK.{stream.stream_name(run)}.>")
-    elif (stream.reads(role) or role == LEARNER) and stream.kind in (LOG, LAST_VALUE, KV):
-        requests += LOG_READS  # the learner reads all, to continue where an earlier one ended
-    if role == LEARNER and stream.kind in STORED:
-        requests += MANAGES
-    return allowed + [f"{API}.{one.format(stream.stream_name(run))}" for one in requests]
+    elif role == LEARNER:  # it reads all, to continue where an earlier one ended
+        requests += [*MANAGES, *(["DIRECT.GET.{}.>"] if stream.kind is LOG else [])]
+    elif stream.reads(role):
+        requests += {WORK_QUEUE: WORK_QUEUE_READS, LOG: LOG_READS}.get(stream.kind, VALUE_READS)
+        acknowledged += [f"$JS.ACK.{stream.stream_name(run)}.>"] if stream.kind is WORK_QUEUE else []
+    elif stream.writes(role):
+        requests.append("STREAM.INFO.{}")
+    return acknowledged + [f"{API}.{request.format(stream.stream_name(run))}" for request in requests]
+
+
+def hears(stream: Stream, role: str) -> bool:
+    """Return whether a role subscribes to a row: to requests, to what is not kept, and to the news of last values.
+
+    A subscription to what the broker stores only says that there may be a newer value, which is then read.
+    """
+    if stream.kind not in (REQUEST, BEST_EFFORT, KV, LAST_VALUE):
+        return False
+    if role == OBSERVER:
+        return stream in OBSERVED
+    return stream.reads(role) or (role == LEARNER and stream is WEIGHTS)  # it looks for offers of a newer epoch
 
 
 def _subscribes(stream: Stream, role: str, run: str) -> list[str]:
-    if stream not in OBSERVED if role == OBSERVER else not stream.reads(role):
+    if not hears(stream, role):
         return []
     if stream.kind is KV:
         return [f"{stream.key_prefix(run)}>"]
-    return [stream.all_subjects(run)] if stream.kind in (REQUEST, BEST_EFFORT) else []
+    return [own_subjects(stream, role, run) if stream.kind is REQUEST else stream.all_subjects(run)]
 
 
-def _written(stream: Stream, role: str, run: str) -> str:
-    """Return the subjects that a role writes; where keys name the role, only its own."""
+def own_subjects(stream: Stream, role: str, run: str) -> str:
+    """Return the subjects that a role writes, or of the requests that it answers; only its own where keys name one."""
     own = {"role": role, "run": run}
     keys = [own.get(part, "*") for part in stream.key.split(".") if part]
     if stream.kind is KV:

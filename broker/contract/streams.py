@@ -140,14 +140,14 @@ RERUNS: Final = Stream(
     "reruns",
     REQUEST,
     (wire.Ticket, wire.EvalTicket, wire.Group, wire.Closed),
-    "process",
+    "role.process",
     "operator",
     "envhub, rewardhub",
 )
 REQUESTS: Final = Stream(
     "requests", REQUEST, (wire.OperatorRequest, wire.OperatorReply), "process", "operator", "learner"
 )
-METRICS: Final = Stream("metrics", BEST_EFFORT, (wire.Metrics,), "role.id", "all", "all")
+METRICS: Final = Stream("metrics", BEST_EFFORT, (wire.Metrics,), "role.id", "all", "operator")
 PRESENCE: Final = Stream("presence", BEST_EFFORT, (wire.Presence,), "role.id", "all", "all")
 DEAD: Final = Stream("dead", LOG, (wire.DeadLetter,), "stream", "all", "operator", "until purged", max_bytes=1 << 26)
 ATTEMPTS: Final = Stream(

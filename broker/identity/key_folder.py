@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import time
 import zlib
 from collections.abc import Iterator
@@ -29,14 +28,14 @@ from broker.contract.permissions import OPERATOR, permissions
 from broker.contract.streams import token
 from broker.errors import UserError
 from broker.identity.keys import Key
-from broker.identity.server_config import ServerUser, authorization, nkey_user
+from broker.identity.reloads import reload_server
+from broker.identity.server_config import ServerUser, account_names, accounts, nkey_user
 from broker.system.locks import lock
 from broker.system.private_files import private_write
 from broker.system.process_identity import has_ended, identity_of, is_elsewhere, this_machine
 
 AUTHORIZATION: Final = "authorization.conf"
 LOCK_WITHIN_S: Final = 10.0
-RELOAD_S: Final = 0.1  # a server takes less to read the file; a key that it does not know yet costs a retry
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,6 @@ class KeyFolder:
                 _write(file, f"{key.seed}\n")
                 if role:
                     self._reload()
-                    time.sleep(RELOAD_S)
         return Key.load(file)
 
     def authority(self) -> str:
@@ -170,9 +168,9 @@ class KeyFolder:
         alive = [user for user in found if not user.expired(now)]
         return sorted(alive, key=lambda user: (user.run, user.role, user.name, user.public_key))
 
-    def serve(self, pid: int) -> None:
-        """Reload this nats-server whenever a user changes."""
-        _write(self._note_of(pid), identity_of(pid))
+    def serve(self, pid: int, server_log: Path) -> None:
+        """Reload this nats-server whenever a user changes; its log says when it has."""
+        _write(self._note_of(pid), f"{identity_of(pid)}\n{server_log}\n")
 
     def _note_of(self, pid: int) -> Path:
         return self.path / "servers" / f"{pid}.{zlib.crc32(this_machine().encode()):08x}"
@@ -182,8 +180,7 @@ class KeyFolder:
         note = self._note_of(pid)
         with suppress(FileNotFoundError, ProcessLookupError):
             if note.stat().st_mtime_ns < (self.path / AUTHORIZATION).stat().st_mtime_ns:
-                os.utime(note)
-                os.kill(pid, signal.SIGHUP)
+                self._tell(note, has_new_accounts=True)
 
     def refresh(self) -> None:
         """Write what the nats-server reads, and reload the servers if that changed, as after an expiry."""
@@ -200,19 +197,24 @@ class KeyFolder:
         self.refresh()
 
     def _reload(self) -> None:
-        text, file = authorization(map(as_server_user, self.users())), self.path / AUTHORIZATION
+        text, file = accounts(map(as_server_user, self.users())), self.path / AUTHORIZATION
         if file.is_file() and file.read_text(encoding="utf-8") == text:
             return
+        known = account_names(file.read_text(encoding="utf-8")) if file.is_file() else set()
         _write(file, text)
-        for server in (self.path / "servers").glob("[0-9]*"):  # not the drafts
-            identity = server.read_text(encoding="ascii")
+        for note in (self.path / "servers").glob("[0-9]*"):  # not the drafts
+            identity = note.read_text(encoding="utf-8").partition("\n")[0]
             if has_ended(identity):
-                server.unlink(missing_ok=True)
+                note.unlink(missing_ok=True)
             elif not is_elsewhere(identity):
-                pid = int(server.name.partition(".")[0])
                 with suppress(ProcessLookupError, PermissionError):
-                    os.utime(server)  # newer than what it reads
-                    os.kill(pid, signal.SIGHUP)
+                    self._tell(note, has_new_accounts=not account_names(text) <= known)
+
+    def _tell(self, note: Path, *, has_new_accounts: bool) -> None:
+        """Reload the nats-server of this machine that a note names."""
+        server_log = Path(note.read_text(encoding="utf-8").split("\n")[1])
+        os.utime(note)  # newer than what it reads
+        reload_server(int(note.name.partition(".")[0]), server_log, has_new_accounts=has_new_accounts)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from broker.contract.permissions import OPERATOR, permissions
+from broker.contract.permissions import API, OPERATOR, permissions
 from broker.errors import UserError
+from broker.identity.accounts import ACCOUNT, MAPPED_API, Export, Import, account_of, accounts_of, mapped
 
-ACCOUNT: Final = "RLEARNER"
-FORMATS: Final = ("accounts", "users")
+REPLY_WITHIN: Final = '"10m"'  # the server forgets where the reply to a request goes
 LOGINS: Final = ("nkey", "password", "certificate")
 
 
@@ -67,25 +67,49 @@ def require_distinct(users: Sequence[ServerUser]) -> None:
             raise UserError(f"runs {other.run} and {user.run} would share {shown}; rename one, or use --login nkey")
 
 
-def authorization(users: Iterable[ServerUser]) -> str:
-    """Return the block that accepts these users in the default account and refuses all others."""
-    return "\n".join(["authorization {", *_listed(users), "}"]) + "\n"
+def accounts(users: Iterable[ServerUser]) -> str:
+    """Return the block of accounts of these users, which no other account of the server reaches."""
+    members: dict[str, list[ServerUser]] = {}
+    for user in users:
+        members.setdefault(account_of(user.role, user.run), []).append(user)
+    lines = ["accounts {"]
+    for account in accounts_of((user.role, user.run) for group in members.values() for user in group):
+        lines.append(f"  {json.dumps(account.name)} {{")
+        if account.name == ACCOUNT:
+            lines.append("    jetstream: enabled")
+        else:
+            lines.append(f'    mappings = {{ "{API}.>": "{MAPPED_API}.>" }}')
+        lines += _users(members.get(account.name, ()))
+        lines += ["    exports = [", *map(_export, account.exports), "    ]"]
+        lines += ["    imports = [", *map(_import, account.imports), "    ]", "  }"]
+    return "\n".join([*lines, "}"]) + "\n"
 
 
-def account(users: Iterable[ServerUser]) -> str:
-    """Return an account of these users, separate from every other account of the server."""
-    inner = ["  jetstream: enabled", *_listed(users)]
-    return "\n".join(["accounts {", f"  {ACCOUNT} {{", *(f"  {line}" for line in inner), "  }", "}"]) + "\n"
+def account_names(configuration: str) -> set[str]:
+    """Return the names of the accounts in the block that ``accounts`` wrote."""
+    return set(re.findall(r'^  "(\S+)" \{$', configuration, re.MULTILINE))
 
 
-def _listed(users: Iterable[ServerUser]) -> list[str]:
-    lines = ["  users = ["]
+def _users(users: Iterable[ServerUser]) -> list[str]:
+    lines = ["    users = ["]
     for user in users:
         allowed = permissions(user.role, user.run, user.name)
-        lines.append(f"    # {user.role} {user.run} {user.name}".rstrip())
-        lines.append(f"    {{ {user.shows}, permissions: {{")
-        lines.append(f"      publish: {{ allow: {json.dumps(list(allowed.publish))} }}")
-        lines.append(f"      subscribe: {{ allow: {json.dumps(list(allowed.subscribe))} }}")
-        lines += ["      allow_responses: { max: 1, expires: 600s }"] * allowed.replies
-        lines.append("    } }")
-    return [*lines, "  ]"]
+        publish = allowed.publish if account_of(user.role, user.run) == ACCOUNT else map(mapped, allowed.publish)
+        lines.append(f"      # {user.role} {user.run} {user.name}".rstrip())
+        lines.append(f"      {{ {user.shows}, permissions: {{")
+        lines.append(f"        publish: {{ allow: {json.dumps(list(publish))} }}")
+        lines.append(f"        subscribe: {{ allow: {json.dumps(list(allowed.subscribe))} }}")
+        lines.append("      } }")
+    return [*lines, "    ]"]
+
+
+def _export(export: Export) -> str:
+    more = ", response: stream" if export.has_many_replies else ""
+    more += f", response_threshold: {REPLY_WITHIN}" if export.is_request else ""
+    return f"      {{ {export.kind}: {json.dumps(export.subject)}{more} }}"
+
+
+def _import(wanted: Import) -> str:
+    source = f"{{ account: {json.dumps(wanted.exporter)}, subject: {json.dumps(wanted.subject)} }}"
+    more = f", to: {json.dumps(wanted.local_subject)}" if wanted.local_subject != wanted.subject else ""
+    return f"      {{ {wanted.kind}: {source}{more} }}"

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from broker.contract.permissions import OBSERVER
+from broker.contract.permissions import JOINING, OBSERVER
 from broker.contract.streams import token
 from broker.errors import ConfigError, UserError
 from broker.identity import cluster_login, vouchers
@@ -23,7 +23,6 @@ from broker.identity.keys import Key
 from broker.identity.login import Login
 from broker.system.private_files import is_open_to_others
 
-JOINING: Final = ("rollout", "envhub", "rewardhub")  # the roles that join a run; the learner starts it
 INVITED: Final = (*JOINING, OBSERVER)
 SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 MOST_BYTES: Final = 16_384

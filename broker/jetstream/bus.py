@@ -23,6 +23,7 @@ from broker.jetstream.consumers import ensure_consumer, find_consumer, settings
 from broker.jetstream.delivery import DEAD_BYTES, Decoded, Delivery, decode, decode_aside, ticket_of
 from broker.jetstream.kv import KeyValue
 from broker.jetstream.log_reader import follow
+from broker.jetstream.news import newer_values
 from broker.jetstream.parts import EVALUATION, TRAINING, GroupParts
 from broker.jetstream.provision import REPLICAS_IN_CLUSTER, ensure_stream, stream_config
 from broker.jetstream.publish import EXPECTED_LAST_SEQ, MESSAGE_ID, store
@@ -362,19 +363,17 @@ class Bus:
 
     async def watch_last(self, stream: Stream) -> AsyncGenerator[wire.Message, None]:
         """Yield the newest value and every newer one; intermediate values may be skipped."""
-        newest = 0
+        name, subject = stream.stream_name(self.run), stream.subject(self.run)
 
-        async def start() -> dict[str, Any]:
-            return {"deliver_policy": "last_per_subject", "filter_subject": stream.all_subjects(self.run)}
+        async def read() -> tuple[int, StoredEntry] | None:
+            found = await find(self.link, name, last_of=subject)
+            return None if found is None else (found.seq, found)
 
-        async with aclosing(follow(self.link, stream.stream_name(self.run), start)) as entries:
-            async for entry in entries:
-                if entry.seq == newest:
-                    continue
-                newest = entry.seq
+        async with aclosing(newer_values(self.link, subject, read)) as values:
+            async for seq, entry in values:
                 message, error = self._decode_signed(stream, entry)
                 if message is None:
-                    await self.dead_letter(stream, seq=entry.seq, ticket=0, reason=error, data=entry.data)
+                    await self.dead_letter(stream, seq=seq, ticket=0, reason=error, data=entry.data)
                 else:
                     yield message
 

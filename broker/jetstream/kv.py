@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import random
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from functools import partial
 from typing import Final
 
 from broker.contract import codec, wire
-from broker.contract.permissions import OBSERVER
 from broker.contract.streams import Stream, token
 from broker.errors import ConfigError, WireError
 from broker.jetstream.api import StoredEntry, find
 from broker.jetstream.latest import latest, latest_one_by_one
+from broker.jetstream.news import newer_values
 from broker.jetstream.publish import EXPECTED_LAST_KEY_SEQ, MESSAGE_ID, store
 from broker.jetstream.reserve import release
 from broker.nats.client import Msg
 from broker.nats.connection import NatsLink
-from broker.nats.nats_errors import Disconnected, NoStream
+from broker.nats.nats_errors import NoStream
 from broker.nats.subscription import LinkSubscription
 
 OPERATION: Final = "KV-Operation"
 MARKER_REASON: Final = "Nats-Marker-Reason"
-
-READ_AGAIN_S: Final = 20.0  # a plain subscription may miss a message
-AFTER_TAP_S: Final = (0.0, 0.1, 0.3, 1.0, 3.0)  # reads after a message, which may arrive before it is stored
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +35,6 @@ class KeyValue:
 
     A bucket that does not exist reads as empty. In a bucket whose values the run's owner signs, one without a valid
     signature reads as deleted, and so does one that is older than a value that was read before.
-
-    Watching needs no consumer on the broker: a put is a publish on the key's subject, which a plain subscription
-    receives. That includes refused puts and may miss some, so a message only triggers a read of the stored value.
 
     Attributes:
         ensure: creates the bucket if it is missing, or waits for the learner to do so; a bucket in memory does not
@@ -100,7 +92,7 @@ class KeyValue:
 
     async def values(self, prefix: str) -> dict[str, wire.Message]:
         """Return every key below a prefix of whole parts (``demo.rollout``) that holds a value, with the value."""
-        read = latest_one_by_one if self._link.login.role == OBSERVER else latest
+        read = latest if self._link.login.manages else latest_one_by_one
         try:
             entries = await read(self._link, self._stream_name, f"{self._prefix}{prefix}.>")
         except NoStream:
@@ -118,33 +110,17 @@ class KeyValue:
 
         Skips intermediate values and expiries; a value that does not decode becomes a dead letter.
         """
-        tapped = asyncio.Event()
+        subject = self._prefix + _checked(key, self._stream.name)
 
-        async def tap(_: Msg) -> None:
-            tapped.set()
+        async def read() -> tuple[int, tuple[bytes, bool]] | None:
+            found = await self._last(key)
+            return None if found is None else (found[1], (found[0], found[2]))
 
-        subscribed = await self._link.subscribe(self._prefix + _checked(key, self._stream.name), tap)
-        self._link.on_disconnect.add(tapped.set)
-        seen, delays = 0, [0.0]
-        try:
-            while not self._link.closed:
-                await asyncio.sleep(delays.pop(0))
-                try:
-                    found = await self._last(key)
-                except Disconnected:
-                    return
-                if found is not None and found[1] != seen:
-                    data, seen, is_deletion = found
-                    delays.clear()
-                    message = None if is_deletion else await self._decoded(key, seen, data)
-                    if is_deletion or message is not None:
-                        yield message, seen
-                if await _is_set_within(tapped, 0.0 if delays else READ_AGAIN_S * random.uniform(0.75, 1.25)):
-                    delays = list(AFTER_TAP_S)
-                delays = delays or [0.0]
-        finally:
-            self._link.on_disconnect.discard(tapped.set)
-            await subscribed.close()
+        async with aclosing(newer_values(self._link, subject, read)) as values:
+            async for revision, (data, is_deletion) in values:
+                message = None if is_deletion else await self._decoded(key, revision, data)
+                if is_deletion or message is not None:
+                    yield message, revision
 
     async def tap(self, prefix: str, on_put: OnPut) -> LinkSubscription:
         """Call ``on_put`` with (key, message or None if deleted) of every later put below a prefix, stored or not.
@@ -219,15 +195,3 @@ def _checked(key: str, what: str) -> str:
 
 def _is_deletion(headers: dict[str, str] | None) -> bool:
     return headers is not None and (headers.get(OPERATION) in ("DEL", "PURGE") or MARKER_REASON in headers)
-
-
-async def _is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
-    """Return whether the event is set within that time, and clear it."""
-    try:
-        if not event.is_set():
-            async with asyncio.timeout(timeout_s):
-                await event.wait()
-    except TimeoutError:
-        return False
-    event.clear()
-    return True

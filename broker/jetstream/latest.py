@@ -17,7 +17,7 @@ BATCH: Final = 256
 ANSWER_S: Final = 3.0  # without any message, after which a pull counts as lost
 FORGET_AFTER_S: Final = 10.0
 NO_MORE: Final = ("404", "408")
-AT_ONCE: Final = 32  # requests of an observer
+AT_ONCE: Final = 32  # requests of a process that may have no consumer
 
 
 async def latest(link: NatsLink, stream_name: str, pattern: str) -> list[StoredEntry]:
@@ -36,7 +36,11 @@ async def latest(link: NatsLink, stream_name: str, pattern: str) -> list[StoredE
 
 
 async def latest_one_by_one(link: NatsLink, stream_name: str, pattern: str) -> list[StoredEntry]:
-    """Return the same as ``latest`` without a consumer, which an observer may not have, by a request per subject."""
+    """Return the same as ``latest`` by a request per subject, for roles that may not have a consumer.
+
+    Raises:
+        NoStream: if the stream does not exist.
+    """
     info = await ask(link, f"STREAM.INFO.{stream_name}", {"subjects_filter": pattern})
     few = asyncio.Semaphore(AT_ONCE)
 

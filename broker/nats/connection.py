@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from broker.contract.permissions import INBOX
 from broker.contract.sizes import Buffer
 from broker.errors import BrokerUnreachable, UserError
+from broker.identity.accounts import unmapped
 from broker.identity.login import Login
 from broker.nats import addresses
 from broker.nats.calls import PendingCalls, fail
@@ -321,7 +322,8 @@ class NatsLink:
 
     async def _on_error(self, error: Exception) -> None:
         if (denied := _DENIED.search(str(error))) is not None:
-            self._calls.drop(self._denied(denied["subject"]), denied["subject"])
+            subject = unmapped(denied["subject"])
+            self._calls.drop(self._denied(subject), subject)
             return
         self._error = addresses.why_unreachable(error)
         self._note_refusal(error)

@@ -61,7 +61,8 @@ async def _ask(bus: Bus, role: str, serves: str, message: wire.Message, rather_n
         raise UserError(f"run {bus.run} has no {role} that serves {what} {serves!r} now")
     chosen = min(able, key=lambda one: (one.id == rather_not, one.running, one.id))
     try:
-        answer = await request(bus, RERUNS, chosen.id, message, timeout_s=timeout_s, reply=(wire.Group, wire.Closed))
+        key, reply = f"{role}.{chosen.id}", (wire.Group, wire.Closed)
+        answer = await request(bus, RERUNS, key, message, timeout_s=timeout_s, reply=reply)
     except RequestFailed as error:
         raise UserError(f"{chosen.id} did not answer: {error}") from None
     assert isinstance(answer, (wire.Group, wire.Closed))

@@ -1,4 +1,4 @@
-"""``broker permissions``: the users of a run for a nats-server of your own, with what each may do."""
+"""``broker permissions``: the accounts and users of a run for a nats-server of your own, with what each may do."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from broker.errors import UserError
 from broker.identity.key_folder import KeyFolder, as_server_user
 from broker.identity.login import KEYS
 from broker.identity.server_config import (
-    FORMATS,
     LOGINS,
     ServerUser,
-    account,
-    authorization,
+    accounts,
     certificate_user,
     password_user,
     require_distinct,
@@ -27,6 +25,7 @@ from broker.identity.server_config import (
 
 ABOUT: Final = """\
 # {runs}: {roles}. Made by `broker permissions`; make it again after an upgrade of rlearner.
+# A server gives a new account its services at the second reload only, so reload it twice (or restart it).
 """
 CERTIFICATES: Final = """\
 # The tls block of the server needs ca_file and verify_and_map: true. A client certificate has its user's name as CN.
@@ -40,8 +39,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     roles = (*ROLES, OBSERVER, OPERATOR)
     text = f"only these roles (all; without --login nkey all but {OBSERVER})"
     add("--role", choices=roles, nargs="+", help=text)
-    text = "an account of rlearner's own, or the users of the server's only account (%(default)s)"
-    add("--format", choices=FORMATS, default=FORMATS[0], help=text)
     text = "what the users log in with (%(default)s)"
     add("--login", choices=LOGINS, default=LOGINS[0], help=text)
     text = f"folder of the keys, made if missing ({KEYS}); the output has only their public halves"
@@ -63,7 +60,7 @@ def show_permissions(options: argparse.Namespace) -> None:
     print(ABOUT.format(runs=", ".join(runs), roles=", ".join(roles)), end="")
     if options.login == "certificate":
         print(CERTIFICATES, end="")
-    print((account if options.format == "accounts" else authorization)(users), end="")
+    print(accounts(users), end="")
     if options.login == "nkey":
         text = f"seeds are in {options.keys}: set {KEYS} to it on this host; elsewhere use `rlearner invite`"
         print(text, file=sys.stderr)

@@ -221,7 +221,7 @@ class BrokerServer:
                 raise UserError(f"cannot start {binary}: {error.strerror or error}") from None
         self.pid = self._child.pid
         try:
-            keys.serve(self.pid)
+            keys.serve(self.pid, self.log_path)
             self.url = self._wait_ready(start_of_log)
             login.note(self.url, self.keys_path)
             keys.refresh()  # a key that was made before this server could be told

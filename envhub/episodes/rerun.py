@@ -34,7 +34,7 @@ class TicketReruns:
 
     async def serve(self) -> None:
         """Answer requests until cancelled."""
-        subscribed = await respond(self._member.bus, RERUNS, self._member.id, self.answer)
+        subscribed = await respond(self._member.bus, RERUNS, f"envhub.{self._member.id}", self.answer)
         try:
             await asyncio.Event().wait()
         finally:

@@ -21,6 +21,7 @@ from broker.contract.examples import EXAMPLES
 from broker.contract.permissions import inbox
 from broker.contract.streams import CONTROL, EPISODES, RUNS, SAMPLES, TICKETS, WEIGHTS
 from broker.identity import cluster_login
+from broker.identity.accounts import mapped
 from broker.identity.login import KEYS, find_login
 from broker.jetstream.bus import Bus
 from broker.settings.runspec import publish_runspec
@@ -50,14 +51,14 @@ def passwords(folder: Path) -> dict[str, str]:
     return variables
 
 
-@pytest.fixture(scope="module", params=["accounts nkey", "users nkey", "accounts password", "users password"])
+@pytest.fixture(scope="module", params=["nkey", "password"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     """A server with exactly the output; yields its address and the folder of keys or passwords."""
     folder = tmp_path_factory.mktemp("own")
-    form, login = request.param.split()
+    login = request.param
     keys = folder / "keys"
     named = ["--keys", str(keys)] if login == "nkey" else []
-    made = permissions("--run", RUN, "--run", OTHER, "--format", form, "--login", login, *named)
+    made = permissions("--run", RUN, "--run", OTHER, "--login", login, *named)
     assert made.returncode == 0, made.stderr
     with own_server(folder / "server", include=made.stdout, env=passwords(folder)) as url:
         yield url, folder
@@ -168,7 +169,7 @@ async def test_a_hub_writes_neither_what_the_run_follows_nor_another_run(
         await client.publish(subject, codec.encode(wire.DesiredState(state="stopped")))
     await client.flush()
     await asyncio.sleep(0.1)
-    assert [line.split('"')[1] for line in refused] == [one.lower() for one in subjects]
+    assert [line.split('"')[1] for line in refused] == [mapped(one).lower() for one in subjects]
     await client.subscribe(f"rl.{OTHER}.>")
     await client.flush()
     await asyncio.sleep(0.1)
@@ -211,7 +212,7 @@ def test_only_the_runs_and_roles_that_are_named(tmp_path: Path) -> None:
     keys = ["--keys", str(tmp_path / "keys")]
     permissions("--run", OTHER, *keys)
     made = permissions("--run", RUN, "--role", "envhub", "rewardhub", *keys).stdout
-    assert [line.strip() for line in made.splitlines() if line.strip().startswith("#")][1:] == [
+    assert [line.strip() for line in made.splitlines() if line.strip().startswith("#")][2:] == [
         f"# envhub {RUN}",
         f"# rewardhub {RUN}",
     ]

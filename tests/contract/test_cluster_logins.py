@@ -24,7 +24,7 @@ from broker.identity.cluster_login import CA, CERT, CERT_KEY, CREDS, NKEY, PASSW
 from broker.identity.key_folder import KeyFolder, as_server_user
 from broker.identity.keys import Key
 from broker.identity.login import KEYS, client_options, find_login
-from broker.identity.server_config import ServerUser, account, certificate_user, password_user
+from broker.identity.server_config import ServerUser, accounts, certificate_user, password_user
 from broker.jetstream.bus import Bus
 from broker.settings.runspec import publish_runspec
 
@@ -66,7 +66,7 @@ def with_nkeys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     keys = KeyFolder(folder / "keys")
     _ = keys.operator(), keys.role("learner", RUN), keys.role("envhub", RUN), keys.owner(RUN)
     files = {"operator": keys.path / "operator.key"} | {one: keys.path / RUN / f"{one}.key" for one in ROLES[:2]}
-    with own_server(folder / "server", include=account(map(as_server_user, keys.users()))) as url:
+    with own_server(folder / "server", include=accounts(map(as_server_user, keys.users()))) as url:
         yield Place(url, {role: {NKEY: str(file)} for role, file in files.items()}, folder)
 
 
@@ -77,7 +77,7 @@ def with_passwords(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     env |= {"RLEARNER_OPERATOR_PASSWORD": "hunter-operator"}
     names = {role: role if role == "operator" else f"{RUN}.{role}" for role in ROLES}
     logins = {role: {USER: name, PASSWORD: private(folder / role, f"hunter-{role}\n")} for role, name in names.items()}
-    with own_server(folder / "server", include=account(users(password_user)), env=env) as url:
+    with own_server(folder / "server", include=accounts(users(password_user)), env=env) as url:
         yield Place(url, logins, folder)
 
 
@@ -98,7 +98,7 @@ def with_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plac
         certificate, key = authority.certificate(role if role == "operator" else f"{RUN}.{role}")
         logins[role] = {CERT: str(certificate), CERT_KEY: str(key), CA: str(authority.file)}
     more = tls_lines(authority, more="verify_and_map: true")
-    with own_server(folder / "server", include=account(users(certificate_user)), more=more) as url:
+    with own_server(folder / "server", include=accounts(users(certificate_user)), more=more) as url:
         yield Place(url.replace("nats://", "tls://"), logins, folder, authority=authority)
 
 

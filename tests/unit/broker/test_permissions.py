@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from broker.contract.permissions import OBSERVER, OPERATOR, Permissions, inbox, permissions
+from broker.contract.permissions import JOINING, OBSERVER, OPERATOR, Permissions, inbox, permissions
 from broker.contract.streams import ROLES
 from broker.errors import ConfigError
 
@@ -35,7 +35,7 @@ PUBLISHERS = {
     "rl.r.dead.tickets": set(ROLES),
     "rl.r.generate.s1": {"envhub"},
     "rl.r.weightsync.3": {"rollout"},
-    "rl.r.reruns.hub": set[str](),
+    "rl.r.reruns.envhub.h1": set[str](),
     "rl.r.metrics.envhub.h1": {"envhub"},
     "rl.r.presence.rollout.s1": {"rollout"},
     "$KV.rl_r_runs.r": {"learner"},
@@ -46,8 +46,8 @@ PUBLISHERS = {
     "$KV.rl_r_lengths.r.lake": {"envhub"},
     "$JS.ACK.rl_r_tickets.lake.1.2.3.4.5": {"envhub"},
     "$JS.ACK.rl_r_episodes.default.1.2.3.4.5": {"rewardhub"},
-    "$JS.API.CONSUMER.MSG.NEXT.rl_r_tickets.lake": {"envhub"},
-    "$JS.API.CONSUMER.MSG.NEXT.rl_r_episodes.default": {"rewardhub"},
+    "$JS.API.CONSUMER.MSG.NEXT.rl_r_tickets.lake": {"envhub", "learner"},
+    "$JS.API.CONSUMER.MSG.NEXT.rl_r_episodes.default": {"rewardhub", "learner"},
     "$JS.API.STREAM.MSG.GET.KV_rl_r_runs": set(ROLES),
     "$JS.API.STREAM.MSG.GET.rl_r_samples": {"learner"},
     "$JS.API.CONSUMER.CREATE.rl_r_samples": {"learner"},
@@ -62,10 +62,12 @@ PUBLISHERS = {
 SUBSCRIBERS = {
     "rl.r.tickets.lake": set[str](),
     "rl.r.samples": set[str](),
-    "rl.r.weights": set[str](),
+    "rl.r.weights": {"learner", "rollout"},
     "rl.r.generate.s1": {"rollout"},
+    "rl.r.metrics.envhub.h1": set[str](),
     "rl.r.weightsync.3": {"learner"},
-    "rl.r.reruns.h1": {"envhub", "rewardhub"},
+    "rl.r.reruns.envhub.h1": {"envhub"},
+    "rl.r.reruns.rewardhub.h1": {"rewardhub"},
     "rl.r.presence.rollout.s1": set(ROLES),
     "$KV.rl_r_control.r": set(ROLES),
     "$KV.rl_r_members.r.envhub.h1": {"envhub", "learner"},
@@ -88,10 +90,10 @@ def test_an_observer_changes_nothing_and_reads_no_message(subject: str) -> None:
     allowed = permissions(OBSERVER, "r")
     reads = {"$JS.API.STREAM.MSG.GET.KV_rl_r_runs", "$JS.API.INFO"}
     hears = {"rl.r.metrics.envhub.h1", "rl.r.presence.rollout.s1", "$KV.rl_r_control.r", "$KV.rl_r_runs.r"}
+    hears |= {"rl.r.weights"}
     hears |= {"$KV.rl_r_members.r.envhub.h1", "$KV.rl_r_members.r.rollout.s1"}
     assert allows(allowed.publish, subject) == (subject in reads)
     assert allows(allowed.subscribe, subject) == (subject in hears)
-    assert not allowed.replies
 
 
 def test_an_observer_asks_only_what_has_a_reply_in_json() -> None:
@@ -106,21 +108,31 @@ def test_no_subject_of_another_run_and_no_other_inbox(role: str) -> None:
     allowed, others = permissions(role, "r", "host2"), permissions(role, "r2")
     for name in ("publish", "subscribe"):
         mine, theirs = getattr(allowed, name), getattr(others, name)
-        assert set(mine) & set(theirs) == ({"$JS.API.INFO"} & set(mine))
-        assert not any(allows(mine, one.replace("*", "x").replace(">", "x")) for one in theirs if "INFO" not in one)
+        shared = {"$JS.API.INFO", "_R_.>", f"{inbox(OPERATOR, '', '')}.>"}  # replies, which name no run
+        assert set(mine) & set(theirs) == shared & set(mine)
+        assert not any(allows(mine, one.replace("*", "x").replace(">", "x")) for one in set(theirs) - shared)
         assert ">" not in mine
     assert allows(allowed.subscribe, f"{inbox(role, 'r', 'host2')}.a.1")
     assert not allows(allowed.subscribe, f"{inbox(role, 'r', '')}.a.1")
     assert not allows(allowed.subscribe, f"{inbox(role, 'r2', 'host2')}.a.1")
 
 
-def test_who_replies() -> None:
-    replying = {role: permissions(role, "r").replies for role in ROLES}
-    assert replying == {"learner": True, "rollout": True, "envhub": True, "rewardhub": True}
+@pytest.mark.parametrize("role", [*ROLES, OBSERVER])
+def test_who_replies(role: str) -> None:
+    publish = permissions(role, "r").publish
+    assert allows(publish, "_R_.k3.x") == (role != OBSERVER)
+    assert allows(publish, "_INBOX.operator.all.local.1") == (role == "learner")
+
+
+@pytest.mark.parametrize("role", [*JOINING, OBSERVER])
+def test_a_joining_role_has_no_consumer_of_its_own(role: str) -> None:
+    asked = [subject for subject in permissions(role, "r").publish if "CONSUMER" in subject]
+    verbs = {subject.split("CONSUMER.")[1].split(".rl_")[0] for subject in asked}
+    assert verbs <= {"INFO", "LIST", "MSG.NEXT"}
 
 
 def test_the_operator_may_do_everything() -> None:
-    assert permissions(OPERATOR, "") == Permissions((">",), (">",), replies=True)
+    assert permissions(OPERATOR, "") == Permissions((">",), (">",))
 
 
 def test_an_unknown_role_is_refused() -> None:

@@ -1,0 +1,160 @@
+"""The accounts of a nats-server and what crosses between them, derived from the table of streams.
+
+JetStream, the operator and the learners have one account. Each joining role of a run has an account of its own, which
+imports the services that its permissions name, and nothing else: the streams that it may ask for, the subjects that it
+writes, the requests that others answer. A server renames the reply subject of whatever crosses, so that a reply
+reaches its requester's account only, where there is nothing that the requester could not have sent itself.
+
+What a role hears (metrics, presence, news of last values) comes as a stream from the account of each writer: what
+reached an account by a service is not passed on as a stream.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from broker.contract.permissions import (
+    API,
+    JOINING,
+    LEARNER,
+    OBSERVER,
+    OPERATOR,
+    STORED,
+    hears,
+    own_subjects,
+    stored_requests,
+)
+from broker.contract.streams import REQUEST, STREAMS, Stream
+
+ACCOUNT: Final = "RLEARNER"
+MAPPED_API: Final = "RLJS"  # an account without JetStream answers requests to its API itself, so they are renamed
+SERVICE, STREAM = "service", "stream"
+
+
+@dataclass(frozen=True)
+class Export:
+    """Subjects of an account that others may import; who does is up to the same configuration.
+
+    Attributes:
+        kind: ``SERVICE``: requests come in and replies go out; ``STREAM``: messages go out.
+        subject: the pattern.
+        is_request: whether a process answers, not the server.
+    """
+
+    kind: str
+    subject: str
+    is_request: bool = False
+
+    @property
+    def has_many_replies(self) -> bool:
+        """Whether one request may have more than one reply."""
+        return self.subject.startswith(f"{API}.CONSUMER.MSG.NEXT.")
+
+
+@dataclass(frozen=True)
+class Import:
+    """Subjects that an account imports.
+
+    Attributes:
+        kind: that of the export.
+        exporter: account that answers, or publishes.
+        subject: in that account.
+    """
+
+    kind: str
+    exporter: str
+    subject: str
+
+    @property
+    def local_subject(self) -> str:
+        """The subject in the importing account."""
+        return mapped(self.subject) if self.kind == SERVICE else self.subject
+
+
+@dataclass
+class Account:
+    """An account with what crosses its border; dicts for their order."""
+
+    name: str
+    exports: dict[Export, None] = field(default_factory=dict)
+    imports: dict[Import, None] = field(default_factory=dict)
+
+
+def account_of(role: str, run: str) -> str:
+    """Return the name of the account of a role of a run."""
+    return ACCOUNT if role in (OPERATOR, LEARNER) else f"{ACCOUNT}_{run}_{role}"
+
+
+def mapped(subject: str) -> str:
+    """Return a subject as the account of a joining role has it."""
+    return subject.replace(f"{API}.", f"{MAPPED_API}.", 1) if subject.startswith(f"{API}.") else subject
+
+
+def unmapped(subject: str) -> str:
+    """Return the subject that a client used, from one that a server names in a refusal, in any case."""
+    return f"{API}.{subject[len(MAPPED_API) + 1 :]}" if subject.upper().startswith(f"{MAPPED_API}.") else subject
+
+
+def accounts_of(users: Iterable[tuple[str, str]]) -> list[Account]:
+    """Return the accounts for users of these roles and runs, that of JetStream first.
+
+    The joining roles of a run get theirs together, so that a server meets new accounts once.
+    """
+    roles: dict[str, set[str]] = {}
+    for role, run in users:
+        if role != OPERATOR:
+            roles.setdefault(run, set(JOINING)).update({role} & {OBSERVER})
+    accounts = {ACCOUNT: Account(ACCOUNT)}
+    for run, joining in sorted(roles.items()):
+        accounts |= {name: Account(name) for name in (account_of(role, run) for role in sorted(joining))}
+        for importer, wanted, is_request in _crossings(run, sorted(joining)):
+            accounts[importer].imports[wanted] = None
+            subject = _of_any_run(wanted.subject, run) if wanted.exporter == ACCOUNT else wanted.subject
+            accounts[wanted.exporter].exports[Export(wanted.kind, subject, is_request)] = None
+    return list(accounts.values())
+
+
+def _of_any_run(subject: str, run: str) -> str:
+    """Return the pattern of a subject in every run: with an export for each, a server takes long to read them."""
+    parts = subject.split(".")
+    return ".".join("*" if part == run or f"rl_{run}_" in part else part for part in parts)
+
+
+def _crossings(run: str, joining: Collection[str]) -> Iterator[tuple[str, Import, bool]]:
+    """Yield (importing account, import, whether a process answers) of a run of which these roles have accounts."""
+    roles = [OPERATOR, LEARNER, *joining]
+    for stream in STREAMS:
+        for role in joining:
+            for subject in _stored(stream, role, run):
+                yield account_of(role, run), Import(SERVICE, ACCOUNT, subject), False
+        for writer, reader in itertools.product(roles, roles):
+            if account_of(writer, run) != account_of(reader, run) and _writes(stream, writer):
+                yield from _live(stream, writer, reader, run)
+    if OBSERVER in joining:
+        yield account_of(OBSERVER, run), Import(SERVICE, ACCOUNT, f"{API}.INFO"), False
+
+
+def _stored(stream: Stream, role: str, run: str) -> list[str]:
+    """Return what a joining role asks of JetStream and stores there."""
+    is_stored = stream.kind in STORED and _writes(stream, role)
+    return [*stored_requests(stream, role, run), *([own_subjects(stream, role, run)] if is_stored else [])]
+
+
+def _live(stream: Stream, writer: str, reader: str, run: str) -> Iterator[tuple[str, Import, bool]]:
+    """Yield what a role sends to another without the broker storing it, and the news of what it stores."""
+    sending, hearing = account_of(writer, run), account_of(reader, run)
+    if stream.kind is REQUEST:
+        if stream.reads(reader):
+            yield sending, Import(SERVICE, hearing, own_subjects(stream, reader, run)), True
+    elif hears(stream, reader) and not (hearing == ACCOUNT and stream.kind in STORED):  # there it comes to be stored
+        yield hearing, Import(STREAM, sending, own_subjects(stream, writer, run)), False
+
+
+def _writes(stream: Stream, role: str) -> bool:
+    """Return whether a role writes, which the operator does only where the table names it."""
+    if role == OPERATOR:
+        return OPERATOR in stream.writer.split(", ")
+    return stream.writes(role) and role != OBSERVER
