@@ -21,6 +21,7 @@ from broker.errors import ConfigError, UserError
 from broker.identity import login
 from broker.identity.key_folder import AUTHORIZATION, KeyFolder
 from broker.jetstream.provision import OLDEST_CLUSTER
+from broker.server.stored_accounts import move_streams
 from broker.system.children import spawn
 from broker.system.connections import addresses, is_loopback
 from broker.system.locks import lock
@@ -211,6 +212,7 @@ class BrokerServer:
                 stale.unlink(missing_ok=True)
             (self.store / AUTHORIZATION).symlink_to(self.keys_path / AUTHORIZATION)
             (self.store / "nats-server.conf").write_text(self._configuration())
+            move_streams(self.store / "jetstream", is_clustered=self._cluster is not None)
         except OSError as error:
             raise UserError(f"cannot use the broker's store {self.store}: {error.strerror or error}") from None
         with held, log:

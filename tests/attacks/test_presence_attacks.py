@@ -8,7 +8,6 @@ import time
 import msgspec
 import pytest
 import zmq
-from broker_strangers import reply_to
 
 from broker.channel.hub_admission import HubAdmission
 from broker.contract import codec, wire
@@ -28,7 +27,7 @@ HUB = wire.Presence(role="envhub", id="evil", host="h", pid=1, state="serving", 
 LEARNER = wire.Presence(role="learner", id=ID, host="h", pid=1, state="serving", epoch=99)
 
 
-async def believed(bus: Bus, broker_url: str, data: bytes, name: str, *, entry: bool) -> tuple[bool, bool]:
+async def believed(bus: Bus, data: bytes, name: str, *, entry: bool) -> tuple[bool, bool]:
     """Return whether forged bytes arrive where ``role.id`` announces itself, and whether a reader believes them."""
     role = name.partition(".")[0]
     roster = Roster(bus, beats=() if entry else (role,), members=(role,) if entry else ())
@@ -40,7 +39,7 @@ async def believed(bus: Bus, broker_url: str, data: bytes, name: str, *, entry: 
         arrived.set()
 
     subscribed = await bus.link.subscribe(target, note)
-    await reply_to(broker_url, bus.run, target, data)
+    await bus.link.send(target, data)  # as a process could that has got past the permissions
     async with asyncio.timeout(5):
         await arrived.wait()
     found = roster.alive(role) or await census(bus, bus.run, 1.0)
@@ -55,9 +54,9 @@ async def test_a_reward_hub_announces_no_other_process(
     bus: Bus, broker_url: str, forged: wire.Presence, entry: bool
 ) -> None:
     name = f"{forged.role}.{forged.id}"
-    assert await believed(bus, broker_url, codec.encode(forged), name, entry=entry) == (True, False)
+    assert await believed(bus, codec.encode(forged), name, entry=entry) == (True, False)
     genuine = PresenceSigner(bus).signed(forged)  # the same with the owner's voucher is believed
-    assert await believed(bus, broker_url, codec.encode(genuine), name, entry=entry) == (True, True)
+    assert await believed(bus, codec.encode(genuine), name, entry=entry) == (True, True)
 
 
 def hub_login(bus: Bus, broker_url: str) -> Login:
@@ -79,13 +78,13 @@ async def test_a_vouched_hub_announces_no_server(bus: Bus, broker_url: str, mean
     else:
         voucher = signer.signed(msgspec.structs.replace(SERVER, id="r1", address="")).voucher
     data = codec.encode(msgspec.structs.replace(SERVER, voucher=voucher))
-    assert await believed(bus, broker_url, data, "rollout.evil", entry=False) == (True, False)
+    assert await believed(bus, data, "rollout.evil", entry=False) == (True, False)
 
 
 async def test_a_signed_hub_that_moves_to_another_key_is_not_believed(bus: Bus, broker_url: str) -> None:
     genuine = PresenceSigner(bus).signed(HUB)
     moved = msgspec.structs.replace(genuine, key=zmq.curve_keypair()[0].decode())
-    assert await believed(bus, broker_url, codec.encode(moved), "envhub.evil", entry=False) == (True, False)
+    assert await believed(bus, codec.encode(moved), "envhub.evil", entry=False) == (True, False)
 
 
 async def test_a_forged_hub_is_not_admitted_to_a_server(bus: Bus, broker_url: str) -> None:
@@ -96,7 +95,7 @@ async def test_a_forged_hub_is_not_admitted_to_a_server(bus: Bus, broker_url: st
         answered: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         admission.ask(KEY, "10.0.0.66", answered.set_result)
         await asyncio.sleep(0.3)  # until it listens to all hubs
-        await reply_to(broker_url, bus.run, PRESENCE.subject(bus.run, "envhub.evil"), codec.encode(presence))
+        await bus.link.send(PRESENCE.subject(bus.run, "envhub.evil"), codec.encode(presence))
         return await answered
 
     assert not await admits(HUB)

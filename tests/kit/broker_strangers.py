@@ -12,7 +12,6 @@ import nats
 from nats.aio.client import Client
 
 from broker.contract.permissions import inbox
-from broker.contract.streams import PARTS
 from broker.identity.login import find_login
 
 ANSWER_S = 0.3  # the broker refuses at once; a request that it allows is answered in milliseconds
@@ -85,13 +84,3 @@ async def stranger(url: str, role: str, run: str) -> AsyncIterator[Stranger]:
         yield one
     finally:
         await one.client.close()
-
-
-async def reply_to(broker_url: str, run: str, target: str, data: bytes, **headers: str) -> None:
-    """Let the broker send bytes that a reward hub stored to a subject that the hub may not publish to."""
-    part, stream = PARTS.subject(run, "train.7.x.0"), PARTS.stream_name(run)
-    async with stranger(broker_url, "rewardhub", run) as one:
-        await one.publish(part, data, **headers)
-        await one.publish(f"$JS.API.DIRECT.GET.{stream}.{part}", b"", reply=target)
-        assert one.refused == []
-        await asyncio.sleep(0.3)
