@@ -53,6 +53,13 @@ class Export:
         """Whether one request may have more than one reply."""
         return self.subject.startswith(f"{API}.CONSUMER.MSG.NEXT.")
 
+    def is_part_of(self, other: Export) -> bool:
+        """Return whether another export has all subjects of this one; accounts of JWTs may not have both."""
+        parts, others = self.subject.split("."), other.subject.split(".")
+        if self == other or (self.kind, len(parts)) != (other.kind, len(others)):
+            return False
+        return all(there in ("*", here) for here, there in zip(parts, others, strict=True))
+
 
 @dataclass(frozen=True)
 class Import:
@@ -114,6 +121,8 @@ def accounts_of(users: Iterable[tuple[str, str]]) -> list[Account]:
             accounts[importer].imports[wanted] = None
             subject = _of_any_run(wanted.subject, run) if wanted.exporter == ACCOUNT else wanted.subject
             accounts[wanted.exporter].exports[Export(wanted.kind, subject, is_request)] = None
+    for account in accounts.values():
+        account.exports = {one: None for one in account.exports if not any(map(one.is_part_of, account.exports))}
     return list(accounts.values())
 
 

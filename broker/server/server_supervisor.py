@@ -1,4 +1,5 @@
-"""Restarts the private nats-server when it dies or after a full disk has space again, and ends expired keys.
+"""Restarts the private nats-server when it dies or after a full disk has space again, ends expired keys, and names
+whom the server refused.
 
 A nats-server with a full store neither confirms nor refuses messages (2.15.1) or stops answering (2.9.10), and stays so
 until it is restarted. Nothing that was confirmed is lost; publishers wait.
@@ -11,6 +12,7 @@ from typing import Final
 
 from broker.identity.key_folder import KeyFolder
 from broker.server.private_server import BrokerServer
+from broker.server.refusal_log import RefusalLog
 
 FULL_BELOW_BYTES: Final = 1 << 20
 # of free space before a restart is worth it, or a tenth of a smaller file system
@@ -30,6 +32,7 @@ class ServerSupervisor:
 
     def __init__(self, server: BrokerServer, *, revive: bool = True) -> None:
         self._server, self._revive, self._keys = server, revive, KeyFolder(server.keys_path)
+        self._refusals = RefusalLog(server.log_path)
         self.full = False
 
     def look(self) -> list[str]:
@@ -39,9 +42,13 @@ class ServerSupervisor:
             UserError: if it cannot be restarted.
         """
         self._keys.expire()
-        died = self._server.pid
         if self._server.running:
-            self._keys.follow(died)
+            self._keys.follow(self._server.pid)
+        return [*self._refusals.news(self._keys.users), *self._revived()]
+
+    def _revived(self) -> list[str]:
+        """Restart the server if it died, or if a full disk has space again; return a line for what happened."""
+        died = self._server.pid
         if not self._server.running:
             if not self._revive:
                 return []

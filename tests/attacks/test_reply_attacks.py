@@ -55,9 +55,7 @@ async def test_no_reply_reaches_a_forbidden_subject(
     if kind == "answer":
         answering = ANSWERED[role][2]
         login = find_login(broker_url, answering, own.run)
-        responder = await Bus.connect(
-            broker_url, own.run, name=answering, role=answering, login=login, deadline_s=60
-        )
+        responder = await Bus.connect(broker_url, own.run, name=answering, role=answering, login=login, deadline_s=60)
     try:
         victim = own if whose == "own" else other
         assert await harm_done(broker_url, role, kind, own, victim, responder) == set()

@@ -177,7 +177,9 @@ async def test_devices_are_leased_between_learner_and_servers(buses: Buses) -> N
     for role in heard:
         assert await buses[role].key_value(DEVICES).create(f"{run}.{role}", EXAMPLES[wire.DeviceLease]) is not None
     await until(lambda: all(len(keys) >= 2 for keys in heard.values()))
-    assert {role: sorted(keys) for role, keys in heard.items()} == dict.fromkeys(heard, [f"{run}.learner", f"{run}.rollout"])
+    assert {role: sorted(keys) for role, keys in heard.items()} == dict.fromkeys(
+        heard, [f"{run}.learner", f"{run}.rollout"]
+    )
 
 
 async def test_metrics_are_heard_once_by_those_who_watch(buses: Buses) -> None:

@@ -40,10 +40,16 @@ def former_authorization(users: Iterable[ServerUser]) -> str:
 
 
 @contextmanager
-def former_broker(store: Path, port: int = 0) -> Iterator[BrokerServer]:
-    """Yield a running broker of that kind; its keys must be made in this process."""
+def former_configuration() -> Iterator[None]:
+    """Let brokers of this process start as they did, and keys that it makes be told to them so."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(key_folder, "accounts", former_authorization)
         patch.setattr(private_server, "move_streams", lambda *_, **__: None)
-        with BrokerServer(str(store), port=port, store_max_gib=64) as server:
-            yield server
+        yield
+
+
+@contextmanager
+def former_broker(store: Path) -> Iterator[BrokerServer]:
+    """Yield a running broker of that kind; its keys must be made in this process."""
+    with former_configuration(), BrokerServer(str(store), store_max_gib=64) as server:
+        yield server

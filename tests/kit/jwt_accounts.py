@@ -12,8 +12,9 @@ from typing import Any
 
 import nkeys
 
-from broker.contract.permissions import OPERATOR, permissions
+from broker.contract.permissions import API, OPERATOR, permissions
 from broker.contract.streams import ROLES
+from broker.identity.accounts import ACCOUNT, MAPPED_API, SERVICE, Account, account_of, accounts_of, mapped
 
 UNLIMITED = {name: -1 for name in ("subs", "data", "payload", "imports", "exports", "conn", "leaf")} | {
     "wildcards": True
@@ -40,39 +41,58 @@ class Issuer:
 
 
 class JwtAccounts:
-    """An operator with one account, and the credentials files of its users.
+    """An operator with the accounts of one run, and the credentials files of its users.
 
-    The permissions of a role are in a signing key of the account, as `nsc edit signing-key` writes them: in the JWT of
+    The permissions of a role are in a signing key of its account, as `nsc edit signing-key` writes them: in the JWT of
     a user they would be longer than a server's max_control_line.
     """
 
     def __init__(self, run: str) -> None:
         self._run = run
-        self._operator = Issuer(nkeys.PREFIX_BYTE_OPERATOR)
-        self._account, self._system = Issuer(nkeys.PREFIX_BYTE_ACCOUNT), Issuer(nkeys.PREFIX_BYTE_ACCOUNT)
-        self._signing = {role: Issuer(nkeys.PREFIX_BYTE_ACCOUNT) for role in (*ROLES, OPERATOR)}
+        roles = (*ROLES, OPERATOR)
+        self._accounts = {one.name: one for one in accounts_of((role, run) for role in roles)}
+        self._operator, self._system = Issuer(nkeys.PREFIX_BYTE_OPERATOR), Issuer(nkeys.PREFIX_BYTE_ACCOUNT)
+        self._keys = {name: Issuer(nkeys.PREFIX_BYTE_ACCOUNT) for name in self._accounts}
+        self._signing = {role: Issuer(nkeys.PREFIX_BYTE_ACCOUNT) for role in roles}
 
     def configuration(self) -> str:
         """Return the lines for the server."""
-        issue, kind = self._operator.issue, {"type": "account", "limits": UNLIMITED}
-        scopes = [self._scope(role) for role in self._signing]
-        own = issue(self._account.public, {**kind, "limits": UNLIMITED | STORAGE, "signing_keys": scopes})
+        issue, system = self._operator.issue, {"type": "account", "limits": UNLIMITED}
         lines = [
             f"operator: {issue(self._operator.public, {'type': 'operator'})}",
             f"system_account: {self._system.public}",
             "resolver: MEMORY",
             "resolver_preload: {",
-            f"  {self._account.public}: {own}",
-            f"  {self._system.public}: {issue(self._system.public, kind)}",
+            *(f"  {self._keys[name].public}: {self._account(account)}" for name, account in self._accounts.items()),
+            f"  {self._system.public}: {issue(self._system.public, system)}",
             "}",
         ]
         return "\n".join(lines)
 
+    def _account(self, account: Account) -> str:
+        scopes = [self._scope(role) for role in self._signing if account_of(role, self._run) == account.name]
+        claims: dict[str, Any] = {"type": "account", "limits": UNLIMITED, "signing_keys": scopes}
+        if account.name == ACCOUNT:
+            claims["limits"] = UNLIMITED | STORAGE
+        else:
+            claims["mappings"] = {f"{API}.>": [{"subject": f"{MAPPED_API}.>", "weight": 100}]}
+        claims["exports"] = [
+            {"name": one.subject, "subject": one.subject, "type": one.kind}
+            | ({"response_type": "Stream" if one.has_many_replies else "Singleton"} if one.kind == SERVICE else {})
+            for one in account.exports
+        ]
+        claims["imports"] = [
+            {"name": one.subject, "subject": one.subject, "account": self._keys[one.exporter].public, "type": one.kind}
+            | ({"local_subject": one.local_subject} if one.local_subject != one.subject else {})
+            for one in account.imports
+        ]
+        return self._operator.issue(self._keys[account.name].public, claims)
+
     def _scope(self, role: str) -> dict[str, Any]:
         allowed = permissions(role, self._run)
+        publish = map(mapped, allowed.publish) if account_of(role, self._run) != ACCOUNT else allowed.publish
         template: dict[str, Any] = {"subs": -1, "data": -1, "payload": -1}
-        template |= {"pub": {"allow": list(allowed.publish)}, "sub": {"allow": list(allowed.subscribe)}}
-        template |= {"resp": {"max": 1, "ttl": 600 * 10**9}} if allowed.replies else {}
+        template |= {"pub": {"allow": list(publish)}, "sub": {"allow": list(allowed.subscribe)}}
         return {"kind": "user_scope", "key": self._signing[role].public, "role": role, "template": template}
 
     def credentials(self, file: Path, role: str, *, expires_at: float = 0, own_permissions: bool = False) -> Path:
@@ -84,8 +104,9 @@ class JwtAccounts:
         user, claims = Issuer(nkeys.PREFIX_BYTE_USER), {"type": "user"}
         if own_permissions:
             claims |= self._scope(role)["template"]
-        issuer = self._account if own_permissions else self._signing[role]
-        claims |= {} if own_permissions else {"issuer_account": self._account.public}
+        account = self._keys[account_of(role, self._run)]
+        issuer = account if own_permissions else self._signing[role]
+        claims |= {} if own_permissions else {"issuer_account": account.public}
         jwt = issuer.issue(user.public, claims, expires_at=expires_at)
         file.write_text(
             f"-----BEGIN NATS USER JWT-----\n{jwt}\n------END NATS USER JWT------\n\n"

@@ -6,7 +6,6 @@ Every attempt names a forbidden subject as the place of a reply. ``changes`` tel
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
