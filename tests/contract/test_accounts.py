@@ -86,7 +86,7 @@ async def test_a_large_group_travels_in_parts_to_the_learner(buses: Buses) -> No
     parts = GroupParts(hub.link, lambda: hub.run)
     parted = await parts.put(group, codec.encode(group))
     for reader in (rewards, learner):
-        found, error, _ = await GroupParts(reader.link, lambda: reader.run).load(parted)
+        found, error, _ = await GroupParts(reader.link, lambda: hub.run).load(parted)
         assert (error, found) == ("", group)
     await learner.trim_parts(SAMPLES, lambda _: False)
     assert (await learner.info(PARTS))["state"]["messages"] == 0
@@ -177,9 +177,9 @@ async def test_devices_are_leased_between_learner_and_servers(buses: Buses) -> N
     for role in heard:
         assert await buses[role].key_value(DEVICES).create(f"{run}.{role}", EXAMPLES[wire.DeviceLease]) is not None
     await until(lambda: all(len(keys) >= 2 for keys in heard.values()))
-    assert {role: sorted(keys) for role, keys in heard.items()} == dict.fromkeys(
-        heard, [f"{run}.learner", f"{run}.rollout"]
-    )
+    assert {role: sorted(keys) for role, keys in heard.items()} == {
+        role: [f"{run}.learner", f"{run}.rollout"] for role in heard
+    }
 
 
 async def test_metrics_are_heard_once_by_those_who_watch(buses: Buses) -> None:

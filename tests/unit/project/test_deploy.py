@@ -18,8 +18,8 @@ import pytest
 import yaml
 
 from broker.cli import parser as broker_parser
-from broker.contract.streams import GENERATE, STREAMS, WEIGHTSYNC
 from broker.contract.permissions import JOINING
+from broker.contract.streams import GENERATE, STREAMS, WEIGHTSYNC
 from broker.settings.runspec import load, section, validate
 from broker.system.entry import EXIT_STOPPED, EXIT_USER_ERROR
 from broker.telemetry.families import QUEUE_DEPTH
