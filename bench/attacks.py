@@ -3,7 +3,8 @@
     python -m bench.attacks [--only TEXT]
 
 Every test there is one attempt by a stranger, a compromised process, or a model's words, judged from outside. An
-attempt whose test does not pass counts as succeeded; a skipped one does not count as tried.
+attempt whose test does not pass counts as succeeded; a skipped one does not count as tried. ``reply_attacks`` are those
+that name a forbidden subject as the place of a reply.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def main() -> int:
         print(f"succeeded: {attack}", file=sys.stderr)
     figures = {
         "attempts": counter.attempts.total(),
+        "reply_attacks": counter.attempts["reply_attacks"],
         "succeeded": len(counter.succeeded),
         "skipped": counter.skipped,
         "by_file": dict(sorted(counter.attempts.items())),
