@@ -9,9 +9,9 @@ hubs and a reward hub, which join with tokens over TLS and see none of the learn
 environment hub to the first episode on the broker, with tickets waiting.
 ``weights``: see ``bench.weights_hosts``.
 ``cost``: ``identity_cost``, the extra processor time of 200 tickets of the random engine compared with a broker without
-logins, median of interleaved pairs, as a share of the quickstart's processor time; and ``accounts``: of a broker with 50
-runs, the size of its accounts, the median time of a reload for one more token, and what was ``dropped`` (connections of
-working processes, and tickets) by 11 of them.
+logins, median of interleaved pairs, as a share of the quickstart's processor time; and ``accounts``: of a broker with
+50 runs, the size of its accounts, the median time of a reload for one more token, and what 11 of them ``dropped``:
+connections of working processes, and tickets.
 """
 
 from __future__ import annotations

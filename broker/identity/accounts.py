@@ -158,12 +158,16 @@ def _live(stream: Stream, writer: str, reader: str, run: str) -> Iterator[tuple[
     if stream.kind is REQUEST:
         if stream.reads(reader):
             yield sending, Import(SERVICE, hearing, own_subjects(stream, reader, run)), True
-    elif hears(stream, reader) and not (hearing == ACCOUNT and stream.kind in STORED):  # there it comes to be stored
-        writers = [writer]
-        if writer == OPERATOR:  # who may speak for every role; the reader's own would come back to it
-            writers = ["*"] if stream.kind in STORED else [role for role in ROLES if role != reader]
-        for role in writers:
-            yield hearing, Import(STREAM, sending, own_subjects(stream, role, run)), False
+        return
+    if not hears(stream, reader) or writer == LEARNER:  # what the operator may write includes the learner's
+        return
+    if hearing == ACCOUNT and stream.kind in STORED:
+        return  # it comes there to be stored
+    writers = [writer]
+    if writer == OPERATOR:  # who may speak for every role; what the reader's own says would come back to it
+        writers = ["*"] if stream.kind in STORED else [role for role in ROLES if role != reader]
+    for role in writers:
+        yield hearing, Import(STREAM, sending, own_subjects(stream, role, run)), False
 
 
 def _writes(stream: Stream, role: str) -> bool:

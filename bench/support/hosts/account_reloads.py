@@ -74,7 +74,7 @@ async def _work_through_reloads(server: BrokerServer, keys: KeyFolder) -> int:
         await admitting
     with suppress(TimeoutError):
         async with asyncio.timeout(LIMIT_S):
-            while len(set(arrived)) < sent * WORKING:
+            while len(set(arrived)) < sent * WORKING:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
     for task in taking:
         task.cancel()
