@@ -20,7 +20,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -159,14 +159,29 @@ class KeyFolder:
             (self.path / "users" / f"{user.public_key}.json").unlink(missing_ok=True)
             self._reload()
 
+    def renew(self, name: str, expires_at: float) -> BrokerUser | None:
+        """Accept a token's key until another time, also if it has expired; return it, None without such a token."""
+        with self._locked():
+            for user in self._every_user():
+                if user.name == name:
+                    renewed = replace(user, expires_at=expires_at)
+                    self._admit(renewed)
+                    self._reload()
+                    return renewed
+        return None
+
     def users(self) -> list[BrokerUser]:
         """Return every key that has not expired, ordered by role, run and name."""
-        now, found = time.time(), list[BrokerUser]()
+        now = time.time()
+        alive = [user for user in self._every_user() if not user.expired(now)]
+        return sorted(alive, key=lambda user: (user.run, user.role, user.name, user.public_key))
+
+    def _every_user(self) -> list[BrokerUser]:
+        found = list[BrokerUser]()
         for file in (self.path / "users").glob("*.json"):
             with suppress(FileNotFoundError):  # revoked in between
                 found.append(BrokerUser(**json.loads(file.read_text(encoding="utf-8"))))
-        alive = [user for user in found if not user.expired(now)]
-        return sorted(alive, key=lambda user: (user.run, user.role, user.name, user.public_key))
+        return found
 
     def serve(self, pid: int, server_log: Path) -> None:
         """Reload this nats-server whenever a user changes; its log says when it has."""
