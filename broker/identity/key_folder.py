@@ -35,7 +35,7 @@ from broker.system.private_files import private_write
 from broker.system.process_identity import has_ended, identity_of, is_elsewhere, this_machine
 
 AUTHORIZATION: Final = "authorization.conf"
-LOCK_WITHIN_S: Final = 10.0
+LOCK_WITHIN_S: Final = 60.0  # others hold it while servers read their configuration again, for each new key
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class KeyFolder:
 
     def _tell(self, note: Path, *, has_new_accounts: bool) -> None:
         """Reload the nats-server of this machine that a note names."""
-        server_log = Path(note.read_text(encoding="utf-8").split("\n")[1])
+        server_log = Path(note.read_text(encoding="utf-8").partition("\n")[2].strip())
         os.utime(note)  # newer than what it reads
         reload_server(int(note.name.partition(".")[0]), server_log, has_new_accounts=has_new_accounts)
 
