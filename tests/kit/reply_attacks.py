@@ -65,7 +65,7 @@ async def empty_pull(one: Stranger, bus: Bus, role: str, target: str) -> None:
 async def ack_next(one: Stranger, bus: Bus, role: str, target: str) -> None:
     """An acknowledgement that asks for the next message."""
     name, _, key = QUEUES.get(role, "tickets.lake").partition(".")
-    place = f"$JS.ACK.rl_{bus.run}_{name}.{key}.1.1.1.1700000000000000000.0"
+    place = f"$JS.ACK.rl_{bus.run}_{name}.{key}.1.999.999.1700000000000000000.0"  # a message that it does not hold
     await one.client.publish(place, b'+NXT {"batch":9,"no_wait":true}', target)
 
 
