@@ -3,8 +3,9 @@
     python -m bench.attacks [--only TEXT]
 
 Every test there is one attempt by a stranger, a compromised process, or a model's words, judged from outside. An
-attempt whose test does not pass counts as succeeded; a skipped one does not count as tried. ``loop_stall_ms`` is the
-longest silence of a server that reads a prompt of 8 MB.
+attempt whose test does not pass counts as succeeded; a skipped one does not count as tried. ``reply_attacks`` are those
+that name a forbidden subject as the place of a reply. ``loop_stall_ms`` is the longest silence of a server that reads a
+prompt of 8 MB.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def main() -> int:
     figures = {
         "attempts": counter.attempts.total(),
         "run_code_attacks": counter.attempts["run_code_attacks"],
+        "reply_attacks": counter.attempts["reply_attacks"],
         "succeeded": len(counter.succeeded),
         "skipped": counter.skipped,
         "loop_stall_ms": max(measure(text)["loop_stall_ms"] for text in TEXTS.values()),

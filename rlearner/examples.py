@@ -60,6 +60,7 @@ EXAMPLES: Final = {
     "rlearner runs": ["rlearner runs", "rlearner runs /data/runs --json", "rlearner runs --prune"],
     "rlearner invite": ["rlearner invite envhub --run quick --expires 24h --out hub.token"],
     "rlearner invited": ["rlearner invited"],
+    "rlearner renew": ["rlearner renew envhub-3f9a01 --expires 7d"],
     "rlearner revoke": ["rlearner revoke envhub-3f9a01"],
     "rlearner api-key": ["rlearner api-key create alice --expires 30d --requests-per-minute 60 --out alice.key"],
     "rlearner api-key create": [

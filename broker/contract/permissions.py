@@ -126,6 +126,8 @@ def hears(stream: Stream, role: str) -> bool:
         return False
     if role == OBSERVER:
         return stream in OBSERVED
+    if role == OPERATOR:
+        return True
     return stream.reads(role) or (role == LEARNER and stream is WEIGHTS)  # it looks for offers of a newer epoch
 
 

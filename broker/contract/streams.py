@@ -55,10 +55,13 @@ class Stream:
     reader: str = EVERYONE  # roles that read
     kept: str = "not"  # until when, in words
     ttl_s: float = 0.0  # seconds after which a key-value entry expires, 0: never
-    max_bytes: int = 0  # most bytes kept, 0: unlimited
+    max_bytes: int = 0  # most bytes kept, which the broker reserves, 0: unlimited
+    max_messages: int = 0  # most messages kept, 0: unlimited
+    max_message_bytes: int = 0  # most bytes of one, 0: what the broker allows
     essential: bool = False  # stored even if the broker is full, from the run's reserve; small and rare messages only
     signed: bool = False  # by the owner of the run; readers ignore other values
-    memory: bool = False  # kept in the broker's memory, independent of a full disk; lost when the broker restarts
+    memory: bool = False  # kept in the broker's memory, independent of a full disk; lost when the broker restarts;
+    # bounded by number and size, since a stream's maximum of bytes would be reserved for each run
 
     def __post_init__(self) -> None:
         token(self.name, "stream")
@@ -152,22 +155,24 @@ METRICS: Final = Stream("metrics", BEST_EFFORT, (wire.Metrics,), "role.id", "all
 PRESENCE: Final = Stream("presence", BEST_EFFORT, (wire.Presence,), "role.id", "all", "all")
 DEAD: Final = Stream("dead", LOG, (wire.DeadLetter,), "stream", "all", "operator", "until purged", max_bytes=1 << 26)
 ATTEMPTS: Final = Stream(
-    "attempts", KV, (wire.Attempt,), "run.stream.ticket", "envhub", "envhub", "a day", ttl_s=86_400.0, memory=True
-)
+    "attempts", KV, (wire.Attempt,), "run.stream.ticket", "envhub", "envhub", "a day", ttl_s=86_400.0, memory=True,
+    max_messages=50_000, max_message_bytes=1 << 11,
+)  # fmt: skip
 LENGTHS: Final = Stream("lengths", KV, (wire.LengthRecord,), "run.domain", "envhub", "envhub", "last value")
 CONTROL: Final = Stream(
     "control", KV, (wire.DesiredState,), "run", "operator, learner", "all", "last value", essential=True, signed=True
 )
 MEMBERS: Final = Stream(
-    "members", KV, (wire.Presence,), "run.role.id", "all", "envhub, learner", "60 s", ttl_s=60.0, memory=True
-)
+    "members", KV, (wire.Presence,), "run.role.id", "all", "envhub, learner", "60 s", ttl_s=60.0, memory=True,
+    max_messages=50_000, max_message_bytes=1 << 17,
+)  # fmt: skip
 RUNS: Final = Stream("runs", KV, (wire.RunSpec,), "run", "learner", "all", "last value", essential=True, signed=True)
 MODELS: Final = Stream(
     "models", KV, (wire.ModelPart,), "run.digest.part", "learner", "rollout, envhub", "last value", essential=True
 )
 DEVICES: Final = Stream(
     "devices", KV, (wire.DeviceLease,), "run.device", "learner, rollout", "learner, rollout", "60 s", ttl_s=60.0,
-    memory=True,
+    memory=True, max_messages=10_000, max_message_bytes=1 << 16,
 )  # fmt: skip
 RESERVE: Final = Stream(
     "reserve", LAST_VALUE, (), "part", "learner", "none", "until an essential message needs its room"

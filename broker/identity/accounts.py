@@ -27,7 +27,7 @@ from broker.contract.permissions import (
     own_subjects,
     stored_requests,
 )
-from broker.contract.streams import REQUEST, STREAMS, Stream
+from broker.contract.streams import REQUEST, ROLES, STREAMS, Stream
 
 ACCOUNT: Final = "RLEARNER"
 MAPPED_API: Final = "RLJS"  # an account without JetStream answers requests to its API itself, so they are renamed
@@ -158,12 +158,18 @@ def _live(stream: Stream, writer: str, reader: str, run: str) -> Iterator[tuple[
     if stream.kind is REQUEST:
         if stream.reads(reader):
             yield sending, Import(SERVICE, hearing, own_subjects(stream, reader, run)), True
-    elif hears(stream, reader) and not (hearing == ACCOUNT and stream.kind in STORED):  # there it comes to be stored
-        yield hearing, Import(STREAM, sending, own_subjects(stream, writer, run)), False
+        return
+    if not hears(stream, reader) or writer == LEARNER:  # what the operator may write includes the learner's
+        return
+    if hearing == ACCOUNT and stream.kind in STORED:
+        return  # it comes there to be stored
+    writers = [writer]
+    if writer == OPERATOR:  # who may speak for every role; what the reader's own says would come back to it
+        writers = ["*"] if stream.kind in STORED else [role for role in ROLES if role != reader]
+    for role in writers:
+        yield hearing, Import(STREAM, sending, own_subjects(stream, role, run)), False
 
 
 def _writes(stream: Stream, role: str) -> bool:
-    """Return whether a role writes, which the operator does only where the table names it."""
-    if role == OPERATOR:
-        return OPERATOR in stream.writer.split(", ")
-    return stream.writes(role) and role != OBSERVER
+    """Return whether a role writes; the operator may write everything, an observer nothing."""
+    return role == OPERATOR or (stream.writes(role) and role != OBSERVER)

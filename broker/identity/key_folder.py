@@ -20,7 +20,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -35,7 +35,7 @@ from broker.system.private_files import private_write
 from broker.system.process_identity import has_ended, identity_of, is_elsewhere, this_machine
 
 AUTHORIZATION: Final = "authorization.conf"
-LOCK_WITHIN_S: Final = 10.0
+LOCK_WITHIN_S: Final = 60.0  # others hold it while servers read their configuration again, for each new key
 
 
 @dataclass(frozen=True)
@@ -159,14 +159,29 @@ class KeyFolder:
             (self.path / "users" / f"{user.public_key}.json").unlink(missing_ok=True)
             self._reload()
 
+    def renew(self, name: str, expires_at: float) -> BrokerUser | None:
+        """Accept a token's key until another time, also if it has expired; return it, None without such a token."""
+        with self._locked():
+            for user in self._every_user():
+                if user.name == name:
+                    renewed = replace(user, expires_at=expires_at)
+                    self._admit(renewed)
+                    self._reload()
+                    return renewed
+        return None
+
     def users(self) -> list[BrokerUser]:
         """Return every key that has not expired, ordered by role, run and name."""
-        now, found = time.time(), list[BrokerUser]()
+        now = time.time()
+        alive = [user for user in self._every_user() if not user.expired(now)]
+        return sorted(alive, key=lambda user: (user.run, user.role, user.name, user.public_key))
+
+    def _every_user(self) -> list[BrokerUser]:
+        found = list[BrokerUser]()
         for file in (self.path / "users").glob("*.json"):
             with suppress(FileNotFoundError):  # revoked in between
                 found.append(BrokerUser(**json.loads(file.read_text(encoding="utf-8"))))
-        alive = [user for user in found if not user.expired(now)]
-        return sorted(alive, key=lambda user: (user.run, user.role, user.name, user.public_key))
+        return found
 
     def serve(self, pid: int, server_log: Path) -> None:
         """Reload this nats-server whenever a user changes; its log says when it has."""
@@ -212,7 +227,7 @@ class KeyFolder:
 
     def _tell(self, note: Path, *, has_new_accounts: bool) -> None:
         """Reload the nats-server of this machine that a note names."""
-        server_log = Path(note.read_text(encoding="utf-8").split("\n")[1])
+        server_log = Path(note.read_text(encoding="utf-8").partition("\n")[2].strip())
         os.utime(note)  # newer than what it reads
         reload_server(int(note.name.partition(".")[0]), server_log, has_new_accounts=has_new_accounts)
 

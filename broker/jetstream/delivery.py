@@ -28,6 +28,8 @@ Decoded = tuple[wire.Message | None, str]  # message, or None and why it does no
 ACK: Final = b"+ACK"
 CONFIRM_WITHIN_S: Final = 5.0
 CONFIRM_TRIES: Final = 3
+UNHEARD_TRIES: Final = 10
+UNHEARD_PAUSE_S: Final = 0.2
 DEAD_BYTES: Final = 1 << 20  # in a dead letter
 MAX_DIGITS: Final = 18  # of a number in a header; more may not fit into 64 bits
 
@@ -136,19 +138,19 @@ class Delivery:
 
     async def _settle(self, payload: bytes) -> None:
         """Send an acknowledgement; without a confirmation the message comes again, as at-least-once allows."""
-        for _ in range(CONFIRM_TRIES):
+        late = unheard = 0
+        while late < CONFIRM_TRIES and unheard < UNHEARD_TRIES:
+            await self._link.ready()
             try:
-                while True:
-                    await self._link.ready()
-                    try:
-                        await self._link.call(self._subject, payload, timeout_s=CONFIRM_WITHIN_S)
-                        return
-                    except Disconnected:
-                        await asyncio.sleep(PAUSE_S)
+                await self._link.call(self._subject, payload, timeout_s=CONFIRM_WITHIN_S)
+                return
+            except Disconnected:
+                await asyncio.sleep(PAUSE_S)
             except TimeoutError:
-                continue
-            except NoResponders:
-                break
+                late += 1
+            except NoResponders:  # the queue is gone, or has no leader, or the server reads its accounts again
+                unheard += 1
+                await asyncio.sleep(UNHEARD_PAUSE_S)
         log.warning("message %d: the broker did not confirm %s; it may be delivered again", self.seq, payload.decode())
 
 

@@ -126,6 +126,8 @@ def stream_config(stream: Stream, run: str, replicas: int = 1) -> dict[str, Any]
         "retention": "limits",
         "discard": "old" if stream.max_bytes else "new",
         "max_bytes": stream.max_bytes or -1,
+        "max_msgs": stream.max_messages or -1,
+        "max_msg_size": stream.max_message_bytes or -1,
         "duplicate_window": int(DUPLICATE_WINDOW_S * 1e9),
         "num_replicas": replicas,
     }

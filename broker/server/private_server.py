@@ -33,6 +33,7 @@ from broker.system.workers.work_clock import WorkClock
 OLDEST: Final = (2, 9)
 OLDEST_SYNC_ALWAYS: Final = (2, 10)
 HEADROOM_BYTES: Final = 64 * 1024  # the server's max_payload includes message headers, ours does not
+MEMORY_STORE_BYTES: Final = 1 << 30  # for the notes and members of all runs; the server's default is most of the memory
 READY_WITHIN_S: Final = 30.0  # on its own clock
 LOOK_EVERY_S: Final = 0.5
 STOP_WITHIN_S: Final = 10.0
@@ -290,6 +291,7 @@ class BrokerServer:
             "jetstream {",
             f"  store_dir: {quoted(str(self.store))}",
             f"  max_file_store: {int(self._store_max_gib * (1 << 30))}",
+            f"  max_memory_store: {MEMORY_STORE_BYTES}",
             *(["  sync_interval: always"] if self._sync_always else []),
             "}",
             f"log_file: {quoted(str(self.log_path))}",

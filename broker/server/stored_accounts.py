@@ -33,9 +33,9 @@ def move_streams(jetstream: Path, *, is_clustered: bool) -> None:
         return
     if is_clustered or (jetstream / CLUSTER_STATE).is_dir():
         raise UserError(
-            f"the store {jetstream.parent} is of a cluster that an older rlearner started, without accounts; its streams "
-            "cannot be moved: finish its runs with the older version, or start with an empty store and continue each "
-            "run from its newest checkpoint with `learner resume --rebase`"
+            f"the store {jetstream.parent} is of a cluster that an older rlearner started, without accounts, and its "
+            "streams cannot be moved: finish its runs with the older version, or start with empty stores and continue "
+            "each run from its newest checkpoint with --rebase"
         )
     if _has_streams(new):
         raise UserError(

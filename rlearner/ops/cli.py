@@ -103,6 +103,7 @@ def _add_invitations(subparsers: Any) -> None:
     texts = {
         "invite": "write a token with which another host or user joins a run",
         "invited": "list the tokens that the broker accepts",
+        "renew": "accept a token for longer; its processes need no new file and no restart",
         "revoke": "refuse a token from now on and end its connections",
     }
     parsers = {}
@@ -118,7 +119,10 @@ def _add_invitations(subparsers: Any) -> None:
     text = "until the broker refuses it, for example 30m, 24h or 7d (%(default)s)"
     add("--expires", type=_duration, default="24h", metavar="TIME", help=text)
     add("--name", default="", help="by which it can be revoked (generated)")
-    parsers["revoke"].add_argument("name", metavar="NAME", help="as `rlearner invited` shows it")
+    text = "from now, for example 30m, 24h or 7d (%(default)s)"
+    parsers["renew"].add_argument("--expires", type=_duration, default="24h", metavar="TIME", help=text)
+    for name in ("renew", "revoke"):
+        parsers[name].add_argument("name", metavar="NAME", help="as `rlearner invited` shows it")
 
 
 def _add_api_keys(subparsers: Any) -> None:

@@ -1,4 +1,4 @@
-"""``rlearner invite``, ``invited`` and ``revoke``: who may join a run from another host or as another user."""
+"""``rlearner invite``, ``invited``, ``renew`` and ``revoke``: who joins a run from another host or as another user."""
 
 from __future__ import annotations
 
@@ -60,6 +60,24 @@ async def invited(options: argparse.Namespace) -> int:
         until = time.strftime("%Y-%m-%d %H:%M", time.localtime(user.expires_at))
         print(f"{user.name}  {user.role} of run {user.run}, until {until}")
     print(f"{len(found)} token{'' if len(found) == 1 else 's'}", file=sys.stderr)
+    return 0
+
+
+async def renew(options: argparse.Namespace) -> int:
+    """Let the broker accept a token for longer, also one that has expired; its file and its processes stay as they are.
+
+    Raises:
+        UserError: if the broker has no token of that name.
+    """
+    keys = keys_of(options.broker)
+    renewed = keys.renew(options.name, time.time() + options.expires)
+    if renewed is None:
+        others = ", ".join(user.name for user in keys.users() if user.name) or "none"
+        raise UserError(f"the broker has no token {options.name!r}; there is {others}")
+    until = time.strftime("%Y-%m-%d %H:%M", time.localtime(renewed.expires_at))
+    text = f"{renewed.name}: the broker accepts it until {until}"
+    print(visible_json({"name": renewed.name, "expires_at": renewed.expires_at}) if options.json else text)
+    _remind(keys)
     return 0
 
 

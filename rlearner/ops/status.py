@@ -19,6 +19,7 @@ from typing import Any, Final
 from broker.contract import wire
 from broker.contract.streams import CONTROL, MEMBERS, RUNS, STREAMS, WEIGHTS, StreamKind
 from broker.errors import UserError
+from broker.identity.key_folder import BrokerUser
 from broker.jetstream.bus import Bus
 from broker.nats.nats_errors import ApiError
 from broker.runtime.presence import CENSUS_S, census, display_name
@@ -35,6 +36,7 @@ IDLE: Final = ("trainer/idle_ratio", "rollouter/idle_ratio")
 SHOWN: Final = ("reward/mean", "env/success_rate", "staleness/max", "perf/tokens_per_s", *IDLE)
 TICKETS: Final = ("issued", "trained", "filtered", "dropped", "dead", "open", "duplicate")
 HISTORY: Final = 80  # lines that the bottleneck is found in
+DAY_S: Final = 86_400.0
 COLUMN: Final = 15  # start of the second column
 LOAD: Final = ("slots", "running", "waiting")
 PROCESS: Final = (
@@ -59,6 +61,8 @@ async def show_status(options: argparse.Namespace) -> int:
     found: dict[str, Any] = {"run": place.name, "folder": str(place.folder), **on_disk(place.folder, place.config)}
     async with connect_run(options, place.name, place.folder) as (bus, why):
         found |= await on_broker(bus) if bus else {"broker": None, "broker_error": why}
+        if bus and (keys := bus.link.login.keys) is not None:
+            found["warnings"] += expiring_tokens(keys.users(), place.name, time.time())
     found["advice"] = await asyncio.to_thread(advice_on_disk, place.folder, place.config)  # takes a second
     if options.json:
         print(json.dumps(found))
@@ -114,6 +118,16 @@ def _step_of(path: Path) -> int | str:
         return checkpoint.read_checkpoint(path).step
     except UserError as error:
         return str(error)
+
+
+def expiring_tokens(users: Iterable[BrokerUser], run: str, now: float) -> list[str]:
+    """Return a warning for each token of a run that the broker will refuse within a day."""
+    return [
+        f"token {user.name} ({user.role}) expires in {_age(user.expires_at - now)}, and its processes end then; "
+        f"rlearner renew {user.name} prolongs it"
+        for user in users
+        if user.name and user.run == run and 0 < user.expires_at - now < DAY_S
+    ]
 
 
 async def on_broker(bus: Bus) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from broker.contract.streams import (
     GENERATE,
     MEMBERS,
     PARTS,
+    PRESENCE,
     REQUESTS,
     RERUNS,
     RUNS,
@@ -36,6 +37,7 @@ from broker.identity.login import find_login
 from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import publish_metrics, request, respond, watch_metrics
 from broker.jetstream.parts import GroupParts
+from broker.nats.client import Msg
 
 Buses = dict[str, Bus]
 EVERYONE = ("learner", *JOINING, OBSERVER, "operator")
@@ -86,7 +88,7 @@ async def test_a_large_group_travels_in_parts_to_the_learner(buses: Buses) -> No
     parts = GroupParts(hub.link, lambda: hub.run)
     parted = await parts.put(group, codec.encode(group))
     for reader in (rewards, learner):
-        found, error, _ = await GroupParts(reader.link, lambda: reader.run).load(parted)
+        found, error, _ = await GroupParts(reader.link, lambda: hub.run).load(parted)
         assert (error, found) == ("", group)
     await learner.trim_parts(SAMPLES, lambda _: False)
     assert (await learner.info(PARTS))["state"]["messages"] == 0
@@ -168,6 +170,25 @@ async def test_members_are_heard_once_by_every_reader(buses: Buses) -> None:
         assert sorted(await buses[role].key_value(MEMBERS).values(run)) == wanted
 
 
+async def test_the_operator_speaks_for_every_role(buses: Buses) -> None:
+    heard: list[str] = []
+    run = buses["envhub"].run
+
+    async def note(message: Msg) -> None:
+        heard.append(message.subject)
+
+    await buses["envhub"].link.subscribe(PRESENCE.all_subjects(run), note)
+    await buses["envhub"].key_value(MEMBERS).tap(run, lambda key, _: heard.append(key))
+    await buses["envhub"].link.overdue(1.0)
+    data = codec.encode(EXAMPLES[wire.Presence])
+    for role in ("operator", "rollout"):
+        await buses[role].link.send(PRESENCE.subject(run, "rollout.s1"), data)
+        await buses[role].key_value(MEMBERS).put(f"{run}.rollout.s1", EXAMPLES[wire.Presence])
+    await until(lambda: len(heard) >= 4)
+    await asyncio.gather(*(each.link.overdue(1.0) for each in buses.values()))
+    assert sorted(heard) == sorted([PRESENCE.subject(run, "rollout.s1"), f"{run}.rollout.s1"] * 2)
+
+
 async def test_devices_are_leased_between_learner_and_servers(buses: Buses) -> None:
     heard: dict[str, list[str]] = {"learner": [], "rollout": []}
     run = buses["rollout"].run
@@ -177,9 +198,9 @@ async def test_devices_are_leased_between_learner_and_servers(buses: Buses) -> N
     for role in heard:
         assert await buses[role].key_value(DEVICES).create(f"{run}.{role}", EXAMPLES[wire.DeviceLease]) is not None
     await until(lambda: all(len(keys) >= 2 for keys in heard.values()))
-    assert {role: sorted(keys) for role, keys in heard.items()} == dict.fromkeys(
-        heard, [f"{run}.learner", f"{run}.rollout"]
-    )
+    assert {role: sorted(keys) for role, keys in heard.items()} == {
+        role: [f"{run}.learner", f"{run}.rollout"] for role in heard
+    }
 
 
 async def test_metrics_are_heard_once_by_those_who_watch(buses: Buses) -> None:
@@ -206,6 +227,7 @@ async def test_metrics_are_heard_once_by_those_who_watch(buses: Buses) -> None:
 REQUEST_PAIRS: list[tuple[Stream, str, str, str, type[wire.Message], type[wire.Message]]] = [
     (GENERATE, "envhub", "rollout", "s1", wire.GenerateRequest, wire.GenerateReply),
     (WEIGHTSYNC, "rollout", "learner", "1", wire.WeightsJoin, wire.WeightsSession),
+    (GENERATE, "operator", "rollout", "s2", wire.GenerateRequest, wire.GenerateReply),
     (SCORES, "envhub", "rewardhub", "default", wire.EpisodeScoreRequest, wire.EpisodeScoreReply),
     (RERUNS, "operator", "envhub", "envhub.h1", wire.Ticket, wire.Closed),
     (RERUNS, "operator", "rewardhub", "rewardhub.r1", wire.Group, wire.Closed),
@@ -214,7 +236,7 @@ REQUEST_PAIRS: list[tuple[Stream, str, str, str, type[wire.Message], type[wire.M
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
-@pytest.mark.parametrize("pair", REQUEST_PAIRS, ids=lambda pair: f"{pair[0].name}-{pair[2]}")
+@pytest.mark.parametrize("pair", REQUEST_PAIRS, ids=lambda pair: f"{pair[0].name}-{pair[1]}-{pair[2]}")
 async def test_requests_are_answered(
     buses: Buses, pair: tuple[Stream, str, str, str, type[wire.Message], type[wire.Message]], shared: bool
 ) -> None:

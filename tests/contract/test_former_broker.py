@@ -25,8 +25,8 @@ from broker.server.stored_accounts import move_streams
 STEPS = 40  # of two groups
 SUCCEEDED = {
     "rollout": ("pull", "push", "flow control", "self grant"),
-    "envhub": ("empty pull", "pull", "push", "self grant", "answer"),
-    "rewardhub": ("empty pull", "pull", "push", "direct get", "empty direct get", "self grant"),
+    "envhub": ("empty pull", "pull", "push", "self grant", "answer", "ack next"),
+    "rewardhub": ("empty pull", "pull", "push", "direct get", "empty direct get", "self grant", "ack next"),
 }
 
 

@@ -14,16 +14,18 @@ from typing import Any
 
 import msgspec
 import pytest
+from waits import LONG_S
 
 from broker.contract import wire
 from broker.errors import UserError
 from broker.identity import tokens
-from broker.identity.key_folder import KeyFolder
+from broker.identity.key_folder import BrokerUser, KeyFolder
 from broker.identity.login import find_login, keys_of
 from broker.jetstream.bus import Bus
 from broker.server.private_server import BrokerServer
 from broker.server.server_supervisor import ServerSupervisor
 from broker.settings.runspec import load, publish_runspec, validate
+from rlearner.ops.status import expiring_tokens
 
 
 def rlearner(*arguments: str, url: str) -> subprocess.CompletedProcess[str]:
@@ -102,18 +104,44 @@ async def test_without_a_token_nobody_else_joins(bus: Bus, broker_url: str, else
     )
 
 
-async def test_a_supervised_broker_ends_a_token_that_expires(tmp_path: Path) -> None:
+async def test_a_supervised_broker_ends_a_token_that_expires_unless_it_is_renewed(tmp_path: Path) -> None:
     with BrokerServer(str(tmp_path / "store")) as server:
-        supervisor = ServerSupervisor(server)
+        supervisor, keys = ServerSupervisor(server), keys_of(server.url)
         assert supervisor.look() == []
-        made = tokens.invite(keys_of(server.url), server.url, "envhub", "demo", expires_s=1.0)
+        made = tokens.invite(keys, server.url, "envhub", "demo", name="host-2", expires_s=LONG_S)
         bus = await Bus.connect(server.url, "demo", name="x", role="envhub", login=made.login, deadline_s=60)
-        assert not bus.link.refused.done()
-        await asyncio.sleep(1.1)
+        lost: list[str] = []
+        bus.link.on_disconnect.add(lambda: lost.append("connection"))
+        said = rlearner("renew", "host-2", "--expires", "7d", url=server.url)
+        assert said.stdout.startswith("host-2: the broker accepts it until 20")
+        (expires_at,) = (user.expires_at for user in keys.users() if user.name)
+        assert made.expires_at + 6 * 86_400 < expires_at < made.expires_at + 8 * 86_400
+        await bus.link.overdue(1.0)
+        assert (lost, bus.link.refused.done()) == ([], False)
+        keys.renew("host-2", time.time() - 1)
         assert supervisor.look() == []
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LONG_S):
             assert "it was revoked or has expired" in str(await bus.link.refused)
         await bus.close()
+        keys.renew("host-2", time.time() + 600)  # an expired one is accepted again, by the file that it has
+        tokens.write(made, tmp_path / "hub.token")
+        login = tokens.read(str(tmp_path / "hub.token"), "envhub").login
+        await (await Bus.connect(server.url, "demo", name="y", role="envhub", login=login, deadline_s=60)).close()
+        said = rlearner("renew", "host-3", url=server.url)
+        assert (said.returncode, said.stderr) == (2, "error: the broker has no token 'host-3'; there is host-2\n")
+
+
+def test_status_warns_a_day_ahead() -> None:
+    users = [
+        BrokerUser("U1", "envhub", "demo", "soon", 1000.0 + 3 * 3600),
+        BrokerUser("U2", "envhub", "demo", "later", 1000.0 + 25 * 3600),
+        BrokerUser("U3", "envhub", "demo", "never", 0.0),
+        BrokerUser("U4", "envhub", "other", "elsewhere", 1060.0),
+        BrokerUser("U5", "learner", "demo"),
+    ]
+    assert expiring_tokens(users, "demo", 1000.0) == [
+        "token soon (envhub) expires in 3.0 h, and its processes end then; rlearner renew soon prolongs it"
+    ]
 
 
 def test_a_token_that_expires_is_no_longer_rendered(tmp_path: Path) -> None:
@@ -150,10 +178,9 @@ def good(**changes: Any) -> str:
         (good(expires_at="never"), 0o600, "this is not a token that `rlearner invite` wrote"),
         (good(seed="SUAAA"), 0o600, "holds no key; expected the seed of a NATS user (it begins with SU)"),
         (good(role="rewardhub"), 0o600, "this token is for rewardhub n, not for envhub"),
-        (good(expires_at=1.0), 0o600, "expired at 1970-01-01 00:00:01 UTC; ask for a new one (rlearner invite envhub)"),
         (good(), 0o644, "other users can read this file; run chmod 600 "),
     ],
-    ids=["empty", "nested", "large", "a wrong type", "no key", "another role", "expired", "readable by others"],
+    ids=["empty", "nested", "large", "a wrong type", "no key", "another role", "readable by others"],
 )
 def test_a_bad_token_is_refused_in_one_line(text: str, mode: int, says: str, tmp_path: Path) -> None:
     place = token_file(tmp_path, text, mode)

@@ -812,7 +812,7 @@ async def test_a_watcher_reads_what_its_subscription_missed_and_nothing_that_was
     bus: Bus, other: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A plain subscription sees a put that is refused, and may miss one that is not."""
-    monkeypatch.setattr("broker.jetstream.kv.READ_AGAIN_S", 0.5)
+    monkeypatch.setattr("broker.jetstream.news.READ_AGAIN_S", 0.5)
     control, theirs = bus.key_value(CONTROL), other.key_value(CONTROL)
     first = await control.put(bus.run, wire.DesiredState(state="running"))
     seen: list[tuple[str, int]] = []

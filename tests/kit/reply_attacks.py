@@ -62,6 +62,13 @@ async def empty_pull(one: Stranger, bus: Bus, role: str, target: str) -> None:
     await one.client.publish(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{key or 'x'}", b'{"batch":9,"no_wait":true}', target)
 
 
+async def ack_next(one: Stranger, bus: Bus, role: str, target: str) -> None:
+    """An acknowledgement that asks for the next message."""
+    name, _, key = QUEUES.get(role, "tickets.lake").partition(".")
+    place = f"$JS.ACK.rl_{bus.run}_{name}.{key}.1.999.999.1700000000000000000.0"  # a message that it does not hold
+    await one.client.publish(place, b'+NXT {"batch":9,"no_wait":true}', target)
+
+
 async def pull(one: Stranger, bus: Bus, role: str, target: str) -> None:
     """A pull whose messages go to the target, of a consumer of the attacker's if it may have one."""
     await _store(one, role, bus.run, codec.encode(EXAMPLES[wire.Closed]))
@@ -138,7 +145,7 @@ async def answered(one: Stranger, bus: Bus, role: str, target: str) -> None:
 KINDS: Final[dict[str, Attack]] = {
     "empty pull": empty_pull, "pull": pull, "push": push, "flow control": flow_control, "direct get": direct_get,
     "empty direct get": empty_direct_get, "json": json_reply, "publish ack": publish_ack, "self grant": self_grant,
-    "answer": answered,
+    "answer": answered, "ack next": ack_next,
 }  # fmt: skip
 
 

@@ -38,7 +38,7 @@ def test_signer_is_the_join_token() -> None:
     assert vouchers.signer_of(vouchers.vouch(OWNER, SAID)) == vouchers.signer_of("") == ""
 
 
-def test_a_certified_key_speaks_for_its_role_and_run_until_it_expires() -> None:
+def test_a_certified_key_speaks_for_its_role_and_run() -> None:
     uncertified = "the owner of the run did not certify its key for the role "
     voucher = vouchers.vouch(MEMBER, SAID, certificate(time.time() + 60))
     assert len(voucher) <= 512
@@ -47,7 +47,8 @@ def test_a_certified_key_speaks_for_its_role_and_run_until_it_expires() -> None:
     assert accepted(voucher, run="other") == uncertified + "envhub"
     assert accepted(voucher, said=b"else") == "it has no valid voucher"
     assert accepted(vouchers.vouch(MEMBER, SAID, certificate())) == "accepted"
-    assert accepted(vouchers.vouch(MEMBER, SAID, certificate(time.time() - 1))) == "its certificate has expired"
+    renewed = vouchers.vouch(MEMBER, SAID, certificate(time.time() - 1))  # the broker decides until when
+    assert accepted(renewed) == accepted(vouchers.vouch(MEMBER, SAID, certificate()))
     assert accepted(vouchers.vouch(STRANGER, SAID, certificate())) == "it has no valid voucher"
     assert accepted(vouchers.vouch(MEMBER, SAID, certificate(by=STRANGER))) == uncertified + "envhub"
     assert accepted(vouchers.vouch(MEMBER, SAID, certificate(by=MEMBER))) == uncertified + "envhub"
