@@ -49,6 +49,7 @@ def main() -> int:
         print(f"succeeded: {attack}", file=sys.stderr)
     figures = {
         "attempts": counter.attempts.total(),
+        "run_code_attacks": counter.attempts["run_code_attacks"],
         "succeeded": len(counter.succeeded),
         "skipped": counter.skipped,
         "by_file": dict(sorted(counter.attempts.items())),

@@ -20,6 +20,11 @@ EVAL_TASKS: Final = 256  # per domain, if `eval.tasks` is null and every domain 
 class EnvhubSection(Section):
     """Settings of an environment hub; the domains have their own section."""
 
+    harmless = (
+        "n", "step_timeout_s", "episode_timeout_s", "generate_timeout_s", "min_tokens_per_s",
+        "max_retries", "max_hung_threads", "broken_after", "score_wait_s", "drain_timeout_s",
+    )  # fmt: skip
+
     n: PositiveInt = 64  # environments running at once
     step_timeout_s: PositiveFloat = 30.0  # one reset or step
     episode_timeout_s: PositiveFloat | None = None  # null: derived, see broker.settings.timeouts

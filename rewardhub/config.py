@@ -16,6 +16,10 @@ from broker.settings.config import DomainSection, RewardConfig, Section, num_gre
 class RewardhubSection(Section):
     """Settings of a reward hub."""
 
+    harmless = (
+        "workers", "timeout_s", "max_retries", "max_groups", "broken_after", "drain_timeout_s",
+    )  # fmt: skip
+
     workers: PositiveInt = 2  # worker processes
     timeout_s: PositiveFloat = 10.0  # one score
     max_retries: PositiveInt = 2  # of one score after a timeout, a crash or an error

@@ -6,11 +6,16 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt
 
-from broker.settings.config import Section, Seed
+from broker.settings.config import DataPath, ModelPath, Section, Seed
 
 
 class TinyModel(Section):
     """A small model of a real architecture with random weights and its own tokenizer."""
+
+    harmless = (
+        "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size",
+        "vocab", "words", "vocab_size", "max_position_embeddings",
+    )  # fmt: skip
 
     hidden_size: PositiveInt = 128
     num_layers: PositiveInt = 3
@@ -21,17 +26,19 @@ class TinyModel(Section):
     vocab: Literal["chars", "bpe"] = "chars"
     words: list[str] = Field(default=[])  # texts that become one token each, in addition to the characters
     vocab_size: PositiveInt = 512  # of a bpe vocabulary
-    corpus: str | None = None  # text file to train a bpe vocabulary on
+    corpus: DataPath | None = None  # text file to train a bpe vocabulary on
     max_position_embeddings: PositiveInt = 4096
 
 
 class ModelSection(Section):
     """A Hugging Face folder or hub name, or None for a small model created in the run's folder."""
 
+    harmless = ("path", "dtype", "seed")
+
     path: str | None = None
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     trust_remote_code: bool = False
-    chat_template: str | None = None  # a Jinja file, or plain; null: the model's own
+    chat_template: ModelPath | None = None  # a Jinja file, or plain; null: the model's own
     seed: Seed = 0
     tiny: TinyModel = TinyModel()
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from broker.contract.wire import ACTOR
-from broker.settings.config import Section
+from broker.settings.config import ModelPath, PluginMark, Section
 
 
 def _address(value: str) -> str:
@@ -23,10 +23,18 @@ def _address(value: str) -> str:
 class RolloutSection(Section):
     """Settings of a generation server."""
 
-    engine: str = "hf"  # a name in the registry of rollout/engines, or MODULE:CLASS
+    harmless = (
+        "policy", "max_running", "max_context_tokens", "prefill_tokens", "prefix_cache",
+        "preempt_after_s", "update_mode", "weights_into", "num_threads", "drain_timeout_s",
+    )  # fmt: skip
+
+    # a name in the registry of rollout/engines, or MODULE:CLASS
+    engine: Annotated[str, PluginMark("engines", "rollout.engines:ENGINE_ARGS", "engine_args")] = "hf"
     engine_args: dict[str, Any] = Field(default_factory=dict)
     policy: str = ACTOR  # policy that these servers offer; only the actor follows the learner's weights
-    model_path: str | None = None  # weights of a policy other than the actor; None: those that the run started from
+    model_path: ModelPath | None = (
+        None  # weights of a policy other than the actor; None: those that the run started from
+    )
     max_running: PositiveInt = 64  # requests in one decode batch
     max_context_tokens: PositiveInt = 4096  # prompt and output together
     prefill_tokens: PositiveInt = 4096  # context tokens in one forward pass

@@ -28,7 +28,8 @@ from broker.jetstream.bus import Bus
 from broker.runtime.member import Member, Stop
 from broker.runtime.service_manager import ServiceManager
 from broker.settings.arguments import add_broker, port, positive
-from broker.settings.run_code import named_code
+from broker.settings.consent import check_consent
+from broker.settings.host_rules import HostRules, add_rule_options, host_rules
 from broker.settings.runspec import check_digests, discover_run, wait_for_runspec
 from broker.system import logs
 from broker.system.entry import EXIT_FAULT, EXIT_STOPPED, output_is_closed, refuse
@@ -223,8 +224,9 @@ def add_join_options(parser: argparse.ArgumentParser) -> None:
     add("--run", metavar="NAME", default=run, help="run to join (RL_RUN, else the only one running)")
     text = "join token of another host or user, from `rlearner invite`; - reads standard input"
     add("--join", metavar="FILE", help=text)
-    text = "with --join: from now on load code that runs of the token's owner name (files, modules, commands)"
+    text = "with --join: from now on run code for the token's owner (files, commands, weaker isolation)"
     add("--trust-run-code", action="store_true", help=text)
+    add_rule_options(parser)
     add("--id", metavar="NAME", help="name of this process, unique in the run (generated)")
     add("--connect-deadline", metavar="SECONDS", type=positive, help="time limit for reaching a broker (none)")
     add_metrics_options(parser)
@@ -270,14 +272,15 @@ async def join(
         stop.health.set("starting", f"waiting for run {bus.run}")
         reached()
         spec = await unless_stopped(stop, _wait_until_running(role, bus))
-        _require_trust(bus, spec)
+        rules = host_rules(options) if bus.link.login.owner else HostRules()
+        _check_consent(bus, spec, rules)
         if role == "envhub":  # which reads the data sets
             await asyncio.to_thread(check_digests, spec.data_digests)
         await bus.ensure_streams()
         member = Member(bus, spec, process_id, role, stop)
         stack.push_async_callback(member.leave)
         member.spawn(_follow_control(member))
-        member.spawn(_follow_spec(member))
+        member.spawn(_follow_spec(member, rules))
         member.spawn(_end_when_refused(bus))
         log.info("joined run %s, epoch %d", bus.run, spec.epoch)
         yield member
@@ -318,6 +321,10 @@ def _token(options: argparse.Namespace, role: str) -> tuple[str, str | None, Log
     if options.join is None:
         if options.trust_run_code:
             raise UserError("--trust-run-code goes with --join; runs of this machine's own user are trusted")
+        for name in ("allow_secret", "allow_data"):
+            if getattr(options, name):
+                option = name.replace("_", "-")
+                raise UserError(f"--{option} goes with --join; runs of this machine's own user are trusted")
         return options.broker, options.run, None
     made = tokens.read(options.join, role)
     if options.run not in (None, made.run):
@@ -327,17 +334,15 @@ def _token(options: argparse.Namespace, role: str) -> tuple[str, str | None, Log
     return made.broker, made.run, made.login
 
 
-def _require_trust(bus: Bus, spec: wire.RunSpec) -> None:
-    """Check that this host trusts the run's owner, if the configuration names code.
+def _check_consent(bus: Bus, spec: wire.RunSpec, rules: HostRules) -> None:
+    """Check that this host accepts a run of another owner, and limit the secrets of this process to its rules.
 
     Raises:
         UserError: if it does not; names the settings.
     """
-    owner = bus.link.login.owner
-    if owner and (found := named_code(spec.config)) and not is_trusted(owner):
-        keys = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-        remedy = "add --trust-run-code once if you trust its owner with this account"
-        raise UserError(f"run {bus.run} names code of its own ({keys}); {remedy}")
+    if owner := bus.link.login.owner:
+        rules.enforce()
+        check_consent(spec, rules, is_trusted=is_trusted(owner))
 
 
 async def _discover(options: argparse.Namespace, name: str, connected: Callable[[], None]) -> str:
@@ -381,10 +386,10 @@ async def _end_when_refused(bus: Bus) -> None:
     raise refusal
 
 
-async def _follow_spec(member: Member) -> None:
+async def _follow_spec(member: Member, rules: HostRules) -> None:
     runs = member.bus.key_value(RUNS)
     async for message, _ in runs.watch(member.bus.run):
         if isinstance(message, wire.RunSpec) and message.epoch > member.spec.epoch:
             log.info("the learner is back under epoch %d", message.epoch)
-            _require_trust(member.bus, message)
+            _check_consent(member.bus, message, rules)
             member.renew(message)

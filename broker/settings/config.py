@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from typing import Annotated, Any, Final, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Final, Literal
 from urllib.parse import urlsplit
 
 import pydantic
@@ -13,11 +14,52 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeIn
 from broker.contract.streams import token
 from broker.errors import ConfigError
 
+Harmless = tuple[str, ...] | None  # see Section
+
 
 class Section(BaseModel):
-    """Base of every section: refuses unknown keys and infinite numbers; frozen."""
+    """Base of every section: refuses unknown keys and infinite numbers; frozen.
+
+    Attributes:
+        harmless: fields that a host accepts, with any value, from an owner that it does not trust to run code. None,
+            for the arguments of a plug-in: the plug-in itself needs trust. A field's default needs none, nor do fields
+            that are sections or of the types below, which ``broker.settings.consent`` judges by their value.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    harmless: ClassVar[Harmless] = None
+
+
+@dataclass(frozen=True)
+class DataMark:
+    """Marks a field that names files: a joined host reads only those below its own folders.
+
+    Attributes:
+        may_be_missing: the value may name something else, such as a model on the hub, if there is no such file.
+    """
+
+    may_be_missing: bool = False
+
+
+@dataclass(frozen=True)
+class EndpointMark:
+    """Marks a field with the address of a server that gets requests."""
+
+
+@dataclass(frozen=True)
+class PluginMark:
+    """Marks the name of a plug-in; with a colon it is code.
+
+    Attributes:
+        kind: of the registry.
+        table: the registry, as ``module:attribute``; empty if it need not be read.
+        args: the field with the plug-in's arguments.
+    """
+
+    kind: str
+    table: str = ""
+    args: str = ""
 
 
 def _token(value: str) -> str:
@@ -58,8 +100,16 @@ def _http_url(value: str) -> str:
 
 Token = Annotated[str, AfterValidator(_token)]  # can be one part of a subject
 Device = Annotated[str, AfterValidator(_device)]  # as torch names it
-HttpUrl = Annotated[str, AfterValidator(_http_url)]  # of an OpenAI-compatible endpoint
+HttpUrl = Annotated[str, AfterValidator(_http_url), EndpointMark()]  # of an OpenAI-compatible endpoint
+DataPath = Annotated[str, DataMark()]  # of a data file or a folder of them
+ModelPath = Annotated[str, DataMark(may_be_missing=True)]  # a folder or file of a model, or another name
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class NoArguments(Section):
+    """The arguments of a plug-in that has none, and is harmless."""
+
+    harmless = ()
 
 
 class RunSection(Section):
@@ -76,13 +126,18 @@ PRIVATE_STORE_GIB: Final = 8.0  # default of broker.store_max_gib for a private 
 class TelemetrySection(Section):
     """Section ``telemetry``."""
 
+    harmless = ("traces",)
+
     traces: NonNegativeInt = 0  # each ticket whose number is a multiple of this is traced, 0: none
 
 
 class BrokerSection(Section):
     """How processes communicate."""
 
-    channel: str = "zmq"  # how generation requests travel: a name of the registry in broker/channel/carriers.py
+    harmless = ("bind", "sync_always", "store_max_gib", "replicas")
+
+    # how generation requests travel: a name of the registry in broker/channel/carriers.py
+    channel: Annotated[str, PluginMark("channels")] = "zmq"
     bind: Annotated[str, AfterValidator(loopback)] = "127.0.0.1"
     sync_always: bool = False  # fsync every message before it is confirmed
     store_max_gib: PositiveFloat | None = None  # null: 8 if `rlearner up` starts the broker, else the broker's limit
@@ -91,6 +146,8 @@ class BrokerSection(Section):
 
 class Sampling(Section):
     """How training tokens are sampled."""
+
+    harmless = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop")
 
     temperature: Annotated[float, Field(ge=0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -103,7 +160,10 @@ class Sampling(Section):
 class RewardConfig(Section):
     """One part of a domain's reward, in addition to the environment's own."""
 
-    name: str  # a name of the registry in rewardhub/rewards, or a dotted path or file path to a function
+    harmless = ("weight", "pool")
+
+    # a name of the registry in rewardhub/rewards, or a dotted path or file path to a function
+    name: Annotated[str, PluginMark("rewards", "rewardhub.rewards:REWARDS", "args")]
     weight: float = 1.0
     pool: Token = "default"  # which reward hubs may compute it
     args: dict[str, Any] = {}
@@ -119,7 +179,14 @@ class RewardConfig(Section):
 class DomainSection(Section):
     """One kind of task: its environment, and how groups are run and scored."""
 
-    env: str  # a name of the registry in envhub/envs, or a dotted path or file path to a class
+    harmless = (
+        "system_prompt", "weight", "group_size", "min_group_size", "group_size_redundancy",
+        "straggler_factor", "max_turns", "context", "history_length", "thinking",
+        "max_context_tokens", "deadline_s", "score_ahead",
+    )  # fmt: skip
+
+    # a name of the registry in envhub/envs, or a dotted path or file path to a class
+    env: Annotated[str, PluginMark("envs", "envhub.envs:ENVS", "env_args")]
     env_args: dict[str, Any] = {}
     isolation: Literal["none", "thread", "process", "sandbox"] | None = None  # None: the default of its class
     network: bool = False  # with isolation sandbox: whether the environment may use the network
@@ -136,13 +203,16 @@ class DomainSection(Section):
     context: Literal["auto", "full", "steps"] = "auto"  # whole conversation or single turns; auto: by algorithm
     history_length: NonNegativeInt = 2  # previous turns in a prompt of context steps
     thinking: Literal["keep", "drop"] = "keep"  # drop: hide text before </think> from environment and later prompts
-    memory: str = "recent"  # builds that prompt; or your own function of (opening, past, now, history_length)
+    # builds that prompt; or your own function of (opening, past, now, history_length)
+    memory: Annotated[str, PluginMark("memories")] = "recent"
     max_context_tokens: PositiveInt = 4096
     deadline_s: PositiveFloat | None = None  # per group; null: derived, see broker.settings.timeouts
     sampling: Sampling = Sampling()
     # predicts how long turns will be, because servers start the longest first: a name of the registry in
     # envhub/lengths, or a dotted path or file path to a class or function
-    length_estimator: str = "regression"
+    length_estimator: Annotated[
+        str, PluginMark("length_estimators", "envhub.lengths:ESTIMATORS", "length_estimator_args")
+    ] = "regression"
     length_estimator_args: dict[str, Any] = {}
     rewards: list[RewardConfig] = []
     score_ahead: bool = True  # score each episode when it ends, if a reward hub is idle; false: with its group

@@ -16,6 +16,7 @@ import pydantic
 
 from broker.errors import ConfigError, UserError
 from broker.settings.config import Section
+from broker.settings.host_rules import enforced_rules
 from broker.system.redaction import HIDDEN, is_secret_name, why_secret
 
 ALLOWED: Final = "write {env: NAME} or {file: PATH}, which say where the secret is"
@@ -46,26 +47,41 @@ class SecretRef(Section):
     def __str__(self) -> str:
         return f"the environment variable {self.env}" if self.env else f"the file {self.file}"
 
-    def find(self) -> str:
-        """Return the secret, without white space around it; empty if the variable or the file does not exist.
+    @property
+    def source(self) -> str:
+        """The name of the variable, or the absolute path of the file."""
+        return self.env or os.path.abspath(os.path.expanduser(self.file or ""))
+
+    def find(self, url: str = "") -> str:
+        """Return the secret, without white space around it; empty if there is none, or none for this destination.
+
+        Args:
+            url: where it is sent; empty: it is used by code of the run. In a process that joined with a token, the
+                host's rules decide, see ``host_rules``.
 
         Raises:
             UserError: if it is not usable: unreadable, readable by other users, or not one line of text.
         """
+        rules = enforced_rules()
+        if rules is not None and not rules.allow_secret(self.source, url):
+            return ""
         text = os.environ.get(self.env, "") if self.env else self._read()
         secret = text.strip()
         if not secret.isprintable():
             raise UserError(f"{self} must hold one line of text")
         return secret
 
-    def require(self, key: str) -> str:
-        """Return the secret that the setting ``key`` needs.
+    def require(self, key: str, url: str = "") -> str:
+        """Return the secret that the setting ``key`` needs, as ``find``.
 
         Raises:
             UserError: if there is none, or it is not usable.
         """
-        if secret := self.find():
+        if secret := self.find(url):
             return secret
+        rules = enforced_rules()
+        if rules is not None and not rules.allow_secret(self.source, url):
+            raise UserError(f"{key} needs {self}, which this host's rules do not allow; see --allow-secret")
         raise UserError(f"{key} needs {self}, which is {'not set' if self.env else 'missing or empty'}")
 
     def _read(self) -> str:

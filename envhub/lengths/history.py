@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from broker.contract.lengths import HIGH
+from broker.settings.config import NoArguments
 from envhub.lengths.base import LengthEstimator, LengthKnowledge, UpcomingTurn
 
 NUM_TASKS: Final = 4096  # with an entry of their own; another task with the same remainder takes the place
@@ -65,6 +66,8 @@ class TaskEffects:
 
 class TaskHistory(LengthEstimator):
     """Levels of turns, effects of tasks; see the module."""
+
+    Args = NoArguments
 
     def __init__(self, args: Any) -> None:
         super().__init__(args)

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from broker.settings.config import NoArguments
 from envhub.lengths.base import LengthEstimator, LengthKnowledge, UpcomingTurn
 
 DECAY: Final = 0.05
@@ -14,6 +15,8 @@ _NONE: Final = np.zeros(0, np.float32)
 
 class RunningMean(LengthEstimator):
     """The same for all turns of the domain; what a hub falls back to."""
+
+    Args = NoArguments
 
     def __init__(self, args: Any = None) -> None:
         super().__init__(args)

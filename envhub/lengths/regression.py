@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from broker.settings.config import NoArguments
 from envhub.lengths.base import LengthKnowledge, UpcomingTurn
 from envhub.lengths.history import LEVELS, TaskHistory
 
@@ -37,6 +38,8 @@ Vector = npt.NDArray[np.float64]
 
 class OnlineRegression(TaskHistory):
     """Levels of turns, weights of features, effects of tasks; see the module."""
+
+    Args = NoArguments
 
     def __init__(self, args: Any) -> None:
         super().__init__(args)

@@ -35,6 +35,8 @@ OUTCOMES: Final = ("compiled", "timeout", "memory", "crashed")
 class CodeArgs(Section):
     """Arguments of the reward ``code``."""
 
+    harmless = ("thinking", "all_or_nothing", "timeout_s")
+
     # none: programs of the policy run unprotected, as the hub's own user
     sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
     thinking: Thinking = "drop"  # keep: programs in <think> count; required: without </think> there is none

@@ -30,6 +30,8 @@ def _pattern(value: str) -> str:
 class FormatArgs(Section):
     """Arguments of the reward ``format``."""
 
+    harmless = ("pattern", "where", "correct", "wrong", "cpu_s")
+
     pattern: Annotated[str, AfterValidator(_pattern)]  # in the syntax of Python's re; a dot also matches line ends
     where: Literal["all", "start", "anywhere"] = "all"  # what must match in the stripped response
     correct: float = 1.0  # reward of a response that matches

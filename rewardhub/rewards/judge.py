@@ -74,6 +74,12 @@ def _pattern(value: str) -> str:
 class JudgeArgs(Section):
     """Arguments of the reward ``judge``."""
 
+    harmless = (
+        "model", "system_prompt", "template", "low", "high", "asks_again", "max_chars",
+        "temperature", "max_tokens", "max_tokens_field", "max_concurrency", "timeout_s",
+        "try_timeout_s", "retries", "backoff_s", "cache", "price_in", "price_out",
+    )  # fmt: skip
+
     base_url: HttpUrl  # for example http://127.0.0.1:8000/v1
     model: str | None = None  # required if the endpoint lists more than one
     api_key: SecretRef = SecretRef(env="OPENAI_API_KEY")  # where the key is; the default need not be set
@@ -139,9 +145,9 @@ class JudgeReward:
         from rlearner_text.openai.client import EndpointClient, EndpointError
 
         args = self._args
-        key = (
-            args.api_key.require("rewards.args.api_key") if "api_key" in args.model_fields_set else args.api_key.find()
-        )
+        is_named = "api_key" in args.model_fields_set
+        url, secret = args.base_url, args.api_key
+        key = secret.require("rewards.args.api_key", url) if is_named else secret.find(url)
         first = EndpointClient(args.base_url, key, timeout_s=args.try_timeout_s, retries=0, base_s=args.backoff_s)
         try:
             listed = (await first.get("/models")).get("data")
@@ -158,7 +164,7 @@ class JudgeReward:
         if not self._model and len(names) != 1:
             raise UserError(f"{args.base_url} serves {', '.join(names) or 'no model that it lists'}; set args.model")
         self._model = self._model or names[0]
-        url, tries = args.base_url, args.retries
+        tries = args.retries
         self._endpoint = EndpointClient(url, key, timeout_s=args.try_timeout_s, retries=tries, base_s=args.backoff_s)
 
     async def score(self, sample: Sample) -> Scored:

@@ -17,6 +17,8 @@ from rewardhub.rewards.base import Sample
 class LengthArgs(Section):
     """Arguments of the reward ``length``."""
 
+    harmless = ("max_tokens", "cache_tokens")
+
     max_tokens: PositiveInt  # from here on the penalty is -1
     cache_tokens: PositiveInt  # number of tokens before that, over which it grows
 

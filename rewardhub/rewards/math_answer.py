@@ -29,6 +29,11 @@ Kind = Literal["formula", "text"]
 class MathAnswerArgs(Section):
     """Arguments of the reward ``math_answer``."""
 
+    harmless = (
+        "answer_after", "thinking", "correct", "wrong", "float_rounding", "numeric_precision",
+        "strict", "allow_set_relation_comp", "cpu_s",
+    )  # fmt: skip
+
     answer_after: str = "####"  # marks the answer in reference and response, by its last occurrence; empty: no marker
     thinking: Thinking = "drop"  # keep: answers in <think> count; required: without </think> there is no answer
     correct: float = 1.0  # reward of an equal answer

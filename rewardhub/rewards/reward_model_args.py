@@ -6,13 +6,18 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from broker.settings.config import Device, Section
+from broker.settings.config import Device, ModelPath, Section
 
 
 class RewardModelArgs(Section):
     """Arguments of the reward ``reward_model``."""
 
-    path: str  # folder or hub name
+    harmless = (
+        "head", "label", "activation", "scale", "offset", "clip", "system_prompt", "template",
+        "max_length", "batch_size", "device", "dtype", "num_threads", "timeout_s",
+    )  # fmt: skip
+
+    path: ModelPath  # folder or hub name
     head: Literal["auto", "classifier", "value"] = "auto"  # auto: by the architectures in its config.json
     label: NonNegativeInt = 0  # the class of a classifier whose logit, or probability with softmax, is used
     activation: Literal["none", "sigmoid", "softmax"] = "none"

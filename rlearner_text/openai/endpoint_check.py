@@ -22,7 +22,7 @@ def check_endpoint(key: str, base_url: str, api_key: SecretRef, *, named: bool, 
     """
     remedy = f"export {api_key.env}=…" if api_key.env else f"write the key to {api_key.file}"
     try:
-        secret = api_key.require(f"{key}.api_key") if named else api_key.find()
+        secret = api_key.require(f"{key}.api_key", base_url) if named else api_key.find(base_url)
     except UserError as error:
         return _finding(key, "missing", str(error), remedy)
     status, problem = asyncio.run(_ask(base_url, secret))

@@ -39,6 +39,8 @@ class EngineArgs(Section):
 class HFArgs(EngineArgs):
     """Settings of the engine ``hf``."""
 
+    harmless = ("kv_slots", "kv_cache_gib")
+
     processed_logprobs: ClassVar[bool] = True
     sleeps: ClassVar[bool] = True
     packages: ClassVar[tuple[str, ...]] = ("transformers",)
@@ -49,6 +51,11 @@ class HFArgs(EngineArgs):
 
 class OpenAIArgs(EngineArgs):
     """Settings of the engine ``openai``."""
+
+    harmless = (
+        "model", "api", "token_ids", "timeout_s", "max_concurrency", "retries", "backoff_s",
+        "max_tokens_field",
+    )  # fmt: skip
 
     follows_weights: ClassVar[bool] = False
 
@@ -68,6 +75,8 @@ class OpenAIArgs(EngineArgs):
 class RandomArgs(EngineArgs):
     """Settings of the engine ``random``."""
 
+    harmless = ("choices", "delay_s")
+
     processed_logprobs: ClassVar[bool] = True
 
     # texts to choose from, uniformly; empty: uniform tokens
@@ -77,6 +86,10 @@ class RandomArgs(EngineArgs):
 
 class VLLMArgs(EngineArgs):
     """Settings of the engine ``vllm``. Concurrency, context and prefill come from the section ``rollout`` itself."""
+
+    harmless = (
+        "tensor_parallel", "gpu_memory_utilization", "kv_cache_gib", "enforce_eager", "quantization",
+    )  # fmt: skip
 
     processed_logprobs: ClassVar[bool] = True
     weights_memory: ClassVar[Literal["device", "host"]] = "host"

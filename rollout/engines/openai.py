@@ -85,8 +85,8 @@ class OpenAIEngine(WeightlessEngine):
             self._end = end_token(self._tokenizer, path)
             log.warning("answers of %s are text, tokenized here; logprobs are reported as 0", args.base_url)
         named = "api_key" in args.model_fields_set
-        key = args.api_key.require("rollout.engine_args.api_key") if named else args.api_key.find()
-        url, times = args.base_url, args.retries
+        url, times, secret = args.base_url, args.retries, args.api_key
+        key = secret.require("rollout.engine_args.api_key", url) if named else secret.find(url)
         self._endpoint = EndpointClient(url, key, timeout_s=args.timeout_s, retries=times, base_s=args.backoff_s)
         try:
             await self._find_model(self._endpoint)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from broker.contract import wire
@@ -252,8 +253,8 @@ async def test_code_of_a_run_is_loaded_only_for_a_trusted_owner(
     said = refused.communicate(timeout=60)[1]
     assert refused.returncode == 2
     assert said.splitlines()[-1] == (
-        f"error: run {bus.run} names code of its own (domains.lake.rewards.0.name); add --trust-run-code once if you "
-        "trust its owner with this account"
+        f"error: run {bus.run} runs code of its own or weakens isolation (domains.lake.rewards.0.name); add "
+        "--trust-run-code once if you trust its owner with this account"
     )
     assert not loaded.exists()
     for options in (["--trust-run-code"], []):
@@ -263,6 +264,21 @@ async def test_code_of_a_run_is_loaded_only_for_a_trusted_owner(
         finally:
             joined.kill()
             joined.communicate()
+    judge = "{name: judge, args: {base_url: 'http://127.0.0.1:9/v1', api_key: {file: /etc/hostname}}}"
+    config = validate(load("configs/quickstart.yaml", [f"domains.lake.rewards=[{judge}]"]))
+    await publish_runspec(bus, msgspec.structs.replace(spec, config=config))
+    thief = hub(elsewhere, "--join", str(out))
+    assert thief.communicate(timeout=60)[1].splitlines()[-1] == (
+        f"error: run {bus.run} wants secrets of this host (domains.lake.rewards.0.args.api_key: /etc/hostname for "
+        "http://127.0.0.1:9/v1); --allow-secret NAME=HOST allows one"
+    )
+    assert thief.returncode == 2
+    joined = hub(elsewhere, "--join", str(out), "--allow-secret", "/etc/hostname=127.0.0.1")
+    try:
+        assert f"joined run {bus.run}" in read_until(joined, "joined run")
+    finally:
+        joined.kill()
+        joined.communicate()
     alone = hub(elsewhere, "--broker", broker_url, "--run", bus.run, "--trust-run-code")
     assert alone.communicate(timeout=60)[1] == (
         "error: --trust-run-code goes with --join; runs of this machine's own user are trusted\n"

@@ -153,7 +153,7 @@ async def test_a_whole_run_ends_where_the_user_must_act(slurm: SlurmCluster) -> 
     job = run.submit("run", *run.lake, options=GPU)
     await run.in_state("FAILED", job)
     said = "\n".join(file.read_text() for file in (run.shared / "logs").iterdir())
-    assert "run refused names code of its own (domains.lake.rewards.0.name); add --trust-run-code once" in said
+    assert "run refused runs code of its own or weakens isolation (domains.lake.rewards.0.name)" in said
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from broker.errors import ConfigError, NotInstalled
-from broker.settings.config import Section
+from broker.settings.config import DataPath, Section
 from envhub.envs.adapters.foreign import library
 from envhub.envs.base import Environment, Observation, Split, StepResult
 from envhub.envs.text.answers import tagged
@@ -26,7 +26,12 @@ PATHS: Final = {"data_path": "train", "eval_id_data_path": "valid_seen", "eval_o
 class AlfworldArgs(Section):
     """``env_args`` of ``alfworld``."""
 
-    data: str | None = None  # folder with json_2.1.1 in it; None: $ALFWORLD_DATA, else ~/.cache/alfworld
+    harmless = (
+        "task_types", "eval_split", "show_commands", "max_steps", "success_reward", "format_penalty",
+        "answer_tag",
+    )  # fmt: skip
+
+    data: DataPath | None = None  # folder with json_2.1.1 in it; None: $ALFWORLD_DATA, else ~/.cache/alfworld
     task_types: list[Annotated[int, Field(ge=1, le=6)]] = Field(default=[1, 2, 3, 4, 5, 6])  # as ALFWorld numbers them
     # rooms seen in training, or not
     eval_split: Literal["eval_in_distribution", "eval_out_of_distribution"] = "eval_out_of_distribution"

@@ -28,6 +28,8 @@ _FENCED: Final = re.compile(r"```(?:python|py)?\n(.*?)(?:```|\Z)", re.DOTALL)
 class AppworldArgs(Section):
     """``env_args`` of ``appworld``."""
 
+    harmless = ("train_tasks", "eval_tasks", "max_interactions", "reward")
+
     train_tasks: Tasks = "train"
     eval_tasks: Tasks = "dev"
     experiment_name: str = "rlearner"  # AppWorld writes its outputs to a folder of this name

@@ -8,13 +8,13 @@ does not depend on a seed has a single task, the same in training and evaluation
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field, NonNegativeFloat
 
 from broker.errors import ConfigError
-from broker.settings.config import Section
+from broker.settings.config import PluginMark, Section
 from broker.settings.registry import resolve
 from envhub.envs.adapters.foreign import library, one_line, seed_of
 from envhub.envs.base import Environment, Observation, Split, StepResult
@@ -24,7 +24,10 @@ from envhub.envs.text.answers import one_of, tagged
 class GymnasiumArgs(Section):
     """``env_args`` of ``gymnasium``."""
 
-    id: str  # as gymnasium.make takes it; ``module:Name-v0`` imports the module that registers it first
+    harmless = ("actions", "anchors", "success_return", "answer_tag", "format_penalty")
+
+    # as gymnasium.make takes it; ``module:Name-v0`` imports the module that registers it first
+    id: Annotated[str, PluginMark("gymnasium")]
     make_args: dict[str, Any] = Field(default={})  # passed on to gymnasium.make
     observe: str = ""  # dotted path or file path to a function of (observation, environment) that returns text
     actions: list[str] = Field(default=[])  # names of the discrete actions in their order; none: their numbers

@@ -17,14 +17,14 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import aiohttp
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from broker.contract import strict
 from broker.errors import ConfigError, NotInstalled
-from broker.settings.config import Section
+from broker.settings.config import EndpointMark, Section
 from broker.settings.registry import resolve
 from envhub.envs.adapters.foreign import seed_of
 from envhub.envs.base import Environment, Observation, Split, StepResult
@@ -37,7 +37,12 @@ CHECK_S: Final = 10.0  # for the server's schema
 class OpenEnvArgs(Section):
     """``env_args`` of ``openenv``."""
 
-    url: str  # of the server, for example http://127.0.0.1:8000
+    harmless = (
+        "action", "action_field", "observation_field", "success_reward", "format_penalty",
+        "answer_tag", "connect_timeout_s",
+    )  # fmt: skip
+
+    url: Annotated[str, EndpointMark()]  # of the server, for example http://127.0.0.1:8000
     action: Literal["field", "json"] = "field"  # the text is one field of the action, or the whole action in JSON
     action_field: str = "message"  # that field
     action_args: dict[str, Any] = Field(default={})  # further fields of every action

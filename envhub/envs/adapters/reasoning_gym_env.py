@@ -26,6 +26,8 @@ INSTALL: Final = "pip install 'rlearner[reasoning-gym]'"
 class ReasoningGymArgs(Section):
     """``env_args`` of ``reasoning_gym``."""
 
+    harmless = ("dataset", "size", "eval_size", "dataset_seed", "answer_tag", "success_score")
+
     dataset: str  # as reasoning_gym.create_dataset takes it, for example chain_sum
     dataset_args: dict[str, Any] = Field(default={})  # passed on to it
     size: PositiveInt = 100_000  # entries for training; a larger index wraps around

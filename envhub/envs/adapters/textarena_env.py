@@ -27,6 +27,8 @@ INSTALL: Final = "pip install 'rlearner[textarena]'"
 class TextArenaArgs(Section):
     """``env_args`` of ``textarena``."""
 
+    harmless = ("id", "num_players", "seat", "success_reward")
+
     id: str  # as textarena.make takes it, for example GuessTheNumber-v0
     make_args: dict[str, Any] = Field(default={})  # passed on to textarena.make
     num_players: PositiveInt = 1

@@ -27,6 +27,8 @@ DEALER_STANDS: Final = 17
 class BlackjackArgs(Section):
     """``env_args`` of ``blackjack``."""
 
+    harmless = ("natural", "format_penalty", "answer_tag")
+
     natural: bool = False  # 1.5 for a win with 21 in the first two cards
     format_penalty: NonNegativeFloat = 0.0  # taken from the reward for text that is not an action
     answer_tag: bool = False  # read the action from the last <answer>…</answer> instead of the whole text

@@ -27,6 +27,11 @@ PLAYER: Final = {"S": "P", "F": "P", "H": "X", "G": "*"}  # the player on ice, f
 class FrozenLakeArgs(Section):
     """``env_args`` of ``frozenlake``."""
 
+    harmless = (
+        "size", "hole_probability", "is_slippery", "success_rate", "step_penalty", "format_penalty",
+        "observe", "answer_tag",
+    )  # fmt: skip
+
     size: Annotated[int, Field(ge=2, le=16)] = 4
     hole_probability: Annotated[float, Field(ge=0, lt=1)] = 0.2
     is_slippery: bool = False

@@ -24,6 +24,8 @@ ACTIONS: Final = {"+": "+", "-": "-", "RIGHT": "+", "LEFT": "-"}
 class NumberLineArgs(Section):
     """``env_args`` of ``number_line``."""
 
+    harmless = ("max_position", "answer_tag")
+
     max_position: Annotated[int, Field(ge=2, le=1000)] = 5  # positions are 0 to this
     answer_tag: bool = False  # read the action from the last <answer>…</answer> instead of the whole text
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from broker.settings.config import Section
+from broker.settings.config import Harmless, Section
 from envhub.envs.base import Environment, Observation, Split, StepResult
 from envhub.envs.games.formula import FormulaError, Units, evaluate, reach
 from envhub.envs.text.answers import tagged
@@ -29,11 +29,15 @@ BLANK: Final = " "  # the place of a unit that was refused
 class PointsArgs(Section):
     """``env_args`` of ``ez_points``."""
 
+    harmless: ClassVar[Harmless] = ("answer_tag",)
+
     answer_tag: bool = False  # read the unit from the last <answer>…</answer> instead of the whole text
 
 
 class Points24Args(PointsArgs):
     """``env_args`` of ``points24``."""
+
+    harmless = ("answer_tag", "solvable", "faces_as_ten")
 
     solvable: bool = True  # only hands that can be solved; false: any four cards, as published
     faces_as_ten: bool = True  # J, Q and K count 10, else 11, 12 and 13

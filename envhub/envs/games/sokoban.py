@@ -24,7 +24,7 @@ import numpy as np
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from broker.errors import ConfigError
-from broker.settings.config import Section
+from broker.settings.config import DataPath, Section
 from envhub.envs.base import Environment, Frame, Observation, Split, StepResult
 from envhub.envs.games import sokoban_board as board
 from envhub.envs.games import sokoban_levels as levels
@@ -42,13 +42,18 @@ COLOURS = ((70, 70, 80), (235, 225, 200), (200, 60, 60), (90, 170, 90), (190, 13
 class SokobanArgs(Section):
     """``env_args`` of ``sokoban``."""
 
+    harmless = (
+        "difficulty", "size", "boxes", "pulls", "max_solution", "eval_share", "vocab", "border",
+        "observe", "answer_tag", "step_penalty", "box_reward", "solved_reward", "format_penalty",
+    )  # fmt: skip
+
     difficulty: Literal["simple", "larger", "different_vocab"] = "simple"
     size: Annotated[int, Field(ge=5, le=16)] | None = None  # rows and columns with the outer walls; None: by difficulty
     boxes: Annotated[int, Field(ge=1, le=6)] | None = None  # None: by difficulty
     pulls: Annotated[int, Field(ge=1, le=1000)] = 30  # steps that the generator plays backwards; more make it harder
     max_solution: PositiveInt | None = None  # most moves of a shortest solution; None: any
-    path: str | None = None  # level file, or folder of them, instead of generated levels
-    eval_path: str | None = None  # for evaluation; None: the share below
+    path: DataPath | None = None  # level file, or folder of them, instead of generated levels
+    eval_path: DataPath | None = None  # for evaluation; None: the share below
     eval_share: Annotated[float, Field(gt=0, lt=1)] = 0.05  # of the levels of ``path``, taken from their end
     vocab: Literal["symbols", "letters", "xsb"] | None = None  # None: letters for different_vocab, else symbols
     border: bool = True  # show the outermost ring, which is all wall

@@ -32,6 +32,8 @@ def last_number(text: str) -> str | None:
 class ArithmeticArgs(Section):
     """``env_args`` of ``arithmetic``."""
 
+    harmless = ("digits", "operator")
+
     digits: Annotated[int, Field(ge=1, le=9)] = 2  # of both numbers
     operator: Literal["+", "-", "*"] = "+"
 

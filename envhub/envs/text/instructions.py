@@ -33,6 +33,8 @@ MIN_WORDS: Final = 3  # of a reply whose form sets no number: a word alone shows
 class InstructionsArgs(Section):
     """``env_args`` of ``instructions``; it has none."""
 
+    harmless = ()
+
 
 class InstructionTask(GeneratedTask, frozen=True):
     """An instruction about a topic; ``form`` is its key in ``FORMS``, ``number`` what the form counts."""

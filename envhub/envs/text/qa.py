@@ -8,29 +8,34 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
 from broker.errors import ConfigError
-from broker.settings.config import Section
+from broker.settings.config import DataPath, Harmless, Section
 from envhub.envs.base import Environment, Observation, Split, StepResult
 from envhub.envs.text.rows import Row, read_rows
 
 SLOT = "{question}"
 
 
+HARMLESS: Final = ("question", "answer", "answer_after", "template", "eval_share", "shuffle_seed")
+
+
 class QuestionAnswerArgs(Section):
     """``env_args`` of ``qa``."""
 
-    path: str  # JSONL or Parquet
+    harmless: ClassVar[Harmless] = HARMLESS
+
+    path: DataPath  # JSONL or Parquet
     question: str = "question"  # column
     answer: str = "answer"  # column
     answer_after: str = ""  # the reference is the text after the last occurrence of this, for example ``####``
     template: str = SLOT  # the user message
-    eval_path: str | None = None  # a file for evaluation; None: the share below
+    eval_path: DataPath | None = None  # a file for evaluation; None: the share below
     eval_share: Annotated[float, Field(ge=0, lt=1)] = 0.05  # of the rows of ``path``, taken from its end
     shuffle_seed: Annotated[int, Field(ge=0)] = 0
 

@@ -35,6 +35,8 @@ LOSSES: Final = (
 class WordProblemsArgs(Section):
     """``env_args`` of ``word_problems``."""
 
+    harmless = ("min_steps", "max_steps", "max_number")
+
     min_steps: Annotated[int, Field(ge=1, le=4)] = 1  # changes of the amount
     max_steps: Annotated[int, Field(ge=1, le=4)] = 2
     max_number: Annotated[int, Field(ge=5, le=1000)] = 20  # of one change, and of the amount at the start

@@ -39,6 +39,8 @@ with _contextlib.redirect_stdout(_io.StringIO()), _contextlib.redirect_stderr(_i
 class PythonArgs(QuestionAnswerArgs):
     """``env_args`` of ``python``; those of ``qa`` name the file of questions."""
 
+    harmless = None  # it runs programs, which the owner of the policy writes
+
     sandbox: Literal["bubblewrap", "none"] = "bubblewrap"  # none: programs run unprotected, as the hub's user
     keep: bool = True  # names stay defined from one program to the next
     max_programs: PositiveInt = 8  # in an episode; further ones do not run

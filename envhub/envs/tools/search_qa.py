@@ -14,9 +14,10 @@ import numpy as np
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from broker.errors import ConfigError
+from broker.settings.config import DataPath
 from envhub.envs.base import Observation, StepResult
 from envhub.envs.text.asked import QuestionEnvironment
-from envhub.envs.text.qa import QuestionAnswerArgs
+from envhub.envs.text.qa import HARMLESS, QuestionAnswerArgs
 from envhub.envs.tools import tool_calls
 from envhub.envs.tools.corpus import Corpus, read_corpus
 
@@ -26,7 +27,12 @@ TOOL = "search"
 class SearchArgs(QuestionAnswerArgs):
     """``env_args`` of ``search``; those of ``qa`` name the file of questions."""
 
-    corpus: str  # JSONL, one document per line
+    harmless = (
+        *HARMLESS, "text", "title", "answer_separator", "documents", "document_chars",
+        "max_searches", "score", "format_penalty",
+    )  # fmt: skip
+
+    corpus: DataPath  # JSONL, one document per line
     text: str = "contents"  # column
     title: str = "title"  # column, which may be missing
     answer_separator: str = ""  # between several right answers in the answer column; empty: there is one

@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from broker.errors import ConfigError
-from broker.settings.config import Section
+from broker.settings.config import DataPath, Section
 from envhub.envs.base import Environment, Observation, Split, StepResult
 from envhub.envs.text.answers import tagged
 from envhub.envs.tools import webshop_files as files
@@ -34,6 +34,12 @@ DepartmentName = Literal["clothing", "shoes", "electronics", "home", "beauty", "
 class WebShopArgs(Section):
     """``env_args`` of ``webshop``."""
 
+    harmless = (
+        "products", "catalogue_seed", "departments", "product_attributes", "hidden_attributes",
+        "option_values", "goal_attributes", "num_products", "eval_goals", "window", "observe",
+        "reward", "format_penalty", "answer_tag",
+    )  # fmt: skip
+
     products: Annotated[int, Field(ge=8, le=100_000)] = 500  # of a generated catalogue
     catalogue_seed: Annotated[int, Field(ge=0)] = 0
     departments: tuple[DepartmentName, ...] = ()  # of a generated catalogue; empty: all
@@ -41,9 +47,9 @@ class WebShopArgs(Section):
     hidden_attributes: Annotated[int, Field(ge=0)] = 1  # how many of them are not in its title
     option_values: Annotated[int, Field(ge=1, le=10)] = 3  # of each of a generated product's options, at most
     goal_attributes: Annotated[int, Field(ge=0)] = 2  # how many of its attributes a goal requires
-    items: str | None = None  # WebShop's items_shuffle*.json instead of a generated catalogue
-    attributes: str | None = None  # its items_ins_v2*.json
-    human: str | None = None  # its items_human_ins.json; None: synthetic instructions
+    items: DataPath | None = None  # WebShop's items_shuffle*.json instead of a generated catalogue
+    attributes: DataPath | None = None  # its items_ins_v2*.json
+    human: DataPath | None = None  # its items_human_ins.json; None: synthetic instructions
     num_products: PositiveInt | None = None  # only the first ones of ``items``; None: all
     eval_goals: PositiveInt = 500  # held out, at most a quarter of all
     window: Annotated[int, Field(ge=1, le=50)] = 10  # results on a page

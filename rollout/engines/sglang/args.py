@@ -23,6 +23,11 @@ Flag = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$"), AfterValidator(_flag)
 class SGLangArgs(EngineArgs):
     """Startup of the SGLang server and transfer of new weights."""
 
+    harmless = (
+        "tensor_parallel", "data_parallel", "mem_fraction_static", "deterministic", "weights",
+        "start_timeout_s", "update_timeout_s",
+    )  # fmt: skip
+
     processed_logprobs: ClassVar[bool] = True
     weights_memory: ClassVar[Literal["device", "host"]] = "host"
     workers_receive: ClassVar[bool] = True
