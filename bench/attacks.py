@@ -3,7 +3,8 @@
     python -m bench.attacks [--only TEXT]
 
 Every test there is one attempt by a stranger, a compromised process, or a model's words, judged from outside. An
-attempt whose test does not pass counts as succeeded; a skipped one does not count as tried.
+attempt whose test does not pass counts as succeeded; a skipped one does not count as tried. ``loop_stall_ms`` is the
+longest silence of a server that reads a prompt of 8 MB.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from bench.support.long_prompt import TEXTS, measure
 
 ATTACKS = Path(__file__).parents[1] / "tests" / "attacks"
 
@@ -52,6 +55,7 @@ def main() -> int:
         "run_code_attacks": counter.attempts["run_code_attacks"],
         "succeeded": len(counter.succeeded),
         "skipped": counter.skipped,
+        "loop_stall_ms": max(measure(text)["loop_stall_ms"] for text in TEXTS.values()),
         "by_file": dict(sorted(counter.attempts.items())),
     }
     print(json.dumps(figures))

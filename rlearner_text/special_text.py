@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 CUT: Final = "\U0010fffe"  # a noncharacter, which Unicode reserves for use inside a program
+_PIECE: Final = 65_536  # characters that are searched in one call, which holds the interpreter's lock
 
 
 def shielder(special: Iterable[str]) -> Callable[[str], str]:
@@ -18,7 +19,26 @@ def shielder(special: Iterable[str]) -> Callable[[str], str]:
     if not spelled:
         return lambda text: text
     pattern = re.compile(f"(?=(?:{'|'.join(spelled)}))(.)", re.DOTALL)
-    return lambda text: pattern.sub(rf"\1{CUT}", text)
+    longest = max(map(len, spelled))
+
+    def shield(text: str) -> str:
+        if len(text) <= _PIECE:
+            return pattern.sub(rf"\1{CUT}", text)
+        pieces = range(0, len(text), _PIECE)
+        return "".join(_shield_piece(pattern, text, start, longest) for start in pieces)
+
+    return shield
+
+
+def _shield_piece(pattern: re.Pattern[str], text: str, start: int, longest: int) -> str:
+    """Return a piece of a text, shielded against tokens that begin in it, also those that end in the next piece."""
+    end, written, parts = min(start + _PIECE, len(text)), start, []
+    for match in pattern.finditer(text, start, end + longest):
+        if match.start() >= end:
+            break
+        parts += [text[written : match.end()], CUT]
+        written = match.end()
+    return "".join([*parts, text[written:end]])
 
 
 def shield_values(shield: Callable[[str], str], value: Any) -> Any:

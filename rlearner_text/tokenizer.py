@@ -6,6 +6,7 @@ whose import costs seconds and 300 MB.
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
@@ -17,9 +18,14 @@ import tokenizers
 from broker.errors import ConfigError
 from rlearner_text.chat_template import TEMPLATE_KEY, Chat, ChatTemplate, find_template, template_source
 from rlearner_text.hub import read_json, tokenizer_folder
-from rlearner_text.special_text import encode_parts, shielder
+from rlearner_text.special_text import CUT, encode_parts, shielder
 from rlearner_text.transformers_import import import_transformers
 
+CHARS_PER_TOKEN: Final = 128  # no text has more on average: a longer one does not fit, with any tokenizer
+LONG_TEXT: Final = 16_384  # characters; encoding more takes so long that other threads must run
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # threads of the library would make it warn at every fork
+CHARS_OF_SHORT: Final = 4  # for each token of a limit: texts with fewer characters are encoded without a first look
+JOINED_TOKENS: Final = 64  # a text has at most so many fewer tokens than its two halves
 _SHORT: Final = 16  # tokens; decoded short texts are cached, because the answers of many episodes repeat
 _SHORT_KEPT: Final = 4096
 _SHOWN: Final = 40  # characters of a template in error messages
@@ -50,7 +56,11 @@ class _Fast:
                 self._tokenizer.add_tokens([tokenizers.AddedToken(entry["content"], **flags)])
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        if len(text) < LONG_TEXT:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        # unlike encode, this releases the interpreter's lock: 3 MB of spaces take seconds
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
@@ -177,6 +187,19 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of the text alone; special tokens spelled out in it are recognised, unless shielded."""
         return encode_parts(text, self._backend.encode)
+
+    def exceeds(self, text: str, limit: int) -> bool:
+        """Return whether a text certainly has more than ``limit`` tokens; encodes no more of it than that takes."""
+        if len(text) <= CHARS_OF_SHORT * limit:
+            return False
+        count = 0
+        for part in text.split(CUT):
+            for start in range(0, len(part), LONG_TEXT):
+                count += len(self._backend.encode(part[start : start + LONG_TEXT]))
+                count -= JOINED_TOKENS if start else 0
+                if count > limit:
+                    return True
+        return False
 
     def encode_continuation(self, text: str) -> list[int]:
         """Return the token ids of a text that stands inside another.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,13 +23,13 @@ from envhub.task import EpisodeTask
 from rlearner_text.incremental_tokenization import Conversation
 from rlearner_text.openai import tool_calls
 from rlearner_text.openai.answer_store import AnswerStore
-from rlearner_text.openai.backends import ServedModel
+from rlearner_text.openai.backends import ServedModel, refuse_long, refuse_overlong
 from rlearner_text.openai.generation import REPLY_ID_CHARS
 from rlearner_text.openai.http_errors import HttpError
 from rlearner_text.openai.request_bodies import ChatBody, ChatMessage, CompletionBody, GenerationBody
 from rlearner_text.openai.token_events import TokenEvent, TokenListener
 from rlearner_text.special_text import shield_values
-from rlearner_text.tokenizer import Tokenizer
+from rlearner_text.tokenizer import LONG_TEXT, Tokenizer
 
 AGAIN_AT_ONCE = 503  # the openai client retries after this status
 
@@ -80,6 +81,7 @@ class AgentSession:
         self._begun = self._task_key = 0
         self._newest = -1
         self._over = False
+        self._recording = asyncio.Lock()
 
     def close(self) -> None:
         """Refuse further requests: they come from a process that should have ended."""
@@ -89,19 +91,38 @@ class AgentSession:
         """Return the prompts' tokens, beginning with the exact tokens of the samples that they continue."""
         if self._over:
             raise HttpError(403, "the episode is over")
-        given: list[str] | list[list[int]]
+        try:
+            refuse_long(body, self._section.max_context_tokens)
+        except HttpError:
+            self.refused = "length"
+            raise
+        async with self._recording:  # the record must not change while a thread reads it
+            if body.characters < LONG_TEXT:
+                found = self._encoded(body)
+            else:
+                found = await asyncio.to_thread(self._encoded, body)
+        if any(len(one) >= self._section.max_context_tokens for one in found):
+            self.refused = "length"  # the server says so to the agent
+        return found
+
+    def _encoded(self, body: GenerationBody) -> list[Sequence[int]]:
+        prompts: list[str] | list[list[int]]
         if isinstance(body, ChatBody):
             try:
-                given = [self._rendered(body)]
+                prompts = [self._rendered(body)]
             except ConfigError as error:
                 raise HttpError(400, error.allowed, param="messages") from None
         else:
             assert isinstance(body, CompletionBody)
-            given = body.prompts()
-        found = [self.record.prompt(one) if isinstance(one, str) else one for one in given]
-        if any(len(one) >= self._section.max_context_tokens for one in found):
-            self.refused = "length"  # the server says so to the agent
-        return list(found)
+            prompts = body.prompts()
+        for text in prompts:
+            if isinstance(text, str):
+                try:
+                    refuse_overlong(self._means.tokenizer, text, self._section.max_context_tokens, "messages")
+                except HttpError:
+                    self.refused = "length"
+                    raise
+        return [self.record.prompt(each) if isinstance(each, str) else each for each in prompts]
 
     def _rendered(self, body: ChatBody) -> str:
         """Return the prompt's text; turns with unchanged tool calls appear as they were sampled."""
@@ -162,7 +183,8 @@ class AgentSession:
             problem = "top_logprobs is not supported: the run's engine does not return the likeliest tokens"
             raise HttpError(400, problem, param="top_logprobs")
         self._means.lengths.add(predicted, len(sampled.token_ids))
-        self.record.sampled(prompt, sampled)
+        async with self._recording:
+            self.record.sampled(prompt, sampled)
         self.cut = sampled.finish_reason == "length"
         reply_id, _, index = ask.request_id.removeprefix("http.").partition(".")
         text = tool_calls.text_with_markers(self._means.tokenizer, sampled.token_ids)

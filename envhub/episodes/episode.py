@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from broker.contract import wire
 from broker.runtime.spans import SpanRecorder
@@ -21,12 +22,10 @@ from envhub.task import EpisodeFailed, EpisodeResult, EpisodeTask
 from envhub.workers.calls import EnvironmentCalls
 from envhub.workers.returned import observation, step_result, text
 from rlearner_text.incremental_tokenization import Conversation
-from rlearner_text.template_rules import Role
+from rlearner_text.template_rules import Role, rules_for
 from rlearner_text.thinking import without_thinking
-from rlearner_text.tokenizer import Tokenizer
+from rlearner_text.tokenizer import CHARS_PER_TOKEN, LONG_TEXT, Tokenizer
 from rlearner_text.tool_calls import ToolCallError
-
-CHARS_PER_TOKEN: Final = 128  # no text has more on average: a longer one does not fit, with any tokenizer
 
 
 class TurnSampler(Protocol):
@@ -84,6 +83,7 @@ class Episode:
         if (size := len(seen.text)) > limit * CHARS_PER_TOKEN:
             raise EpisodeFailed("fatal", f"the prompt has {size} characters and max_context_tokens is {limit}")
         prompt = seen.text if self._steps is None else self._remembered(self._steps.open, seen.text)
+        await self._encode_ahead(prompt)
         self._show(prompt)
         if (size := len(self._conversation)) >= limit:
             raise EpisodeFailed("fatal", f"the prompt has {size} tokens and max_context_tokens is {limit}")
@@ -108,6 +108,7 @@ class Episode:
             if (ended := self._ended(step)) is not None:
                 return self._played(step, ended)
             prompt = seen.text if self._steps is None else self._remembered(self._steps.acted, action, seen.text)
+            await self._encode_ahead(prompt)
             if not self._fits(prompt):
                 return self._played(step, "length")
             self._show(prompt)
@@ -122,6 +123,17 @@ class Episode:
             return ask(*texts)
         except Exception as error:
             raise EpisodeFailed("fatal", f"memory {self._section.memory}: {told(error)}", trace(error)) from error
+
+    async def _encode_ahead(self, prompt: str) -> None:
+        """Encode a long prompt in a thread, so that the hub's loop finds the tokens in the cache of the rules."""
+        if not LONG_TEXT <= len(prompt) <= self._section.max_context_tokens * CHARS_PER_TOKEN:
+            return
+        section = self._section
+        rules = rules_for(self._means.tokenizer, section.system_prompt, self._task.domain.tools)
+        if self._steps is not None or not self._conversations:
+            await asyncio.to_thread(rules.start, prompt)
+        else:
+            await asyncio.to_thread(rules.delta, prompt, self._role)
 
     def _show(self, prompt: str) -> None:
         if self._steps is not None or not self._conversations:

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from broker.errors import ConfigError
 from rlearner_text.hub import model_folder, read_json
-from rlearner_text.tokenizer import Tokenizer
+from rlearner_text.tokenizer import CHARS_PER_TOKEN, Tokenizer
 
 if TYPE_CHECKING:
     from rewardhub.rewards.reward_model_args import RewardModelArgs
@@ -66,6 +66,11 @@ class ScoringModel:
     def tokens(self, prompt: str, response: str) -> tuple[list[int], bool]:
         """Return the token ids of question and response, and whether the beginning was cut off."""
         args = self._args
+        most = args.max_length * CHARS_PER_TOKEN
+        is_cut = len(prompt) + len(response) > most  # what would be cut off in any case is not even encoded
+        if is_cut:
+            response = response[-most:]
+            prompt = prompt[len(prompt) - (most - len(response)) :]
         prompt, response = self._tokenizer.shield(prompt), self._tokenizer.shield(response)
         if self._converses:
             system = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
@@ -74,7 +79,7 @@ class ScoringModel:
         else:
             before, _, rest = args.template.partition("{response}")
             ids = self._tokenizer.encode(before.replace("{prompt}", prompt) + response + rest)
-        return ids[-args.max_length :], len(ids) > args.max_length
+        return ids[-args.max_length :], is_cut or len(ids) > args.max_length
 
     @torch.inference_mode()
     def outputs(self, batch: Sequence[Sequence[int]]) -> list[float]:

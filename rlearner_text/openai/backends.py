@@ -14,7 +14,7 @@ from rlearner_text.openai.http_errors import HttpError
 from rlearner_text.openai.request_bodies import ChatBody, CompletionBody, GenerationBody
 from rlearner_text.openai.token_events import TokenListener
 from rlearner_text.special_text import shield_values
-from rlearner_text.tokenizer import Tokenizer
+from rlearner_text.tokenizer import CHARS_PER_TOKEN, Tokenizer
 
 
 class GenerateHandler(Protocol):
@@ -75,6 +75,29 @@ class ApiBackend(Protocol):
         ...
 
 
+def refuse_long(body: GenerationBody, max_context_tokens: int) -> None:
+    """Refuse a prompt that cannot fit, before it is rendered and encoded, which would take minutes.
+
+    Raises:
+        HttpError: if it has too many characters.
+    """
+    if body.characters > (most := max_context_tokens * CHARS_PER_TOKEN):
+        message = f"the prompt has {body.characters} characters, more than {most}, which do not fit into "
+        param = "messages" if isinstance(body, ChatBody) else "prompt"
+        raise HttpError(400, f"{message}{max_context_tokens} tokens", param=param, code="context_length_exceeded")
+
+
+def refuse_overlong(tokenizer: Tokenizer, text: str, max_context_tokens: int, param: str) -> None:
+    """Refuse a text with far too many tokens before all of them are there.
+
+    Raises:
+        HttpError: if it certainly has more than the context.
+    """
+    if tokenizer.exceeds(text, max_context_tokens):
+        message = f"the prompt has more than {max_context_tokens} tokens"
+        raise HttpError(400, message, param=param, code="context_length_exceeded")
+
+
 class SingleKeyBackend:
     """Renders prompts with the model's own chat template and answers with one engine."""
 
@@ -85,17 +108,24 @@ class SingleKeyBackend:
         return await self._handle(ask, tap)
 
     async def prompts(self, body: GenerationBody) -> list[Sequence[int]]:
+        refuse_long(body, self.served.max_context_tokens)
         if isinstance(body, ChatBody):
             try:
                 return [await asyncio.to_thread(self._encoded, body)]
             except ConfigError as error:
                 raise HttpError(400, error.allowed, param="messages") from None
         assert isinstance(body, CompletionBody)
-        encode = self._tokenizer.encode
-        return [await asyncio.to_thread(encode, one) if isinstance(one, str) else one for one in body.prompts()]
+        return [
+            await asyncio.to_thread(self._encoded_text, each, "prompt") if isinstance(each, str) else each
+            for each in body.prompts()
+        ]
 
     def _encoded(self, body: ChatBody) -> list[int]:
         shield = self._tokenizer.shield
         messages = [shield_values(shield, one.plain()) for one in body.messages]
         tools = shield_values(shield, body.offered)
-        return self._tokenizer.encode(self._tokenizer.render_chat(messages, tools=tools))
+        return self._encoded_text(self._tokenizer.render_chat(messages, tools=tools), "messages")
+
+    def _encoded_text(self, text: str, param: str) -> list[int]:
+        refuse_overlong(self._tokenizer, text, self.served.max_context_tokens, param)
+        return self._tokenizer.encode(text)

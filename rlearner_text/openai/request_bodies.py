@@ -164,6 +164,11 @@ class ChatMessage(StrictModel):
             return "".join(part.text for part in self.content)
         return self.content or ""
 
+    @property
+    def characters(self) -> int:
+        """Characters of its text and of the arguments of its calls."""
+        return len(self.text) + sum(len(one.function.arguments) for one in self.tool_calls or ())
+
     def plain(self) -> dict[str, Any]:
         """Return the message in the form of chat templates."""
         made: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
@@ -227,6 +232,11 @@ class GenerationBody(StrictModel):
         return 0
 
     @property
+    def characters(self) -> int:
+        """Characters of its longest prompt, without those that a chat template adds."""
+        return 0
+
+    @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
@@ -262,6 +272,10 @@ class ChatBody(GenerationBody):
         return [one.model_dump() for one in self.tools] if self.tool_choice != "none" else []
 
     @property
+    def characters(self) -> int:
+        return sum(one.characters for one in self.messages) + _characters(self.offered)
+
+    @property
     def forced(self) -> bool:
         """Whether the answer must be a tool call."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedChoice)
@@ -293,6 +307,10 @@ class CompletionBody(GenerationBody):
     def wanted_top(self) -> int:
         return 0 if isinstance(self.logprobs, bool) else self.logprobs or 0
 
+    @property
+    def characters(self) -> int:
+        return max((len(one) for one in self.prompts() if isinstance(one, str)), default=0)
+
     def prompts(self) -> list[str] | list[list[int]]:
         """Return the prompts, all as text or all as token ids."""
         if isinstance(self.prompt, str):
@@ -300,6 +318,15 @@ class CompletionBody(GenerationBody):
         if self.prompt and isinstance(self.prompt[0], int):
             return [self.prompt]
         return cast("list[str] | list[list[int]]", self.prompt)
+
+
+def _characters(value: Any) -> int:
+    """Count the characters of all texts in a JSON value."""
+    if isinstance(value, Mapping):
+        return sum(_characters(key) + _characters(each) for key, each in value.items())
+    if isinstance(value, list):
+        return sum(map(_characters, value))
+    return len(value) if isinstance(value, str) else 0
 
 
 def parse(raw: bytes, model: type[B]) -> B:

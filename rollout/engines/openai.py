@@ -18,7 +18,7 @@ from broker.contract import wire
 from broker.contract.wire import ACTOR
 from broker.errors import ConfigError, UserError
 from rlearner_text.openai.client import EndpointClient, EndpointError
-from rlearner_text.tokenizer import Tokenizer
+from rlearner_text.tokenizer import CHARS_PER_TOKEN, Tokenizer
 from rollout.engines.args import OpenAIArgs
 from rollout.engines.base import EngineConfig, EngineStats, GenerationOutput
 from rollout.engines.random import end_token
@@ -265,7 +265,7 @@ class OpenAIEngine(WeightlessEngine):
             ids = _token_ids(choice.get("token_ids"))[:limit]
             logprobs = self._logprobs_of(choice.get("logprobs"), len(ids))
         else:
-            ids = self._tokenizer.encode(text)
+            ids = self._tokenizer.encode(text[: (limit + 1) * CHARS_PER_TOKEN])
             if reason == "stop" and not sampling.stop:  # the reply does not tell a stop string from the end of the turn
                 ids.append(self._end)
             if len(ids) > limit:

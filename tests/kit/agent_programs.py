@@ -193,6 +193,14 @@ def wants_whole_answers(task: dict[str, Any]) -> Any:
     raise KeyError("no such thing")
 
 
+def writes_megabytes(task: dict[str, Any]) -> Any:
+    """One short call, then a prompt of 3 MB, which holds no tokenizer up."""
+    chat: Chat = []
+    say(chat, "one")
+    say(chat, " " * 3_000_000)
+    return 1
+
+
 def too_long(task: dict[str, Any]) -> Any:
     chat: Chat = []
     while True:

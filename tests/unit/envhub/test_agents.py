@@ -315,6 +315,8 @@ async def test_a_policy_that_uses_up_its_calls_or_its_context_is_judged_and_not_
     )
     long = await play("too_long")
     assert (long.trajectory.end, long.trajectory.reward, len(long.trajectory.turns)) == ("length", 0.0, 3)
+    megabytes = await play("writes_megabytes")
+    assert (megabytes.trajectory.end, len(megabytes.trajectory.turns)) == ("length", 1)
     first = await fails(play, "too_long", max_context_tokens=50)
     assert (first.kind, first.detail) == (
         "fatal",
