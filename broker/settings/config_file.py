@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final
@@ -12,14 +14,17 @@ from typing import Any, Final
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 
 from broker.errors import ConfigError, UserError
-from broker.settings.secret import refuse_interpolated
+from broker.settings.secret import refuse_copied
+from broker.settings.yaml_bombs import MAX_CHARACTERS, YamlBomb, compose_bounded
 
 HERE: Final = "${here}"
 SHIPPED: Final = "configs/"  # how a configuration of the package is named from anywhere
 RUN_CONFIG: Final = "config.yaml"  # in the folder of a run: resolved, with every value
 Config = dict[str, Any]
+_REFUSED: Final = "UserError raised while resolving interpolation: "
 _PRESET = re.compile(r"[A-Za-z][\w+-]*")
 _KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
 
@@ -46,12 +51,29 @@ def load(
         config = OmegaConf.create(of_run(_renamed(config, Path(path).resolve())))
     for override in overrides:
         _override(config, override)
-    refuse_interpolated(OmegaConf.to_container(config, resolve=False))
     try:
-        plain = OmegaConf.to_container(config, resolve=True)
+        with _harmless_environment():
+            plain = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
-        raise UserError(f"{path}: {_one_line(error)}") from None
+        raise UserError(f"{path}: {_one_line(error).removeprefix(_REFUSED)}") from None
+    except RecursionError:
+        raise UserError(f"{path}: an interpolation refers to itself") from None
     return {str(key): value for key, value in plain.items()} if isinstance(plain, dict) else {}
+
+
+@contextmanager
+def _harmless_environment() -> Iterator[None]:
+    """Let ``${oc.env:NAME}`` refuse secrets, however the name is written."""
+
+    def env(name: Any, *default: Any, _node_: Any) -> Any:
+        refuse_copied(_node_._get_full_key(None), str(name))
+        return oc.env(str(name), *default)
+
+    OmegaConf.register_resolver("oc.env", env, replace=True, annotation_validation="off")
+    try:
+        yield
+    finally:
+        OmegaConf.register_resolver("oc.env", oc.env, replace=True, annotation_validation="off")
 
 
 def _renamed(config: DictConfig, folder: Path) -> Config:
@@ -100,8 +122,13 @@ def _read(path: Path, inheriting: tuple[Path, ...]) -> DictConfig:
     if path in inheriting:
         raise UserError(f"{path}: inherits itself through {' -> '.join(file.name for file in (*inheriting, path))}")
     try:
-        _check_keys(path, yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader), "")
-        own = OmegaConf.create(_placed(OmegaConf.to_container(OmegaConf.load(path), resolve=False), str(path.parent)))
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_CHARACTERS + 1)
+        _check_keys(path, compose_bounded(text), "")
+        plain = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
+        own = OmegaConf.create(_placed(plain, str(path.parent)))
+    except YamlBomb as error:
+        raise UserError(f"{path}: not a configuration: {error}") from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     except yaml.MarkedYAMLError as error:
@@ -180,13 +207,22 @@ def _override(config: DictConfig, override: str) -> None:
     if not text.strip():
         raise UserError(f"override {override!r} has no value; give one, or write {key}=null or {key}=\"''\"")
     try:
+        compose_bounded(f"value: {text}")
         parsed = OmegaConf.create(f"value: {text}")
         value = OmegaConf.to_container(parsed, resolve=False)["value"]  # type: ignore[index,call-overload]
         if key == "algorithm" and isinstance(value, str):
             config[key] = _preset(value)
         else:
             OmegaConf.update(config, key, value, merge=True, force_add=True)
-    except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, AttributeError, IndexError) as error:
+    except (
+        OmegaConfBaseException,
+        yaml.YAMLError,
+        RecursionError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        IndexError,
+    ) as error:
         raise UserError(f"override {override!r} is not allowed; {_one_line(error)}") from None
 
 

@@ -22,7 +22,6 @@ from broker.system.redaction import HIDDEN, is_secret_name, why_secret
 ALLOWED: Final = "write {env: NAME} or {file: PATH}, which say where the secret is"
 MAX_SECRET_BYTES: Final = 1 << 16
 _ENV: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_INTERPOLATED: Final = re.compile(r"\$\{\s*oc\.env\s*:\s*(\w+)")
 
 
 class SecretRef(Section):
@@ -100,16 +99,18 @@ class SecretRef(Section):
         return data.decode("utf-8", "replace")
 
 
-def refuse_interpolated(config: Any) -> None:
-    """Check that no ``${oc.env:NAME}`` would copy a secret from the environment into the configuration.
+def refuse_copied(key: str, variable: str) -> None:
+    """Check that no secret of the environment would be copied into the configuration.
+
+    Args:
+        key: of the setting, for example ``domains.a.rewards[0].args.api_key``.
 
     Raises:
         UserError: if one would; names the key and the variable.
     """
-    for path, key, value in _strings(config):
-        for name in _INTERPOLATED.findall(value):
-            if is_secret_name(key) or is_secret_name(name):
-                raise UserError(f"{path}: ${{oc.env:{name}}} would store a secret with the run; write {{env: {name}}}")
+    value, last = os.environ.get(variable, ""), key.rpartition(".")[2].partition("[")[0]
+    if is_secret_name(last) or is_secret_name(variable) or why_secret("", value):
+        raise UserError(f"{key}: ${{oc.env:{variable}}} would store a secret with the run; write {{env: {variable}}}")
 
 
 def refuse_literal(config: Mapping[str, Any]) -> None:
