@@ -19,6 +19,7 @@ from broker.errors import ConfigError
 from rlearner_text.chat_template import TEMPLATE_KEY, read_template, template_source
 from rlearner_text.config import ModelSection, check_model_path
 from rlearner_text.hub import check_trust, is_local, read_json, tokenizer_folder
+from rlearner_text.model_trial import try_model
 from rlearner_text.tokenizer import Tokenizer
 
 KEY: Final = "model.path"
@@ -105,6 +106,7 @@ def check_trained_model(
         return None
     check_has_tokenizer(files)
     trusted, template = section.trust_remote_code, section.chat_template
+    try_model(folder, path, chat_template=template)
     tokenizer = Tokenizer.load(path, trust_remote_code=trusted, chat_template=template)
     check_vocabulary(files, tokenizer)
     check_end_tokens(files, tokenizer)

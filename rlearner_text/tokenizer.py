@@ -15,9 +15,11 @@ from typing import Any, Final, Protocol
 
 import tokenizers
 
-from broker.errors import ConfigError
+from broker.errors import ConfigError, RlearnerError
+from broker.settings.host_rules import enforced_rules
 from rlearner_text.chat_template import TEMPLATE_KEY, Chat, ChatTemplate, find_template, template_source
 from rlearner_text.hub import read_json, tokenizer_folder
+from rlearner_text.model_trial import try_model
 from rlearner_text.special_text import CUT, encode_parts, shielder
 from rlearner_text.transformers_import import import_transformers
 
@@ -42,6 +44,17 @@ class _Backend(Protocol):
     def special(self) -> list[str]: ...
 
 
+class TokenizerError(RlearnerError):
+    """The tokenizer library aborted on a text."""
+
+
+def _as_exception(error: BaseException) -> BaseException:
+    """Return the error itself, or an exception for a panic of the library, which is none."""
+    if isinstance(error, Exception) or type(error).__name__ != "PanicException":
+        return error
+    return TokenizerError(f"the tokenizer aborted: {' '.join(str(error).split())[:200]}")
+
+
 class _Fast:
     """tokenizer.json, plus the added tokens that only tokenizer_config.json lists."""
 
@@ -56,11 +69,14 @@ class _Fast:
                 self._tokenizer.add_tokens([tokenizers.AddedToken(entry["content"], **flags)])
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        if len(text) < LONG_TEXT:
-            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
-        # unlike encode, this releases the interpreter's lock: 3 MB of spaces take seconds
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return list(encoding.ids)
+        try:
+            if len(text) < LONG_TEXT:
+                return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+            # unlike encode, this releases the interpreter's lock: 3 MB of spaces take seconds
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return list(encoding.ids)
+        except BaseException as error:  # noqa: BLE001 - a panic is no Exception
+            raise _as_exception(error) from None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
@@ -168,6 +184,8 @@ class Tokenizer:
             ConfigError: if there is no such folder or hub name, it has no tokenizer, or ``chat_template`` is neither.
         """
         folder = tokenizer_folder(str(path), key)
+        if enforced_rules() is not None:  # the model of a run of another owner
+            try_model(folder, str(path), key=key, chat_template=chat_template)
         return cls(folder, str(path), trust_remote_code=trust_remote_code, key=key, chat_template=chat_template)
 
     @classmethod
@@ -285,8 +303,10 @@ class Tokenizer:
 def _load_fast(file: Path, config: dict[str, Any], name: str, key: str) -> _Fast:
     try:
         return _Fast(file, config)
-    except Exception as error:  # noqa: BLE001 - the library raises plain Exception for a malformed file
-        raise ConfigError(key, name, f"tokenizer.json cannot be read: {error}") from None
+    except BaseException as error:  # the library raises plain Exception for a malformed file, or panics
+        if not isinstance(problem := _as_exception(error), Exception):
+            raise
+        raise ConfigError(key, name, f"tokenizer.json cannot be read: {problem}") from None
 
 
 def _named_tokens(config: dict[str, Any], special_map: dict[str, Any]) -> dict[str, str]:
