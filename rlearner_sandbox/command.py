@@ -164,6 +164,10 @@ def _root(packages: tuple[str, ...], working: str = "/tmp") -> tuple[str, ...]:
     else:
         shown += [sys.base_prefix, python()]
     shown += map(os.path.abspath, packages)
+    # programs look for a file of /etc at its own place, also where it is a link to a file elsewhere
+    for path in packages:
+        if path.startswith("/etc/") and os.path.islink(path):
+            links += ["--symlink", os.path.realpath(path), path]
     shown = [path for path in dict.fromkeys(map(os.path.realpath, shown)) if os.path.exists(path)]
     shown = [path for path in shown if not any(path.startswith(other + "/") for other in shown)]
     folders = [str(folder) for path in (*shown, *DEVICES) for folder in reversed(Path(path).parents)]

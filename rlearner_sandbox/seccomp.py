@@ -1,29 +1,55 @@
 """The filter on system calls: a BPF program in the kernel's format (seccomp(2), linux/filter.h, linux/seccomp.h).
 
-It forbids what tests of a program do not need and kernels have had bugs in: tracing, namespaces, mounts, keys, BPF,
-io_uring, sockets other than Unix and IP, and memory without a limit (memfd, System V and POSIX shared memory and
-queues).
+It allows the calls that were reviewed. Refused are those that programs do not need and kernels have had bugs in
+(tracing, namespaces, mounts, keys, BPF, io_uring, sockets other than Unix and IP), those that take memory which no
+limit sees (memfd, System V and POSIX shared memory and queues, larger buffers of sockets and pipes), and every call
+that is newer than the review.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import platform
 import socket
 import struct
+from dataclasses import dataclass
 from typing import Final
 
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 NUMBER_AT, ARCH_AT, FIRST_ARGUMENT_AT = 0, 4, 16  # in struct seccomp_data; the low half of the argument
+SECOND_ARGUMENT_AT, THIRD_ARGUMENT_AT = 24, 32
 ALLOW, KILL, FAIL_WITH = 0x7FFF0000, 0x80000000, 0x00050000
 X32: Final = 0x40000000  # x86-64's second set of calls
 NEW_NAMESPACES: Final = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
 FAMILIES: Final = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
+BUFFER_OPTIONS: Final = (socket.SO_SNDBUF, socket.SO_RCVBUF, 32, 33)  # the last two: SO_SNDBUFFORCE, SO_RCVBUFFORCE
+CLONE3: Final = 435  # its flags lie in memory, which a filter cannot read; C libraries fall back to clone
 
-# machine: AUDIT_ARCH, clone, socket, clone3, and what is refused
-_SAME_EVERYWHERE: Final = (425, 426, 427, 428, 429, 430, 431, 432, 433, 438, 442, 447)
-# io_uring_setup, _enter, _register, open_tree, move_mount, fsopen, fsconfig, fsmount, fspick, pidfd_getfd,
-# mount_setattr, memfd_secret
+# Calls since Linux 5.1, with the same numbers everywhere: pidfd_send_signal, pidfd_open, close_range, openat2,
+# faccessat2, process_madvise, epoll_pwait2, landlock_*, futex_waitv, cachestat, fchmodat2, futex_wake, futex_wait,
+# futex_requeue, mseal
+NEWER: Final = (424, 434, 436, 437, 439, 440, 441, 444, 445, 446, 449, 451, 452, 454, 455, 456, 462)
+
+
+@dataclass(frozen=True)
+class CallTable:
+    """The calls of one kind of machine.
+
+    Attributes:
+        arch: AUDIT_ARCH.
+        last: number of the last call before those of ``NEWER``; calls up to it are allowed unless they are refused.
+    """
+
+    arch: int
+    last: int
+    clone: int
+    socket: int
+    setsockopt: int
+    fcntl: int
+    refused: dict[str, int]
+
+
 _X86_64: Final = {
     "ptrace": 101, "mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161, "unshare": 272, "setns": 308,
     "bpf": 321, "perf_event_open": 298, "add_key": 248, "request_key": 249, "keyctl": 250, "userfaultfd": 323,
@@ -31,7 +57,10 @@ _X86_64: Final = {
     "semget": 64, "mq_open": 240, "name_to_handle_at": 303, "open_by_handle_at": 304, "init_module": 175,
     "finit_module": 313, "delete_module": 176, "kexec_load": 246, "kexec_file_load": 320, "reboot": 169, "swapon": 167,
     "swapoff": 168, "acct": 163, "quotactl": 179, "syslog": 103, "personality": 135, "iopl": 172, "ioperm": 173,
-    "modify_ldt": 154,
+    "modify_ldt": 154, "uselib": 134, "sysfs": 139, "vhangup": 153, "_sysctl": 156, "adjtimex": 159,
+    "settimeofday": 164, "sethostname": 170, "setdomainname": 171, "create_module": 174, "get_kernel_syms": 177,
+    "query_module": 178, "nfsservctl": 180, "lookup_dcookie": 212, "clock_settime": 227, "vserver": 236,
+    "migrate_pages": 256, "move_pages": 279, "fanotify_init": 300, "clock_adjtime": 305,
 }  # fmt: skip
 _AARCH64: Final = {
     "ptrace": 117, "mount": 40, "umount2": 39, "pivot_root": 41, "chroot": 51, "unshare": 97, "setns": 268, "bpf": 280,
@@ -39,10 +68,15 @@ _AARCH64: Final = {
     "process_vm_readv": 270, "process_vm_writev": 271, "kcmp": 272, "memfd_create": 279, "shmget": 194, "msgget": 186,
     "semget": 190, "mq_open": 180, "name_to_handle_at": 264, "open_by_handle_at": 265, "init_module": 105,
     "finit_module": 273, "delete_module": 106, "kexec_load": 104, "kexec_file_load": 294, "reboot": 142, "swapon": 224,
-    "swapoff": 225, "acct": 89, "quotactl": 60, "syslog": 116, "personality": 92,
+    "swapoff": 225, "acct": 89, "quotactl": 60, "syslog": 116, "personality": 92, "lookup_dcookie": 18,
+    "nfsservctl": 42, "vhangup": 58, "clock_settime": 112, "sethostname": 161, "setdomainname": 162,
+    "settimeofday": 170, "adjtimex": 171, "migrate_pages": 238, "move_pages": 239, "fanotify_init": 262,
+    "clock_adjtime": 266,
 }  # fmt: skip
-MACHINES: Final = {"x86_64": (0xC000003E, 56, 41, _X86_64), "aarch64": (0xC00000B7, 220, 198, _AARCH64)}
-CLONE3: Final = 435
+MACHINES: Final = {
+    "x86_64": CallTable(0xC000003E, 334, clone=56, socket=41, setsockopt=54, fcntl=72, refused=_X86_64),
+    "aarch64": CallTable(0xC00000B7, 294, clone=220, socket=198, setsockopt=208, fcntl=25, refused=_AARCH64),
+}
 
 
 def program(machine: str | None = None, *, memory_files: bool = False) -> bytes:
@@ -51,20 +85,35 @@ def program(machine: str | None = None, *, memory_files: bool = False) -> bytes:
     Args:
         memory_files: whether memfd_create is allowed, for programs whose memory somebody else watches.
     """
-    arch, clone, sockets, refused = MACHINES[machine or platform.machine()]
-    code = [_op(LOAD, ARCH_AT), _op(EQUAL, arch, 1, 0), _op(RETURN, KILL)]
+    table = MACHINES[machine or platform.machine()]
+    code = [_op(LOAD, ARCH_AT), _op(EQUAL, table.arch, 1, 0), _op(RETURN, KILL)]
     code += [_op(LOAD, NUMBER_AT), _op(AT_LEAST, X32, 0, 1), _op(RETURN, KILL)]
-    names = [name for name in refused if not (memory_files and name == "memfd_create")]
-    for number in (*(refused[name] for name in names), *_SAME_EVERYWHERE):
-        code += [_op(EQUAL, number, 0, 1), _op(RETURN, FAIL_WITH | errno.EPERM)]
-    # Its flags lie in memory, which a filter cannot read; C libraries fall back to clone.
-    code += [_op(EQUAL, CLONE3, 0, 1), _op(RETURN, FAIL_WITH | errno.ENOSYS)]
-    code += [_op(EQUAL, clone, 0, 4), _op(LOAD, FIRST_ARGUMENT_AT), _op(ANY_BIT, NEW_NAMESPACES, 0, 1)]
-    code += [_op(RETURN, FAIL_WITH | errno.EPERM), _op(RETURN, ALLOW)]
-    code += [_op(EQUAL, sockets, 0, len(FAMILIES) + 2), _op(LOAD, FIRST_ARGUMENT_AT)]
-    code += [_op(EQUAL, family, len(FAMILIES) - index, 0) for index, family in enumerate(FAMILIES)]
-    code += [_op(RETURN, FAIL_WITH | errno.EAFNOSUPPORT), _op(RETURN, ALLOW)]
-    return b"".join(code)
+    for name, number in table.refused.items():
+        if not (memory_files and name == "memfd_create"):
+            code += _when(number, _fail(errno.EPERM))
+    code += _when(CLONE3, _fail(errno.ENOSYS))
+    has_namespaces = [_op(LOAD, FIRST_ARGUMENT_AT), _op(ANY_BIT, NEW_NAMESPACES, 0, 1), _fail(errno.EPERM)]
+    code += _when(table.clone, *has_namespaces, _op(RETURN, ALLOW))
+    families = [part for family in FAMILIES for part in _when(family, _op(RETURN, ALLOW))]
+    code += _when(table.socket, _op(LOAD, FIRST_ARGUMENT_AT), *families, _fail(errno.EAFNOSUPPORT))
+    options = [part for option in BUFFER_OPTIONS for part in _when(option, _fail(errno.EPERM))]
+    other_level = [_op(LOAD, SECOND_ARGUMENT_AT), _op(EQUAL, socket.SOL_SOCKET, 1, 0), _op(RETURN, ALLOW)]
+    code += _when(table.setsockopt, *other_level, _op(LOAD, THIRD_ARGUMENT_AT), *options, _op(RETURN, ALLOW))
+    resizing = _when(fcntl.F_SETPIPE_SZ, _fail(errno.EPERM))
+    code += _when(table.fcntl, _op(LOAD, SECOND_ARGUMENT_AT), *resizing, _op(RETURN, ALLOW))
+    code += [_op(AT_LEAST, table.last + 1, 1, 0), _op(RETURN, ALLOW)]
+    for number in NEWER:
+        code += _when(number, _op(RETURN, ALLOW))
+    return b"".join([*code, _fail(errno.ENOSYS)])  # C libraries then use an older call
+
+
+def _when(value: int, *body: bytes) -> list[bytes]:
+    """Return the code that runs ``body``, which must return, if the loaded word has this value."""
+    return [_op(EQUAL, value, 0, len(body)), *body]
+
+
+def _fail(error: int) -> bytes:
+    return _op(RETURN, FAIL_WITH | error)
 
 
 def _op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:

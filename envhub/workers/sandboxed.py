@@ -18,7 +18,13 @@ from rlearner_sandbox import NoSandbox, Sandbox, SandboxLimits, seccomp
 from rlearner_sandbox.command import free_uid, jail
 from rlearner_sandbox.run import id_maps, sealed_file
 
-SYSTEM: Final = ("/usr", "/etc", "/opt", "/sys/devices/system/cpu")  # programs, certificates, names; cores for numerics
+SYSTEM: Final = ("/usr", "/opt", "/sys/devices/system/cpu")  # programs; cores for numerics
+ETC: Final = (  # libraries and commands, names of users and hosts, time, certificates, fonts; no settings of services
+    "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "passwd", "group", "nsswitch.conf", "hosts",
+    "resolv.conf", "host.conf", "gai.conf", "protocols", "services", "localtime", "timezone", "ssl/certs",
+    "ssl/openssl.cnf", "ca-certificates", "pki/tls", "pki/ca-trust", "crypto-policies", "mime.types", "fonts",
+    "terminfo", "os-release", "python3*", "OpenCL",
+)  # fmt: skip
 PACKAGES: Final = ("broker", "envhub", "rlearner_text", "rlearner_sandbox")  # of ours, also if they are not installed
 SCRATCH_MIB: Final = 1024  # in memory, of each folder that it may write to
 BECOME: Final = """import os, sys; uid = int(sys.argv[1]); os.setgroups([])
@@ -90,12 +96,17 @@ def require(domain: Domain) -> None:
 
 def readable(domain: Domain) -> list[str]:
     """Return the files and folders that the environment needs: Python, packages, its own code and its data."""
-    found = [*SYSTEM, sys.prefix, sys.base_prefix]
+    found = [*SYSTEM, *_settings(), sys.prefix, sys.base_prefix]
     found += [str(Path(spec.origin).parent) for name in PACKAGES if (spec := find_spec(name)) and spec.origin]
     for one in domain.environment.__mro__[:-1]:
         found += _code_of(one.__module__)
     found += [*domain.environment.data_files(domain.args), *domain.environment.folders(domain.args)[0]]
     return [os.path.abspath(path) for path in (*found, *map(os.path.expanduser, domain.section.readable))]
+
+
+def _settings() -> list[str]:
+    """Return the entries of /etc that programs need, as far as they exist."""
+    return [str(path) for name in ETC for path in sorted(Path("/etc").glob(name))]
 
 
 def _code_of(module: str) -> list[str]:

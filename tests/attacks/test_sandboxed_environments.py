@@ -166,6 +166,52 @@ async def test_it_gains_no_privileges(victim: Path) -> None:
         assert "PermissionError" in found or found == "-1" or (os.geteuid() != 0 and found == ""), found
 
 
+@ISOLATION
+async def test_it_sees_few_settings_of_its_host(victim: Path, isolation: str) -> None:
+    """Accounts, services and their keys are settings, too; programs need names, certificates and libraries."""
+    found = set(eval(await executed(victim, isolation, "import os; print(os.listdir('/etc'))")))
+    secret = {"shadow", "sudoers", "ssh", "machine-id", "fstab", "crontab", "environment"} & set(os.listdir("/etc"))
+    assert secret <= found if isolation == "process" else not secret & found
+    assert {"passwd", "ld.so.cache"} & set(os.listdir("/etc")) <= found
+
+
+async def test_it_has_names_and_certificates(victim: Path) -> None:
+    program = "import pwd, ssl, time; print(pwd.getpwuid(0).pw_name, len(ssl.create_default_context().get_ca_certs()))"
+    expected = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip()  # noqa: ASYNC221
+    assert await executed(victim, "sandbox", program) == expected
+    if os.access("/etc/resolv.conf", os.R_OK):
+        resolved = await executed(victim, "sandbox", "print(*open('/etc/resolv.conf'))", network=True)
+        assert "Error" not in resolved
+
+
+GROWS = {
+    "socket": "import socket\na, b = socket.socketpair()\na.setsockopt(1, 7, 1 << 22)\nprint('grew')",
+    "received": "import socket\na, b = socket.socketpair()\na.setsockopt(1, 8, 1 << 22)\nprint('grew')",
+    "pipe": "import fcntl, os\na, b = os.pipe()\nfcntl.fcntl(a, 1031, 1 << 20)\nprint('grew')",
+}
+
+
+@ISOLATION
+@pytest.mark.parametrize("buffer", GROWS)
+async def test_it_holds_no_memory_outside_its_limit(victim: Path, isolation: str, buffer: str) -> None:
+    """What lies in buffers of the kernel counts towards no process."""
+    found = await executed(victim, isolation, GROWS[buffer])
+    assert found == "grew" if isolation == "process" else found.startswith("PermissionError"), found
+
+
+NEWER = {"open_tree": 428, "fsopen": 430, "mount_setattr": 442, "statmount": 457, "listmount": 458, "lsm": 459,
+         "open_tree_attr": 467, "unknown": 999}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", NEWER)
+async def test_it_reaches_no_call_that_was_not_reviewed(victim: Path, call: str) -> None:
+    program = (
+        f"import ctypes, errno; c = ctypes.CDLL(None, use_errno=True); c.syscall({NEWER[call]}, -1, 0, 0, 0); "
+        "print(errno.errorcode[ctypes.get_errno()])"
+    )
+    assert await executed(victim, "sandbox", program) == "ENOSYS"
+
+
 async def test_what_the_user_names_is_readable(victim: Path) -> None:
     program = f"print(open({str(victim / 'hub.key')!r}).read())"
     assert await executed(victim, "sandbox", program, readable=[str(victim / "hub.key")]) == "very secret"
