@@ -30,6 +30,7 @@ import psutil
 
 from bench.support.console_browser import CHROMIUM, FLAGS, async_playwright
 from bench.support.console_run import write_run
+from bench.support.localhost_names import local_connector
 from learner.reporting.metrics import newest_line
 
 STEPS: Final = 10_000
@@ -82,7 +83,9 @@ async def big(root: Path, run: str) -> dict[str, Any]:
     async with (
         console(root, run) as (address, link, _),
         async_playwright() as driver,
-        aiohttp.ClientSession(address, cookie_jar=aiohttp.CookieJar(unsafe=True)) as session,
+        aiohttp.ClientSession(
+            address, cookie_jar=aiohttp.CookieJar(unsafe=True), connector=local_connector()
+        ) as session,
     ):
         with tempfile.TemporaryDirectory() as profile:
             context = await driver.chromium.launch_persistent_context(

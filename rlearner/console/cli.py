@@ -29,7 +29,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--password-file", metavar="FILE", help=text)
     parser.add_argument("--tls-cert", metavar="FILE", help="certificate (PEM), to listen beyond loopback")
     parser.add_argument("--tls-key", metavar="FILE", help="its private key")
-    text = "another name under which browsers reach it, as in the certificate; may be repeated"
+    text = "name under which browsers reach it, as in the certificate, instead of the random one; may be repeated"
     parser.add_argument("--host-name", action="append", metavar="NAME", help=text)
     logs.add_options(parser)
     parser.set_defaults(run=_console)

@@ -85,7 +85,7 @@ class ConsoleGate:
         """Return why a request is not from a page of this console, empty if it may be."""
         host = headers.get("host", "")
         if not is_known_host(host, self._names):
-            return "this console does not answer under that name; see rlearner console --help, --host-name"
+            return "this console answers only under the name in its link; rlearner console --host-name adds another"
         if scope["type"] == "websocket" or scope["method"] not in ("GET", "HEAD"):
             scheme = "https" if self._secure else "http"
             if not is_same_origin(headers.get("origin", ""), scheme, host):

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import re
+import secrets
 import socket
 import stat
 import sys
@@ -56,16 +57,14 @@ async def serve_console(options: argparse.Namespace, stop: Stop) -> int:
     with contextlib.closing(listener):
         port = listener.getsockname()[1]
         scheme = "https" if tls else "http"
-        host = _bracketed(options.host_name[0]) if options.host_name else _shown(options.bind)
-        address = f"{scheme}://{host}:{port}"
+        names, host = _names(options, has_tls=bool(tls))
+        address = f"{scheme}://{_bracketed(host)}:{port}"
         state = ConsoleState(root, options.broker, options.actions)
         if start:
             state.run(start, keep=True)
         target = f"/run/{start}" if start else "/"
-        with _links(address, target, port, announced=password is None) as said:
+        with _links(address, target, port) as said:
             access = ConsoleAccess(password, said)
-            names = {*LOOPBACK_NAMES, *map(str.lower, options.host_name or [])}
-            names |= {options.bind.lower()} if not _is_any(options.bind) else set()
             gate = ConsoleGate(make_app(state), access, names, f"rlearner_console_{port}", secure=bool(tls))
             print(f"console of {root} at {address}, {_rights(options)}", flush=True)
             access.new_link()
@@ -156,8 +155,19 @@ def _is_any(bind: str) -> bool:
     return bind in ("0.0.0.0", "::", "")
 
 
-def _shown(bind: str) -> str:
-    return _bracketed(socket.getfqdn() if _is_any(bind) else bind)
+def _names(options: argparse.Namespace, *, has_tls: bool) -> tuple[set[str], str]:
+    """Return the names under which the console answers, and the one in its address.
+
+    A browser sends a cookie to all ports of a host name. On loopback these may be programs of other users, so the
+    console has a name there that nobody can guess; browsers resolve every name below localhost to loopback.
+    """
+    named = [name.lower() for name in options.host_name or []]
+    if is_loopback(options.bind) and not has_tls:
+        names = named or [f"{secrets.token_hex(8)}.localhost"]
+        return set(names), names[0]
+    own = set() if _is_any(options.bind) else {options.bind.lower()}
+    shown = socket.getfqdn() if _is_any(options.bind) else options.bind
+    return {*LOOPBACK_NAMES, *named, *own}, named[0] if named else shown
 
 
 def _bracketed(name: str) -> str:
@@ -185,14 +195,14 @@ def open_port(bind: str, port: int) -> socket.socket:
 
 
 @contextmanager
-def _links(address: str, target: str, port: int, *, announced: bool) -> Iterator[Any]:
+def _links(address: str, target: str, port: int) -> Iterator[Any]:
     """Yield what tells the operator each new link: on the terminal, else in a private file, never in a log."""
     if sys.stdout.isatty():
 
         def say(token: str) -> None:
             print(f"log in (works once): {address}/login?token={token}&next={target}", flush=True)
 
-        yield say if announced else lambda token: None
+        yield say
         return
     folder = private_folder(Path(os.environ.get("XDG_RUNTIME_DIR") or Path.home() / ".cache") / "rlearner")
     file = folder / f"console-{port}.url"

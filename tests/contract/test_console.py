@@ -123,7 +123,7 @@ async def test_other_names_and_origins_are_refused(console: kit.Console) -> None
     async with console.client() as client:
         async with client.get("/", headers={"Host": "evil.example:8870"}) as answer:
             assert answer.status == 403
-            assert (await answer.text()).startswith("this console does not answer under that name")
+            assert (await answer.text()).startswith("this console answers only under the name in its link")
         for origin in ("http://evil.example", "http://127.0.0.1:1"):
             with pytest.raises(aiohttp.WSServerHandshakeError):
                 await client.ws_connect(WS, origin=origin)

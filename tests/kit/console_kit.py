@@ -18,6 +18,7 @@ import run_folder_kit as kit
 import yaml
 from waits import LONG_S
 
+from bench.support.localhost_names import local_connector
 from broker.contract import wire
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +60,9 @@ class Console:
     async def client(self, *, logged_in: bool = True) -> AsyncIterator[aiohttp.ClientSession]:
         jar = aiohttp.CookieJar(unsafe=True)
         headers = {"Accept": "text/html"}
-        async with aiohttp.ClientSession(self.address, cookie_jar=jar, headers=headers) as session:
+        async with aiohttp.ClientSession(
+            self.address, cookie_jar=jar, headers=headers, connector=local_connector()
+        ) as session:
             if logged_in:
                 async with session.get(self.link.removeprefix(self.address), allow_redirects=False) as answer:
                     assert answer.status == 303, await answer.text()
@@ -98,7 +101,10 @@ async def console(root: Path, cache: Path, *arguments: str) -> AsyncIterator[Con
         async with asyncio.timeout(LONG_S):
             while True:
                 try:
-                    async with aiohttp.ClientSession() as session, session.get(f"{address}/login", ssl=False):
+                    async with (
+                        aiohttp.ClientSession(connector=local_connector()) as session,
+                        session.get(f"{address}/login", ssl=False),
+                    ):
                         break
                 except aiohttp.ClientConnectionError:
                     await asyncio.sleep(0.05)
