@@ -29,6 +29,14 @@ PACKAGES: Final = ("broker", "envhub", "rlearner_text", "rlearner_sandbox")  # o
 SCRATCH_MIB: Final = 1024  # in memory, of each folder that it may write to
 BECOME: Final = """import os, sys; uid = int(sys.argv[1]); os.setgroups([])
 os.setresgid(uid, uid, uid); os.setresuid(uid, uid, uid); os.execvp(sys.argv[2], sys.argv[2:])"""
+# With the host's network come its abstract sockets, which have no file; Landlock (Linux 6.12) keeps programs
+# from them: a ruleset of 24 bytes that handles no files and no ports, and scopes abstract sockets (1).
+SCOPE: Final = """import ctypes, os, sys; call = ctypes.CDLL(None).syscall
+if call(444, None, 0, 1) >= 6:
+    rules = call(444, (ctypes.c_uint64 * 3)(0, 0, 1), 24, 0)
+    if rules < 0 or call(446, rules, 0): sys.exit("Landlock does not work here")
+    os.close(rules)
+os.execvp(sys.argv[1], sys.argv[1:])"""
 _numbers: Final = itertools.count()
 
 
@@ -65,6 +73,8 @@ def sandboxed_start(domain: Domain, folder: str | None = None) -> Iterator[Sandb
             bwrap, rules, limits, root=is_root, packages=packages, network=domain.section.network, scratch=scratch,
             folder=os.path.abspath(folder or os.getcwd()),
         )  # fmt: skip
+        if domain.section.network:
+            within += [sys.executable, "-I", "-S", "-c", SCOPE]
         uid = free_uid(os.getpid() * 16 + next(_numbers) % 16, id_maps()) if is_root else 0
         yield SandboxedStart(within, uid, (rules,))
     finally:

@@ -6,6 +6,7 @@ Each attempt is made twice: with ``isolation: process``, where it works, and in 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
 import socket
@@ -127,6 +128,20 @@ async def test_it_reaches_the_network_if_the_user_says_so(victim: Path) -> None:
         port = server.getsockname()[1]
         program = f"import socket; socket.create_connection(('127.0.0.1', {port}), 2); print('connected')"
         assert await executed(victim, "sandbox", program, network=True) == "connected"
+
+
+@ISOLATION
+async def test_it_reaches_no_abstract_socket_with_the_network_of_its_host(victim: Path, isolation: str) -> None:
+    """They belong to the network, have no permissions, and desktops and containers listen at them."""
+    name = f"rlearner-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"\0{name}")
+        server.listen()
+        program = f"import socket; s = socket.socket(1); s.connect('\\0{name}'); print('connected')"
+        more = {"network": True} if isolation == "sandbox" else {}
+        found = await executed(victim, isolation, program, **more)
+    has_scopes = ctypes.CDLL(None).syscall(444, None, 0, 1) >= 6  # of Landlock
+    assert (found == "connected") == (isolation == "process" or not has_scopes), found
 
 
 @ISOLATION
