@@ -188,9 +188,12 @@ def _file_rules() -> dict[str, list[str]]:
 def _destination(url: str) -> tuple[str, bool]:
     """Return the host of a URL, empty if it has none, and whether that is this machine."""
     try:
-        host = (urlsplit(url).hostname or "").lower()
+        parts = urlsplit(url)
+        host = (parts.hostname or "").lower()
     except ValueError:
         return "", False
+    if parts.username is not None or not url.isprintable() or set(url) & set("\\ "):
+        return "", False  # libraries disagree about the host of such a text
     try:
         return host, host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -97,6 +97,7 @@ TAKES_FILES = {
 SENDS_REQUESTS = {
     "metadata": reward("judge", base_url="http://169.254.169.254/latest"),
     "loopback": engine("openai", base_url="http://127.0.0.1:8500/v1"),
+    "disguised": domain(env="openenv", env_args={"url": "http://10.0.0.1\\@judge.example.com/"}),
     "environment": domain(env="openenv", env_args={"url": "http://10.0.0.1:2375"}),
 }
 

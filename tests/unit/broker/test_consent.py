@@ -158,6 +158,9 @@ def test_files_are_read_below_the_folders_of_the_host(tmp_path: Path) -> None:
         ("/run/judge", "https://h/v1", True),
         ("AWS_SECRET_ACCESS_KEY", "https://api.openai.com/v1", False),
         ("JUDGE_KEY", "https://[::1", False),
+        ("JUDGE_KEY", "https://judge.example.com@evil.com/v1", False),
+        ("JUDGE_KEY", "https://evil.com\\@judge.example.com/v1", False),
+        ("JUDGE_KEY", "https://evil.com\t@judge.example.com/v1", False),
     ],
 )
 def test_secrets_go_where_the_host_says(name: str, url: str, allowed: bool) -> None:
