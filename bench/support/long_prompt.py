@@ -48,8 +48,15 @@ async def _serve(folder: Path) -> None:
     await asyncio.Event().wait()
 
 
-def measure(text: str, *, size: int = PROMPT_BYTES, path: str = "/chat/completions") -> dict[str, float]:
-    """Send one prompt of repeated text and return figures in ms.
+def measure(text: str, *, path: str = "/chat/completions") -> dict[str, float]:
+    """Send one prompt of 8 MB of repeated text, and return figures as ``measure_body``."""
+    prompt = text * (PROMPT_BYTES // len(json.dumps(text)[1:-1]))
+    content = {"messages": [{"role": "user", "content": prompt}]}
+    return measure_body(content if path.startswith("/chat") else {"prompt": prompt}, path=path)
+
+
+def measure_body(body: object, *, path: str = "/chat/completions") -> dict[str, float]:
+    """Send one request, which must be refused, and return figures in ms.
 
     Returns:
         ``loop_stall_ms``: the longest /health while it is read; ``baseline_ms``: the longest before; ``answer_ms``.
@@ -63,10 +70,7 @@ def measure(text: str, *, size: int = PROMPT_BYTES, path: str = "/chat/completio
             try:
                 assert server.stdout is not None
                 port = int(server.stdout.readline().rpartition(":")[2].partition("/")[0])
-                prompt = text * (size // len(json.dumps(text)[1:-1]))
-                content = {"messages": [{"role": "user", "content": prompt}]}
-                body = json.dumps(content if path.startswith("/chat") else {"prompt": prompt}).encode()
-                return _measure(port, path, body)
+                return _measure(port, path, json.dumps(body).encode())
             finally:
                 server.kill()
 

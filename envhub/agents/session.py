@@ -32,6 +32,7 @@ from rlearner_text.special_text import shield_values
 from rlearner_text.tokenizer import LONG_TEXT, Tokenizer
 
 AGAIN_AT_ONCE = 503  # the openai client retries after this status
+FEW_MESSAGES = 256  # rendering more takes so long that the hub's loop must run
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ class AgentSession:
             self.refused = "length"
             raise
         async with self._recording:  # the record must not change while a thread reads it
-            if body.characters < LONG_TEXT:
+            is_short = not isinstance(body, ChatBody) or len(body.messages) <= FEW_MESSAGES
+            if is_short and body.characters < LONG_TEXT:
                 found = self._encoded(body)
             else:
                 found = await asyncio.to_thread(self._encoded, body)

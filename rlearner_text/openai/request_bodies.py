@@ -22,6 +22,12 @@ MOST_CHOICES: Final = 256  # per request, over all prompts
 DEADLINE_S: Final = 600.0
 COMPLETION_TOKENS: Final = 16  # OpenAI's default for /v1/completions
 MOST_TOP_LOGPROBS: Final = 20  # OpenAI's own limit
+# Reading a body must not take seconds; published limits and real conversations are far below these.
+MOST_TOOLS: Final = 1024
+MOST_MESSAGES: Final = 16_384
+MOST_PARTS: Final = 4096  # of one message, and tool calls of it
+MOST_BIASES: Final = 65_536
+MOST_OBJECTS: Final = 100_000  # of a body, also lists and keys; what looks so in texts counts, too
 
 Neutral = Mapping[str, tuple[object, ...]]  # values without effect, by field
 
@@ -144,8 +150,8 @@ class ChatMessage(StrictModel):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    content: str | Annotated[list[ContentPart], Field(max_length=MOST_PARTS)] | None = None
+    tool_calls: Annotated[list[MessageToolCall], Field(max_length=MOST_PARTS)] | None = None
     tool_call_id: str | None = None
 
     @field_validator("content", mode="before")
@@ -203,7 +209,8 @@ class GenerationBody(StrictModel):
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = {}  # by token id
+    # by token id
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_BIASES)] = {}
     stop_token_ids: list[TokenId] = []
     ignore_eos: bool = False
     return_token_ids: bool = True
@@ -244,11 +251,11 @@ class GenerationBody(StrictModel):
 class ChatBody(GenerationBody):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: PositiveInt | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] = 0
-    tools: list[OfferedTool] = []
+    tools: Annotated[list[OfferedTool], Field(max_length=MOST_TOOLS)] = []
     tool_choice: Literal["none", "auto", "required"] | NamedChoice = "auto"
     parallel_tool_calls: bool = True
     response_format: ResponseFormat = ResponseFormat()
@@ -307,6 +314,12 @@ class CompletionBody(GenerationBody):
     def wanted_top(self) -> int:
         return 0 if isinstance(self.logprobs, bool) else self.logprobs or 0
 
+    @model_validator(mode="after")
+    def _has_few(self) -> Self:
+        if (count := len(self.prompts()) * self.n) > MOST_CHOICES:
+            raise ValueError(f"{count} choices, prompts times n; at most {MOST_CHOICES}")
+        return self
+
     @property
     def characters(self) -> int:
         return max((len(one) for one in self.prompts() if isinstance(one, str)), default=0)
@@ -335,6 +348,8 @@ def parse(raw: bytes, model: type[B]) -> B:
     Raises:
         HttpError: 400 if it is invalid; names the first wrong field.
     """
+    if any(raw.count(mark) > MOST_OBJECTS for mark in (b"{", b"[", b'":')):
+        raise HttpError(400, f"the body has more than {MOST_OBJECTS} objects, lists or keys")
     try:
         values = strict.loads(raw)
     except strict.BadJson as error:

@@ -14,6 +14,8 @@ from pydantic import Field, PositiveInt, ValidationError
 from rlearner_text.openai.answer_store import AnswerStore, Item
 from rlearner_text.openai.http_errors import HttpError
 from rlearner_text.openai.request_bodies import (
+    MOST_MESSAGES,
+    MOST_TOOLS,
     MOST_TOP_LOGPROBS,
     ChatBody,
     GenerationBody,
@@ -93,12 +95,12 @@ class TextOptions(StrictModel):
 class ResponsesBody(GenerationBody):
     """The body of /v1/responses, with the additional fields of ``GenerationBody``."""
 
-    input: str | list[dict[str, Any]]
+    input: str | Annotated[list[dict[str, Any]], Field(max_length=MOST_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: PositiveInt | None = None
     previous_response_id: str | None = None
     store: bool = True
-    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS)] = Field(default_factory=list)
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     reasoning: ReasoningOptions = ReasoningOptions()

@@ -22,7 +22,7 @@ from rlearner_text.openai.connections import Connections, LimitedHandler, Limits
 from rlearner_text.openai.generation import FAILED, generate
 from rlearner_text.openai.http_errors import HttpError
 from rlearner_text.openai.named_keys import KeyStore
-from rlearner_text.openai.request_bodies import COMPLETION_TOKENS, ChatBody, CompletionBody, parse
+from rlearner_text.openai.request_bodies import COMPLETION_TOKENS, B, ChatBody, CompletionBody, parse
 from rlearner_text.openai.response_events import ResponsesFormat
 from rlearner_text.openai.responses import ResponsesBody, chat_of, items_of
 from rlearner_text.openai.sse_chunks import ChatFormat
@@ -36,6 +36,7 @@ CLOSE_S: Final = 2.0  # for unfinished answers when the server closes
 RETRY_AFTER_S: Final = 1  # of status 503
 PATH_CHARACTERS: Final = 200  # of a path in the access log
 BACKLOG: Final = 1024  # connections that wait to be accepted, as many as a flood of half-open ones brings
+LONG_BODY: Final = 65_536  # bytes; parsing more takes milliseconds
 Desk = Callable[[str | None], Caller | None]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -265,20 +266,20 @@ class HttpServer:
     # ----------------------------------------------------------------------------------------------- generation
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        body = parse(await read_body(request, wire.MAX_PAYLOAD_BYTES), ChatBody)
+        body = await _parsed(await read_body(request, wire.MAX_PAYLOAD_BYTES), ChatBody)
         made, limit = partial(ChatFormat, body, self._tokenizer), body.max_completion_tokens or body.max_tokens
         return await generate(request, self._desk_of(request), self._tokenizer, body, limit, made)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        body = parse(await read_body(request, wire.MAX_PAYLOAD_BYTES), CompletionBody)
+        body = await _parsed(await read_body(request, wire.MAX_PAYLOAD_BYTES), CompletionBody)
         made, limit = partial(ChatFormat, body, self._tokenizer), body.max_tokens or COMPLETION_TOKENS
         return await generate(request, self._desk_of(request), self._tokenizer, body, limit, made)
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
         desk, raw = self._desk_of(request), await read_body(request, wire.MAX_PAYLOAD_BYTES)
-        body = parse(raw, ResponsesBody)
+        body = await _parsed(raw, ResponsesBody)
         items = items_of(body, desk.kept)
-        chat = chat_of(body, items)
+        chat = chat_of(body, items) if len(raw) < LONG_BODY else await asyncio.to_thread(chat_of, body, items)
 
         def keep(response_id: str, output: Sequence[Item]) -> None:
             if body.store:
@@ -286,6 +287,11 @@ class HttpServer:
 
         made = partial(ResponsesFormat, body, chat, self._tokenizer, keep)
         return await generate(request, desk, self._tokenizer, chat, body.max_output_tokens or body.max_tokens, made)
+
+
+async def _parsed(raw: bytes, model: type[B]) -> B:
+    """Return a body, see ``parse``; a long one is parsed in a thread, where its validators let others run."""
+    return parse(raw, model) if len(raw) < LONG_BODY else await asyncio.to_thread(parse, raw, model)
 
 
 def _log_access(request: web.Request, status: int, seconds: float) -> None:

@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 from template_models import make_tokenizer_folder
 
-from bench.support.long_prompt import TEXTS, measure
+from bench.support.long_prompt import TEXTS, measure, measure_body
 from rlearner_text.openai.backends import refuse_long
 from rlearner_text.openai.http_errors import HttpError
 from rlearner_text.openai.request_bodies import ChatBody, CompletionBody, GenerationBody
@@ -20,6 +20,10 @@ from rlearner_text.special_text import CUT, shielder
 from rlearner_text.tokenizer import LONG_TEXT, Tokenizer
 
 SPACES = " " * 1_500_000
+TURN = {"role": "user", "content": "a"}
+PART = {"type": "text", "text": "a"}
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+TOOL = {"type": "function", "function": {"name": "f"}}
 IN_ONE_CALL = re.compile(r"(?=(?:<\|a\|><\|b\|>|<\|im_end\|>|<\|a\|>))(.)", re.DOTALL)
 
 
@@ -51,6 +55,26 @@ def longest_stall_s(work: Callable[[], object]) -> float:
 @pytest.mark.parametrize("path", ["/chat/completions", "/completions"])
 def test_prompt_of_8_mb(text: str, path: str) -> None:
     assert measure(TEXTS[text], path=path)["loop_stall_ms"] < 1000  # 20 s without the limits
+
+
+BODIES: dict[str, tuple[str, object]] = {
+    "tools": ("/chat/completions", {"messages": [TURN], "tools": [TOOL] * 90_000}),
+    "messages": ("/chat/completions", {"messages": [TURN] * 200_000}),
+    "parts": ("/chat/completions", {"messages": [{"role": "user", "content": [PART] * 200_000}]}),
+    "calls": ("/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [CALL] * 80_000}]}),
+    "biases": ("/completions", {"prompt": "a", "logit_bias": {str(n): 1 for n in range(400_000)}}),
+    "prompts": ("/completions", {"prompt": ["a"] * 1_500_000}),
+    "lists": ("/completions", {"prompt": [[1]] * 1_000_000}),
+    "items": ("/responses", {"input": [TURN] * 200_000}),
+    "messages-within-the-limit": ("/chat/completions", {"messages": [TURN] * 99_000}),
+}
+
+
+@pytest.mark.parametrize("attack", BODIES)
+def test_body_of_many_parts(attack: str) -> None:
+    """Minutes for the prompts, seconds for the others, without the limits."""
+    path, body = BODIES[attack]
+    assert measure_body(body, path=path)["loop_stall_ms"] < 1000
 
 
 @pytest.mark.parametrize("text", TEXTS.values())
