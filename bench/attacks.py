@@ -3,8 +3,7 @@
     python -m bench.attacks [--only TEXT]
 
 Every test there is one attempt by a stranger, a compromised process, or a model's words, judged from outside. An
-attempt whose test does not pass counts as succeeded; a skipped one does not count as tried. ``loop_stall_ms`` is the
-longest silence of a server that reads a prompt of 8 MB.
+attempt whose test does not pass counts as succeeded; a skipped one does not count as tried.
 """
 
 from __future__ import annotations
@@ -42,7 +41,10 @@ class AttackCounter:
 
 
 def main() -> int:
-    """Run the attacks and print one JSON line last; return 1 if one succeeded or none was tried."""
+    """Run the attacks and print one JSON line last; return 1 if one succeeded or none was tried.
+
+    ``loop_stall_ms`` is the longest silence of a server that reads a prompt of 8 MB.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="TEXT", help="only attacks whose name contains this")
     options = parser.parse_args()
@@ -52,9 +54,9 @@ def main() -> int:
         print(f"succeeded: {attack}", file=sys.stderr)
     figures = {
         "attempts": counter.attempts.total(),
-        "run_code_attacks": counter.attempts["run_code_attacks"],
         "succeeded": len(counter.succeeded),
         "skipped": counter.skipped,
+        "run_code_attacks": counter.attempts["run_code_attacks"],
         "loop_stall_ms": max(measure(text)["loop_stall_ms"] for text in TEXTS.values()),
         "by_file": dict(sorted(counter.attempts.items())),
     }
