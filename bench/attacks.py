@@ -43,7 +43,10 @@ class AttackCounter:
 
 
 def main() -> int:
-    """Run the attacks and print one JSON line last; return 1 if one succeeded or none was tried."""
+    """Run the attacks and print one JSON line last; return 1 if one succeeded or none was tried.
+
+    ``loop_stall_ms`` is the longest silence of a server that reads a prompt of 8 MB.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="TEXT", help="only attacks whose name contains this")
     options = parser.parse_args()
@@ -57,6 +60,7 @@ def main() -> int:
         "reply_attacks": counter.attempts["reply_attacks"],
         "succeeded": len(counter.succeeded),
         "skipped": counter.skipped,
+        "run_code_attacks": counter.attempts["run_code_attacks"],
         "loop_stall_ms": max(measure(text)["loop_stall_ms"] for text in TEXTS.values()),
         "by_file": dict(sorted(counter.attempts.items())),
     }
