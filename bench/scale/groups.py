@@ -26,6 +26,7 @@ from broker.contract.examples import EXAMPLES
 from broker.contract.streams import EPISODES
 from broker.identity.login import client_options
 from broker.jetstream.bus import Bus, Delivery, WorkQueue
+from broker.jetstream.ticket_results import ticket_key
 from broker.nats.client import GuardedClient
 from broker.server.private_server import BrokerServer
 
@@ -169,7 +170,8 @@ async def _take(queue: WorkQueue, count: int, at_once: int) -> None:
 
 async def _put_bare(client: GuardedClient, run: str, num_mib: int) -> None:
     stream, payload = client.jetstream(), bytes(MIB - 256)
-    subject, window = EPISODES.subject(run, BARE), asyncio.Semaphore(4)
+    key, window = f"{BARE}.{ticket_key(1, evaluation=False)}", asyncio.Semaphore(4)
+    subject = EPISODES.subject(run, key)
 
     async def put() -> None:
         async with window:
