@@ -60,7 +60,6 @@ def main() -> int:
         "reply_attacks": counter.attempts["reply_attacks"],
         "succeeded": len(counter.succeeded),
         "skipped": counter.skipped,
-        "run_code_attacks": counter.attempts["run_code_attacks"],
         "loop_stall_ms": max(measure(text)["loop_stall_ms"] for text in TEXTS.values()),
         "by_file": dict(sorted(counter.attempts.items())),
     }
