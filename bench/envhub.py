@@ -67,8 +67,9 @@ async def _bare(made: HubScene, folder: Path, seconds: float) -> float:
     command = [sys.executable, "-m", "bench.envhub", "--bare", str(made.n), made.bus.link.url, made.server.address]
     with (folder / "bare.log").open("ab") as log:
         child = spawn(command, log, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    made.server.waiting = 0
     try:
+        while made.server.waiting:  # for what the hub asked before it was killed  # noqa: ASYNC110 - no event
+            await asyncio.sleep(0.02)
         await made.full()
         return await made.turns_per_s(seconds)
     finally:
