@@ -1,6 +1,6 @@
 """Tries a model's tokenizer and chat template in a bounded child process before any process uses them.
 
-Both are programs of whoever made the model: a template can loop for years or allocate all memory, and a regular
+Both are programs of the model's author: a template can loop for years or allocate all memory, and a regular
 expression of tokenizer.json can abort the library. A model that passes is remembered by its digest.
 """
 

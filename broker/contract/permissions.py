@@ -5,7 +5,7 @@ the learner creates, trims and purges the streams of its run; only the operator 
 
 JetStream sends its reply to any subject that the requester names, with no check of its own, and an empty reply to a
 subject of JetStream's own API is a request there, even to purge or delete a stream. Permissions alone can therefore
-not contain whoever may ask JetStream anything: on a server each joining role of a run has an account of its own
+not contain those who may ask JetStream anything: on a server each joining role of a run has an account of its own
 (``broker.identity.accounts``), where such a reply reaches only what that account imports. The learner shares the
 account of JetStream with the operator and is trusted like it.
 """

@@ -283,7 +283,7 @@ async def test_a_revoked_key_is_cut_off_at_once_and_others_go_on(run: Bus, broke
     assert await is_refused(broker_url, nkeys_seed_str=guest.seed)
 
 
-# --------------------------------------------------------- what is followed is signed, whoever has got it to the broker
+# --------------------------------------------------------- what is followed is signed, however it got to the broker
 
 FORGED: dict[Stream, wire.Message] = {
     RUNS: msgspec.structs.replace(EXAMPLES[wire.RunSpec], epoch=99, model_path="/tmp/evil"),

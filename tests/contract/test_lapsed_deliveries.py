@@ -1,4 +1,4 @@
-"""Deliveries whose marks stopped for longer than the broker waits: whoever held them leaves them alone."""
+"""Deliveries whose marks stopped for longer than the broker waits: their holders leave them alone."""
 
 from __future__ import annotations
 

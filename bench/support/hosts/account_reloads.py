@@ -21,7 +21,7 @@ from broker.jetstream.bus import Bus
 from broker.server.private_server import BrokerServer
 
 RUNS: Final = 50
-WORKING: Final = 3  # runs with a hub that takes tickets meanwhile
+WORKING: Final = 3  # runs with a hub that takes tickets during the reloads
 RELOADS: Final = 11
 FETCH_S: Final = 2.0
 LIMIT_S: Final = 120.0
