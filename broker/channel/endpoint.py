@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from broker.channel.carriers import AbortHandler, Handler
@@ -20,7 +22,7 @@ Reply = Callable[[bytes], Awaitable[None]]
 
 CLOSE_WITHIN_S: Final = 2.0  # for aborted handlers to return their partial output
 MAX_LETTERS: Final = 16  # dead letters being stored; further malformed messages leave none
-MAX_TASKS: Final = 65_536  # replies that wait for a slow broker included
+MAX_TASKS: Final = 65_536  # of all clients, replies that wait for a slow broker included
 
 
 @dataclass(frozen=True)
@@ -62,33 +64,36 @@ class RequestEndpoint:
         self._most = most or RequestLimits()
         self._held: dict[str, tuple[int, int]] = {}  # by client, empty for all: requests and bytes
         self._answering: dict[asyncio.Task[None], str] = {}
+        self._tasks = Counter[str]()  # of each client that has any
         self._burying: set[asyncio.Task[None]] = set()
         self._closing = False
 
     def receive(self, data: bytes, reply: Reply, source: str = "") -> None:
         """Start handling one encoded message from a client, to which ``reply`` sends the encoded reply.
 
+        Messages of a client that floods the server are dropped, and only those.
+
         Args:
             source: the client, if it is known; no client may take all of the server's room.
         """
-        if len(self._answering) >= MAX_TASKS:
+        if self._tasks[source] >= MAX_TASKS // (len(self._tasks) + 1):
             return
         try:
             message: wire.Message = codec.decode(data, wire.GenerateRequest, wire.AbortRequest)
         except WireError as error:
             self.refuse(str(error), data)
-            self._spawn("", self._reject("", str(error), reply))
+            self._spawn("", self._reject("", str(error), reply), source)
             return
         if isinstance(message, wire.AbortRequest):
             self._tell_abort(message.request_id)
         elif isinstance(message, wire.GenerateRequest):
             if self._closing:
-                self._spawn("", self._reject(message.request_id, "the server is closing", reply))
+                self._spawn("", self._reject(message.request_id, "the server is closing", reply), source)
                 return
             if problem := self._room(source, len(data)):
-                self._spawn("", self._reject(message.request_id, problem, reply, "busy"))
+                self._spawn("", self._reject(message.request_id, problem, reply, "busy"), source)
                 return
-            task = self._spawn(message.request_id, self._answer(message, reply))
+            task = self._spawn(message.request_id, self._answer(message, reply), source)
             task.add_done_callback(lambda _: self._release(source, len(data)))
 
     def refuse(self, reason: str, data: bytes) -> None:
@@ -132,14 +137,18 @@ class RequestEndpoint:
             if count == 1:
                 del self._held[name]
 
-    def _spawn(self, request_id: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn(self, request_id: str, work: Coroutine[Any, Any, None], source: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._answering[task] = request_id
-        task.add_done_callback(self._done)
+        self._tasks[source] += 1
+        task.add_done_callback(partial(self._done, source))
         return task
 
-    def _done(self, task: asyncio.Task[None]) -> None:
+    def _done(self, source: str, task: asyncio.Task[None]) -> None:
         request_id = self._answering.pop(task)
+        self._tasks[source] -= 1
+        if not self._tasks[source]:
+            del self._tasks[source]
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("request %s could not be answered: %s: %s", request_id, type(error).__name__, error)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from waits import until
 
-from broker.channel.endpoint import RequestEndpoint, RequestLimits
+from broker.channel.endpoint import RequestEndpoint, RequestLimits, error_reply
 from broker.contract import codec, wire
 
 
@@ -58,3 +58,27 @@ async def test_request_without_room_gets_a_busy_reply(limits: RequestLimits, tok
     endpoint.receive(codec.encode(request("r4", tokens)), note, "hub")  # there is room again
     await until(lambda: len(replies) == 4)
     assert sorted(one.finish_reason for one in replies) == ["busy", "stop", "stop", "stop"]
+
+
+async def test_flood_of_one_client_drops_no_request_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that arrived between two turns of the loop becomes tasks before any of them is answered."""
+    monkeypatch.setattr("broker.channel.endpoint.MAX_TASKS", 64)
+    release, replies = asyncio.Event(), list[Any]()
+
+    async def handle(asked: wire.GenerateRequest) -> wire.GenerateReply:
+        await release.wait()
+        return error_reply("s", asked.request_id, "over")
+
+    async def note(data: bytes) -> None:
+        replies.append(codec.decode(data, wire.GenerateReply).request_id)
+
+    endpoint = RequestEndpoint(None, "s", handle, lambda _: None)  # type: ignore[arg-type]
+    for number in range(200):
+        endpoint.receive(codec.encode(request(f"evil-{number}")), note, "evil")
+    for name in ("first", "second"):
+        endpoint.receive(codec.encode(request(name)), note, name)
+    release.set()
+    await until(lambda: not endpoint._answering)
+    assert replies[-2:] == ["first", "second"]
+    assert 16 <= len(replies) - 2 <= 64
+    assert not endpoint._tasks
