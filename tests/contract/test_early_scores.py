@@ -15,6 +15,7 @@ from waits import until
 
 from broker.contract import wire
 from broker.contract.streams import DEAD, EPISODES, SCORES
+from broker.identity.login import find_login
 from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import respond
 from broker.settings.config import DomainSection, RewardConfig
@@ -34,6 +35,23 @@ async def world(bus: Bus, broker_url: str, tmp_path: Path) -> AsyncIterator[Worl
     made = World(bus, broker_url, tmp_path)
     yield made
     await made.close()
+
+
+@pytest.fixture
+async def silent(bus: Bus, broker_url: str) -> AsyncIterator[list[wire.Message]]:
+    """A reward hub that accepts requests for scores and never answers; what it was asked."""
+    asked: list[wire.Message] = []
+
+    async def swallow(message: wire.Message) -> None:
+        asked.append(message)
+
+    login = find_login(broker_url, "rewardhub", bus.run)
+    hub = await Bus.connect(broker_url, bus.run, name="silent", role="rewardhub", login=login, deadline_s=60)
+    swallowing = await respond(hub, SCORES, "default", swallow, shared=True)
+    await hub.link.overdue(1.0)
+    yield asked
+    await swallowing.close()
+    await hub.close()
 
 
 def done(folder: Path) -> int:
@@ -109,19 +127,13 @@ async def test_a_reward_hub_that_dies_costs_its_scores_only_time(world: World) -
     assert [one.reward_parts["slow"] for one in record.trajectories] == [1.0] * SIZE
 
 
-async def test_a_group_waits_for_scores_on_their_way_but_not_for_ever(world: World) -> None:
+async def test_a_group_waits_for_scores_on_their_way_but_not_for_ever(world: World, silent: list[wire.Message]) -> None:
     """A process that accepts samples and never scores them holds a group for envhub.score_wait_s."""
     await prepare(world)
-    asked: list[wire.Message] = []
-
-    async def swallow(message: wire.Message) -> None:
-        asked.append(message)
-
-    swallowing = await respond(world.bus, SCORES, "default", swallow, shared=True)
     number = await world.ticket(group_size=SIZE)
     loop = asyncio.get_running_loop()
     async with world.hub("--n", "8"):
-        await until(lambda: len(asked) == SIZE - 1)
+        await until(lambda: len(silent) == SIZE - 1)
         (world.folder / "release").touch()
         began = loop.time()
         queue = await world.bus.work_queue(EPISODES, "default")
@@ -129,28 +141,22 @@ async def test_a_group_waits_for_scores_on_their_way_but_not_for_ever(world: Wor
         took = loop.time() - began
         await delivery.ack()
         await world.settled()
-    await swallowing.close()
     assert 1.4 < took < 10
     assert isinstance(delivery.message, wire.Group)
     assert (delivery.message.ticket, delivery.message.scores) == (number, [])
 
 
-async def test_a_stopping_hub_publishes_a_complete_group_without_waiting_for_scores(world: World) -> None:
+async def test_a_stopping_hub_publishes_a_complete_group_without_waiting_for_scores(
+    world: World, silent: list[wire.Message]
+) -> None:
     await prepare(world)
-    asked: list[wire.Message] = []
-
-    async def swallow(message: wire.Message) -> None:
-        asked.append(message)
-
-    swallowing = await respond(world.bus, SCORES, "default", swallow, shared=True)
     await world.ticket(group_size=SIZE)
     async with world.hub("--n", "8") as stop:
-        await until(lambda: len(asked) == SIZE - 1)
+        await until(lambda: len(silent) == SIZE - 1)
         stop.request("test")
         await asyncio.sleep(0.2)
         (world.folder / "release").touch()
         await world.settled()
-    await swallowing.close()
     assert sum((await world.bus.depth(EPISODES)).values()) == 1
 
 
