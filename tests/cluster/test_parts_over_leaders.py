@@ -31,7 +31,7 @@ async def change_leaders(bus: Bus, stop: asyncio.Event) -> int:
             times += 1
         except ApiError:  # no leader at the moment
             pass
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.7)
     raise AssertionError("never reached")
 
 
@@ -56,7 +56,7 @@ async def test_leaders_change_while_groups_in_parts_are_stored_and_read(tmp_path
             await until(lambda: ledger.state.position >= last or loop.done(), within_s=180)
             assert not loop.done(), loop.exception()
         stop.set()
-        assert await changing > 5
+        assert await changing >= 3
         counts = ledger.counts()
         assert (counts["open"], counts["duplicate"], counts["dead"]) == (GROUPS + 1, GROUPS // 3, 0)
         assert len(ledger.arrived) == GROUPS
