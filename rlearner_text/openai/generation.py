@@ -20,7 +20,7 @@ from rlearner_text.openai.answers import AnswerChoice, AnswerWriter
 from rlearner_text.openai.backends import ApiBackend, ServedModel
 from rlearner_text.openai.connections import call_of
 from rlearner_text.openai.http_errors import ENGINE_FAILED, HttpError
-from rlearner_text.openai.request_bodies import MOST_CHOICES, ChatBody, CompletionBody, GenerationBody
+from rlearner_text.openai.request_bodies import ChatBody, CompletionBody, GenerationBody
 from rlearner_text.openai.streaming import ChoiceEvents, EventStream, TokenBuffer
 from rlearner_text.tokenizer import Tokenizer
 
@@ -133,8 +133,6 @@ def _check_top(body: GenerationBody, served: ServedModel) -> None:
 def _check_prompts(body: GenerationBody, prompts: Sequence[Sequence[int]], served: ServedModel) -> None:
     if not prompts or not all(prompts):
         raise HttpError(400, "the prompt is empty", param="prompt")
-    if len(prompts) * body.n > MOST_CHOICES:
-        raise HttpError(400, f"{len(prompts)} prompts with n={body.n}: at most {MOST_CHOICES} choices", param="n")
     if (longest := max(map(len, prompts))) >= served.max_context_tokens:
         message = f"the prompt has {longest} tokens and leaves no room to generate in {served.max_context_tokens}"
         param = "messages" if isinstance(body, ChatBody) else "prompt"

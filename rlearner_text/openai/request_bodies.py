@@ -314,12 +314,6 @@ class CompletionBody(GenerationBody):
     def wanted_top(self) -> int:
         return 0 if isinstance(self.logprobs, bool) else self.logprobs or 0
 
-    @model_validator(mode="after")
-    def _has_few(self) -> Self:
-        if (count := len(self.prompts()) * self.n) > MOST_CHOICES:
-            raise ValueError(f"{count} choices, prompts times n; at most {MOST_CHOICES}")
-        return self
-
     @property
     def characters(self) -> int:
         return max((len(one) for one in self.prompts() if isinstance(one, str)), default=0)
@@ -360,6 +354,8 @@ def parse(raw: bytes, model: type[B]) -> B:
         body = model.model_validate({key: value for key, value in values.items() if value is not None})
     except ValidationError as error:
         raise validation_error(error) from None
+    if isinstance(body, CompletionBody) and (count := len(body.prompts())) * body.n > MOST_CHOICES:
+        raise HttpError(400, f"{count} prompts with n={body.n}: at most {MOST_CHOICES} choices", param="n")
     if isinstance(body, (ChatBody, CompletionBody)):
         check_extra(body.model_extra, "")
     if isinstance(body, ChatBody):

@@ -149,7 +149,7 @@ class Marks(RuleBasedStateMachine):
         self.undisturbed.discard(process)
         link.is_up, link.loses_packets, link.sent = not link.is_up, False, []
         if not link.is_up:
-            self.marks[process]._forget_unconfirmed()
+            self.marks[process]._forget_unproven()
 
     @rule(ticks=st.sampled_from([1, 2, 5, 13, 30]))
     def time_passes(self, ticks: int) -> None:
