@@ -27,7 +27,7 @@ CHARS_PER_TOKEN: Final = 128  # no text has more on average: a longer one does n
 LONG_TEXT: Final = 16_384  # characters; encoding more takes so long that other threads must run
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # threads of the library would make it warn at every fork
 CHARS_OF_SHORT: Final = 4  # for each token of a limit: texts with fewer characters are encoded without a first look
-JOINED_TOKENS: Final = 64  # a text has at most so many fewer tokens than its two halves
+JOINED_TOKENS: Final = 64  # the most by which a text has fewer tokens than its two halves
 _SHORT: Final = 16  # tokens; decoded short texts are cached, because the answers of many episodes repeat
 _SHORT_KEPT: Final = 4096
 _SHOWN: Final = 40  # characters of a template in error messages

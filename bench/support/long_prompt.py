@@ -29,7 +29,7 @@ from rlearner_text.tokenizer import Tokenizer
 
 KEY: Final = "key-of-the-long-prompt"
 PROMPT_BYTES: Final = 8_000_000
-CONTEXT: Final = 131_072  # tokens; so many characters are not refused before they are encoded
+CONTEXT: Final = 131_072  # tokens; as many characters are not refused before they are encoded
 POLL_S: Final = 0.01
 BASELINE: Final = 20  # requests
 TEXTS: Final = {"spaces": " ", "letters": "a", "turns": "<|im_start|>user\n", "openings": "<|"}

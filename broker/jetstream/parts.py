@@ -263,7 +263,7 @@ def put_together(parted: wire.Parted, data: bytearray, found: str) -> wire.Group
 
 
 async def _each(count: int, work: Callable[[int], Awaitable[None]], at_once: int) -> None:
-    """Await ``work`` for each number below ``count``, so many at once, until the first error."""
+    """Await ``work`` for each number below ``count``, several at once, until the first error."""
     numbers = iter(range(count))
 
     async def run() -> None:

@@ -84,7 +84,7 @@ def test_room_of_a_server_follows_its_busy_replies() -> None:
     assert not requests.has_room("a", 100)
     assert requests.has_room("b", 100)
     requests.returned("a", 0, 100)
-    assert requests.has_room("a", 100)  # in place of the one that ended
+    assert requests.has_room("a", 100)  # the other one has ended
     for _ in range(2):
         requests.returned("a", 0, 100)
     assert requests.has_room("a", 10**9)  # it has none of ours, so one is tried
