@@ -20,7 +20,7 @@ from broker.server.private_server import BrokerServer
 hypothesis.settings.register_profile("rlearner", deadline=None)  # a busy machine is no failure of what is tested
 hypothesis.settings.load_profile("rlearner")
 
-pytest_plugins = ["skips", "reruns"]
+pytest_plugins = ["hangs", "skips", "reruns"]
 WHEEL_BINARY = str(Path(sysconfig.get_path("scripts")) / "nats-server")
 _numbers = itertools.count(1)
 
